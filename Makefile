@@ -1,0 +1,34 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Two test processes on two cores: more threads in each would only get in each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(JOBS),2)
+
+.PHONY: demo test test-slow lint format clean
+
+demo: $(VENV)/.zoo
+	$(BIN)/python scripts/demo.py
+
+test: $(VENV)/.tests
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.tests
+	$(PYTEST) -m slow
+
+lint: $(VENV)/.all
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.all
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# One environment, which grows with what is asked of it.
+$(VENV)/.%: setup.cfg setup.py constraints.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$*]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo *.egg-info

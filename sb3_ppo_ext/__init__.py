@@ -1,0 +1,14 @@
+"""PPOExt: Stable-Baselines3's PPO with more to offer, under the same names."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from stable_baselines3.ppo.policies import CnnPolicy, MlpPolicy, MultiInputPolicy
+
+from sb3_ppo_ext.ppo_ext import PPOExt
+
+try:
+    __version__ = version("sb3-ppo-ext")
+except PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "unknown"
+
+__all__ = ["CnnPolicy", "MlpPolicy", "MultiInputPolicy", "PPOExt", "__version__"]

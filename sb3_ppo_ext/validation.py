@@ -1,0 +1,176 @@
+"""What bad input is refused, and with which words: the argument, its value and the remedy."""
+
+import math
+from collections.abc import Iterable
+from contextlib import contextmanager
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, NoReturn
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+
+
+class BadArgumentError(ValueError, AssertionError):
+    """A refused argument. Also an ``AssertionError``, which is what SB3 raises for some of them."""
+
+
+class UnknownOptionError(BadArgumentError, TypeError):
+    """An option that does not exist. Also a ``TypeError``, which is what Python raises for one."""
+
+
+class UnsupportedSpaceError(BadArgumentError, NotImplementedError):
+    """A space that PPO cannot work with. Also a ``NotImplementedError``, which is what SB3 raises for some of them."""
+
+
+class NonFiniteDataError(ValueError):
+    """The environment returned NaN or infinity."""
+
+
+def refuse(name: str, value: object, remedy: str) -> NoReturn:
+    """
+    :param name: The argument
+    :param value: What was given
+    :param remedy: What would be accepted
+    :raises BadArgumentError: always
+    """
+    raise BadArgumentError(f"`{name}={value!r}` is not valid: {remedy}")
+
+
+@contextmanager
+def assertions_as_value_errors():  # type: ignore[no-untyped-def]
+    """Let SB3's own assertions about arguments leave as ``ValueError``, and still as ``AssertionError``."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except AssertionError as error:
+        raise BadArgumentError(str(error)) from error
+
+
+def check_number(
+    name: str, value: object, low: float = -math.inf, high: float = math.inf, open_low: bool = False, integer: bool = False
+) -> None:
+    """
+    :param name: The argument
+    :param value: Its value, which must be a number in ``[low, high]``
+    :param open_low: Whether ``low`` itself is refused
+    :param integer: Whether it must be an integer
+    :raises BadArgumentError: if it is not such a number
+    """
+    kind, kind_name = (Integral, "an integer") if integer else (Real, "a number")
+    # YAML reads 3e-4 as a string, and Python takes True for 1.
+    if not isinstance(value, kind) or isinstance(value, bool):
+        hint = (
+            " (in YAML, write 0.0003 or `!!float 3e-4`: without the dot, 3e-4 is a string)" if isinstance(value, str) else ""
+        )
+        refuse(name, value, f"give {kind_name}{hint}")
+    above = low < value if open_low else low <= value  # type: ignore[operator]
+    if not (above and value <= high):  # type: ignore[operator]  # NaN fails as well
+        refuse(name, value, f"give {kind_name} {_interval(low, high, open_low)}")
+
+
+def _interval(low: float, high: float, open_low: bool) -> str:
+    if math.isinf(high):
+        return f"{'greater than' if open_low else 'of at least'} {low:g}"
+    return f"between {low:g} and {high:g}"
+
+
+def check_type(name: str, value: object, kind: type | tuple[type, ...], remedy: str) -> None:
+    """
+    :param name: The argument
+    :param value: Its value, which must be an instance of ``kind``
+    :param remedy: What would be accepted
+    :raises BadArgumentError: if it is not
+    """
+    if not isinstance(value, kind):
+        refuse(name, value, remedy)
+
+
+def check_known_options(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """
+    :param given: Names of the options that were given
+    :param known: Names of those that exist
+    :param where: Who takes them, for the message
+    :raises UnknownOptionError: if one of them does not exist
+    """
+    known = set(known)
+    for name in given:
+        if name not in known:
+            public = sorted(option for option in known if not option.startswith("_"))
+            close = get_close_matches(name, public, n=1)
+            remedy = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(public)}."
+            raise UnknownOptionError(f"{where} has no option `{name}`: {remedy}")
+
+
+def check_device(device: th.device | str) -> None:
+    """
+    :param device: ``"auto"``, or what ``torch.device`` takes
+    :raises BadArgumentError: if it is neither
+    """
+    try:
+        th.device("cpu" if device == "auto" else device)
+    except (RuntimeError, TypeError):
+        refuse("device", device, 'give "auto", "cpu", "cuda" or "cuda:0"')
+
+
+SUPPORTED_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+def check_observation_space(space: spaces.Space) -> None:
+    """
+    :param space: The observation space
+    :raises UnsupportedSpaceError: if no policy can read it
+    """
+    parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+    for key, part in parts.items():
+        if not isinstance(part, SUPPORTED_SPACES):
+            where = f" under the key {key!r}" if key else ""
+            raise UnsupportedSpaceError(
+                f"The observation space {space} has a {type(part).__name__}{where}, which no policy can read: "
+                "use Box, Discrete, MultiDiscrete, MultiBinary, or a flat Dict of these "
+                "(`gymnasium.wrappers.FlattenObservation` flattens the others)."
+            )
+
+
+def check_action_space(space: spaces.Space) -> None:
+    """
+    :param space: The action space
+    :raises UnsupportedSpaceError: if no action distribution covers it
+    """
+    if not isinstance(space, SUPPORTED_SPACES):
+        raise UnsupportedSpaceError(
+            f"The action space {space} is not supported: use Box, Discrete, MultiDiscrete or MultiBinary "
+            "(a Dict or Tuple of actions can be flattened into one of these by an `ActionWrapper`)."
+        )
+    if isinstance(space, spaces.Box) and not np.all(np.isfinite([space.low, space.high])):
+        raise UnsupportedSpaceError(
+            f"The action space {space} has an infinite bound: declare finite ones, best of all [-1, 1], "
+            "and scale the action inside the environment."
+        )
+    if isinstance(space, spaces.MultiBinary) and len(space.shape) != 1:
+        raise UnsupportedSpaceError(
+            f"The action space {space} has {len(space.shape)} dimensions: "
+            f"use the flat `MultiBinary({int(np.prod(space.shape))})` and reshape it in the environment."
+        )
+
+
+def find_non_finite(data: Any) -> tuple[int, str] | None:
+    """
+    Find NaN or infinity in what a vectorised environment returned.
+
+    :param data: Array of shape ``(n_envs, ...)``, or a dictionary of such arrays
+    :return: The index of the first environment concerned and a description of the place, ``None`` if all is finite
+    """
+    if isinstance(data, dict):
+        for key, part in data.items():
+            if (found := find_non_finite(part)) is not None:
+                return found[0], f"{key!r}: {found[1]}"
+        return None
+    data = np.asarray(data)
+    if data.dtype.kind != "f" or np.isfinite(data).all():
+        return None
+    index = tuple(int(i) for i in np.argwhere(~np.isfinite(data))[0])
+    place = f" at index {index[1:]}" if len(index) > 1 else ""
+    return index[0], f"{data[index]}{place}"

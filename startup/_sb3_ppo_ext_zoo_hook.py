@@ -1,0 +1,49 @@
+"""
+Make RL Zoo know ``ppo_ext`` as soon as it is imported, in every interpreter of this environment.
+
+RL Zoo has no plugin mechanism, so a ``.pth`` file imports this module at start-up. It must stay cheap: it imports
+nothing, and only watches for the Zoo's modules that ``sb3_ppo_ext.zoo`` extends.
+``SB3_PPO_EXT_AUTOREGISTER=0`` in the environment switches it off.
+"""
+
+import os
+import sys
+
+ZOO_MODULES = ("rl_zoo3.utils", "rl_zoo3.hyperparams_opt", "rl_zoo3.exp_manager")
+
+
+class ZooWatcher:
+    """Meta path finder that lets the other finders find the Zoo's modules, and extends each once it has run."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname not in ZOO_MODULES:
+            return None
+        for finder in sys.meta_path:
+            find_spec = getattr(finder, "find_spec", None)
+            spec = find_spec(fullname, path, target) if find_spec and finder is not self else None
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    extend_after_loading(spec.loader)
+                return spec
+        return None
+
+
+def extend_after_loading(loader):
+    """Wrap the ``exec_module`` of this one loader; the loader itself stays what other tools expect to find."""
+    exec_module = loader.exec_module
+
+    def exec_and_extend(module):
+        exec_module(module)
+        try:
+            from sb3_ppo_ext.zoo import extend
+
+            extend(module)
+        except Exception:
+            # The Zoo must go on working; `python -m sb3_ppo_ext.zoo` shows what is wrong.
+            pass
+
+    loader.exec_module = exec_and_extend
+
+
+if os.environ.get("SB3_PPO_EXT_AUTOREGISTER", "1") != "0":
+    sys.meta_path.insert(0, ZooWatcher())

@@ -1,0 +1,66 @@
+"""Train two algorithms alike, and compare all that can be seen of them, to the bit."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.logger import Logger
+from toys import LogRecorder, RolloutRecorder
+
+# Wall-clock time is not comparable.
+CLOCK = ("time/fps", "time/time_elapsed")
+
+
+@dataclass
+class Run:
+    model: object
+    recorder: RolloutRecorder
+    logs: list = field(default_factory=list)
+
+
+def train(model, timesteps, stop_at=None):
+    """Train and record."""
+    log = LogRecorder()
+    model.set_logger(Logger(None, [log]))
+    recorder = RolloutRecorder(stop_at)
+    model.learn(timesteps, callback=recorder)
+    # What the last update recorded is still to be dumped.
+    logs = [*log.dumps, dict(model.logger.name_to_value)]
+    return Run(model, recorder, [{k: v for k, v in dump.items() if k not in CLOCK} for dump in logs])
+
+
+def assert_equal_runs(expected, actual):
+    a, b = expected.model, actual.model
+    assert_equal(a.policy.state_dict(), b.policy.state_dict(), "policy")
+    assert_equal(a.policy.optimizer.state_dict(), b.policy.optimizer.state_dict(), "optimizer")
+    assert_equal(expected.recorder.rollouts, actual.recorder.rollouts, "rollouts")
+    assert_equal(expected.recorder.steps, actual.recorder.steps, "steps")
+    assert_equal(expected.logs, actual.logs, "logs")
+    for name in ("num_timesteps", "_n_updates", "_current_progress_remaining", "_last_obs", "_last_episode_starts"):
+        assert_equal(getattr(a, name), getattr(b, name), name)
+    assert_equal(
+        [(episode["r"], episode["l"]) for episode in a.ep_info_buffer],
+        [(episode["r"], episode["l"]) for episode in b.ep_info_buffer],
+        "ep_info_buffer",
+    )
+
+
+def assert_equal(expected, actual, where):
+    """Same structure, types of numbers and bits."""
+    if isinstance(expected, dict):
+        assert expected.keys() == actual.keys(), where
+        for key in expected:
+            assert_equal(expected[key], actual[key], f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(expected) == len(actual), where
+        for index, pair in enumerate(zip(expected, actual, strict=True)):
+            assert_equal(*pair, f"{where}[{index}]")
+    elif isinstance(expected, th.Tensor):
+        assert expected.dtype == actual.dtype, where
+        assert th.equal(expected, actual), where
+    elif isinstance(expected, str | type(None)):
+        assert expected == actual, where
+    else:
+        expected, actual = np.asarray(expected), np.asarray(actual)
+        assert expected.dtype == actual.dtype, where
+        np.testing.assert_array_equal(expected, actual, err_msg=where)
