@@ -295,7 +295,7 @@ class PPOExt(OnPolicyAlgorithm):
                 self.policy.reset_noise(env.num_envs)
 
             with th.no_grad():
-                obs_tensor = obs_as_tensor(self._last_obs, self.device)
+                obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
                 actions, values, log_probs = self.policy(obs_tensor)
             actions = actions.cpu().numpy()
             clipped_actions = self._actions_for_env(actions)
@@ -318,12 +318,19 @@ class PPOExt(OnPolicyAlgorithm):
 
             self._bootstrap_truncated(rewards, dones, infos, n_steps - 1)
 
-            rollout_buffer.add(self._last_obs, actions, rewards, self._last_episode_starts, values, log_probs)
-            self._last_obs = new_obs
+            rollout_buffer.add(
+                self._last_obs,  # type: ignore[arg-type]
+                actions,
+                rewards,
+                self._last_episode_starts,  # type: ignore[arg-type]
+                values,
+                log_probs,
+            )
+            self._last_obs = new_obs  # type: ignore[assignment]
             self._last_episode_starts = dones
 
         with th.no_grad():
-            values = self.policy.predict_values(obs_as_tensor(new_obs, self.device))
+            values = self.policy.predict_values(obs_as_tensor(new_obs, self.device))  # type: ignore[arg-type]
 
         rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
 
@@ -398,7 +405,7 @@ class PPOExt(OnPolicyAlgorithm):
             found = find_non_finite(original) or found
         index, place = found
         raise NonFiniteDataError(
-            f"Environment {index if env_index is None else env_index} returned a {what} that is not finite ({place}) "
+            f"Environment {index if env_index is None else env_index}: the {what} is not finite ({place}) "
             f"at step {step} of the rollout, after {self.num_timesteps} timesteps. Nothing was learned from this rollout. "
             "Check what the environment computes there; `stable_baselines3.common.vec_env.VecCheckNan` helps to find it."
         )
@@ -429,8 +436,10 @@ class PPOExt(OnPolicyAlgorithm):
         """
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
-        clip_range = self.clip_range(self._current_progress_remaining)
-        clip_range_vf = self.clip_range_vf(self._current_progress_remaining) if self.clip_range_vf is not None else None
+        clip_range = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
+        clip_range_vf = None
+        if self.clip_range_vf is not None:
+            clip_range_vf = self.clip_range_vf(self._current_progress_remaining)  # type: ignore[operator]
 
         metrics: Metrics = defaultdict(list)
         for epoch in range(self.n_epochs):

@@ -62,7 +62,7 @@ def _read_data(path: SavedModel) -> dict[str, Any]:
                 raise zipfile.BadZipFile(f"{damaged} is damaged" if damaged else f"{' and '.join(missing)} missing")
             data: dict[str, Any] = json.loads(archive.read("data"))
             return data
-    except (zipfile.BadZipFile, EOFError, ValueError) as error:
+    except Exception as error:  # a damaged directory raises all kinds
         raise ValueError(
             f"{_name(path)} is not a whole model zip ({error}): copy it again, or load an earlier checkpoint."
         ) from error

@@ -67,7 +67,7 @@ def check_number(
         )
         refuse(name, value, f"give {kind_name}{hint}")
     above = low < value if open_low else low <= value  # type: ignore[operator]
-    if not (above and value <= high):  # type: ignore[operator]  # NaN fails as well
+    if not (above and value <= high):  # NaN fails as well
         refuse(name, value, f"give {kind_name} {_interval(low, high, open_low)}")
 
 

@@ -181,11 +181,11 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path) -> tuple[Pat
     return zoo_file, env_id
 
 
-def _evaluate(policy_kwargs: "dict[str, Any] | str | None") -> dict[str, Any]:
+def _evaluate(policy_kwargs: Any) -> dict[str, Any]:
     """As the Zoo does: a string is Python, with ``nn`` and ``th`` at hand."""
     if isinstance(policy_kwargs, str):
         policy_kwargs = eval(policy_kwargs, vars(sys.modules["rl_zoo3.exp_manager"]))
-    return policy_kwargs or {}
+    return dict(policy_kwargs or {})
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from stable_baselines3.common.monitor import load_results
 from sb3_ppo_ext import PPOExt
 
 mpl.use("agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 ENV_ID = "Pendulum-v1"
 PUBLISHED = "-172 ± 104"

@@ -9,13 +9,19 @@ nothing, and only watches for the Zoo's modules that ``sb3_ppo_ext.zoo`` extends
 import os
 import sys
 
+TYPE_CHECKING = False  # typing's own would have to be imported
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
 ZOO_MODULES = ("rl_zoo3.utils", "rl_zoo3.hyperparams_opt", "rl_zoo3.exp_manager")
 
 
 class ZooWatcher:
     """Meta path finder that lets the other finders find the Zoo's modules, and extends each once it has run."""
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         if fullname not in ZOO_MODULES:
             return None
         for finder in sys.meta_path:
@@ -28,11 +34,11 @@ class ZooWatcher:
         return None
 
 
-def extend_after_loading(loader):
+def extend_after_loading(loader: "Loader") -> None:
     """Wrap the ``exec_module`` of this one loader; the loader itself stays what other tools expect to find."""
     exec_module = loader.exec_module
 
-    def exec_and_extend(module):
+    def exec_and_extend(module: "ModuleType") -> None:
         exec_module(module)
         try:
             from sb3_ppo_ext.zoo import extend
@@ -42,7 +48,7 @@ def extend_after_loading(loader):
             # The Zoo must go on working; `python -m sb3_ppo_ext.zoo` shows what is wrong.
             pass
 
-    loader.exec_module = exec_and_extend
+    loader.exec_module = exec_and_extend  # type: ignore[method-assign]
 
 
 if os.environ.get("SB3_PPO_EXT_AUTOREGISTER", "1") != "0":

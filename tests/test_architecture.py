@@ -1,0 +1,91 @@
+"""Imports go one way, and importing or constructing changes nothing outside."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sb3_ppo_ext
+
+PACKAGE = Path(sb3_ppo_ext.__file__).parent
+ALLOWED = {
+    "zoo": {"ppo_ext", "schedules"},
+    "ppo_ext": {"advantages", "losses", "saving", "schedules", "validation"},
+    "schedules": {"validation"},
+    "saving": set(),
+    "advantages": set(),
+    "losses": set(),
+    "validation": set(),
+    "__init__": {"ppo_ext"},
+}
+ONLY_IN_ZOO = {"rl_zoo3", "optuna", "yaml"}
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in {path.name}"
+            yield node.module
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+def test_imports_go_one_way(path):
+    """Each module imports what lies below it; RL Zoo is for `zoo` alone."""
+    names = list(imports(path))
+    assert {name.split(".")[1] for name in names if name.startswith("sb3_ppo_ext.")} <= ALLOWED[path.stem]
+    if path.stem != "zoo":
+        assert not {name.split(".")[0] for name in names} & ONLY_IN_ZOO
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_importing_is_light():
+    """The Zoo and Optuna stay out."""
+    assert run("import sys, sb3_ppo_ext; print({'rl_zoo3', 'optuna', 'pandas'} & set(sys.modules))") == "set()\n"
+
+
+def test_no_global_side_effects():
+    """Import and construction without seed leave random states, threads, dtypes and flags of torch as SB3 leaves them."""
+    code = """
+import random, numpy as np, torch as th, warnings
+import stable_baselines3
+from stable_baselines3 import PPO
+from torch.distributions import Distribution
+
+def state():
+    return (random.getstate(), str(np.random.get_state()), th.get_num_threads(), th.get_num_interop_threads(),
+            th.get_default_dtype(), th.backends.cudnn.benchmark, th.backends.cudnn.deterministic,
+            th.are_deterministic_algorithms_enabled(), th.is_grad_enabled(), th.get_float32_matmul_precision(),
+            Distribution._validate_args, str(warnings.filters), str(np.geterr()))
+
+methods = {name: value for name, value in vars(PPO).items()}
+before, rng = state(), th.get_rng_state()
+from sb3_ppo_ext import PPOExt
+assert state() == before and th.equal(th.get_rng_state(), rng)
+PPO("MlpPolicy", "CartPole-v1", device="cpu")
+after, rng = state(), th.get_rng_state()
+PPOExt("MlpPolicy", "CartPole-v1", device="cpu")
+assert state() == after
+assert methods == {name: value for name, value in vars(PPO).items()}
+print("the same")
+"""
+    assert run(code) == "the same\n"
+
+
+def test_version():
+    assert sb3_ppo_ext.__version__ == "0.1.0"
+
+
+def test_everything_public_has_a_docstring():
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                overrides = ("copy", "update", "learn")
+                assert ast.get_docstring(node) or node.name in overrides, f"{path.name}: {node.name}"

@@ -1,0 +1,348 @@
+"""Bad input gets a ValueError that names argument, value and remedy, before anything is trained or written."""
+
+import io
+import re
+import zipfile
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from parity import assert_equal
+from sb3_contrib import ARS, QRDQN, TQC, TRPO, CrossQ, MaskablePPO, RecurrentPPO
+from stable_baselines3 import A2C, DDPG, DQN, PPO, SAC, TD3
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
+from toys import DICT, IMAGE, Brittle, ToyEnv, make_toys
+
+from sb3_ppo_ext import PPOExt
+
+BAD_OPTIONS = [
+    # (options, what the message says)
+    (dict(n_steps=0), "`n_steps=0`.*an integer of at least 1"),
+    (dict(n_steps=2.5), "`n_steps=2.5`.*an integer"),
+    (dict(n_epochs=-1), "`n_epochs=-1`.*of at least 1"),
+    (dict(n_epochs=True), "`n_epochs=True`.*an integer"),
+    (dict(batch_size=0), "`batch_size=0`.*of at least 1"),
+    (dict(batch_size=1), "`batch_size=1`.*2 or more, or `normalize_advantage=False`"),
+    (dict(n_steps=1), "`n_steps=1`.*n_envs=1"),
+    (dict(gamma=1.01), "`gamma=1.01`.*between 0 and 1"),
+    (dict(gamma=-0.1), "`gamma=-0.1`.*between 0 and 1"),
+    (dict(gamma=float("nan")), "`gamma=nan`.*between 0 and 1"),
+    (dict(gamma="0.99"), "`gamma='0.99'`.*a number.*YAML"),
+    (dict(gamma=None), "`gamma=None`.*a number"),
+    (dict(gae_lambda=1.5), "`gae_lambda=1.5`.*between 0 and 1"),
+    (dict(ent_coef=-0.1), "`ent_coef=-0.1`.*of at least 0"),
+    (dict(vf_coef=-1), "`vf_coef=-1`.*of at least 0"),
+    (dict(max_grad_norm=-0.5), "`max_grad_norm=-0.5`.*of at least 0"),
+    (dict(target_kl=-0.01), "`target_kl=-0.01`.*of at least 0"),
+    (dict(learning_rate=-1e-3), "`learning_rate=-0.001`.*of at least 0"),
+    (dict(learning_rate="3e-4"), "`learning_rate='3e-4'`.*lin_0.001"),
+    (dict(learning_rate="cos_3e-4"), "`learning_rate='cos_3e-4'`.*lin_0.001"),
+    (dict(learning_rate="lin_fast"), "`learning_rate='lin_fast'`.*lin_0.001"),
+    (dict(learning_rate="lin_-1"), "`learning_rate=-1.0`.*of at least 0"),
+    (dict(learning_rate=None), "`learning_rate=None`.*a number"),
+    (dict(clip_range=-0.2), "`clip_range=-0.2`.*of at least 0"),
+    (dict(clip_range="lin_"), "`clip_range='lin_'`.*lin_0.001"),
+    (dict(clip_range_vf=0), "`clip_range_vf=0`.*greater than 0"),
+    (dict(clip_range_vf="lin_0"), "`clip_range_vf=0.0`.*greater than 0"),
+    (dict(seed=-1), "`seed=-1`.*between 0 and"),
+    (dict(seed="a"), "`seed='a'`.*an integer"),
+    (dict(normalize_advantage="False"), "`normalize_advantage='False'`.*True or False"),
+    (dict(use_sde=1), "`use_sde=1`.*True or False"),
+    (dict(sde_sample_freq=0.5), "`sde_sample_freq=0.5`.*an integer"),
+    (dict(stats_window_size=-1), "`stats_window_size=-1`"),
+    (dict(policy_kwargs="dict(net_arch=[8])"), "`policy_kwargs=.*a dictionary"),
+    (dict(policy_kwargs=dict(net_archs=[8])), "`policy_kwargs` has no option `net_archs`: did you mean `net_arch`"),
+    (dict(rollout_buffer_class="RolloutBuffer"), "`rollout_buffer_class='RolloutBuffer'`.*a class"),
+    (dict(rollout_buffer_kwargs=[1]), r"`rollout_buffer_kwargs=\[1\]`.*a dictionary"),
+    (dict(device="gpu"), "`device='gpu'`.*cuda"),
+    (dict(n_step=5), "PPOExt has no option `n_step`: did you mean `n_steps`"),
+    (dict(zzz=5), "PPOExt has no option `zzz`: there are batch_size"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda value: str(value)[:40])
+def test_bad_option(options, message):
+    """In the constructor."""
+    with pytest.raises(ValueError, match=message):
+        PPOExt("MlpPolicy", ToyEnv(), **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "model.zip"
+    PPOExt("MlpPolicy", ToyEnv(), n_steps=16, batch_size=8).learn(16).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [bad for bad in BAD_OPTIONS if "policy_kwargs" not in bad[0]], ids=lambda value: str(value)[:40]
+)
+def test_bad_option_of_load(options, message, saved):
+    """In `load`, which SB3 does not check at all."""
+    if "stats_window_size" in options:
+        options = {"_stats_window_size": options["stats_window_size"]}
+    with pytest.raises(ValueError, match=message.replace("PPOExt has", "PPOExt.load has").replace("batch_size", ".*")):
+        PPOExt.load(saved, env=ToyEnv(), **options)
+
+
+@pytest.mark.parametrize("options", [dict(batch_size=1), dict(n_steps=1), dict(clip_range_vf=-1.0), dict(learning_rate="a")])
+def test_also_an_assertion_error(options):
+    """Where SB3 raises AssertionError, code that catches it keeps working."""
+    for algorithm in (PPO, PPOExt):
+        with pytest.raises(AssertionError):
+            algorithm("MlpPolicy", ToyEnv(), **options)
+
+
+def test_unknown_option_is_also_a_type_error():
+    """As in any Python call."""
+    with pytest.raises(TypeError):
+        PPOExt("MlpPolicy", ToyEnv(), n_step=5)
+
+
+def test_options_of_subclasses():
+    """A subclass may add options, and pass the others on."""
+
+    class Mine(PPOExt):
+        def __init__(self, *args, extra=1, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.extra = extra
+
+    assert Mine("MlpPolicy", ToyEnv(), extra=2, n_steps=8, batch_size=8).extra == 2
+    with pytest.raises(ValueError, match="Mine has no option `extras`: did you mean `extra`"):
+        Mine("MlpPolicy", ToyEnv(), extras=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(gamma=1.0, gae_lambda=0.0),
+        dict(gamma=np.float32(0.9), n_steps=np.int64(8)),
+        dict(learning_rate=0.0, clip_range=0),
+        dict(max_grad_norm=float("inf")),
+        dict(batch_size=1, normalize_advantage=False),
+        dict(n_steps=1, normalize_advantage=False),
+        dict(target_kl=0.0),
+        dict(batch_size=4096),
+        dict(device="cuda:0"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+def test_legal_extremes(options):
+    """What SB3 takes and makes sense is taken."""
+    PPOExt("MlpPolicy", ToyEnv(), **{"n_steps": 8, "batch_size": 8, **options}).learn(8)
+
+
+def test_unknown_policy():
+    with pytest.raises(ValueError, match=r"`policy='MlpPolcy'`.*MlpPolicy, CnnPolicy, MultiInputPolicy"):
+        PPOExt("MlpPolcy", ToyEnv())
+
+
+@pytest.mark.parametrize(
+    ("env_spaces", "message"),
+    [
+        (dict(observation_space=spaces.Tuple([spaces.Discrete(2)])), "observation space Tuple.*FlattenObservation"),
+        (dict(observation_space=spaces.Dict(a=DICT)), "has a Dict under the key 'a'"),
+        (dict(observation_space=spaces.Text(3)), "has a Text"),
+        (dict(action_space=spaces.Dict(a=spaces.Discrete(2))), "action space Dict.*ActionWrapper"),
+        (dict(action_space=spaces.Tuple([spaces.Discrete(2)])), "action space Tuple"),
+        (dict(action_space=spaces.Box(-np.inf, np.inf, (2,))), r"infinite bound.*\[-1, 1\]"),
+        (dict(action_space=spaces.MultiBinary([2, 3])), r"`MultiBinary\(6\)`"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vectorised", [False, True])
+def test_unsupported_space(env_spaces, message, vectorised):
+    """Whether SB3 raises NotImplementedError or AssertionError, ours is that too."""
+    if vectorised and "observation_space" in env_spaces:
+        pytest.skip("SB3's DummyVecEnv does not take it")
+    env = ToyEnv(**env_spaces)
+    with pytest.raises(ValueError, match=message) as caught:
+        PPOExt("MlpPolicy", DummyVecEnv([lambda: env]) if vectorised else env)
+    assert isinstance(caught.value, AssertionError)
+    assert isinstance(caught.value, NotImplementedError)
+
+
+def test_space_and_policy_that_do_not_fit():
+    """SB3's own refusals are ValueErrors as well."""
+    with pytest.raises(ValueError, match="You must use `MultiInputPolicy`"):
+        PPOExt("MlpPolicy", ToyEnv(observation_space=DICT))
+    with pytest.raises(ValueError, match="You should use NatureCNN only with images"):
+        PPOExt("CnnPolicy", ToyEnv())
+    with pytest.raises(ValueError, match="can only be used with continuous actions"):
+        PPOExt("MlpPolicy", ToyEnv(action_space=spaces.Discrete(2)), use_sde=True)
+
+
+# Zips
+
+
+class MaskedToy(ToyEnv):
+    def action_masks(self):
+        return np.ones(2, dtype=bool)
+
+
+OTHERS = {
+    A2C: "A2C",
+    TRPO: "TRPO",
+    RecurrentPPO: "RecurrentPPO",
+    MaskablePPO: "MaskablePPO",
+    ARS: "ARS",
+    DQN: "DQN",
+    QRDQN: "QR-DQN",
+    SAC: "SAC",
+    TQC: "TQC",
+    CrossQ: "CrossQ",
+    TD3: "TD3 or DDPG",
+    DDPG: "TD3 or DDPG",
+}
+
+
+@pytest.mark.parametrize("algorithm", OTHERS, ids=OTHERS.values())
+def test_zip_of_another_algorithm(algorithm, tmp_path):
+    """It is named, and nothing of it is unpickled."""
+    discrete = dict(action_space=spaces.Discrete(2)) if algorithm in (DQN, QRDQN, MaskablePPO) else {}
+    policy = "MlpLstmPolicy" if algorithm is RecurrentPPO else "MlpPolicy"
+    path = tmp_path / "other.zip"
+    algorithm(policy, MaskedToy(**discrete)).save(path)
+    for load in (PPOExt.load, PPOExt("MlpPolicy", ToyEnv(**discrete)).set_parameters):
+        with pytest.raises(ValueError, match=re.escape(f"{path} was saved by {OTHERS[algorithm]}, not by")):
+            load(str(path))
+
+
+def test_zip_of_a_subclass_of_ppo(tmp_path):
+    """Is PPO's."""
+
+    class Mine(PPO):
+        pass
+
+    Mine("MlpPolicy", ToyEnv()).save(tmp_path / "mine")
+    PPOExt.load(tmp_path / "mine")
+
+
+def test_truncated_zip(saved, tmp_path):
+    """Wherever the file was cut, and also when it is given as an open file."""
+    whole = saved.read_bytes()
+    for length in [0, 1, 100, *range(1000, len(whole), len(whole) // 25), len(whole) - 1]:
+        (tmp_path / "cut.zip").write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"cut.zip is not a whole model zip.*earlier checkpoint"):
+            PPOExt.load(tmp_path / "cut.zip")
+        with pytest.raises(ValueError, match="the file is not a whole model zip"):
+            PPOExt.load(io.BytesIO(whole[:length]))
+
+
+def test_damaged_zip(saved, tmp_path):
+    """A flipped bit anywhere is either harmless, or a ValueError."""
+    whole = saved.read_bytes()
+    expected = PPOExt.load(saved).policy.state_dict()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for position in [*rng.integers(len(whole), size=60), *range(len(whole) - 600, len(whole), 9)]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << rng.integers(8)
+        try:
+            model = PPOExt.load(io.BytesIO(bytes(damaged)))
+        except ValueError:
+            refused += 1
+        else:
+            assert_equal(expected, model.policy.state_dict(), "policy")
+    assert refused > 60
+
+
+@pytest.mark.parametrize("lost", ["data", "policy.pth"])
+def test_incomplete_zip(saved, tmp_path, lost):
+    with zipfile.ZipFile(saved) as source, zipfile.ZipFile(tmp_path / "incomplete.zip", "w") as target:
+        for name in source.namelist():
+            if name != lost:
+                target.writestr(name, source.read(name))
+    with pytest.raises(ValueError, match=f"{lost} missing"):
+        PPOExt.load(tmp_path / "incomplete.zip")
+
+
+def test_missing_file(tmp_path):
+    """As for SB3."""
+    with pytest.raises(FileNotFoundError):
+        PPOExt.load(tmp_path / "nothing.zip")
+
+
+def test_zip_given_in_other_ways(saved):
+    """By name without extension, as str, as an open file."""
+    expected = PPOExt.load(saved).policy.state_dict()
+    with open(saved, "rb") as file:
+        sources = [str(saved), saved.with_suffix(""), io.BytesIO(saved.read_bytes()), file]
+        for source in sources:
+            assert_equal(expected, PPOExt.load(source).policy.state_dict(), "policy")
+
+
+# Environments that return NaN or infinity
+
+NAN, INF = np.float32("nan"), np.float32("inf")
+BAD_DICT = DICT.sample() | {"joints": np.float32([0, INF, 0])}
+
+
+def brittle(wrap=lambda env: env, n_envs=3, **kwargs):
+    """The environment in the middle is the brittle one."""
+    middle = n_envs // 2
+    kwargs = {"length": 1000, "p_end": 0.0, **kwargs}
+    ordinary = {k: v for k, v in kwargs.items() if k in ("observation_space", "p_end", "length")}
+    return wrap(DummyVecEnv([(lambda i=i: Brittle(**kwargs) if i == middle else ToyEnv(**ordinary)) for i in range(n_envs)]))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "wrap", "message"),
+    [
+        (dict(observation=np.float32([0, NAN, 0])), None, r"observation .*\(nan at index \(1,\)\) at step 9 "),
+        (dict(observation=np.float32([INF, 0, 0])), None, r"observation .*\(inf at index \(0,\)\) at step 9 "),
+        (dict(reward=float("nan")), None, r"reward .*\(nan\) at step 9 "),
+        (dict(reward=float("-inf")), None, r"reward .*\(-inf\) at step 9 "),
+        (dict(observation=np.float32([0, NAN, 0]), at=0), None, r"observation .*at step 0 "),
+        (dict(observation=np.float32([0, NAN, 0])), VecNormalize, r"observation .*\(nan at index \(1,\)\) at step 9 "),
+        (dict(reward=float("inf")), VecNormalize, r"reward .*\(inf\) at step 9 "),
+        (dict(observation=np.float32([0, NAN, 0])), lambda env: VecFrameStack(env, 2), r"observation .*at step 9 "),
+        (
+            dict(observation=BAD_DICT, observation_space=DICT),
+            None,
+            r"observation .*'joints': inf at index \(1,\)\) at step 9 ",
+        ),
+        (
+            dict(observation=np.float32([0, NAN, 0]), length=10),
+            None,
+            r"terminal observation .*\(nan at index \(1,\)\) at step 9 ",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_environment_that_is_not_finite(kwargs, wrap, message):
+    """The environment's index and the step are named, and the model stays as it was, so that it can go on."""
+    env = brittle(wrap or (lambda env: env), **kwargs)
+    model = PPOExt("MultiInputPolicy" if "observation_space" in kwargs else "MlpPolicy", env, n_steps=16, batch_size=48)
+    before = {name: value.clone() for name, value in model.policy.state_dict().items()}
+    with pytest.raises(ValueError, match=f"Environment 1: the {message}"):
+        model.learn(1000)
+    assert_equal(before, model.policy.state_dict(), "policy")
+    assert model.num_timesteps == model._n_updates == 0
+    assert len(model.ep_info_buffer) == 0
+    if isinstance(env, VecNormalize):
+        assert np.isfinite(env.obs_rms.mean).all()
+        assert np.isfinite(env.ret_rms.var).all()
+    if kwargs.get("at") != 0:
+        # The environment is well again.
+        model.learn(48, reset_num_timesteps=False)
+        assert model._n_updates > 0
+        assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
+
+
+def test_rollouts_before_the_bad_one_count():
+    """Only the rollout that failed is taken back."""
+    expected = PPOExt("MlpPolicy", brittle(at=10**6), n_steps=16, batch_size=48, seed=0).learn(48)
+    model = PPOExt("MlpPolicy", brittle(reward=float("nan"), at=20), n_steps=16, batch_size=48, seed=0)
+    with pytest.raises(ValueError, match="at step 3 of the rollout, after 57 timesteps"):
+        model.learn(1000)
+    assert_equal(expected.policy.state_dict(), model.policy.state_dict(), "policy")
+    assert_equal(expected.policy.optimizer.state_dict(), model.policy.optimizer.state_dict(), "optimizer")
+    assert model.num_timesteps == 48
+
+
+def test_integer_observations_are_not_checked_for_nan():
+    """There is no NaN in them."""
+    PPOExt("CnnPolicy", make_toys(observation_space=IMAGE), n_steps=8, batch_size=8).learn(16)

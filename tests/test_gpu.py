@@ -1,0 +1,102 @@
+"""On CUDA: training, tuning, saving there and loading on the CPU."""
+
+import numpy as np
+import optuna
+import pytest
+import torch as th
+from parity import assert_equal
+from stable_baselines3.common.vec_env import VecNormalize
+from test_zoo import manager, saved
+from test_zoo import train as zoo_train
+from toys import DICT, IMAGE, make_toys
+
+from sb3_ppo_ext import PPOExt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not th.cuda.is_available(), reason="no CUDA"),
+    pytest.mark.filterwarnings("ignore:You are trying to run PPOExt on the GPU"),
+]
+SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=0)
+POLICIES = [
+    ("MlpPolicy", {}, {}),
+    ("MlpPolicy", {}, dict(use_sde=True)),
+    ("CnnPolicy", dict(observation_space=IMAGE), {}),
+    ("MultiInputPolicy", dict(observation_space=DICT), {}),
+]
+
+
+def devices(model):
+    optimizer_state = (value for state in model.policy.optimizer.state.values() for value in state.values())
+    tensors = [*model.policy.parameters(), *(value for value in optimizer_state if value.ndim > 0)]
+    return {tensor.device.type for tensor in tensors}
+
+
+@pytest.mark.parametrize(("policy", "spaces", "options"), POLICIES)
+def test_train_save_and_load_on_the_cpu(policy, spaces, options, tmp_path):
+    """All of it lives on the GPU; the zip does not care, and training goes on where it is loaded."""
+    model = PPOExt(policy, make_toys(n_envs=3, p_end=0.0, **spaces), device="cuda", **SMALL, **options).learn(96)
+    assert devices(model) == {"cuda"}
+    model.save(tmp_path / "model")
+    observation = model.env.reset()
+    expected, _ = model.predict(observation, deterministic=True)
+    for device in ("cpu", "cuda"):
+        loaded = PPOExt.load(tmp_path / "model", env=make_toys(n_envs=3, **spaces), device=device)
+        np.testing.assert_allclose(loaded.predict(observation, deterministic=True)[0], expected, rtol=1e-3, atol=1e-4)
+        assert devices(loaded.learn(48)) == {device}
+
+
+def test_first_rollout_equals_the_cpu(tmp_path):
+    """The same policy and actions give the same values, log-probabilities and advantages, to float rounding."""
+    PPOExt("MlpPolicy", make_toys(), device="cpu", **SMALL).save(tmp_path / "model")
+    values = []
+    for device in ("cpu", "cuda"):
+        model = PPOExt.load(tmp_path / "model", env=make_toys(n_envs=3, p_end=0.0), device=device)
+        observations = th.as_tensor(np.linspace(-1, 1, 30, dtype=np.float32).reshape(10, 3), device=device)
+        actions = th.zeros(10, 2, device=device)
+        with th.no_grad():
+            values.append([part.cpu() for part in model.policy.evaluate_actions(observations, actions)])
+    for on_cpu, on_cuda in zip(*values, strict=True):
+        th.testing.assert_close(on_cpu, on_cuda, rtol=1e-4, atol=1e-5)
+
+
+def test_bootstrap_in_one_batch():
+    """Truncations of several environments in one step are bootstrapped with the values of their last observations."""
+    model = PPOExt("MlpPolicy", make_toys(n_envs=3, p_end=0.0), device="cuda", **SMALL)
+    observations = [model.observation_space.sample() for _ in range(4)]
+    batched, single = (model._terminal_values(observations, batched) for batched in (True, False))
+    assert batched.device.type == "cpu"
+    th.testing.assert_close(batched, single, rtol=1e-4, atol=1e-5)
+    model.env = VecNormalize(model.env)
+    model.learn(96)
+
+
+def test_hint_to_prefer_the_cpu():
+    """SB3's own, for an MlpPolicy alone."""
+    with pytest.warns(UserWarning, match="trying to run PPOExt on the GPU"):
+        PPOExt("MlpPolicy", make_toys(), device="cuda")
+
+
+def test_zoo_on_cuda(tmp_path):
+    """`--device cuda`: the command line trains there, and the zip loads on the CPU."""
+    zoo_train("--env", "CartPole-v1", "-n", "600", "--device", "cuda", cwd=tmp_path)
+    model = PPOExt.load(saved(tmp_path, "CartPole-v1"), device="cpu")
+    assert devices(model) == {"cpu"}
+
+
+def test_tuning_on_cuda(tmp_path):
+    experiment = manager(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=100, device="cuda")
+    experiment.setup_experiment()
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=15))
+    study.optimize(experiment.objective, n_trials=2)
+    assert "COMPLETE" in [trial.state.name for trial in study.trials]
+
+
+def test_parameters_travel(tmp_path):
+    """`set_parameters` from a zip of the other device."""
+    model = PPOExt("MlpPolicy", make_toys(), device="cuda", **SMALL).learn(32)
+    model.save(tmp_path / "model")
+    other = PPOExt("MlpPolicy", make_toys(), device="cpu", **SMALL)
+    other.set_parameters(tmp_path / "model", device="cpu")
+    on_cpu = {name: value.cpu() for name, value in model.policy.state_dict().items()}
+    assert_equal(on_cpu, other.policy.state_dict(), "policy")

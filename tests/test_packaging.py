@@ -1,0 +1,179 @@
+"""What is installed: the wheel and the editable install carry the YAML files and the start-up hook, and take them away."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HOOK = "_sb3_ppo_ext_zoo_hook"
+SWITCH = "SB3_PPO_EXT_AUTOREGISTER"
+
+# One process builds once.
+pytestmark = pytest.mark.xdist_group("packaging")
+
+
+def run(*command, **kwargs):
+    environment = {**os.environ, **kwargs.pop("environment", {})}
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, **kwargs)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
+
+
+def build(kind, source, target):
+    """Build a wheel with the backend itself, from a copy of the checkout and without a network."""
+    target.mkdir()
+    code = f"import sys; from setuptools.build_meta import build_{kind} as build; build({str(target)!r})"
+    run(sys.executable, "-c", code, cwd=source)
+    return next(target.glob("*.whl"))
+
+
+class Installation:
+    """A virtual environment with this package, and with the dependencies of the present one in reach."""
+
+    def __init__(self, folder, wheel):
+        venv.create(folder)
+        self.python = str(folder / "bin" / "python")
+        site_packages = run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+        self.site_packages = Path(site_packages.strip())
+        # A folder named in a .pth file is searched, but its own .pth files are not read: no other hook, no other package.
+        (self.site_packages / "zz_dependencies.pth").write_text(sysconfig.get_path("purelib"))
+        self.pip("install", "--no-deps", "--no-index", str(wheel))
+
+    def pip(self, *arguments):
+        return run(sys.executable, "-m", "pip", "--python", self.python, *arguments)
+
+    def run(self, code, **kwargs):
+        # Not from the checkout, whose folder would be searched first
+        return run(self.python, "-c", code, cwd=self.site_packages, **kwargs)
+
+
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def installation(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "demo", "logs", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=ignored)
+    wheel = build(request.param, folder / "source", folder / "dist")
+    installation = Installation(folder / "environment", wheel)
+    installation.kind, installation.source = request.param, folder / "source"
+    return installation
+
+
+def test_yaml_and_types(installation):
+    """The package finds its own hyperparameters, and says that it is typed."""
+    package = Path(installation.run("import sb3_ppo_ext; print(sb3_ppo_ext.__file__)").strip()).parent
+    assert package.parent == (installation.source if installation.kind == "editable" else installation.site_packages)
+    assert "Pendulum-v1" in (package / "hyperparams" / "ppo_ext.yml").read_text()
+    assert (package / "py.typed").exists()
+
+
+def test_nothing_else_is_installed(installation):
+    """No tests, no scripts, no set-up code at the top of site-packages."""
+    installed = {path.name for path in installation.site_packages.iterdir()} - {"__pycache__", "zz_dependencies.pth"}
+    assert installed == {
+        "sb3_ppo_ext_zoo.pth",
+        f"{HOOK}.py",
+        "sb3_ppo_ext-0.1.0.dist-info",
+        "sb3_ppo_ext" if installation.kind == "wheel" else "__editable__.sb3_ppo_ext-0.1.0.pth",
+    }
+
+
+def test_the_hook_registers(installation):
+    """Importing the Zoo is enough, its modules one by one."""
+    code = """
+from rl_zoo3 import ALGOS
+assert ALGOS["ppo_ext"] is ALGOS["ppoext"]
+from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
+assert HYPERPARAMS_SAMPLER["ppo_ext"] is HYPERPARAMS_SAMPLER["ppo"]
+assert HYPERPARAMS_CONVERTER["ppo_ext"] is HYPERPARAMS_CONVERTER["ppo"]
+print(ALGOS["ppo_ext"])
+"""
+    assert installation.run(code) == "<class 'sb3_ppo_ext.ppo_ext.PPOExt'>\n"
+
+
+def test_the_hook_can_be_switched_off(installation):
+    code = """
+from rl_zoo3 import ALGOS
+print('ppo_ext' in ALGOS)
+import sb3_ppo_ext.zoo
+sb3_ppo_ext.zoo.register()
+print('ppo_ext' in ALGOS)
+"""
+    assert installation.run(code, environment={SWITCH: "0"}) == "False\nTrue\n"
+
+
+def test_the_hook_is_light(installation):
+    """An interpreter that does not import the Zoo gets one module and one finder more, of no size."""
+    code = "import sys; print(*sorted(sys.modules)); print(len(sys.meta_path))"
+    modules, finders = installation.run(code).splitlines()
+    modules_without, finders_without = installation.run(code, environment={SWITCH: "0"}).splitlines()
+    bare, _ = run(installation.python, "-S", "-c", code, cwd=installation.site_packages).splitlines()
+    assert modules == modules_without
+    assert int(finders) == int(finders_without) + 1
+    # site itself imports these
+    expected = {HOOK, "site", "os", "stat", "_stat", "posixpath", "genericpath", "os.path", "_collections_abc"}
+    extra = set(modules.split()) - set(bare.split()) - expected
+    assert extra <= {"sitecustomize", "usercustomize", "_sitebuiltins", "codecs", "_codecs", "io", "abc", "_abc"}, extra
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"__init__.py": "raise RuntimeError('broken')"},
+        {"__init__.py": "import rl_zoo3.utils", "utils.py": "raise RuntimeError('broken')"},
+        {"__init__.py": "import rl_zoo3.utils", "utils.py": "OTHER = {}"},
+        {"__init__.py": "from rl_zoo3 import exp_manager", "exp_manager.py": "ExperimentManager = None"},
+        {"__init__.py": "from rl_zoo3 import hyperparams_opt"},
+    ],
+    ids=["absent", "broken", "utils broken", "utils without ALGOS", "no manager", "module missing"],
+)
+def test_broken_zoo(installation, files, tmp_path):
+    """The hook neither hides nor changes what a broken Zoo does, and says nothing itself."""
+    zoo = tmp_path / "first" / "rl_zoo3"
+    zoo.mkdir(parents=True)
+    for name, content in files.items():
+        (zoo / name).write_text(content)
+    prefix = f"import sys; sys.path.insert(0, {str(zoo.parent)!r})"
+    if not files:
+        shutil.rmtree(zoo)
+        prefix = "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]"
+    code = f"{prefix}\ntry:\n    import rl_zoo3\nexcept Exception as error:\n    print(repr(error))"
+    outputs = []
+    for switch in ("0", "1"):
+        completed = subprocess.run(
+            [installation.python, "-W", "always", "-c", code],
+            capture_output=True,
+            text=True,
+            env={**os.environ, SWITCH: switch},
+            cwd=installation.site_packages.parent,
+        )
+        outputs.append((completed.returncode, completed.stdout, completed.stderr))
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0] == 0
+    assert outputs[0][2] == ""
+
+
+def test_the_hook_without_the_package(installation, tmp_path):
+    """Left behind alone, as when the checkout of an editable install is gone, it does no harm."""
+    for name in ("sb3_ppo_ext_zoo.pth", f"{HOOK}.py"):
+        shutil.copy(installation.site_packages / name, tmp_path)
+    code = f"import site; site.addsitedir({str(tmp_path)!r}); import rl_zoo3; print('ppo_ext' in rl_zoo3.ALGOS)"
+    python = str(Path(sys.executable))
+    assert run(python, "-c", code, environment={SWITCH: "1"}).endswith("True\n")
+    (tmp_path / f"{HOOK}.py").unlink()
+    assert run(python, "-I", "-S", "-c", f"import site; site.addsitedir({str(tmp_path)!r}); print(1)") == "1\n"
+
+
+def test_uninstall(installation):
+    """Takes everything away. (The last test of this module, for that reason.)"""
+    installation.pip("uninstall", "-y", "sb3-ppo-ext")
+    left = {path.name for path in installation.site_packages.iterdir()} - {"__pycache__"}
+    assert left == {"zz_dependencies.pth"}
+    assert not list((installation.site_packages / "__pycache__").glob("*sb3_ppo_ext*"))
+    assert installation.run("import rl_zoo3; print('ppo_ext' in rl_zoo3.ALGOS)") == "False\n"

@@ -1,0 +1,361 @@
+"""RL Zoo's own commands, unchanged, with `--algo ppo_ext`."""
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import optuna
+import pytest
+import torch as th
+import yaml
+from parity import assert_equal
+from rl_zoo3 import ALGOS
+from rl_zoo3.exp_manager import ExperimentManager
+from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
+from rl_zoo3.utils import SimpleLinearSchedule, get_hf_trained_models, get_latest_run_id
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_ppo_ext import PPOExt, zoo
+
+BIN = Path(sys.executable).parent
+RL_ZOO3 = [str(BIN / "rl_zoo3")]
+MODULE = [sys.executable, "-m"]
+# With this seed the first trials are small.
+QUICK = ["--eval-freq", "-1", "--seed", "15", "--num-threads", "1", "--device", "cpu"]
+
+
+def run(*command, cwd, fails=False, **environment):
+    environment = {"SDL_VIDEODRIVER": "dummy", **os.environ, **environment}
+    completed = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=cwd, env=environment)
+    assert (completed.returncode != 0) == fails, completed.stdout + completed.stderr
+    return completed.stdout + completed.stderr
+
+
+def train(*arguments, cwd, algo="ppo_ext", command=(*RL_ZOO3, "train"), **kwargs):
+    return run(*command, "--algo", algo, *QUICK, *arguments, cwd=cwd, **kwargs)
+
+
+def saved(folder, env_id, algo="ppo_ext", run_id=None):
+    """The final model of a run, by default of the latest."""
+    run_id = run_id or get_latest_run_id(str(folder / "logs" / algo), env_id)
+    return folder / "logs" / algo / f"{env_id}_{run_id}" / f"{env_id}.zip"
+
+
+def config(folder, env_id, algo="ppo_ext"):
+    text = (saved(folder, env_id, algo).parent / env_id / "config.yml").read_text()
+    return dict(yaml.load(text, Loader=yaml.UnsafeLoader))
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("env_id", "arguments"),
+    [
+        ("CartPole-v1", ["-n", "600"]),  # in our YAML
+        ("Pendulum-v1", ["-n", "8192", "-params", "n_steps:128", "n_epochs:2"]),
+        ("MountainCarContinuous-v0", ["-n", "300"]),  # in the Zoo's: normalised, with policy_kwargs
+        ("CartPoleNoVel-v1", ["-n", "300", "-params", "n_steps:128"]),  # the Zoo's default
+    ],
+)
+def test_same_numbers_as_ppo(env_id, arguments, tmp_path):
+    """From the command line with the same seed, `ppo` and `ppo_ext` save the same parameters and hyperparameters."""
+    for algo in ("ppo", "ppo_ext"):
+        train("--env", env_id, *arguments, algo=algo, cwd=tmp_path)
+    theirs, ours = PPO.load(saved(tmp_path, env_id, "ppo")), PPOExt.load(saved(tmp_path, env_id))
+    assert type(ours) is PPOExt
+    assert ours._n_updates > 0
+    assert_equal(theirs.policy.state_dict(), ours.policy.state_dict(), "policy")
+    assert_equal(theirs.policy.optimizer.state_dict(), ours.policy.optimizer.state_dict(), "optimizer")
+    assert config(tmp_path, env_id, "ppo") == config(tmp_path, env_id)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a trained agent, trained by `python -m rl_zoo3.train`."""
+    folder = tmp_path_factory.mktemp("trained")
+    arguments = ["--env", "CartPole-v1", "-n", "600", "-tb", "tb", "--save-freq", "300", "-P", "--vec-env", "subproc"]
+    arguments += ["-params", "n_envs:2"]
+    train(*arguments, "--eval-freq", "300", cwd=folder, command=(*MODULE, "rl_zoo3.train"))
+    return folder
+
+
+@pytest.mark.xdist_group("trained")
+def test_train_writes_what_the_zoo_writes(trained):
+    """Model, best model, checkpoints, evaluations, monitor, TensorBoard, configuration."""
+    folder = saved(trained, "CartPole-v1").parent
+    for name in ("best_model.zip", "evaluations.npz", "rl_model_300_steps.zip", "0.monitor.csv", "CartPole-v1/config.yml"):
+        assert (folder / name).exists(), sorted(path.name for path in folder.iterdir())
+    assert list((trained / "tb" / "CartPole-v1").glob("PPOExt_1/events*"))
+
+
+@pytest.mark.xdist_group("trained")
+def test_enjoy(trained):
+    printed = run(
+        *RL_ZOO3, "enjoy", "--algo", "ppo_ext", "--env", "CartPole-v1", "-f", "logs", "-n", "200", "--no-render", cwd=trained
+    )
+    assert "Mean reward" in printed
+
+
+@pytest.mark.xdist_group("trained")
+def test_record_video(trained):
+    arguments = ["--algo", "ppo_ext", "--env", "CartPole-v1", "-f", "logs", "-n", "20", "-o", "videos", "--load-best"]
+    run(*MODULE, "rl_zoo3.record_video", *arguments, cwd=trained)
+    assert list((trained / "videos").glob("*.mp4"))
+
+
+@pytest.mark.xdist_group("trained")
+def test_continue_training(trained, tmp_path):
+    """`-i` goes on with the parameters of a saved agent, of `ppo_ext` and of `ppo`."""
+    agent = saved(trained, "CartPole-v1")
+    train("--env", "CartPole-v1", "-n", "256", "-i", agent, "-params", "learning_rate:0.0", cwd=tmp_path)
+    before, after = PPOExt.load(agent), PPOExt.load(saved(tmp_path, "CartPole-v1"))
+    assert_equal(before.policy.state_dict(), after.policy.state_dict(), "policy")
+    assert after._n_updates > before._n_updates
+
+
+def test_our_own_command(tmp_path):
+    """`python -m sb3_ppo_ext.zoo` needs no hook."""
+    arguments = ["--env", "CartPole-v1", "-n", "300"]
+    refused = train(*arguments, cwd=tmp_path, fails=True, SB3_PPO_EXT_AUTOREGISTER="0")
+    assert "invalid choice: 'ppo_ext'" in refused
+    command = (*MODULE, "sb3_ppo_ext.zoo", "train")
+    train(*arguments, cwd=tmp_path, command=command, SB3_PPO_EXT_AUTOREGISTER="0")
+    assert saved(tmp_path, "CartPole-v1").exists()
+    # ... and gets along with it.
+    train(*arguments, cwd=tmp_path, command=command)
+    first, second = (PPOExt.load(saved(tmp_path, "CartPole-v1", run_id=i)).policy.state_dict() for i in (1, 2))
+    assert_equal(first, second, "policy")
+    assert "unknown script 'trian'" in run(*MODULE, "sb3_ppo_ext.zoo", "trian", cwd=tmp_path, fails=True)
+
+
+def test_mujoco_v5_takes_the_entry_of_v4(tmp_path):
+    """And says so, where the Zoo silently takes its default."""
+    printed = train("--env", "Hopper-v5", "-n", "600", cwd=tmp_path)
+    assert "No hyperparameters for Hopper-v5, using those of Hopper-v4" in printed
+    entry = config(tmp_path, "Hopper-v5")
+    assert entry["learning_rate"] == 9.80828e-05
+    assert entry["normalize"] is True
+    assert PPOExt.load(saved(tmp_path, "Hopper-v5")).policy.log_std_init == -2
+
+
+def test_conf_file_wins(tmp_path):
+    """A file that the user names is the only one that counts."""
+    entry = dict(n_timesteps=64, policy="MlpPolicy", n_steps=16, batch_size=16, learning_rate="lin_0.002")
+    (tmp_path / "mine.yml").write_text(yaml.dump({"CartPole-v1": entry}))
+    train("--env", "CartPole-v1", "-conf", "mine.yml", cwd=tmp_path)
+    assert config(tmp_path, "CartPole-v1") == entry
+    assert PPOExt.load(saved(tmp_path, "CartPole-v1")).n_steps == 16
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        ("n_step:5", "PPOExt has no option `n_step`: did you mean `n_steps`"),
+        ("gamma:1.5", "`gamma=1.5` is not valid"),
+        ("learning_rate:'cos_3e-4'", "`learning_rate='cos_3e-4'` is not valid"),
+        ("clip_range:'lin_x'", "`clip_range='lin_x'` is not valid"),
+    ],
+)
+def test_bad_hyperparameter(parameter, message, tmp_path):
+    """It is refused before a folder is made."""
+    printed = train("--env", "CartPole-v1", "-params", parameter, cwd=tmp_path, fails=True)
+    assert "Error" in printed
+    assert message in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+# Tuning
+
+
+def optimize(*arguments, cwd, env_id="MountainCarContinuous-v0"):
+    """Few short trials on an environment whose entry has policy_kwargs."""
+    arguments = ("-optimize", "--env", env_id, "-n", "200", "--no-optim-plots", "--eval-episodes", "1", *arguments)
+    return train("--n-startup-trials", "1", "--n-evaluations", "2", *arguments, cwd=cwd)
+
+
+def trials(storage, name="study"):
+    return optuna.load_study(storage=storage, study_name=name).trials
+
+
+@pytest.mark.parametrize(
+    ("sampler", "pruner", "more"),
+    [
+        ("tpe", "median", ["--n-trials", "3"]),
+        ("random", "halving", ["--n-trials", "2", "--n-jobs", "2"]),
+        ("random", "none", ["--max-total-trials", "2", "--optimization-log-path", "trials"]),
+    ],
+)
+def test_tuning(sampler, pruner, more, tmp_path):
+    """Samplers, pruners, several jobs, an SQLite storage."""
+    storage = f"sqlite:///{tmp_path}/study.db"
+    optimize("--sampler", sampler, "--pruner", pruner, "--storage", storage, "--study-name", "study", *more, cwd=tmp_path)
+    states = [trial.state for trial in trials(storage)]
+    assert len(states) == int(more[1])
+    assert set(states) <= {optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED}
+    assert optuna.trial.TrialState.COMPLETE in states
+
+
+def test_trial_of_a_journal(tmp_path):
+    """`--trial-id` trains with a trial's values, the first one's too, and the entry's `policy_kwargs` stay."""
+    study = ["--storage", "studies/study.log", "--study-name", "study"]
+    optimize(*study, "--n-trials", "2", cwd=tmp_path)
+    journal = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / study[1])))
+    for trial in trials(journal):
+        train("--env", "MountainCarContinuous-v0", "-n", "10", *study, "--trial-id", trial.number, cwd=tmp_path)
+        model = PPOExt.load(saved(tmp_path, "MountainCarContinuous-v0"))
+        assert model.n_steps == 2 ** trial.params["n_steps_pow"]
+        assert model.learning_rate(1.0) == trial.params["learning_rate"]
+        width = {"tiny": [64], "small": [64, 64], "medium": [256, 256]}[trial.params["net_arch"]]
+        assert model.policy.net_arch == dict(pi=width, vf=width)
+        assert model.policy.log_std_init == -3.29
+        assert model.policy.ortho_init is False
+        # The saved configuration can be read by `enjoy`, and holds the merged ones.
+        stored = config(tmp_path, "MountainCarContinuous-v0")
+        assert stored["policy_kwargs"]["log_std_init"] == -3.29
+        assert stored["policy_kwargs"]["net_arch"] == dict(pi=width, vf=width)
+
+
+# What the commands rest on, in this process
+
+
+def manager(algo="ppo_ext", env_id="MountainCarContinuous-v0", folder=".", **kwargs):
+    return ExperimentManager(Namespace(), algo, env_id, str(folder), **{"device": "cpu", "seed": 15, **kwargs})
+
+
+def test_registered():
+    """Under its name and under the one that the Hub look-up makes of the class."""
+    assert ALGOS["ppo_ext"] is ALGOS["ppoext"] is PPOExt
+    assert PPOExt.__name__.lower() in ALGOS
+    before = dict(ALGOS), dict(HYPERPARAMS_SAMPLER), dict(HYPERPARAMS_CONVERTER), ExperimentManager.__new__
+    zoo.register()
+    assert before == (ALGOS, HYPERPARAMS_SAMPLER, HYPERPARAMS_CONVERTER, ExperimentManager.__new__)
+
+
+def test_hub_look_up(monkeypatch):
+    """The Zoo finds an agent of ours on the Hub, and knows its algorithm."""
+
+    card_data = {"model-index": [{"name": "PPOExt", "results": [{"dataset": {"name": "CartPole-v1"}}]}]}
+    model = SimpleNamespace(id="someone/ppo_ext-CartPole-v1", card_data=card_data)
+    monkeypatch.setattr("rl_zoo3.utils.HfApi.list_models", lambda self, **_: [model])
+    [(algo, env_id)] = get_hf_trained_models().values()
+    assert ALGOS[algo] is PPOExt
+    assert env_id == "CartPole-v1"
+
+
+def test_other_algorithms_are_left_alone():
+    """Their experiments are the Zoo's own, and a user's subclass stays one."""
+
+    class Mine(ExperimentManager):
+        pass
+
+    assert type(manager("ppo")) is ExperimentManager
+    assert isinstance(manager(), ExperimentManager)
+    assert isinstance(manager(), zoo.PPOExtExperiment)
+    mine = Mine(Namespace(), "ppo_ext", "CartPole-v1", "logs")
+    assert isinstance(mine, Mine)
+    assert isinstance(mine, zoo.PPOExtExperiment)
+
+
+ZOO_FILE = Path(sys.modules["rl_zoo3"].__file__).parent / "hyperparams" / "ppo.yml"
+
+
+@pytest.mark.parametrize(
+    ("env_id", "entry_point", "expected"),
+    [
+        ("Pendulum-v1", "", (zoo.HYPERPARAMS, "Pendulum-v1")),
+        ("Acrobot-v1", "", (ZOO_FILE, "Acrobot-v1")),
+        ("Nothing-v0", "", (ZOO_FILE, "Nothing-v0")),
+        ("Hopper-v4", "gymnasium.envs.mujoco.hopper_v4:HopperEnv", (ZOO_FILE, "Hopper-v4")),
+        ("Hopper-v5", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", (ZOO_FILE, "Hopper-v4")),
+        ("Hopper-v5", "mine:Hopper", (ZOO_FILE, "Hopper-v5")),
+        ("Pusher-v5", "gymnasium.envs.mujoco.pusher_v5:PusherEnv", (ZOO_FILE, "Pusher-v5")),
+    ],
+)
+def test_find_hyperparams(env_id, entry_point, expected):
+    assert zoo.find_hyperparams(env_id, entry_point, ZOO_FILE) == expected
+
+
+def test_every_entry_is_legal(tmp_path):
+    """Each entry of our YAML builds a model."""
+    for env_id in yaml.safe_load(zoo.HYPERPARAMS.read_text()):
+        model, _ = manager(env_id=env_id, folder=tmp_path, eval_freq=-1).setup_experiment()
+        assert type(model) is PPOExt
+
+
+def test_sampled_policy_kwargs_are_merged():
+    """Sampled values win, those of the YAML survive, the original is not changed."""
+    hyperparams = zoo.TrialHyperparams(gamma=0.9, policy_kwargs=dict(log_std_init=-2, net_arch=[8]))
+    trial = hyperparams.copy()
+    trial.update(dict(gamma=0.99, policy_kwargs=dict(net_arch=[64])))
+    assert trial == dict(gamma=0.99, policy_kwargs=dict(log_std_init=-2, net_arch=[64]))
+    assert hyperparams == dict(gamma=0.9, policy_kwargs=dict(log_std_init=-2, net_arch=[8]))
+
+
+def test_policy_kwargs_of_the_yaml_reach_the_trials(tmp_path, monkeypatch):
+    """What a trial builds has the entry's `log_std_init` and the sampled networks."""
+    seen = []
+
+    class Spy(PPOExt):
+        def learn(self, *args, **kwargs):
+            seen.append(self.policy_kwargs)
+            raise ValueError("pruned")
+
+    monkeypatch.setitem(ALGOS, "ppo_ext", Spy)
+    experiment = manager(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=100, n_trials=1)
+    assert experiment.setup_experiment() is None
+    study = optuna.create_study(direction="maximize")
+    study.optimize(experiment.objective, n_trials=2)
+    assert [trial.state for trial in study.trials] == [optuna.trial.TrialState.PRUNED] * 2
+    for policy_kwargs in seen:
+        assert policy_kwargs["log_std_init"] == -3.29
+        assert policy_kwargs["ortho_init"] is False
+        assert policy_kwargs.keys() >= {"net_arch", "activation_fn"}
+
+
+def test_nan_prunes_the_trial_and_not_the_study(tmp_path, monkeypatch):
+    """An environment that returns NaN ends a trial, and the next one runs."""
+    experiment = manager(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=100, eval_freq=-1)
+    experiment.setup_experiment()
+    create_envs, made = experiment.create_envs, []
+
+    def sick_at_first(n_envs, eval_env=False, no_log=False):
+        env = create_envs(n_envs, eval_env, no_log)
+        made.append(env)
+        if len(made) == 1:
+            step = env.step
+            env.step = lambda actions: (step(actions)[0] * np.nan, *step(actions)[1:])
+        return env
+
+    monkeypatch.setattr(experiment, "create_envs", sick_at_first)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=15))
+    study.optimize(experiment.objective, n_trials=2)
+    assert [trial.state.name for trial in study.trials] == ["PRUNED", "COMPLETE"]
+
+
+def test_schedules_of_the_zoo_can_be_saved():
+    """The Zoo's own schedule classes are taken as they are."""
+    model = PPOExt(
+        "MlpPolicy", "CartPole-v1", learning_rate=SimpleLinearSchedule("1e-3"), clip_range=SimpleLinearSchedule(0.2)
+    )
+    assert model.lr_schedule(0.5) == 5e-4
+
+
+@pytest.mark.xdist_group("trained")
+def test_enjoy_loads_with_custom_objects(trained):
+    """As the Zoo's `enjoy` does it."""
+    custom_objects = {"learning_rate": 0.0, "lr_schedule": lambda _: 0.0, "clip_range": lambda _: 0.0}
+    model = PPOExt.load(saved(trained, "CartPole-v1"), custom_objects=custom_objects, seed=0)
+    assert model.lr_schedule(1.0) == model.clip_range(1.0) == 0.0
+    assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
+
+
+def test_vec_normalize_statistics_are_saved(tmp_path):
+    train("--env", "MountainCarContinuous-v0", "-n", "100", cwd=tmp_path)
+    path = saved(tmp_path, "MountainCarContinuous-v0").parent / "MountainCarContinuous-v0" / "vecnormalize.pkl"
+    assert VecNormalize.load(str(path), PPOExt("MlpPolicy", "MountainCarContinuous-v0").env).obs_rms.count > 100
