@@ -1,13 +1,12 @@
 """
 What the start-up hook costs an interpreter that never imports RL Zoo: ``python scripts/startup_cost.py``.
 
-Runs ``python -c pass`` with the hook's files and without them, one after the other, and reports the difference with
+Runs ``python -c pass`` with the hook and without it, one after the other, and reports the difference with
 its standard error. A third column has the hook switched off by its environment variable.
 """
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-STARTUP = Path(__file__).parent.parent / "startup"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from setup import HOOK, PTH, pth_line
 
 
 def seconds(python: Path, **environment: str) -> float:
@@ -37,15 +37,12 @@ def main() -> None:
             venv.create(Path(folder, name))
             pythons.append(Path(folder, name, "bin", "python"))
         [site_packages] = Path(folder, "with", "lib").glob("python*/site-packages")
-        for source in STARTUP.iterdir():
-            if source.is_file():
-                shutil.copy(source, site_packages)
+        (site_packages / PTH).write_text(pth_line(HOOK.read_text()))
         without, with_hook = pythons
 
         def measure() -> list[float]:
             return [seconds(without), seconds(with_hook), seconds(with_hook, SB3_PPO_EXT_AUTOREGISTER="0")]
 
-        measure()  # writes the bytecode
         times = 1000 * np.array([measure() for _ in range(runs)])
 
     median = np.median(times, axis=0)

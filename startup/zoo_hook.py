@@ -1,12 +1,11 @@
 """
 Make RL Zoo know ``ppo_ext`` as soon as it is imported, in every interpreter of this environment.
 
-RL Zoo has no plugin mechanism, so a ``.pth`` file imports this module at start-up. It must stay cheap: it imports
-nothing, and only watches for the Zoo's modules that ``sb3_ppo_ext.zoo`` extends.
-``SB3_PPO_EXT_AUTOREGISTER=0`` in the environment switches it off.
+RL Zoo has no plugin mechanism, so `setup.py` writes this source into a ``.pth`` file, which Python runs at start-up
+unless ``SB3_PPO_EXT_AUTOREGISTER=0`` is in the environment. It must stay cheap: it imports nothing new, and only
+watches for the Zoo's modules that ``sb3_ppo_ext.zoo`` extends.
 """
 
-import os
 import sys
 
 TYPE_CHECKING = False  # typing's own would have to be imported
@@ -51,5 +50,4 @@ def extend_after_loading(loader: "Loader") -> None:
     loader.exec_module = exec_and_extend  # type: ignore[method-assign]
 
 
-if os.environ.get("SB3_PPO_EXT_AUTOREGISTER", "1") != "0":
-    sys.meta_path.insert(0, ZooWatcher())
+sys.meta_path.insert(0, ZooWatcher())
