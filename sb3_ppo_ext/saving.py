@@ -55,12 +55,13 @@ def _read_data(path: SavedModel) -> dict[str, Any]:
     file = open_path(path, "r", suffix="zip")
     try:
         with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
-            damaged = archive.testzip()
-            missing = [name for name in ("data", "policy.pth") if name not in names]
+            # Reading compares the checksums, but not the sizes.
+            members = {member.filename: archive.read(member) for member in archive.infolist()}
+            damaged = [member.filename for member in archive.infolist() if len(members[member.filename]) != member.file_size]
+            missing = [name for name in ("data", "policy.pth", "policy.optimizer.pth") if name not in members]
             if damaged or missing:
-                raise zipfile.BadZipFile(f"{damaged} is damaged" if damaged else f"{' and '.join(missing)} missing")
-            data: dict[str, Any] = json.loads(archive.read("data"))
+                raise zipfile.BadZipFile(f"damaged: {damaged}, missing: {missing}")
+            data: dict[str, Any] = json.loads(members["data"])
             return data
     except Exception as error:  # a damaged directory raises all kinds
         raise ValueError(

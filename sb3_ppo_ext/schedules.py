@@ -25,7 +25,7 @@ def make_schedule(name: str, value: ScheduleLike, positive: bool = False) -> Flo
     if isinstance(value, str):
         return FloatSchedule(LinearSchedule(_initial_value(name, value, positive), 0.0, 1.0))
     check_number(name, value, 0, open_low=positive)
-    return FloatSchedule(value)
+    return FloatSchedule(float(value))  # SB3 does not take NumPy's float32
 
 
 def _initial_value(name: str, text: str, positive: bool) -> float:

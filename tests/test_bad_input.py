@@ -249,13 +249,13 @@ def test_damaged_zip(saved, tmp_path):
     assert refused > 60
 
 
-@pytest.mark.parametrize("lost", ["data", "policy.pth"])
+@pytest.mark.parametrize("lost", ["data", "policy.pth", "policy.optimizer.pth"])
 def test_incomplete_zip(saved, tmp_path, lost):
     with zipfile.ZipFile(saved) as source, zipfile.ZipFile(tmp_path / "incomplete.zip", "w") as target:
         for name in source.namelist():
             if name != lost:
                 target.writestr(name, source.read(name))
-    with pytest.raises(ValueError, match=f"{lost} missing"):
+    with pytest.raises(ValueError, match=rf"missing: \['{lost}'\]"):
         PPOExt.load(tmp_path / "incomplete.zip")
 
 

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
 from toys import ToyEnv
@@ -15,6 +16,7 @@ from sb3_ppo_ext.schedules import make_schedule
     [
         (0.1, (0.1, 0.1, 0.1)),
         (1, (1.0, 1.0, 1.0)),
+        (np.float32(0.5), (0.5, 0.5, 0.5)),
         ("lin_0.1", (0.1, 0.05, 0.0)),
         ("lin_3e-4", (3e-4, 1.5e-4, 0.0)),
         (lambda p: p**2, (1.0, 0.25, 0.0)),
