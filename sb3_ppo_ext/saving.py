@@ -10,6 +10,7 @@ from stable_baselines3.common.save_util import open_path
 
 SavedModel = str | pathlib.Path | io.BufferedIOBase
 
+_STATES = {"policy.pth", "policy.optimizer.pth"}
 # Part of the policy's module -> the algorithm that uses such a policy
 _ALGORITHM_OF_POLICY = {
     "recurrent": "RecurrentPPO",
@@ -41,35 +42,39 @@ def check_saved_ppo(path: SavedModel) -> set[str]:
     :raises ValueError: if the zip is damaged, or was saved by another algorithm
     :raises FileNotFoundError: if there is no such file
     """
-    data = _read_data(path)
-    algorithm = _algorithm(data)
-    if algorithm != "PPO":
-        raise ValueError(
-            f"The model in {_name(path)} was saved by {algorithm}, not by PPOExt or PPO: "
-            f"load it with the `load` of that class."
-        )
-    return set(data)
-
-
-def _read_data(path: SavedModel) -> dict[str, Any]:
     file = open_path(path, "r", suffix="zip")
     try:
-        with zipfile.ZipFile(file) as archive:
-            # Reading compares the checksums, but not the sizes.
-            members = {member.filename: archive.read(member) for member in archive.infolist()}
-            damaged = [member.filename for member in archive.infolist() if len(members[member.filename]) != member.file_size]
-            missing = [name for name in ("data", "policy.pth", "policy.optimizer.pth") if name not in members]
-            if damaged or missing:
-                raise zipfile.BadZipFile(f"damaged: {damaged}, missing: {missing}")
-            data: dict[str, Any] = json.loads(members["data"])
-            return data
+        members = _read_members(file)
+        data = json.loads(members["data"])
+        algorithm = _algorithm(data)
+        missing = _STATES - members.keys()
     except Exception as error:  # a damaged directory raises all kinds
-        raise ValueError(
-            f"{_name(path)} is not a whole model zip ({error}): copy it again, or load an earlier checkpoint."
-        ) from error
+        raise ValueError(_damaged(path, f"{type(error).__name__}: {error}")) from error
     finally:
         if file is not path:
             file.close()
+    if algorithm != "PPO":
+        raise ValueError(
+            f"The model in {_name(path)} was saved by {algorithm}, not by PPOExt or PPO: "
+            "load it with the `load` of that class."
+        )
+    if missing:
+        raise ValueError(_damaged(path, f"it has no {' and no '.join(sorted(missing))}"))
+    return set(data)
+
+
+def _read_members(file: Any) -> dict[str, bytes]:
+    with zipfile.ZipFile(file) as archive:
+        members = {member.filename: archive.read(member) for member in archive.infolist()}
+        # Reading has compared the checksums, but not the sizes.
+        for member in archive.infolist():
+            if len(members[member.filename]) != member.file_size:
+                raise zipfile.BadZipFile(f"{member.filename} is shorter than it says")
+        return members
+
+
+def _damaged(path: SavedModel, reason: str) -> str:
+    return f"{_name(path)} is not a whole model zip ({reason}): copy it again, or load an earlier checkpoint."
 
 
 def _algorithm(data: dict[str, Any]) -> str:

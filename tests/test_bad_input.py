@@ -255,7 +255,7 @@ def test_incomplete_zip(saved, tmp_path, lost):
         for name in source.namelist():
             if name != lost:
                 target.writestr(name, source.read(name))
-    with pytest.raises(ValueError, match=rf"missing: \['{lost}'\]"):
+    with pytest.raises(ValueError, match=lost):
         PPOExt.load(tmp_path / "incomplete.zip")
 
 
