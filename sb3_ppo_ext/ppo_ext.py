@@ -4,7 +4,7 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -411,20 +411,21 @@ class PPOExt(OnPolicyAlgorithm):
         )
 
     def _restore_point(self) -> dict[str, Any]:
-        normalizer = self._vec_normalize_env
+        # Without `norm_obs`, VecNormalize has no `obs_rms`.
+        statistics = vars(self._vec_normalize_env) if self._vec_normalize_env is not None else {}
         return {
             "num_timesteps": self.num_timesteps,
-            "ep_info_buffer": self.ep_info_buffer.copy() if self.ep_info_buffer is not None else None,
-            "ep_success_buffer": self.ep_success_buffer.copy() if self.ep_success_buffer is not None else None,
-            "statistics": deepcopy((normalizer.obs_rms, normalizer.ret_rms)) if normalizer is not None else None,
+            "ep_info_buffer": copy(self.ep_info_buffer),
+            "ep_success_buffer": copy(self.ep_success_buffer),
+            "statistics": {name: deepcopy(statistics[name]) for name in ("obs_rms", "ret_rms") if name in statistics},
         }
 
     def _restore(self, restore_point: dict[str, Any]) -> None:
         self.num_timesteps = restore_point["num_timesteps"]
         self.ep_info_buffer = restore_point["ep_info_buffer"]
         self.ep_success_buffer = restore_point["ep_success_buffer"]
-        if self._vec_normalize_env is not None:
-            self._vec_normalize_env.obs_rms, self._vec_normalize_env.ret_rms = restore_point["statistics"]
+        for name, value in restore_point["statistics"].items():
+            setattr(self._vec_normalize_env, name, value)
         # The environment has moved on: without an observation, `learn` resets it.
         self._last_obs = None
 

@@ -115,6 +115,8 @@ CASES = {
     "stopped at the end of a rollout": Case(stop_at=16),
     # Vectorised environments
     "VecNormalize": Case(lambda: VecNormalize(make_toys(p_end=0.0), gamma=0.9)),
+    "VecNormalize, rewards alone": Case(lambda: VecNormalize(make_toys(p_end=0.0), norm_obs=False)),
+    "VecNormalize, observations alone": Case(lambda: VecNormalize(make_toys(p_end=0.0), norm_reward=False)),
     "VecNormalize, dict": Case(
         lambda: VecNormalize(make_toys(observation_space=DICT), norm_obs_keys=["joints"]), "MultiInputPolicy", timesteps=64
     ),
