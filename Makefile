@@ -25,8 +25,9 @@ format: $(VENV)/.all
 	$(BIN)/ruff format .
 
 # One environment, which grows with what is asked of it.
-$(VENV)/.%: setup.cfg setup.py constraints.txt
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+$(VENV)/.%: setup.cfg setup.py startup/zoo_hook.py constraints.txt
+	$(BIN)/python -c "import pip, sys; sys.exit(sys.prefix == sys.base_prefix)" 2>/dev/null \
+		|| $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$*]"
 	touch $@
 

@@ -3,7 +3,8 @@
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -15,8 +16,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, RolloutBufferSamples, TensorDict
-from stable_baselines3.common.utils import explained_variance, obs_as_tensor
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.utils import FloatSchedule, explained_variance, obs_as_tensor
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
 from stable_baselines3.ppo.policies import CnnPolicy, MlpPolicy, MultiInputPolicy
 
 from sb3_ppo_ext.advantages import normalize
@@ -30,6 +31,7 @@ from sb3_ppo_ext.validation import (
     check_action_space,
     check_device,
     check_known_options,
+    check_kwargs,
     check_number,
     check_observation_space,
     check_type,
@@ -129,6 +131,8 @@ class PPOExt(OnPolicyAlgorithm):
     ):
         check_known_options(unknown_options, _option_names(type(self)), type(self).__name__)
         check_device(device)
+        if env is None and _init_setup_model:
+            refuse("env", env, "give an environment, or the id of one")
         with assertions_as_value_errors():
             super().__init__(
                 policy,
@@ -170,14 +174,27 @@ class PPOExt(OnPolicyAlgorithm):
     def _setup_model(self) -> None:
         # `load` sets what it is given between `__init__` and here.
         self._check_options()
-        self.clip_range = make_schedule("clip_range", self.clip_range)
-        if self.clip_range_vf is not None:
-            self.clip_range_vf = make_schedule("clip_range_vf", self.clip_range_vf, positive=True)
+        if self.seed is not None:
+            self.seed = int(self.seed)  # Gymnasium does not take NumPy's integers
+        for name, schedule in self._schedules().items():
+            setattr(self, name, schedule)
         with assertions_as_value_errors():
             super()._setup_model()
 
     def _setup_lr_schedule(self) -> None:
         self.lr_schedule = make_schedule("learning_rate", self.learning_rate)
+        if isinstance(self.learning_rate, str):
+            # SB3's PPO would not load a zip with the string.
+            self.learning_rate = self.lr_schedule
+
+    def _schedules(self) -> dict[str, FloatSchedule]:
+        """
+        :raises ValueError: if the value of one is not valid
+        """
+        schedules = {"clip_range": make_schedule("clip_range", self.clip_range, infinite=True)}
+        if self.clip_range_vf is not None:
+            schedules["clip_range_vf"] = make_schedule("clip_range_vf", self.clip_range_vf, positive=True, infinite=True)
+        return schedules
 
     def _check_options(self) -> None:
         """
@@ -187,25 +204,32 @@ class PPOExt(OnPolicyAlgorithm):
             check_number(name, getattr(self, name), 1, integer=True)
         for name in ("gamma", "gae_lambda"):
             check_number(name, getattr(self, name), 0, 1)
-        for name in ("ent_coef", "vf_coef", "max_grad_norm"):
+        for name in ("ent_coef", "vf_coef"):
             check_number(name, getattr(self, name), 0)
+        check_number("max_grad_norm", self.max_grad_norm, 0, infinite=True)
         if self.target_kl is not None:
-            check_number("target_kl", self.target_kl, 0)
+            check_number("target_kl", self.target_kl, 0, infinite=True)
         if self.seed is not None:
             check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
+        if self._stats_window_size is not None:
+            check_number("stats_window_size", self._stats_window_size, 0, integer=True)
+        if self.use_sde:
+            check_number("sde_sample_freq", self.sde_sample_freq)
         for name in ("normalize_advantage", "use_sde"):
-            check_type(name, getattr(self, name), (bool, np.bool_), "give True or False")
-        check_number("sde_sample_freq", self.sde_sample_freq, -1, integer=True)
-        check_number("stats_window_size", self._stats_window_size, 1, integer=True)
-        check_type("rollout_buffer_kwargs", self.rollout_buffer_kwargs, dict, "give a dictionary, or None")
-        check_type("rollout_buffer_class", self.rollout_buffer_class, (type, type(None)), "give a class, or None")
-        # Parsed here as well, so that nothing is built before a bad one is seen.
+            check_type(name, getattr(self, name), (bool, int, np.bool_, type(None)), "give True or False")
         make_schedule("learning_rate", self.learning_rate)
-        make_schedule("clip_range", self.clip_range)
-        if self.clip_range_vf is not None:
-            make_schedule("clip_range_vf", self.clip_range_vf, positive=True)
+        self._schedules()
         self._check_minibatches()
-        self._check_policy_kwargs()
+        self._check_classes()
+
+    def _check_classes(self) -> None:
+        given_to_policy = ("observation_space", "action_space", "lr_schedule", "use_sde")
+        check_kwargs("policy_kwargs", self.policy_kwargs, self.policy_class, given_to_policy)
+        buffer_class = self.rollout_buffer_class or RolloutBuffer
+        if not callable(buffer_class):
+            refuse("rollout_buffer_class", buffer_class, "give a class, or None")
+        given_to_buffer = ("buffer_size", "observation_space", "action_space", "device", "gamma", "gae_lambda", "n_envs")
+        check_kwargs("rollout_buffer_kwargs", self.rollout_buffer_kwargs, buffer_class, given_to_buffer)
 
     def _check_minibatches(self) -> None:
         if not self.normalize_advantage:
@@ -215,13 +239,6 @@ class PPOExt(OnPolicyAlgorithm):
             refuse("batch_size", self.batch_size, f"{remedy}; give 2 or more, or `normalize_advantage=False`")
         if self.env is not None and self.env.num_envs * self.n_steps < 2:
             refuse("n_steps", self.n_steps, f"{remedy}, and n_envs={self.env.num_envs}; raise one of the two")
-
-    def _check_policy_kwargs(self) -> None:
-        check_type("policy_kwargs", self.policy_kwargs, dict, "give a dictionary, or None")
-        parameters = inspect.signature(self.policy_class.__init__).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            given_by_algorithm = {"self", "observation_space", "action_space", "lr_schedule", "use_sde"}
-            check_known_options(self.policy_kwargs, parameters.keys() - given_by_algorithm, "`policy_kwargs`")
 
     def _warn_about_truncated_minibatch(self) -> None:
         if self.env is None:
@@ -246,10 +263,10 @@ class PPOExt(OnPolicyAlgorithm):
     @staticmethod
     def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
         # Old Gym's spaces are another type, which SB3 converts before it checks them.
-        if isinstance(env.observation_space, spaces.Space):
-            check_observation_space(env.observation_space)
-        if isinstance(env.action_space, spaces.Space):
-            check_action_space(env.action_space)
+        if isinstance(observation_space := getattr(env, "observation_space", None), spaces.Space):
+            check_observation_space(observation_space)
+        if isinstance(action_space := getattr(env, "action_space", None), spaces.Space):
+            check_action_space(action_space)
         return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
     # Collect
@@ -268,14 +285,10 @@ class PPOExt(OnPolicyAlgorithm):
         :return: True if function returned with at least `n_rollout_steps`
             collected, False if callback terminated rollout prematurely.
         :raises ValueError: if the environment returns NaN or infinity. The model is then left as it was before the
-            rollout, with the statistics of ``VecNormalize``, and will reset the environment before the next one.
+            rollout, with the statistics of ``VecNormalize``; the next call of ``learn`` resets the environment.
         """
-        restore_point = self._restore_point()
-        try:
+        with self._restored_if_not_finite():
             return self._collect(env, callback, rollout_buffer, n_rollout_steps)
-        except NonFiniteDataError:
-            self._restore(restore_point)
-            raise
 
     def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
         # Callbacks read the local variables of this function: their names are SB3's.
@@ -288,7 +301,6 @@ class PPOExt(OnPolicyAlgorithm):
             self.policy.reset_noise(env.num_envs)
 
         callback.on_rollout_start()
-        self._check_finite("observation", self._last_obs, n_steps)
 
         while n_steps < n_rollout_steps:
             if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
@@ -398,10 +410,11 @@ class PPOExt(OnPolicyAlgorithm):
         found = find_non_finite(data if env_index is None else _stack([data]))
         if found is None:
             return
-        if env_index is None and self._vec_normalize_env is not None:
+        normalizers = _normalizers(self.env)
+        if env_index is None and normalizers:
             # The running mean has carried the NaN of one environment into all of them.
-            normalizer = self._vec_normalize_env
-            original = normalizer.get_original_reward() if what == "reward" else normalizer.get_original_obs()
+            innermost = normalizers[-1]
+            original = innermost.get_original_reward() if what == "reward" else innermost.get_original_obs()
             found = find_non_finite(original) or found
         index, place = found
         raise NonFiniteDataError(
@@ -410,24 +423,31 @@ class PPOExt(OnPolicyAlgorithm):
             "Check what the environment computes there; `stable_baselines3.common.vec_env.VecCheckNan` helps to find it."
         )
 
-    def _restore_point(self) -> dict[str, Any]:
-        # Without `norm_obs`, VecNormalize has no `obs_rms`.
-        statistics = vars(self._vec_normalize_env) if self._vec_normalize_env is not None else {}
-        return {
-            "num_timesteps": self.num_timesteps,
-            "ep_info_buffer": copy(self.ep_info_buffer),
-            "ep_success_buffer": copy(self.ep_success_buffer),
-            "statistics": {name: deepcopy(statistics[name]) for name in ("obs_rms", "ret_rms") if name in statistics},
-        }
+    @contextmanager
+    def _restored_if_not_finite(self) -> Iterator[None]:
+        """Take back what the steps have changed if the environment returns NaN or infinity in one of them."""
+        names = ("num_timesteps", "ep_info_buffer", "ep_success_buffer")
+        before = {name: copy(getattr(self, name)) for name in names}
+        normalizers = _normalizers(self.env)
+        # Without `norm_obs` there is no `obs_rms`.
+        statistics = [{k: deepcopy(v) for k, v in vars(n).items() if k in ("obs_rms", "ret_rms")} for n in normalizers]
+        try:
+            yield
+        except NonFiniteDataError:
+            vars(self).update(before)
+            for normalizer, values in zip(normalizers, statistics, strict=True):
+                vars(normalizer).update(values)
+            self.rollout_buffer.reset()
+            # The environment has moved on: without an observation, `learn` resets it.
+            self._last_obs = None
+            raise
 
-    def _restore(self, restore_point: dict[str, Any]) -> None:
-        self.num_timesteps = restore_point["num_timesteps"]
-        self.ep_info_buffer = restore_point["ep_info_buffer"]
-        self.ep_success_buffer = restore_point["ep_success_buffer"]
-        for name, value in restore_point["statistics"].items():
-            setattr(self._vec_normalize_env, name, value)
-        # The environment has moved on: without an observation, `learn` resets it.
-        self._last_obs = None
+    def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
+        with self._restored_if_not_finite():
+            results = super()._setup_learn(*args, **kwargs)
+            # It has reset the environment.
+            self._check_finite("observation", self._last_obs, 0)
+            return results
 
     # Update
 
@@ -574,8 +594,11 @@ class PPOExt(OnPolicyAlgorithm):
         :raises ValueError: if the zip is damaged or of another algorithm, or an option is unknown or not valid
         """
         check_device(device)
-        known = check_saved_ppo(path) | _option_names(cls)
+        known = check_saved_ppo(path, cls.policy_aliases.values()) | _option_names(cls)
         check_known_options(kwargs, known, f"{cls.__name__}.load")
+        if "stats_window_size" in kwargs:
+            # The only option whose attribute has another name
+            kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
         return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
 
     def set_parameters(
@@ -594,7 +617,7 @@ class PPOExt(OnPolicyAlgorithm):
         :raises ValueError: if the zip is damaged or of another algorithm, or the names do not match
         """
         if not isinstance(load_path_or_dict, dict):
-            check_saved_ppo(load_path_or_dict)
+            check_saved_ppo(load_path_or_dict, self.policy_aliases.values())
         super().set_parameters(load_path_or_dict, exact_match, device)
 
 
@@ -604,6 +627,16 @@ def _option_names(algorithm: type[PPOExt]) -> set[str]:
     constructors = [inspect.signature(cls.__init__) for cls in algorithm.__mro__ if issubclass(cls, PPOExt)]
     parameters: Iterable[inspect.Parameter] = (p for signature in constructors for p in signature.parameters.values())
     return {p.name for p in parameters if p.kind in kinds} - {"self"}
+
+
+def _normalizers(env: VecEnv | None) -> list[VecNormalize]:
+    """Those around the environment, from the outside in."""
+    normalizers = []
+    while isinstance(env, VecEnvWrapper):
+        if isinstance(env, VecNormalize):
+            normalizers.append(env)
+        env = env.venv
+    return normalizers
 
 
 def _stack(observations: list[Any]) -> Any:

@@ -4,6 +4,7 @@ import io
 import json
 import pathlib
 import zipfile
+from collections.abc import Iterable
 from typing import Any
 
 from stable_baselines3.common.save_util import open_path
@@ -11,7 +12,9 @@ from stable_baselines3.common.save_util import open_path
 SavedModel = str | pathlib.Path | io.BufferedIOBase
 
 _STATES = {"policy.pth", "policy.optimizer.pth"}
-# Part of the policy's module -> the algorithm that uses such a policy
+# Attributes that only one algorithm has
+_ALGORITHM_OF_ATTRIBUTE = {"_last_lstm_states": "RecurrentPPO", "cg_max_steps": "TRPO"}
+# Part of the policy's module, in SB3 and SB3-Contrib -> the algorithm that uses such a policy
 _ALGORITHM_OF_POLICY = {
     "recurrent": "RecurrentPPO",
     "maskable": "MaskablePPO",
@@ -23,21 +26,16 @@ _ALGORITHM_OF_POLICY = {
     "td3": "TD3 or DDPG",
     "tqc": "TQC",
 }
-# Attributes -> the algorithm that has them all, the most special first
-_ALGORITHM_OF_ATTRIBUTES = {
-    ("_last_lstm_states",): "RecurrentPPO",
-    ("clip_range", "n_epochs", "gae_lambda"): "PPO",
-    ("cg_max_steps",): "TRPO",
-    ("gae_lambda",): "A2C",
-    ("learning_starts",): "an off-policy algorithm",
-}
+# What PPO has over A2C; any of them will do, for a user may exclude some from a zip
+_OF_PPO = {"batch_size", "clip_range", "clip_range_vf", "n_epochs", "target_kl"}
 
 
-def check_saved_ppo(path: SavedModel) -> set[str]:
+def check_saved_ppo(path: SavedModel, own_policies: Iterable[type] = ()) -> set[str]:
     """
     Check that a file holds a whole model, of PPO's kind, without unpickling anything.
 
     :param path: Path of the zip (with or without ``.zip``), or an open file
+    :param own_policies: Policies that do not speak for another algorithm
     :return: The names of the attributes it holds
     :raises ValueError: if the zip is damaged, or was saved by another algorithm
     :raises FileNotFoundError: if there is no such file
@@ -46,7 +44,7 @@ def check_saved_ppo(path: SavedModel) -> set[str]:
     try:
         members = _read_members(file)
         data = json.loads(members["data"])
-        algorithm = _algorithm(data)
+        algorithm = _algorithm(data, {policy.__module__ for policy in own_policies})
         missing = _STATES - members.keys()
     except Exception as error:  # a damaged directory raises all kinds
         raise ValueError(_damaged(path, f"{type(error).__name__}: {error}")) from error
@@ -77,16 +75,22 @@ def _damaged(path: SavedModel, reason: str) -> str:
     return f"{_name(path)} is not a whole model zip ({reason}): copy it again, or load an earlier checkpoint."
 
 
-def _algorithm(data: dict[str, Any]) -> str:
+def _algorithm(data: dict[str, Any], own_modules: set[str]) -> str:
+    for attribute, algorithm in _ALGORITHM_OF_ATTRIBUTE.items():
+        if attribute in data:
+            return algorithm
     policy_class = data.get("policy_class")
     module = policy_class.get("__module__", "") if isinstance(policy_class, dict) else ""
-    for part in module.split("."):
-        if part in _ALGORITHM_OF_POLICY:
-            return _ALGORITHM_OF_POLICY[part]
-    for attributes, algorithm in _ALGORITHM_OF_ATTRIBUTES.items():
-        if data.keys() >= set(attributes):
-            return algorithm
-    return "an unknown algorithm"
+    library, *parts = module.split(".")
+    if library in ("stable_baselines3", "sb3_contrib") and module not in own_modules:
+        for part in parts:
+            if part in _ALGORITHM_OF_POLICY:
+                return _ALGORITHM_OF_POLICY[part]
+    if "learning_starts" in data:
+        return "an off-policy algorithm"
+    if "gae_lambda" not in data:
+        return "an unknown algorithm"
+    return "PPO" if _OF_PPO & data.keys() else "A2C"
 
 
 def _name(path: SavedModel) -> str:

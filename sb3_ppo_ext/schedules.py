@@ -11,12 +11,13 @@ from sb3_ppo_ext.validation import check_number, refuse
 ScheduleLike: TypeAlias = float | str | Schedule
 
 
-def make_schedule(name: str, value: ScheduleLike, positive: bool = False) -> FloatSchedule:
+def make_schedule(name: str, value: ScheduleLike, positive: bool = False, infinite: bool = False) -> FloatSchedule:
     """
     :param name: The argument that it is for
     :param value: A number; a callable of the remaining progress, which goes from 1 to 0;
         or ``"lin_x"``, which goes linearly from x to 0
     :param positive: Whether 0 is refused
+    :param infinite: Whether infinity is accepted
     :return: The schedule, which can be pickled if ``value`` can
     :raises ValueError: if the string does not parse, or the number is negative
     """
@@ -24,7 +25,7 @@ def make_schedule(name: str, value: ScheduleLike, positive: bool = False) -> Flo
         return FloatSchedule(value)
     if isinstance(value, str):
         return FloatSchedule(LinearSchedule(_initial_value(name, value, positive), 0.0, 1.0))
-    check_number(name, value, 0, open_low=positive)
+    check_number(name, value, 0, open_low=positive, infinite=infinite)
     return FloatSchedule(float(value))  # SB3 does not take NumPy's float32
 
 

@@ -1,10 +1,10 @@
 """What bad input is refused, and with which words: the argument, its value and the remedy."""
 
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import numpy as np
@@ -50,28 +50,38 @@ def assertions_as_value_errors():  # type: ignore[no-untyped-def]
 
 
 def check_number(
-    name: str, value: object, low: float = -math.inf, high: float = math.inf, open_low: bool = False, integer: bool = False
+    name: str,
+    value: object,
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
+    integer: bool = False,
+    infinite: bool = False,
 ) -> None:
     """
     :param name: The argument
     :param value: Its value, which must be a number in ``[low, high]``
     :param open_low: Whether ``low`` itself is refused
     :param integer: Whether it must be an integer
+    :param infinite: Whether infinity is accepted
     :raises BadArgumentError: if it is not such a number
     """
-    kind, kind_name = (Integral, "an integer") if integer else (Real, "a number")
+    integers, kind = (int, np.integer), "an integer" if integer else "a number"
     # YAML reads 3e-4 as a string, and Python takes True for 1.
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if not isinstance(value, integers if integer else (*integers, float, np.floating)) or isinstance(value, bool):
         hint = (
             " (in YAML, write 0.0003 or `!!float 3e-4`: without the dot, 3e-4 is a string)" if isinstance(value, str) else ""
         )
-        refuse(name, value, f"give {kind_name}{hint}")
-    above = low < value if open_low else low <= value  # type: ignore[operator]
-    if not (above and value <= high):  # NaN fails as well
-        refuse(name, value, f"give {kind_name} {_interval(low, high, open_low)}")
+        refuse(name, value, f"give {kind}{hint}")
+    above = low < value if open_low else low <= value
+    # NaN fails as well
+    if not (above and value <= high and (infinite or math.isfinite(value))):
+        refuse(name, value, f"give {kind} {_interval(low, high, open_low)}")
 
 
 def _interval(low: float, high: float, open_low: bool) -> str:
+    if math.isinf(low):
+        return "that is finite"
     if math.isinf(high):
         return f"{'greater than' if open_low else 'of at least'} {low:g}"
     return f"between {low:g} and {high:g}"
@@ -104,6 +114,22 @@ def check_known_options(given: Iterable[str], known: Iterable[str], where: str) 
             raise UnknownOptionError(f"{where} has no option `{name}`: {remedy}")
 
 
+def check_kwargs(name: str, kwargs: object, function: Callable[..., Any], given: Iterable[str]) -> None:
+    """
+    :param name: The argument
+    :param kwargs: Its value, keyword arguments for ``function``
+    :param function: The class or function that will get them
+    :param given: Arguments that it gets otherwise
+    :raises BadArgumentError: if it is no mapping
+    :raises UnknownOptionError: if ``function`` does not take one of them
+    """
+    if not isinstance(kwargs, Mapping):
+        refuse(name, kwargs, "give a dictionary, or None")
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        check_known_options(kwargs, parameters.keys() - set(given), f"`{name}`")
+
+
 def check_device(device: th.device | str) -> None:
     """
     :param device: ``"auto"``, or what ``torch.device`` takes
@@ -124,14 +150,20 @@ def check_observation_space(space: spaces.Space) -> None:
     :raises UnsupportedSpaceError: if no policy can read it
     """
     parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+    if not parts:
+        raise UnsupportedSpaceError(f"The observation space {space} is empty: give it at least one key.")
     for key, part in parts.items():
+        where = f"The observation space {space}" + (f", under the key {key!r}," if key else "")
         if not isinstance(part, SUPPORTED_SPACES):
-            where = f" under the key {key!r}" if key else ""
             raise UnsupportedSpaceError(
-                f"The observation space {space} has a {type(part).__name__}{where}, which no policy can read: "
+                f"{where} has a {type(part).__name__}, which no policy can read: "
                 "use Box, Discrete, MultiDiscrete, MultiBinary, or a flat Dict of these "
                 "(`gymnasium.wrappers.FlattenObservation` flattens the others)."
             )
+        if isinstance(part, spaces.Box) and part.shape == ():
+            raise UnsupportedSpaceError(f"{where} has no dimension: give it the shape (1,).")
+        if isinstance(part, spaces.MultiDiscrete) and part.nvec.ndim != 1:
+            raise UnsupportedSpaceError(f"{where} has {part.nvec.ndim} dimensions: use a flat MultiDiscrete.")
 
 
 def check_action_space(space: spaces.Space) -> None:
@@ -149,10 +181,10 @@ def check_action_space(space: spaces.Space) -> None:
             f"The action space {space} has an infinite bound: declare finite ones, best of all [-1, 1], "
             "and scale the action inside the environment."
         )
-    if isinstance(space, spaces.MultiBinary) and len(space.shape) != 1:
+    if isinstance(space, spaces.MultiBinary | spaces.MultiDiscrete) and len(space.shape) != 1:
         raise UnsupportedSpaceError(
             f"The action space {space} has {len(space.shape)} dimensions: "
-            f"use the flat `MultiBinary({int(np.prod(space.shape))})` and reshape it in the environment."
+            f"use a flat {type(space).__name__} and reshape the action inside the environment."
         )
 
 

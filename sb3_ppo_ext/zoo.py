@@ -6,17 +6,19 @@ The installation registers it as soon as ``rl_zoo3`` is imported. Where that is 
 takes the name of a Zoo script (``train``, ``enjoy``, ...) and its arguments.
 """
 
+import argparse
+import functools
 import importlib
 import importlib.util
 import re
 import runpy
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pprint import pprint
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
@@ -25,10 +27,9 @@ from sb3_ppo_ext.schedules import make_schedule
 
 if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
-    from stable_baselines3.common.base_class import BaseAlgorithm
-else:
-    ExperimentManager = object  # PPOExtExperiment is mixed into the Zoo's class once that is loaded
 
+# As they are used and as they are saved
+Hyperparams: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 # The second is what the Hub look-up makes of the class's name.
 NAMES = ("ppo_ext", "ppoext")
 HYPERPARAMS = Path(__file__).parent / "hyperparams" / "ppo_ext.yml"
@@ -78,8 +79,10 @@ def _add_tuning(hyperparams_opt: Any) -> None:
 
 
 def _add_experiment(exp_manager: Any) -> None:
-    # The scripts hold references to the class, so that it stays and its instances for `ppo_ext` get another class.
-    exp_manager.ExperimentManager.__new__ = staticmethod(_new_experiment)
+    for name, ours in _METHODS.items():
+        theirs = getattr(exp_manager.ExperimentManager, name)
+        if not hasattr(theirs, "__wrapped__"):
+            setattr(exp_manager.ExperimentManager, name, _for_ppo_ext(ours, theirs))
 
 
 EXTENSIONS = {
@@ -89,63 +92,91 @@ EXTENSIONS = {
 }
 
 
-def _new_experiment(cls: type, args: Any, algo: str, *_: Any, **__: Any) -> Any:
-    """``__new__`` of the Zoo's ``ExperimentManager``: other algorithms get the class as it is."""
-    if algo in NAMES and not issubclass(cls, PPOExtExperiment):
-        cls = type(cls.__name__, (PPOExtExperiment, cls), {})
-    return object.__new__(cls)
+# What the Zoo's ExperimentManager does otherwise for `ppo_ext`. Its class stays the same object, for the Zoo's scripts and
+# users' subclasses refer to it, and is pickled.
 
 
-class PPOExtExperiment(ExperimentManager):
-    """What the Zoo's ``ExperimentManager`` does otherwise for ``ppo_ext``."""
+def _for_ppo_ext(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """The Zoo's method, and for ``ppo_ext`` ours, which gets the Zoo's as its first argument."""
 
-    def read_hyperparameters(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """
-        Take the entry that :func:`find_hyperparams` finds, unless the user named a file (``-conf``), and merge the
-        ``policy_kwargs`` of a trial (``--trial-id``) into those of the entry, where the Zoo replaces them.
-        """
-        env_name, trial_id = self.env_name, self.trial_id
-        zoo_folder = Path(sys.modules["rl_zoo3"].__file__ or "").parent / "hyperparams"
-        if Path(self.config) == zoo_folder / f"{self.algo}.yml":
-            path, key = find_hyperparams(env_name.gym_id, self.entry_point(env_name.gym_id), zoo_folder / "ppo.yml")
-            self.config = str(path)
-            if key != env_name.gym_id:
-                print(f"No hyperparameters for {env_name.gym_id}, using those of {key}")
-                self.env_name = type(env_name)(key)
-        self.trial_id = None
-        try:
-            hyperparams, saved_hyperparams = super().read_hyperparameters()
-        finally:
-            self.env_name, self.trial_id = env_name, trial_id
+    @functools.wraps(theirs)
+    def method(self: "ExperimentManager", *args: Any, **kwargs: Any) -> Any:
+        if self.algo in NAMES:
+            return ours(functools.partial(theirs, self), self, *args, **kwargs)
+        return theirs(self, *args, **kwargs)
 
-        if self.storage and self.study_name and trial_id is not None:
-            hyperparams = self._with_trial(hyperparams, self.load_trial(self.storage, self.study_name, trial_id))
-            saved_hyperparams = OrderedDict(sorted(hyperparams.items()))
-            print(f"With those of trial {trial_id}:")
-            pprint(saved_hyperparams)
-        return hyperparams, saved_hyperparams
+    return method
 
-    def _with_trial(self, hyperparams: dict[str, Any], sampled: dict[str, Any]) -> dict[str, Any]:
-        merged = TrialHyperparams(hyperparams, policy_kwargs=_evaluate(hyperparams.get("policy_kwargs")))
-        merged.update(sampled)
-        # What the command line says goes before both.
-        return {**merged, **(self.custom_hyperparams or {})}
 
-    def _preprocess_hyperparams(self, hyperparams: dict[str, Any]) -> Any:
-        """Refuse bad options here, before the Zoo writes its log folder."""
-        for name in ("learning_rate", "clip_range", "clip_range_vf"):
-            # The Zoo takes any prefix for "lin".
-            if isinstance(hyperparams.get(name), str):
-                make_schedule(name, hyperparams[name])
-        results = super()._preprocess_hyperparams(hyperparams)
-        PPOExt(env=None, _init_setup_model=False, **results[0])  # type: ignore[arg-type]  # as `load` does
-        return results
+def _read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "ExperimentManager") -> Hyperparams:
+    """
+    Take the entry that :func:`find_hyperparams` finds, unless the user named a file (``-conf``), and merge the
+    ``policy_kwargs`` of a trial (``--trial-id``) into those of the entry, where the Zoo replaces them.
+    """
+    env_name, trial_id = experiment.env_name, experiment.trial_id
+    if _is_default(experiment.config, experiment.algo):
+        zoo_file = Path(experiment.config).with_name("ppo.yml")
+        path, key = find_hyperparams(env_name.gym_id, experiment.entry_point(env_name.gym_id), zoo_file)
+        experiment.config = str(path)
+        if key != env_name.gym_id:
+            print(f"No hyperparameters for {env_name.gym_id}, using those of {key}")
+            experiment.env_name = type(env_name)(key)
+    experiment.trial_id = None
+    try:
+        hyperparams, saved_hyperparams = theirs()
+    finally:
+        experiment.env_name, experiment.trial_id = env_name, trial_id
 
-    def setup_experiment(self) -> "tuple[BaseAlgorithm, dict[str, Any]] | None":
-        """Let the hyperparameters that each trial starts from keep their ``policy_kwargs``."""
-        results = super().setup_experiment()
-        self._hyperparams = TrialHyperparams(self._hyperparams)
-        return results
+    if experiment.storage and experiment.study_name and trial_id is not None:
+        hyperparams = _with_trial(experiment, hyperparams, trial_id)
+        saved_hyperparams = OrderedDict(sorted(hyperparams.items()))
+        print(f"With those of trial {trial_id}:")
+        pprint(saved_hyperparams)
+    return hyperparams, saved_hyperparams
+
+
+def _is_default(config: str, algo: str) -> bool:
+    """Whether it is the file that the Zoo looks for in its package, or in its checkout."""
+    package = Path(sys.modules["rl_zoo3"].__file__ or "").parent
+    return Path(config) in [folder / "hyperparams" / f"{algo}.yml" for folder in (package, package.parent)]
+
+
+def _with_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], trial_id: int) -> dict[str, Any]:
+    try:
+        sampled = experiment.load_trial(experiment.storage or "", experiment.study_name or "", trial_id)
+    except IndexError as error:
+        raise ValueError(f"`--trial-id {trial_id}`: the study {experiment.study_name} has no such trial") from error
+    merged = TrialHyperparams(hyperparams, policy_kwargs=_evaluate(hyperparams.get("policy_kwargs")))
+    merged.update(sampled)
+    # What the command line says goes before both.
+    return {**merged, **(experiment.custom_hyperparams or {})}
+
+
+def _preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
+    """Refuse bad options here, before the Zoo writes its log folder."""
+    for name in ("learning_rate", "clip_range", "clip_range_vf"):
+        # The Zoo takes any prefix for "lin".
+        if isinstance(hyperparams.get(name), str):
+            make_schedule(name, hyperparams[name])
+    results = theirs(hyperparams)
+    algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
+    if issubclass(algorithm, PPOExt):
+        algorithm(env=None, _init_setup_model=False, **results[0])  # as `load` does
+    return results
+
+
+def _setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager") -> Any:
+    """Let the hyperparameters that each trial starts from keep their ``policy_kwargs``."""
+    results = theirs()
+    experiment._hyperparams = TrialHyperparams(experiment._hyperparams)
+    return results
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "read_hyperparameters": _read_hyperparameters,
+    "_preprocess_hyperparams": _preprocess_hyperparams,
+    "setup_experiment": _setup_experiment,
+}
 
 
 class TrialHyperparams(dict[str, Any]):
@@ -192,9 +223,12 @@ def main() -> None:
     """
     Run a script of RL Zoo with ``ppo_ext`` registered: ``python -m sb3_ppo_ext.zoo train --env CartPole-v1 ...``
     """
-    script = sys.argv[1] if len(sys.argv) > 1 else ""
-    if script not in SCRIPTS:
-        sys.exit(f"usage: python -m sb3_ppo_ext.zoo {{{','.join(SCRIPTS)}}} ...\nunknown script {script!r}")
+    parser = argparse.ArgumentParser(prog="python -m sb3_ppo_ext.zoo", description=main.__doc__, add_help=False)
+    parser.add_argument("script", choices=SCRIPTS)
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        parser.print_help()
+        return
+    script = parser.parse_args(sys.argv[1:2]).script
     register()
     sys.argv = [f"{sys.argv[0]} {script}", *sys.argv[2:]]
     runpy.run_module(SCRIPTS[script], run_name="__main__", alter_sys=True)

@@ -20,25 +20,32 @@ ZOO_MODULES = ("rl_zoo3.utils", "rl_zoo3.hyperparams_opt", "rl_zoo3.exp_manager"
 class ZooWatcher:
     """Meta path finder that lets the other finders find the Zoo's modules, and extends each once it has run."""
 
+    def __init__(self) -> None:
+        self.searching: set[str] = set()
+
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> "ModuleSpec | None":
-        if fullname not in ZOO_MODULES:
+        if fullname not in ZOO_MODULES or fullname in self.searching:
             return None
-        for finder in sys.meta_path:
-            find_spec = getattr(finder, "find_spec", None)
-            spec = find_spec(fullname, path, target) if find_spec and finder is not self else None
-            if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
+        # Asked while asking the others, by one of them: they get the answer of the rest.
+        self.searching.add(fullname)
+        try:
+            for finder in sys.meta_path:
+                find_spec = getattr(finder, "find_spec", None)
+                spec = find_spec(fullname, path, target) if find_spec else None
+                if spec is not None:
                     extend_after_loading(spec.loader)
-                return spec
-        return None
+                    return spec
+            return None
+        finally:
+            self.searching.discard(fullname)
 
 
 def extend_after_loading(loader: "Loader") -> None:
-    """Wrap the ``exec_module`` of this one loader; the loader itself stays what other tools expect to find."""
-    exec_module = loader.exec_module
+    """Wrap the ``exec_module`` of this one loader, once; the loader stays what other tools expect to find."""
 
     def exec_and_extend(module: "ModuleType") -> None:
-        exec_module(module)
+        del loader.exec_module
+        loader.exec_module(module)
         try:
             from sb3_ppo_ext.zoo import extend
 
@@ -47,7 +54,10 @@ def extend_after_loading(loader: "Loader") -> None:
             # The Zoo must go on working; `python -m sb3_ppo_ext.zoo` shows what is wrong.
             pass
 
-    loader.exec_module = exec_and_extend  # type: ignore[method-assign]
+    try:  # noqa: SIM105  # contextlib would have to be imported
+        loader.exec_module = exec_and_extend  # type: ignore[method-assign]
+    except AttributeError:
+        pass  # a loader with slots, or none
 
 
 sys.meta_path.insert(0, ZooWatcher())

@@ -3,6 +3,9 @@
 import io
 import re
 import zipfile
+from fractions import Fraction
+from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from gymnasium import spaces
 from parity import assert_equal
 from sb3_contrib import ARS, QRDQN, TQC, TRPO, CrossQ, MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, DDPG, DQN, PPO, SAC, TD3
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
 from toys import DICT, IMAGE, Brittle, ToyEnv, make_toys
 
@@ -48,8 +53,12 @@ BAD_OPTIONS = [
     (dict(seed=-1), "`seed=-1`.*between 0 and"),
     (dict(seed="a"), "`seed='a'`.*an integer"),
     (dict(normalize_advantage="False"), "`normalize_advantage='False'`.*True or False"),
-    (dict(use_sde=1), "`use_sde=1`.*True or False"),
-    (dict(sde_sample_freq=0.5), "`sde_sample_freq=0.5`.*an integer"),
+    (dict(use_sde="yes"), "`use_sde='yes'`.*True or False"),
+    (dict(use_sde=True, sde_sample_freq=None), "`sde_sample_freq=None`.*a number"),
+    (dict(learning_rate=float("inf")), "`learning_rate=inf`.*at least 0"),
+    (dict(vf_coef=float("inf")), "`vf_coef=inf`"),
+    (dict(gamma=Fraction(9, 10)), r"`gamma=Fraction\(9, 10\)`.*a number"),
+    (dict(rollout_buffer_kwargs=dict(foo=1)), "`rollout_buffer_kwargs` has no option `foo`"),
     (dict(stats_window_size=-1), "`stats_window_size=-1`"),
     (dict(policy_kwargs="dict(net_arch=[8])"), "`policy_kwargs=.*a dictionary"),
     (dict(policy_kwargs=dict(net_archs=[8])), "`policy_kwargs` has no option `net_archs`: did you mean `net_arch`"),
@@ -80,8 +89,6 @@ def saved(tmp_path_factory):
 )
 def test_bad_option_of_load(options, message, saved):
     """In `load`, which SB3 does not check at all."""
-    if "stats_window_size" in options:
-        options = {"_stats_window_size": options["stats_window_size"]}
     with pytest.raises(ValueError, match=message.replace("PPOExt has", "PPOExt.load has").replace("batch_size", ".*")):
         PPOExt.load(saved, env=ToyEnv(), **options)
 
@@ -125,6 +132,14 @@ def test_options_of_subclasses():
         dict(target_kl=0.0),
         dict(batch_size=4096),
         dict(device="cuda:0"),
+        dict(learning_rate=np.float32(1e-3), clip_range=np.int64(1), clip_range_vf=np.float16(0.5)),
+        dict(seed=np.int64(3)),
+        dict(use_sde=0, normalize_advantage=1),
+        dict(use_sde=True, sde_sample_freq=-2),
+        dict(stats_window_size=0),
+        dict(rollout_buffer_class=partial(RolloutBuffer, gamma=0.5)),
+        dict(policy_kwargs=MappingProxyType(dict(net_arch=[8]))),
+        dict(clip_range=float("inf"), target_kl=float("inf")),
     ],
     ids=str,
 )
@@ -143,12 +158,16 @@ def test_unknown_policy():
     ("env_spaces", "message"),
     [
         (dict(observation_space=spaces.Tuple([spaces.Discrete(2)])), "observation space Tuple.*FlattenObservation"),
-        (dict(observation_space=spaces.Dict(a=DICT)), "has a Dict under the key 'a'"),
+        (dict(observation_space=spaces.Dict(a=DICT)), "under the key 'a', has a Dict"),
         (dict(observation_space=spaces.Text(3)), "has a Text"),
         (dict(action_space=spaces.Dict(a=spaces.Discrete(2))), "action space Dict.*ActionWrapper"),
         (dict(action_space=spaces.Tuple([spaces.Discrete(2)])), "action space Tuple"),
         (dict(action_space=spaces.Box(-np.inf, np.inf, (2,))), r"infinite bound.*\[-1, 1\]"),
-        (dict(action_space=spaces.MultiBinary([2, 3])), r"`MultiBinary\(6\)`"),
+        (dict(action_space=spaces.MultiBinary([2, 3])), "has 2 dimensions: use a flat MultiBinary"),
+        (dict(action_space=spaces.MultiDiscrete([[2, 3], [2, 3]])), "has 2 dimensions: use a flat MultiDiscrete"),
+        (dict(observation_space=spaces.MultiDiscrete([[2, 3], [2, 3]])), "has 2 dimensions: use a flat MultiDiscrete"),
+        (dict(observation_space=spaces.Dict()), "is empty"),
+        (dict(observation_space=spaces.Box(-1, 1, ())), r"no dimension: give it the shape \(1,\)"),
     ],
     ids=str,
 )
@@ -218,6 +237,52 @@ def test_zip_of_a_subclass_of_ppo(tmp_path):
 
     Mine("MlpPolicy", ToyEnv()).save(tmp_path / "mine")
     PPOExt.load(tmp_path / "mine")
+
+
+class RecurrentNeighbour(ActorCriticPolicy):
+    """As if it were defined in a module of the user's, `dqn.recurrent`."""
+
+
+RecurrentNeighbour.__module__ = "dqn.recurrent"
+
+
+class ContribPolicy(ActorCriticPolicy):
+    """As if SB3-Contrib had a recurrent policy that fits."""
+
+
+ContribPolicy.__module__ = "sb3_contrib.common.recurrent.policies"
+
+
+class Remembering(PPOExt):
+    """Uses a policy of SB3-Contrib, and says so."""
+
+    policy_aliases = {**PPOExt.policy_aliases, "ContribPolicy": ContribPolicy}  # noqa: RUF012
+
+
+def test_zip_is_not_taken_for_another_algorithm(tmp_path):
+    """By the name of a user's folder, a policy that the class itself names, or an attribute that was left out."""
+    for model, exclude in [
+        (PPO(RecurrentNeighbour, ToyEnv()), []),
+        (Remembering("ContribPolicy", ToyEnv()), []),
+        (PPO("MlpPolicy", ToyEnv()), ["clip_range", "n_epochs"]),
+    ]:
+        model.save(tmp_path / "model", exclude=exclude)
+        custom_objects = {"policy_class": type(model.policy)}
+        loaded = (Remembering if isinstance(model, Remembering) else PPOExt).load(
+            tmp_path / "model", custom_objects=custom_objects
+        )
+        assert_equal(model.policy.state_dict(), loaded.policy.state_dict(), "policy")
+
+
+def test_stats_window_size_of_load(saved):
+    """SB3's `load` sets an attribute of that name, which nobody reads."""
+    assert PPOExt.load(saved, env=ToyEnv(), stats_window_size=3).learn(16).ep_info_buffer.maxlen == 3
+
+
+@pytest.mark.parametrize("env", [None, 5])
+def test_no_environment(env):
+    with pytest.raises(ValueError, match="env"):
+        PPOExt("MlpPolicy", env)
 
 
 def test_truncated_zip(saved, tmp_path):
@@ -296,6 +361,8 @@ def brittle(wrap=lambda env: env, n_envs=3, **kwargs):
         (dict(reward=float("nan")), None, r"reward .*\(nan\) at step 9 "),
         (dict(reward=float("-inf")), None, r"reward .*\(-inf\) at step 9 "),
         (dict(observation=np.float32([0, NAN, 0]), at=0), None, r"observation .*at step 0 "),
+        (dict(observation=np.float32([0, NAN, 0]), at=0), VecNormalize, r"observation .*at step 0 "),
+        (dict(reward=float("nan")), lambda env: VecNormalize(VecNormalize(env), norm_obs=False), r"reward .*at step 9 "),
         (dict(observation=np.float32([0, NAN, 0])), VecNormalize, r"observation .*\(nan at index \(1,\)\) at step 9 "),
         (dict(reward=float("inf")), VecNormalize, r"reward .*\(inf\) at step 9 "),
         (dict(observation=np.float32([0, NAN, 0])), lambda env: VecFrameStack(env, 2), r"observation .*at step 9 "),
@@ -321,15 +388,12 @@ def test_environment_that_is_not_finite(kwargs, wrap, message):
         model.learn(1000)
     assert_equal(before, model.policy.state_dict(), "policy")
     assert model.num_timesteps == model._n_updates == 0
-    assert len(model.ep_info_buffer) == 0
-    if isinstance(env, VecNormalize):
-        assert np.isfinite(env.obs_rms.mean).all()
-        assert np.isfinite(env.ret_rms.var).all()
-    if kwargs.get("at") != 0:
-        # The environment is well again.
-        model.learn(48, reset_num_timesteps=False)
-        assert model._n_updates > 0
-        assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
+    assert len(model.ep_info_buffer or []) == 0
+    assert model.rollout_buffer.pos == 0
+    # The environment is well again, and no statistics are spoilt.
+    model.learn(48, reset_num_timesteps=False)
+    assert model._n_updates > 0
+    assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
 
 
 def test_rollouts_before_the_bad_one_count():

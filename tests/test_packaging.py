@@ -156,6 +156,42 @@ def test_broken_zoo(installation, files, tmp_path):
     assert outputs[0][2] == ""
 
 
+def test_the_hook_among_other_finders(installation):
+    """A finder that asks the others as ours does, and a loader that cannot be changed, are no obstacle."""
+    code = """
+import sys
+class Delegating:
+    def find_spec(self, name, path=None, target=None):
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)):
+                return spec
+sys.meta_path.insert(0, Delegating())
+import rl_zoo3, pickle
+pickle.dumps(rl_zoo3.utils.__loader__)
+print("ppo_ext" in rl_zoo3.ALGOS)
+"""
+    assert installation.run(code) == "True\n"
+    code = """
+import sys
+class Slotted:
+    __slots__ = ("loader",)
+    def __init__(self, loader): self.loader = loader
+    def create_module(self, spec): return self.loader.create_module(spec)
+    def exec_module(self, module): self.loader.exec_module(module)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "rl_zoo3.utils":
+            from importlib.machinery import PathFinder
+            spec = PathFinder.find_spec(name, path, target)
+            spec.loader = Slotted(spec.loader)
+            return spec
+sys.meta_path.insert(1, Finder())
+import rl_zoo3
+print("ppo_ext" in rl_zoo3.ALGOS)
+"""
+    assert installation.run(code) == "False\n"
+
+
 def test_the_hook_without_the_package(installation, tmp_path):
     """Left behind alone, as when the checkout of an editable install is gone, it does no harm."""
     shutil.copy(installation.site_packages / HOOK, tmp_path)

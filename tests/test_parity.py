@@ -269,10 +269,12 @@ def test_set_parameters_of_ppo(tmp_path):
 
 
 def test_ppo_loads_our_zip(tmp_path):
-    """The way back is open: PPO loads a zip of PPOExt."""
-    model = CASES["box"].run(PPOExt).model
+    """The way back is open: PPO loads a zip of PPOExt, also one with schedules from strings."""
+    model = Case(learning_rate="lin_0.01", clip_range="lin_0.2").run(PPOExt).model
     model.save(tmp_path / "ours")
-    assert_equal(model.policy.state_dict(), PPO.load(tmp_path / "ours").policy.state_dict(), "policy")
+    loaded = PPO.load(tmp_path / "ours")
+    assert_equal(model.policy.state_dict(), loaded.policy.state_dict(), "policy")
+    assert loaded.lr_schedule(0.5) == pytest.approx(0.005)
 
 
 def test_registered_env_by_name():

@@ -1,6 +1,9 @@
 """RL Zoo's own commands, unchanged, with `--algo ppo_ext`."""
 
+import copy
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -131,7 +134,9 @@ def test_our_own_command(tmp_path):
     train(*arguments, cwd=tmp_path, command=command)
     first, second = (PPOExt.load(saved(tmp_path, "CartPole-v1", run_id=i)).policy.state_dict() for i in (1, 2))
     assert_equal(first, second, "policy")
-    assert "unknown script 'trian'" in run(*MODULE, "sb3_ppo_ext.zoo", "trian", cwd=tmp_path, fails=True)
+    assert "invalid choice: 'trian'" in run(*MODULE, "sb3_ppo_ext.zoo", "trian", cwd=tmp_path, fails=True)
+    assert "record_video" in run(*MODULE, "sb3_ppo_ext.zoo", "--help", cwd=tmp_path)
+    assert "--eval-freq" in run(*MODULE, "sb3_ppo_ext.zoo", "train", "--help", cwd=tmp_path)
 
 
 def test_mujoco_v5_takes_the_entry_of_v4(tmp_path):
@@ -232,9 +237,9 @@ def test_registered():
     """Under its name and under the one that the Hub look-up makes of the class."""
     assert ALGOS["ppo_ext"] is ALGOS["ppoext"] is PPOExt
     assert PPOExt.__name__.lower() in ALGOS
-    before = dict(ALGOS), dict(HYPERPARAMS_SAMPLER), dict(HYPERPARAMS_CONVERTER), ExperimentManager.__new__
+    before = dict(ALGOS), dict(HYPERPARAMS_SAMPLER), dict(HYPERPARAMS_CONVERTER), vars(ExperimentManager).copy()
     zoo.register()
-    assert before == (ALGOS, HYPERPARAMS_SAMPLER, HYPERPARAMS_CONVERTER, ExperimentManager.__new__)
+    assert before == (ALGOS, HYPERPARAMS_SAMPLER, HYPERPARAMS_CONVERTER, vars(ExperimentManager))
 
 
 def test_hub_look_up(monkeypatch):
@@ -248,18 +253,67 @@ def test_hub_look_up(monkeypatch):
     assert env_id == "CartPole-v1"
 
 
-def test_other_algorithms_are_left_alone():
-    """Their experiments are the Zoo's own, and a user's subclass stays one."""
+def test_ars_goes_on_working(tmp_path):
+    """It sends its ExperimentManager to other processes."""
+    train("--env", "CartPole-v1", "-n", "100", "-params", "n_envs:2", algo="ars", cwd=tmp_path)
+    assert saved(tmp_path, "CartPole-v1", "ars").exists()
+
+
+@pytest.mark.parametrize("algo", ["ppo", "ppo_ext"])
+def test_experiments_can_be_copied_and_sent(algo):
+    """The class is the Zoo's, and its objects can be copied and pickled."""
+    experiment = manager(algo)
+    for copied in (copy.copy(experiment), copy.deepcopy(experiment), pickle.loads(pickle.dumps(experiment))):
+        assert type(copied) is ExperimentManager
+        assert copied.algo == algo
+
+
+def test_subclasses_of_a_user(tmp_path, monkeypatch):
+    """With another signature, and with methods of their own."""
 
     class Mine(ExperimentManager):
-        pass
+        def __init__(self, *, env_id, algo):
+            super().__init__(Namespace(), algo, env_id, str(tmp_path), device="cpu", eval_freq=-1)
 
-    assert type(manager("ppo")) is ExperimentManager
-    assert isinstance(manager(), ExperimentManager)
-    assert isinstance(manager(), zoo.PPOExtExperiment)
-    mine = Mine(Namespace(), "ppo_ext", "CartPole-v1", "logs")
-    assert isinstance(mine, Mine)
-    assert isinstance(mine, zoo.PPOExtExperiment)
+        def read_hyperparameters(self):
+            hyperparams, saved_hyperparams = super().read_hyperparameters()
+            return {**hyperparams, "gamma": 0.5}, saved_hyperparams
+
+    for algo in ("ppo", "ppo_ext"):
+        model, saved_hyperparams = Mine(env_id="CartPole-v1", algo=algo).setup_experiment()
+        assert model.gamma == 0.5
+        assert saved_hyperparams["gamma"] == 0.98
+
+
+def test_a_subclass_of_ppo_ext_in_the_zoo(tmp_path, monkeypatch):
+    """Registered under our name or over it, it may have options of its own."""
+
+    class Mine(PPOExt):
+        def __init__(self, *args, extra=1, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.extra = extra
+
+    monkeypatch.setitem(ALGOS, "ppo_ext", Mine)
+    zoo.register()
+    model, _ = manager(folder=tmp_path, eval_freq=-1, hyperparams={"extra": 2}).setup_experiment()
+    assert model.extra == 2
+
+
+def test_source_checkout_of_the_zoo(tmp_path):
+    """There the YAML files lie beside the package, not in it."""
+    package = Path(sys.modules["rl_zoo3"].__file__).parent
+    shutil.copytree(package, tmp_path / "rl_zoo3", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "rl_zoo3" / "hyperparams").rename(tmp_path / "hyperparams")
+    arguments = ["--env", "MountainCar-v0", "-n", "256"]
+    train(*arguments, cwd=tmp_path, command=(*MODULE, "rl_zoo3.train"), PYTHONPATH=str(tmp_path))
+    assert config(tmp_path, "MountainCar-v0")["n_steps"] == 16
+
+
+def test_no_such_trial(tmp_path):
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db", study_name="study")
+    experiment = manager(storage=f"sqlite:///{tmp_path}/study.db", study_name=study.study_name, trial_id=7)
+    with pytest.raises(ValueError, match="`--trial-id 7`: the study study has no such trial"):
+        experiment.setup_experiment()
 
 
 ZOO_FILE = Path(sys.modules["rl_zoo3"].__file__).parent / "hyperparams" / "ppo.yml"

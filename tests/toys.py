@@ -57,7 +57,9 @@ class Brittle(ToyEnv):
 
     def reset(self, *, seed=None, options=None):
         observation, info = super().reset(seed=seed, options=options)
-        return (self.bad_observation if self.age == self.at == 0 else observation), info
+        bad = self.age == self.at == 0
+        self.age += bad
+        return (self.bad_observation if bad else observation), info
 
     def step(self, action):
         observation, reward, terminated, truncated, info = super().step(action)
