@@ -81,7 +81,7 @@ def _add_tuning(hyperparams_opt: Any) -> None:
 def _add_experiment(exp_manager: Any) -> None:
     for name, ours in _METHODS.items():
         theirs = getattr(exp_manager.ExperimentManager, name)
-        if not hasattr(theirs, "__wrapped__"):
+        if not hasattr(theirs, "for_ppo_ext"):
             setattr(exp_manager.ExperimentManager, name, _for_ppo_ext(ours, theirs))
 
 
@@ -105,6 +105,7 @@ def _for_ppo_ext(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callab
             return ours(functools.partial(theirs, self), self, *args, **kwargs)
         return theirs(self, *args, **kwargs)
 
+    method.for_ppo_ext = True  # type: ignore[attr-defined]  # once is enough
     return method
 
 

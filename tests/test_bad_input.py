@@ -314,6 +314,18 @@ def test_damaged_zip(saved, tmp_path):
     assert refused > 60
 
 
+def test_zip_whose_sizes_are_wrong(saved):
+    """The checksums do not cover the sizes in the directory."""
+    whole = saved.read_bytes()
+    directory = [match.start() for match in re.finditer(rb"PK\x01\x02", whole)][-6:]
+    for entry in directory:
+        for byte in range(24, 28):  # of the size
+            damaged = bytearray(whole)
+            damaged[entry + byte] ^= 1
+            with pytest.raises(ValueError, match="not a whole model zip"):
+                PPOExt.load(io.BytesIO(bytes(damaged)))
+
+
 @pytest.mark.parametrize("lost", ["data", "policy.pth", "policy.optimizer.pth"])
 def test_incomplete_zip(saved, tmp_path, lost):
     with zipfile.ZipFile(saved) as source, zipfile.ZipFile(tmp_path / "incomplete.zip", "w") as target:

@@ -50,6 +50,13 @@ class CountingBuffer(RolloutBuffer):
         self.advantages *= self.scale
 
 
+class NoisyExtractor(FlattenExtractor):
+    """Acts otherwise in training than while collecting."""
+
+    def forward(self, observations):
+        return th.nn.functional.dropout(super().forward(observations), 0.5, self.training)
+
+
 def squashed_sde():
     return dict(use_sde=True, policy_kwargs=dict(squash_output=True, full_std=False, use_expln=True))
 
@@ -106,6 +113,7 @@ CASES = {
         toys(observation_space=IMAGE), "CnnPolicy", timesteps=64, policy_kwargs=dict(share_features_extractor=False)
     ),
     "shared extractor class": Case(policy_kwargs=dict(features_extractor_class=FlattenExtractor)),
+    "dropout": Case(policy_kwargs=dict(features_extractor_class=NoisyExtractor)),
     "networks": Case(policy_kwargs=dict(net_arch=dict(pi=[8], vf=[16, 16]), activation_fn=th.nn.ReLU, ortho_init=False)),
     "log_std_init": Case(policy_kwargs=dict(log_std_init=-1.5)),
     "optimizer": Case(policy_kwargs=dict(optimizer_class=th.optim.RMSprop, optimizer_kwargs=dict(alpha=0.9))),
@@ -141,6 +149,17 @@ def test_equals_sb3(name, capsys):
     assert_equal_runs(expected, actual)
     assert printed == capsys.readouterr().out
     assert ("target_kl" in name) == ("Early stopping" in printed)
+
+
+@pytest.mark.parametrize("factor", [1.45, 1.55])
+def test_target_kl_at_its_limit(factor, capsys):
+    """The update stops above 1.5 times the target, and not below."""
+    whole = dict(batch_size=32, n_epochs=2, timesteps=32, learning_rate=1e-2)
+    kl = Case(**whole).run(PPO).logs[-1]["train/approx_kl"]
+    stopped = Case(target_kl=float(kl) / factor, verbose=1, **whole)
+    runs = [stopped.run(algorithm) for algorithm in (PPO, PPOExt)]
+    assert_equal_runs(*runs)
+    assert capsys.readouterr().out.count("Early stopping") == (2 if factor > 1.5 else 0)
 
 
 def test_the_oracle_can_tell_a_difference():
