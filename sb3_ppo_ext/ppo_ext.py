@@ -3,9 +3,7 @@
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from copy import copy, deepcopy
+from collections.abc import Iterable
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -17,16 +15,16 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, RolloutBufferSamples, TensorDict
 from stable_baselines3.common.utils import FloatSchedule, explained_variance, obs_as_tensor
-from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
+from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.ppo.policies import CnnPolicy, MlpPolicy, MultiInputPolicy
 
 from sb3_ppo_ext.advantages import normalize
+from sb3_ppo_ext.guards import check_finite, restored_if_not_finite
 from sb3_ppo_ext.losses import approximate_kl, clip_fraction, clipped_surrogate_loss, entropy_loss, value_loss
 from sb3_ppo_ext.saving import SavedModel, check_saved_ppo
 from sb3_ppo_ext.schedules import ScheduleLike, make_schedule
 from sb3_ppo_ext.validation import (
     SUPPORTED_SPACES,
-    NonFiniteDataError,
     assertions_as_value_errors,
     check_action_space,
     check_device,
@@ -35,7 +33,6 @@ from sb3_ppo_ext.validation import (
     check_number,
     check_observation_space,
     check_type,
-    find_non_finite,
     refuse,
 )
 
@@ -287,7 +284,7 @@ class PPOExt(OnPolicyAlgorithm):
         :raises ValueError: if the environment returns NaN or infinity. The model is then left as it was before the
             rollout, with the statistics of ``VecNormalize``; the next call of ``learn`` resets the environment.
         """
-        with self._restored_if_not_finite():
+        with restored_if_not_finite(self):
             return self._collect(env, callback, rollout_buffer, n_rollout_steps)
 
     def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
@@ -313,8 +310,8 @@ class PPOExt(OnPolicyAlgorithm):
             clipped_actions = self._actions_for_env(actions)
 
             new_obs, rewards, dones, infos = env.step(clipped_actions)
-            self._check_finite("observation", new_obs, n_steps)
-            self._check_finite("reward", rewards, n_steps)
+            check_finite(self, "observation", new_obs, n_steps)
+            check_finite(self, "reward", rewards, n_steps)
 
             self.num_timesteps += env.num_envs
 
@@ -382,7 +379,7 @@ class PPOExt(OnPolicyAlgorithm):
             return
         observations = [infos[idx]["terminal_observation"] for idx in truncated]
         for idx, observation in zip(truncated, observations, strict=True):
-            self._check_finite("terminal observation", observation, step, env_index=idx)
+            check_finite(self, "terminal observation", observation, step, env_index=idx)
         # A batch changes the last bit of most values (it multiplies matrices, not vectors), so that the CPU takes them
         # one by one as SB3 does. Elsewhere one call for all saves a wait for the device per environment.
         values = self._terminal_values(observations, batched=self.device.type != "cpu")
@@ -400,53 +397,11 @@ class PPOExt(OnPolicyAlgorithm):
             values = [self.policy.predict_values(self.policy.obs_to_tensor(batch)[0]) for batch in batches]
         return th.cat(values).cpu()
 
-    def _check_finite(self, what: str, data: Any, step: int, env_index: int | None = None) -> None:
-        """
-        :param what: What the data are, for the message
-        :param data: Shape ``(n_envs, ...)``, or a single environment's with ``env_index``
-        :param step: Of the rollout
-        :raises NonFiniteDataError: if there is NaN or infinity
-        """
-        found = find_non_finite(data if env_index is None else _stack([data]))
-        if found is None:
-            return
-        normalizers = _normalizers(self.env)
-        if env_index is None and normalizers:
-            # The running mean has carried the NaN of one environment into all of them.
-            innermost = normalizers[-1]
-            original = innermost.get_original_reward() if what == "reward" else innermost.get_original_obs()
-            found = find_non_finite(original) or found
-        index, place = found
-        raise NonFiniteDataError(
-            f"Environment {index if env_index is None else env_index}: the {what} is not finite ({place}) "
-            f"at step {step} of the rollout, after {self.num_timesteps} timesteps. Nothing was learned from this rollout. "
-            "Check what the environment computes there; `stable_baselines3.common.vec_env.VecCheckNan` helps to find it."
-        )
-
-    @contextmanager
-    def _restored_if_not_finite(self) -> Iterator[None]:
-        """Take back what the steps have changed if the environment returns NaN or infinity in one of them."""
-        names = ("num_timesteps", "ep_info_buffer", "ep_success_buffer")
-        before = {name: copy(getattr(self, name)) for name in names}
-        normalizers = _normalizers(self.env)
-        # Without `norm_obs` there is no `obs_rms`.
-        statistics = [{k: deepcopy(v) for k, v in vars(n).items() if k in ("obs_rms", "ret_rms")} for n in normalizers]
-        try:
-            yield
-        except NonFiniteDataError:
-            vars(self).update(before)
-            for normalizer, values in zip(normalizers, statistics, strict=True):
-                vars(normalizer).update(values)
-            self.rollout_buffer.reset()
-            # The environment has moved on: without an observation, `learn` resets it.
-            self._last_obs = None
-            raise
-
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
-        with self._restored_if_not_finite():
+        with restored_if_not_finite(self):
             results = super()._setup_learn(*args, **kwargs)
             # It has reset the environment.
-            self._check_finite("observation", self._last_obs, 0)
+            check_finite(self, "observation", self._last_obs, 0)
             return results
 
     # Update
@@ -627,16 +582,6 @@ def _option_names(algorithm: type[PPOExt]) -> set[str]:
     constructors = [inspect.signature(cls.__init__) for cls in algorithm.__mro__ if issubclass(cls, PPOExt)]
     parameters: Iterable[inspect.Parameter] = (p for signature in constructors for p in signature.parameters.values())
     return {p.name for p in parameters if p.kind in kinds} - {"self"}
-
-
-def _normalizers(env: VecEnv | None) -> list[VecNormalize]:
-    """Those around the environment, from the outside in."""
-    normalizers = []
-    while isinstance(env, VecEnvWrapper):
-        if isinstance(env, VecNormalize):
-            normalizers.append(env)
-        env = env.venv
-    return normalizers
 
 
 def _stack(observations: list[Any]) -> Any:

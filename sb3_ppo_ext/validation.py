@@ -24,10 +24,6 @@ class UnsupportedSpaceError(BadArgumentError, NotImplementedError):
     """A space that PPO cannot work with. Also a ``NotImplementedError``, which is what SB3 raises for some of them."""
 
 
-class NonFiniteDataError(ValueError):
-    """The environment returned NaN or infinity."""
-
-
 def refuse(name: str, value: object, remedy: str) -> NoReturn:
     """
     :param name: The argument
@@ -186,23 +182,3 @@ def check_action_space(space: spaces.Space) -> None:
             f"The action space {space} has {len(space.shape)} dimensions: "
             f"use a flat {type(space).__name__} and reshape the action inside the environment."
         )
-
-
-def find_non_finite(data: Any) -> tuple[int, str] | None:
-    """
-    Find NaN or infinity in what a vectorised environment returned.
-
-    :param data: Array of shape ``(n_envs, ...)``, or a dictionary of such arrays
-    :return: The index of the first environment concerned and a description of the place, ``None`` if all is finite
-    """
-    if isinstance(data, dict):
-        for key, part in data.items():
-            if (found := find_non_finite(part)) is not None:
-                return found[0], f"{key!r}: {found[1]}"
-        return None
-    data = np.asarray(data)
-    if data.dtype.kind != "f" or np.isfinite(data).all():
-        return None
-    index = tuple(int(i) for i in np.argwhere(~np.isfinite(data))[0])
-    place = f" at index {index[1:]}" if len(index) > 1 else ""
-    return index[0], f"{data[index]}{place}"

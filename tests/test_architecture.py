@@ -12,10 +12,11 @@ import sb3_ppo_ext
 PACKAGE = Path(sb3_ppo_ext.__file__).parent
 ALLOWED = {
     "zoo": {"ppo_ext", "schedules"},
-    "ppo_ext": {"advantages", "losses", "saving", "schedules", "validation"},
+    "ppo_ext": {"advantages", "guards", "losses", "saving", "schedules", "validation"},
     "schedules": {"validation"},
     "saving": set(),
     "advantages": set(),
+    "guards": set(),
     "losses": set(),
     "validation": set(),
     "__init__": {"ppo_ext"},
