@@ -13,7 +13,7 @@ PTH = "sb3_ppo_ext_zoo.pth"
 def pth_line(source: str) -> str:
     """
     Python runs a line of a ``.pth`` file if it starts with ``import``. The source goes in as a whole, without its
-    comments: a module of its own would cost four times as much wherever its bytecode is not cached. In a virtual
+    comments: a module of its own would cost three times as much wherever its bytecode is not cached. In a virtual
     environment the line runs twice.
     """
     tree = ast.parse(source)

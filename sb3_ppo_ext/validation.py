@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -35,7 +35,7 @@ def refuse(name: str, value: object, remedy: str) -> NoReturn:
 
 
 @contextmanager
-def assertions_as_value_errors():  # type: ignore[no-untyped-def]
+def assertions_as_value_errors() -> Iterator[None]:
     """Let SB3's own assertions about arguments leave as ``ValueError``, and still as ``AssertionError``."""
     try:
         yield

@@ -149,8 +149,9 @@ def _with_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], tr
         raise ValueError(f"`--trial-id {trial_id}`: the study {experiment.study_name} has no such trial") from error
     merged = TrialHyperparams(hyperparams, policy_kwargs=_evaluate(hyperparams.get("policy_kwargs")))
     merged.update(sampled)
-    # What the command line says goes before both.
-    return {**merged, **(experiment.custom_hyperparams or {})}
+    # What the command line says (`-params`) goes before both.
+    merged |= {name: value for name, value in (experiment.custom_hyperparams or {}).items() if name in sampled}
+    return dict(merged)
 
 
 def _preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
@@ -194,7 +195,7 @@ class TrialHyperparams(dict[str, Any]):
 def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path) -> tuple[Path, str]:
     """
     Our entry for the environment goes before the Zoo's for PPO. A MuJoCo environment in version 5 that has neither
-    takes that of version 4: the tasks are alike, and the Zoo's ``default`` is much worse.
+    takes that of version 4: the tasks are alike, and the Zoo's ``default`` was tuned for neither.
 
     :param env_id: Gymnasium's id
     :param entry_point: Gymnasium's entry point, which tells MuJoCo's environments

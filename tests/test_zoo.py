@@ -309,6 +309,21 @@ def test_source_checkout_of_the_zoo(tmp_path):
     assert config(tmp_path, "MountainCar-v0")["n_steps"] == 16
 
 
+def test_trial_and_command_line(tmp_path):
+    """`-params` goes before the trial, whose `policy_kwargs` it then replaces as a whole."""
+    storage = f"sqlite:///{tmp_path}/study.db"
+    study = optuna.create_study(storage=storage, study_name="study")
+    trial = study.ask()
+    sampled = HYPERPARAMS_SAMPLER["ppo_ext"](trial, 1, 1, {})
+    study.tell(trial, 0.0)
+    custom = {"gamma": 0.5, "policy_kwargs": "dict(net_arch=[8])", "vf_coef": 0.9}
+    experiment = manager(storage=storage, study_name="study", trial_id=0, hyperparams=custom)
+    hyperparams, saved_hyperparams = experiment.read_hyperparameters()
+    assert {name: hyperparams[name] for name in custom} == custom
+    assert hyperparams["learning_rate"] == sampled["learning_rate"]
+    assert dict(saved_hyperparams) == hyperparams
+
+
 def test_no_such_trial(tmp_path):
     study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db", study_name="study")
     experiment = manager(storage=f"sqlite:///{tmp_path}/study.db", study_name=study.study_name, trial_id=7)
