@@ -20,8 +20,6 @@ from pprint import pprint
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import yaml
-
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.schedules import make_schedule
 
@@ -203,6 +201,8 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path) -> tuple[Pat
     :return: The file to read and the key of the entry in it; the file is the Zoo's and the key ``env_id`` if there is
         no entry, and the Zoo then chooses ``atari`` or ``default``
     """
+    import yaml  # it comes with the Zoo, without which `register` must still be able to say so
+
     keys = [env_id]
     if "mujoco" in entry_point and env_id.endswith("-v5"):
         keys.append(re.sub("-v5$", "-v4", env_id))

@@ -51,6 +51,23 @@ def test_importing_is_light():
     assert run("import sys, sb3_ppo_ext; print({'rl_zoo3', 'optuna', 'pandas'} & set(sys.modules))") == "set()\n"
 
 
+def test_without_the_zoo():
+    """Its absence is named, with the remedy, although what comes with it is missing too."""
+    code = """
+import sys
+sys.modules["yaml"] = None
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "rl_zoo3" else find_spec(name)
+import sb3_ppo_ext.zoo
+try:
+    sb3_ppo_ext.zoo.register()
+except ImportError as error:
+    print(error)
+"""
+    assert run(code) == "RL Zoo is not installed: `pip install 'sb3-ppo-ext[zoo]'`\n"
+
+
 def test_no_global_side_effects():
     """Import and construction without seed leave random states, threads, dtypes and flags of torch as SB3 leaves them."""
     code = """
