@@ -1,5 +1,8 @@
-"""What becomes of the advantages before the policy loss uses them."""
+"""Advantages: their estimation under another policy than the one which collected, and their normalisation."""
 
+from typing import Any
+
+import numpy as np
 import torch as th
 
 
@@ -14,3 +17,144 @@ def normalize(advantages: th.Tensor) -> th.Tensor:
     if len(advantages) <= 1:
         return advantages
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+def vtrace(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    log_ratio: np.ndarray,
+    episode_starts: np.ndarray,
+    last_values: np.ndarray,
+    last_dones: np.ndarray,
+    gamma: float,
+    gae_lambda: float,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """
+    V-trace: advantages under the policy that is being learned, from actions of the policy which collected.
+
+    With ``rho = min(rho_bar, ratio)`` and ``c = gae_lambda * min(c_bar, ratio)``,
+    ``delta_t = rho_t (r_t + gamma nt_t V_{t+1} - V_t)`` and ``A_t = delta_t + gamma nt_t c_t A_{t+1}``, where ``nt`` is 0
+    at the end of an episode and 1 elsewhere. While both policies are the same and the bars are at least 1, it is
+    Generalized Advantage Estimation.
+
+    Paper: https://arxiv.org/abs/1802.01561
+
+    :param rewards: Shape ``(n_steps, n_envs)``; where an episode was cut off by a time limit, with the discounted value of
+        its terminal observation
+    :param values: V of the observations, shape ``(n_steps, n_envs)``
+    :param log_ratio: Log of the current policy's probability of the action over that of the policy which collected,
+        shape ``(n_steps, n_envs)``; clamped to +-20
+    :param episode_starts: Whether an episode starts at the step, shape ``(n_steps, n_envs)``
+    :param last_values: V of the observations after the last step, shape ``(n_envs,)``
+    :param last_dones: Whether the last step ended an episode, shape ``(n_envs,)``
+    :param gamma: Discount factor
+    :param gae_lambda: Trade-off of bias and variance
+    :param rho_bar: The larger, the closer the fixed point is to the current policy's value function
+    :param c_bar: The smaller, the lower the variance
+    :return: Advantages and targets of the value function, ``A + V``, shape ``(n_steps, n_envs)``, float32
+    """
+    ratio = np.exp(np.clip(log_ratio.astype(np.float64), -20.0, 20.0))
+    rho, c = np.minimum(rho_bar, ratio), gae_lambda * np.minimum(c_bar, ratio)
+    not_done = 1.0 - np.concatenate([episode_starts[1:], last_dones[np.newaxis]]).astype(np.float64)
+    next_values = np.concatenate([values[1:], last_values[np.newaxis]])
+    deltas = rho * (rewards + gamma * not_done * next_values - values)
+    traces = gamma * not_done * c
+    advantages = np.zeros_like(deltas)
+    following = np.zeros_like(deltas[0])
+    for step in reversed(range(len(deltas))):
+        advantages[step] = following = deltas[step] + traces[step] * following
+    return advantages.astype(np.float32), (advantages + values).astype(np.float32)
+
+
+class AdvantageNormalizer:
+    """
+    Normalises by statistics that live across rollouts, as exponential moving averages (EMA):
+    ``clip((A - mean) / max(std, min_std), -clip, clip)``.
+
+    With ``warm_start`` the averages are those of ``A`` and ``A^2``, in float64, with Adam's correction of the bias
+    (``1 - (1 - alpha)^k`` after k rollouts), and a rollout counts before it is normalised: the first rollout is normalised
+    by its own statistics. Without, the scheme is that of ProtoMotions
+    (https://github.com/NVlabs/ProtoMotions): mean 0 and std 1 at the start, averages of means and standard deviations, and
+    a rollout counts after it was normalised, with its clipped advantages.
+
+    :param alpha: Weight of the newest rollout, in (0, 1]
+    :param warm_start: Which of the two schemes
+    :param min_std: The least divisor, in units of the advantage
+    :param clip: The largest absolute value that is returned
+    :param shift_mean: Whether the mean is subtracted; the standard deviation is about the mean in both cases
+    """
+
+    def __init__(
+        self, alpha: float, warm_start: bool = True, min_std: float = 1e-8, clip: float = 4.0, shift_mean: bool = True
+    ):
+        self.alpha, self.warm_start, self.min_std, self.clip, self.shift_mean = alpha, warm_start, min_std, clip, shift_mean
+        # In use for the rollout that was observed last
+        self.mean, self.std = 0.0, 1.0
+        self._average = (0.0, 0.0) if warm_start else (0.0, 1.0)
+        self._n_rollouts = 0
+
+    def observe(self, advantages: th.Tensor) -> None:
+        """
+        Take in a rollout, and choose the statistics that :meth:`normalize` uses until the next one.
+
+        :param advantages: Raw, of a whole rollout, any shape
+        """
+        advantages = advantages.detach().double()
+        if self.warm_start:
+            self._update(advantages.mean().item(), advantages.square().mean().item())
+            first, second = (average / (1 - (1 - self.alpha) ** self._n_rollouts) for average in self._average)
+            n = advantages.numel()
+            self.mean, self.std = first, (max(second - first**2, 0.0) * n / max(n - 1, 1)) ** 0.5
+        else:
+            self.mean, self.std = self._average
+            used = self._shift() + self._scale() * self.normalize(advantages)
+            self._update(used.mean().item(), used.std(correction=min(used.numel() - 1, 1)).item() + 1e-8)
+
+    def normalize(self, advantages: th.Tensor) -> th.Tensor:
+        """
+        :param advantages: Raw, any shape
+        :return: Normalised and clipped, the same shape and dtype
+        """
+        return self._standardize(advantages).clamp(-self.clip, self.clip)
+
+    def clamped_fraction(self, advantages: th.Tensor) -> th.Tensor:
+        """
+        :param advantages: Raw, any shape
+        :return: Scalar, the share that :meth:`normalize` clips
+        """
+        return (self._standardize(advantages).abs() > self.clip).float().mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        """:return: What was learned"""
+        return {
+            "warm_start": self.warm_start,
+            "average": list(self._average),
+            "n_rollouts": self._n_rollouts,
+            "mean": self.mean,
+            "std": self.std,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        """
+        :param state: From :meth:`state_dict`; one of the other scheme is ignored, for its averages mean something else
+        :param strict: Not used; SB3 passes it
+        """
+        if state["warm_start"] == self.warm_start:
+            self._average, self._n_rollouts = tuple(state["average"]), state["n_rollouts"]
+            self.mean, self.std = state["mean"], state["std"]
+
+    def _update(self, first: float, second: float) -> None:
+        alpha, (old_first, old_second) = self.alpha, self._average
+        self._average = ((1 - alpha) * old_first + alpha * first, (1 - alpha) * old_second + alpha * second)
+        self._n_rollouts += 1
+
+    def _standardize(self, advantages: th.Tensor) -> th.Tensor:
+        return (advantages - self._shift()) / self._scale()
+
+    def _shift(self) -> float:
+        return self.mean if self.shift_mean else 0.0
+
+    def _scale(self) -> float:
+        return max(self.std, self.min_std)

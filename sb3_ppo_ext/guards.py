@@ -1,17 +1,43 @@
-"""What is done when the environment returns NaN or infinity: the place is named, and the model stays as it was."""
+"""
+What is done about NaN and infinity, from the environment or in a gradient: the place is named, and the model stays as it was.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+import torch as th
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
 
 
 class NonFiniteDataError(ValueError):
     """The environment returned NaN or infinity."""
+
+
+class NonFiniteGradientError(ValueError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+def refuse_gradient(policy: th.nn.Module, terms: dict[str, float], epoch: int, num_timesteps: int) -> NoReturn:
+    """
+    :param policy: Whose gradients are not finite; they are taken away
+    :param terms: The terms of the loss by name
+    :param epoch: Of the update
+    :param num_timesteps: Of the training
+    :raises NonFiniteGradientError: always
+    """
+    bad = [name for name, p in policy.named_parameters() if p.grad is not None and not th.isfinite(p.grad).all()]
+    policy.zero_grad()
+    raise NonFiniteGradientError(
+        f"The loss or its gradient is not finite in epoch {epoch} of the update after {num_timesteps} timesteps. "
+        f"Terms: {', '.join(f'{name} {value:.3g}' for name, value in terms.items())}. "
+        f"Gradients that are not finite: {', '.join(bad) or 'none'}. This step was not made. "
+        "Lower the learning rate or the scale of the rewards (`VecNormalize`), "
+        'or give `bad_gradients="skip"` to leave such minibatches out.'
+    )
 
 
 def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_index: int | None = None) -> None:

@@ -1,47 +1,46 @@
-"""PPOExt: the order of operations of PPO, what is logged and what is saved."""
+"""PPOExt: its options, the order of operations, and what is saved."""
 
 import inspect
+import time
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
-from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, RolloutBufferSamples, TensorDict
-from stable_baselines3.common.utils import FloatSchedule, explained_variance, obs_as_tensor
+from stable_baselines3.common.save_util import load_from_zip_file
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, RolloutBufferSamples, Schedule, TensorDict
+from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.ppo.policies import CnnPolicy, MlpPolicy, MultiInputPolicy
 
-from sb3_ppo_ext.advantages import normalize
-from sb3_ppo_ext.guards import check_finite, restored_if_not_finite
-from sb3_ppo_ext.losses import approximate_kl, clip_fraction, clipped_surrogate_loss, entropy_loss, value_loss
+from sb3_ppo_ext.advantages import AdvantageNormalizer
+from sb3_ppo_ext.collecting import RolloutCollector
+from sb3_ppo_ext.optimizers import adopt_state, critic_parameters, make_optimizer
+from sb3_ppo_ext.options import check_options
 from sb3_ppo_ext.saving import SavedModel, check_saved_ppo
-from sb3_ppo_ext.schedules import ScheduleLike, make_schedule
+from sb3_ppo_ext.schedules import DecaySchedule, KLAdaptive, ScheduleLike, make_schedule, value_of
+from sb3_ppo_ext.update import Update
 from sb3_ppo_ext.validation import (
     SUPPORTED_SPACES,
     assertions_as_value_errors,
     check_action_space,
     check_device,
     check_known_options,
-    check_kwargs,
-    check_number,
     check_observation_space,
-    check_type,
     refuse,
 )
 
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
-# What is measured in each minibatch, by name. The values stay on the device until they are logged.
-Metrics = defaultdict[str, list[th.Tensor]]
+# What an option learns beside the policy: saved under these names when it is there
+LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr")
 
 
-class PPOExt(OnPolicyAlgorithm):
+class PPOExt(RolloutCollector):
     """
     Proximal Policy Optimization (PPO), as in Stable-Baselines3: with the same seed on a CPU it gives the same
     numbers as ``stable_baselines3.PPO``, to the bit.
@@ -66,7 +65,7 @@ class PPOExt(OnPolicyAlgorithm):
     :param clip_range_vf: Clipping parameter of the value function, in units of the reward, greater than 0; as
         ``clip_range``, or ``None`` (default) for no clipping
     :param normalize_advantage: Whether to normalize the advantage in each minibatch
-    :param ent_coef: Entropy coefficient of the loss, at least 0
+    :param ent_coef: Entropy coefficient of the loss, at least 0; as ``learning_rate``
     :param vf_coef: Value function coefficient of the loss, at least 0
     :param max_grad_norm: The maximum norm of the gradient, at least 0 (``float("inf")`` for no clipping)
     :param use_sde: Whether to use generalized State Dependent Exploration (gSDE)
@@ -87,6 +86,48 @@ class PPOExt(OnPolicyAlgorithm):
     :param device: Device (cpu, cuda, ...) on which the code should be run.
         Setting it to auto, the code will be run on the GPU if possible.
     :param _init_setup_model: Whether or not to build the network at the creation of the instance
+
+    What follows is given by keyword, and does not change anything by default. ``docs/options.md`` has the formulas and when
+    to use what.
+
+    :param advantage_norm: What ``normalize_advantage`` normalizes by: ``"minibatch"`` (each by itself), ``"rollout"`` (once,
+        all of it), or ``"ema"`` (moving averages over the rollouts)
+    :param adv_ema_alpha: Weight of the newest rollout in the averages, in (0, 1]
+    :param adv_ema_warm_start: Whether the averages are corrected for their start and a rollout counts before it is
+        normalized; ``False`` is ProtoMotions' scheme
+    :param adv_min_std: The least standard deviation that ``"ema"`` divides by, in units of the reward, greater than 0
+    :param adv_clip: The largest absolute normalized advantage with ``"ema"``, greater than 0
+    :param adv_shift_mean: Whether ``"ema"`` subtracts the mean
+    :param bounds_coef: Coefficient of the bounds loss on the mean action, at least 0; for ``Box`` action spaces
+    :param bounds_limit: Up to where the mean action is free, at least 0, where 1 is the bound of the action space
+    :param vf_clip_mode: With ``clip_range_vf``: ``"clip"`` takes the clipped error, ``"max"`` the larger of both
+    :param surrogate: Policy loss, ``"clip"`` (PPO) or ``"spo"`` (https://arxiv.org/abs/2401.16025)
+    :param dual_clip: Bounds the loss of a bad action at so many times its advantage, greater than 1
+        (https://arxiv.org/abs/1912.09729)
+    :param kl_coef: Coefficient of KL(old policy || new policy), at least 0
+    :param kl_target: The KL divergence that ``kl_coef`` is adapted to after each update, in nats, greater than 0
+    :param vtrace: Whether to estimate the advantages anew for each epoch, corrected for how far the policy has moved
+        (https://arxiv.org/abs/1802.01561)
+    :param vtrace_rho: Upper bound of the importance ratio of a step, greater than 0
+    :param vtrace_c: Upper bound of the importance ratio of what follows, at least 0
+    :param priority_alpha: How much more often segments with large advantages are drawn: 0 (default) for each sample once per
+        epoch, 1 in proportion
+    :param priority_beta: How much of that the importance weights undo at the start, in [0, 1]; 1 at the end
+    :param priority_segment: Successive steps that are drawn together, at least 1, at most ``n_steps`` and ``batch_size``
+    :param optimizer: ``"adam"``, ``"adamw"``, ``"sgd"``, or ``"muon"`` (hidden matrices; with AdamW for the rest; torch 2.9)
+    :param weight_decay: Decoupled for ``"adamw"`` and ``"muon"``, L2 for the others, at least 0; ``log_std`` has none
+    :param critic_learning_rate: The critic's own learning rate, as ``learning_rate``; its gradient is clipped by itself then.
+        A shared features extractor is the actor's
+    :param lr_decay: ``"constant"``, ``"linear"`` or ``"cosine"``, of both learning rates
+    :param lr_min_fraction: What is left of the learning rate at the end, in [0, 1]
+    :param lr_warmup: Fraction of the training during which the learning rate grows from 0, in [0, 1)
+    :param adaptive_lr_kl: The KL divergence that the learning rate is adapted to after each update, in nats, greater than 0
+    :param adaptive_lr_bounds: The least and the largest of these learning rates
+    :param max_clip_fraction: The actor rests for the rest of an update once more than this share of a minibatch is clipped,
+        in [0, 1]; the critic learns on
+    :param accumulate_grad: Minibatches per step of the optimizer, at least 1; the same as a larger ``batch_size``, in less
+        memory
+    :param bad_gradients: If a loss or gradient is not finite, ``"raise"`` a ``ValueError`` or ``"skip"`` the step
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
     """
 
@@ -109,7 +150,7 @@ class PPOExt(OnPolicyAlgorithm):
         clip_range: ScheduleLike = 0.2,
         clip_range_vf: ScheduleLike | None = None,
         normalize_advantage: bool = True,
-        ent_coef: float = 0.0,
+        ent_coef: ScheduleLike = 0.0,
         vf_coef: float = 0.5,
         max_grad_norm: float = 0.5,
         use_sde: bool = False,
@@ -124,6 +165,37 @@ class PPOExt(OnPolicyAlgorithm):
         seed: int | None = None,
         device: th.device | str = "auto",
         _init_setup_model: bool = True,
+        *,
+        advantage_norm: str = "minibatch",
+        adv_ema_alpha: float = 0.05,
+        adv_ema_warm_start: bool = True,
+        adv_min_std: float = 1e-8,
+        adv_clip: float = 4.0,
+        adv_shift_mean: bool = True,
+        bounds_coef: float = 0.0,
+        bounds_limit: float = 1.1,
+        vf_clip_mode: str = "clip",
+        surrogate: str = "clip",
+        dual_clip: float | None = None,
+        kl_coef: float = 0.0,
+        kl_target: float | None = None,
+        vtrace: bool = False,
+        vtrace_rho: float = 1.0,
+        vtrace_c: float = 1.0,
+        priority_alpha: float = 0.0,
+        priority_beta: float = 0.4,
+        priority_segment: int = 16,
+        optimizer: str = "adam",
+        weight_decay: float = 0.0,
+        critic_learning_rate: ScheduleLike | None = None,
+        lr_decay: str = "constant",
+        lr_min_fraction: float = 0.0,
+        lr_warmup: float = 0.0,
+        adaptive_lr_kl: float | None = None,
+        adaptive_lr_bounds: tuple[float, float] = (1e-5, 1e-2),
+        max_clip_fraction: float | None = None,
+        accumulate_grad: int = 1,
+        bad_gradients: str = "raise",
         **unknown_options: NoReturn,
     ):
         check_known_options(unknown_options, _option_names(type(self)), type(self).__name__)
@@ -138,7 +210,7 @@ class PPOExt(OnPolicyAlgorithm):
                 n_steps=n_steps,
                 gamma=gamma,
                 gae_lambda=gae_lambda,
-                ent_coef=ent_coef,
+                ent_coef=ent_coef,  # type: ignore[arg-type]  # a schedule as well
                 vf_coef=vf_coef,
                 max_grad_norm=max_grad_norm,
                 use_sde=use_sde,
@@ -161,7 +233,44 @@ class PPOExt(OnPolicyAlgorithm):
         self.normalize_advantage = normalize_advantage
         self.target_kl = target_kl
 
-        self._check_options()
+        self.advantage_norm = advantage_norm
+        self.adv_ema_alpha = adv_ema_alpha
+        self.adv_ema_warm_start = adv_ema_warm_start
+        self.adv_min_std = adv_min_std
+        self.adv_clip = adv_clip
+        self.adv_shift_mean = adv_shift_mean
+        self.bounds_coef = bounds_coef
+        self.bounds_limit = bounds_limit
+        self.vf_clip_mode = vf_clip_mode
+        self.surrogate = surrogate
+        self.dual_clip = dual_clip
+        self.kl_coef = kl_coef
+        self.kl_target = kl_target
+        self.vtrace = vtrace
+        self.vtrace_rho = vtrace_rho
+        self.vtrace_c = vtrace_c
+        self.priority_alpha = priority_alpha
+        self.priority_beta = priority_beta
+        self.priority_segment = priority_segment
+        self.optimizer = optimizer
+        self.weight_decay = weight_decay
+        self.critic_learning_rate = critic_learning_rate
+        self.lr_decay = lr_decay
+        self.lr_min_fraction = lr_min_fraction
+        self.lr_warmup = lr_warmup
+        self.adaptive_lr_kl = adaptive_lr_kl
+        self.adaptive_lr_bounds = adaptive_lr_bounds
+        self.max_clip_fraction = max_clip_fraction
+        self.accumulate_grad = accumulate_grad
+        self.bad_gradients = bad_gradients
+
+        # What is learned beside the policy
+        self.advantage_normalizer: AdvantageNormalizer | None = None
+        self.kl_coefficient: KLAdaptive | None = None
+        self.adaptive_lr: KLAdaptive | None = None
+        self.n_skipped_updates = 0
+
+        check_options(self)
         self._warn_about_truncated_minibatch()
         if _init_setup_model:
             self._setup_model()
@@ -170,72 +279,78 @@ class PPOExt(OnPolicyAlgorithm):
 
     def _setup_model(self) -> None:
         # `load` sets what it is given between `__init__` and here.
-        self._check_options()
+        check_options(self)
         if self.seed is not None:
             self.seed = int(self.seed)  # Gymnasium does not take NumPy's integers
-        for name, schedule in self._schedules().items():
-            setattr(self, name, schedule)
-        with assertions_as_value_errors():
-            super()._setup_model()
+        self._setup_schedules()
+        given = self.policy_kwargs
+        if self.optimizer != "adam":
+            # They are for another class than the one that the policy makes.
+            self.policy_kwargs = {name: value for name, value in given.items() if name != "optimizer_kwargs"}
+        try:
+            with assertions_as_value_errors():
+                super()._setup_model()
+        finally:
+            self.policy_kwargs = given
+        self._setup_optimizer()
+        self._setup_advantages()
+        self._truncations = [] if self.vtrace else None
+
+    def _setup_schedules(self) -> None:
+        self.clip_range = make_schedule("clip_range", self.clip_range, infinite=True)
+        if self.clip_range_vf is not None:
+            self.clip_range_vf = make_schedule("clip_range_vf", self.clip_range_vf, positive=True, infinite=True)
+        if isinstance(self.ent_coef, str):
+            # A number stays one: SB3's PPO can load it, and callbacks that change it go on working.
+            self.ent_coef = make_schedule("ent_coef", self.ent_coef)
+        self.kl_coefficient = None
+        if self.kl_target is not None:
+            bounds = (1e-6 * self.kl_coef, 1e6 * self.kl_coef)
+            self.kl_coefficient = KLAdaptive(self.kl_coef, self.kl_target, factor=2.0, tolerance=1.5, bounds=bounds)
 
     def _setup_lr_schedule(self) -> None:
-        self.lr_schedule = make_schedule("learning_rate", self.learning_rate)
+        learning_rate = make_schedule("learning_rate", self.learning_rate)
         if isinstance(self.learning_rate, str):
             # SB3's PPO would not load a zip with the string.
-            self.learning_rate = self.lr_schedule
+            self.learning_rate = learning_rate
+        self.lr_schedule: Schedule = self._decayed(learning_rate)
+        self.critic_lr_schedule: Schedule | None = None
+        if self.critic_learning_rate is not None:
+            self.critic_lr_schedule = self._decayed(make_schedule("critic_learning_rate", self.critic_learning_rate))
+        self.adaptive_lr = None
+        if self.adaptive_lr_kl is not None:
+            start, (low, high) = value_of(learning_rate, 1.0), self.adaptive_lr_bounds
+            self.adaptive_lr = KLAdaptive(start, self.adaptive_lr_kl, factor=1 / 1.5, tolerance=2.0, bounds=(low, high))
+            self.lr_schedule = self.adaptive_lr
 
-    def _schedules(self) -> dict[str, FloatSchedule]:
-        """
-        :raises ValueError: if the value of one is not valid
-        """
-        schedules = {"clip_range": make_schedule("clip_range", self.clip_range, infinite=True)}
-        if self.clip_range_vf is not None:
-            schedules["clip_range_vf"] = make_schedule("clip_range_vf", self.clip_range_vf, positive=True, infinite=True)
-        return schedules
+    def _decayed(self, schedule: FloatSchedule) -> Schedule:
+        if self.lr_decay == "constant" and self.lr_warmup == 0:
+            return schedule
+        return DecaySchedule(schedule, self.lr_decay, self.lr_min_fraction, self.lr_warmup)
 
-    def _check_options(self) -> None:
-        """
-        :raises ValueError: if the value of an option is not valid
-        """
-        for name in ("n_steps", "batch_size", "n_epochs"):
-            check_number(name, getattr(self, name), 1, integer=True)
-        for name in ("gamma", "gae_lambda"):
-            check_number(name, getattr(self, name), 0, 1)
-        for name in ("ent_coef", "vf_coef"):
-            check_number(name, getattr(self, name), 0)
-        check_number("max_grad_norm", self.max_grad_norm, 0, infinite=True)
-        if self.target_kl is not None:
-            check_number("target_kl", self.target_kl, 0, infinite=True)
-        if self.seed is not None:
-            check_number("seed", self.seed, 0, 2**32 - 1, integer=True)
-        if self._stats_window_size is not None:
-            check_number("stats_window_size", self._stats_window_size, 0, integer=True)
-        if self.use_sde:
-            check_number("sde_sample_freq", self.sde_sample_freq)
-        for name in ("normalize_advantage", "use_sde"):
-            check_type(name, getattr(self, name), (bool, int, np.bool_, type(None)), "give True or False")
-        make_schedule("learning_rate", self.learning_rate)
-        self._schedules()
-        self._check_minibatches()
-        self._check_classes()
+    def _setup_optimizer(self) -> None:
+        if (self.critic_learning_rate is not None or self.max_clip_fraction is not None) and not critic_parameters(
+            self.policy
+        ):
+            name = "critic_learning_rate" if self.critic_learning_rate is not None else "max_clip_fraction"
+            refuse(name, getattr(self, name), f"{self.policy_class.__name__} has no critic apart from its actor; give None")
+        if self.optimizer == "adam" and self.weight_decay == 0 and self.critic_learning_rate is None:
+            return  # the policy's own
+        self.policy.optimizer = make_optimizer(
+            self.policy,
+            self.optimizer,
+            self.weight_decay,
+            own_critic=self.critic_learning_rate is not None,
+            optimizer_class=self.policy_kwargs.get("optimizer_class"),
+            optimizer_kwargs=self.policy_kwargs.get("optimizer_kwargs"),
+        )
 
-    def _check_classes(self) -> None:
-        given_to_policy = ("observation_space", "action_space", "lr_schedule", "use_sde")
-        check_kwargs("policy_kwargs", self.policy_kwargs, self.policy_class, given_to_policy)
-        buffer_class = self.rollout_buffer_class or RolloutBuffer
-        if not callable(buffer_class):
-            refuse("rollout_buffer_class", buffer_class, "give a class, or None")
-        given_to_buffer = ("buffer_size", "observation_space", "action_space", "device", "gamma", "gae_lambda", "n_envs")
-        check_kwargs("rollout_buffer_kwargs", self.rollout_buffer_kwargs, buffer_class, given_to_buffer)
-
-    def _check_minibatches(self) -> None:
-        if not self.normalize_advantage:
-            return
-        remedy = "with `normalize_advantage` the standard deviation of the advantages needs at least 2 samples"
-        if self.batch_size < 2:
-            refuse("batch_size", self.batch_size, f"{remedy}; give 2 or more, or `normalize_advantage=False`")
-        if self.env is not None and self.env.num_envs * self.n_steps < 2:
-            refuse("n_steps", self.n_steps, f"{remedy}, and n_envs={self.env.num_envs}; raise one of the two")
+    def _setup_advantages(self) -> None:
+        self.advantage_normalizer = None
+        if self.normalize_advantage and self.advantage_norm == "ema":
+            self.advantage_normalizer = AdvantageNormalizer(
+                self.adv_ema_alpha, self.adv_ema_warm_start, self.adv_min_std, self.adv_clip, self.adv_shift_mean
+            )
 
     def _warn_about_truncated_minibatch(self) -> None:
         if self.env is None:
@@ -266,240 +381,42 @@ class PPOExt(OnPolicyAlgorithm):
             check_action_space(action_space)
         return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
-    # Collect
-
-    def collect_rollouts(
-        self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
-    ) -> bool:
-        """
-        Collect experiences using the current policy and fill a ``RolloutBuffer``.
-
-        :param env: The training environment
-        :param callback: Callback that will be called at each step
-            (and at the beginning and end of the rollout)
-        :param rollout_buffer: Buffer to fill with rollouts
-        :param n_rollout_steps: Number of experiences to collect per environment
-        :return: True if function returned with at least `n_rollout_steps`
-            collected, False if callback terminated rollout prematurely.
-        :raises ValueError: if the environment returns NaN or infinity. The model is then left as it was before the
-            rollout, with the statistics of ``VecNormalize``; the next call of ``learn`` resets the environment.
-        """
-        with restored_if_not_finite(self):
-            return self._collect(env, callback, rollout_buffer, n_rollout_steps)
-
-    def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
-        # Callbacks read the local variables of this function: their names are SB3's.
-        assert self._last_obs is not None, "No previous observation was provided"
-        self.policy.set_training_mode(False)
-
-        n_steps = 0
-        rollout_buffer.reset()
-        if self.use_sde:
-            self.policy.reset_noise(env.num_envs)
-
-        callback.on_rollout_start()
-
-        while n_steps < n_rollout_steps:
-            if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
-                self.policy.reset_noise(env.num_envs)
-
-            with th.no_grad():
-                obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
-                actions, values, log_probs = self.policy(obs_tensor)
-            actions = actions.cpu().numpy()
-            clipped_actions = self._actions_for_env(actions)
-
-            new_obs, rewards, dones, infos = env.step(clipped_actions)
-            check_finite(self, "observation", new_obs, n_steps)
-            check_finite(self, "reward", rewards, n_steps)
-
-            self.num_timesteps += env.num_envs
-
-            callback.update_locals(locals())
-            if not callback.on_step():
-                return False
-
-            self._update_info_buffer(infos, dones)
-            n_steps += 1
-
-            if isinstance(self.action_space, spaces.Discrete):
-                actions = actions.reshape(-1, 1)
-
-            self._bootstrap_truncated(rewards, dones, infos, n_steps - 1)
-
-            rollout_buffer.add(
-                self._last_obs,  # type: ignore[arg-type]
-                actions,
-                rewards,
-                self._last_episode_starts,  # type: ignore[arg-type]
-                values,
-                log_probs,
-            )
-            self._last_obs = new_obs  # type: ignore[assignment]
-            self._last_episode_starts = dones
-
-        with th.no_grad():
-            values = self.policy.predict_values(obs_as_tensor(new_obs, self.device))  # type: ignore[arg-type]
-
-        rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
-
-        callback.update_locals(locals())
-        callback.on_rollout_end()
-
-        return True
-
-    def _actions_for_env(self, actions: np.ndarray) -> np.ndarray:
-        """
-        :param actions: As sampled, shape ``(n_envs, *action_shape)``
-        :return: Within the bounds of the action space
-        """
-        if not isinstance(self.action_space, spaces.Box):
-            return actions
-        if self.policy.squash_output:
-            return self.policy.unscale_action(actions)
-        # An unbounded Gaussian sampled them
-        return np.clip(actions, self.action_space.low, self.action_space.high)
-
-    def _bootstrap_truncated(self, rewards: np.ndarray, dones: np.ndarray, infos: list[dict[str, Any]], step: int) -> None:
-        """
-        Add the discounted value of the terminal observation to the reward of each episode that was cut off by a time
-        limit, for it would have gone on (`issue #633 <https://github.com/DLR-RM/stable-baselines3/issues/633>`_).
-
-        :param rewards: Changed in place, shape ``(n_envs,)``
-        :param dones: Shape ``(n_envs,)``
-        :param infos: One per environment
-        :param step: Of the rollout, for the message if an observation is not finite
-        """
-        truncated = [
-            idx
-            for idx, done in enumerate(dones)
-            if done and infos[idx].get("terminal_observation") is not None and infos[idx].get("TimeLimit.truncated", False)
-        ]
-        if not truncated:
-            return
-        observations = [infos[idx]["terminal_observation"] for idx in truncated]
-        for idx, observation in zip(truncated, observations, strict=True):
-            check_finite(self, "terminal observation", observation, step, env_index=idx)
-        # A batch changes the last bit of most values (it multiplies matrices, not vectors), so that the CPU takes them
-        # one by one as SB3 does. Elsewhere one call for all saves a wait for the device per environment.
-        values = self._terminal_values(observations, batched=self.device.type != "cpu")
-        for idx, value in zip(truncated, values, strict=True):
-            rewards[idx] += self.gamma * value
-
-    def _terminal_values(self, observations: list[Any], batched: bool) -> th.Tensor:
-        """
-        :param observations: As the environments returned them
-        :param batched: Whether to evaluate all of them in one call
-        :return: Their values, shape ``(len(observations), 1)``, on the CPU
-        """
-        batches = [_stack(observations)] if batched else observations
-        with th.no_grad():
-            values = [self.policy.predict_values(self.policy.obs_to_tensor(batch)[0]) for batch in batches]
-        return th.cat(values).cpu()
-
-    def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
-        with restored_if_not_finite(self):
-            results = super()._setup_learn(*args, **kwargs)
-            # It has reset the environment.
-            check_finite(self, "observation", self._last_obs, 0)
-            return results
-
     # Update
 
     def train(self) -> None:
         """
         Update policy using the currently gathered rollout buffer.
         """
+        start = time.perf_counter()
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
-        clip_range = self.clip_range(self._current_progress_remaining)  # type: ignore[operator]
-        clip_range_vf = None
-        if self.clip_range_vf is not None:
-            clip_range_vf = self.clip_range_vf(self._current_progress_remaining)  # type: ignore[operator]
+        update = Update(self)
+        update.run()
+        update.log()
+        self.logger.record("time/update_seconds", time.perf_counter() - start)
 
-        metrics: Metrics = defaultdict(list)
-        for epoch in range(self.n_epochs):
-            # SB3 logs the mean over the last epoch alone
-            metrics["approx_kl"].clear()
-            go_on = self._train_epoch(epoch, clip_range, clip_range_vf, metrics)
-            self._n_updates += 1
-            if not go_on:
-                break
+    def _update_learning_rate(self, optimizers: list[th.optim.Optimizer] | th.optim.Optimizer) -> None:
+        super()._update_learning_rate(optimizers)
+        if self.critic_lr_schedule is None:
+            return
+        learning_rate = self.critic_lr_schedule(self._current_progress_remaining)
+        self.logger.record("train/critic_learning_rate", learning_rate)
+        for group in self.policy.optimizer.param_groups:
+            if group["role"] == "critic":
+                group["lr"] = learning_rate
 
-        self._log_update(metrics, clip_range, clip_range_vf)
-
-    def _train_epoch(self, epoch: int, clip_range: float, clip_range_vf: float | None, metrics: Metrics) -> bool:
+    def extra_actor_loss(
+        self, rollout_data: RolloutBufferSamples, distribution: Distribution
+    ) -> tuple[th.Tensor | float, dict[str, th.Tensor | float]]:
         """
-        :return: False if ``target_kl`` ended the update
+        A term that a subclass adds to the loss, for instance for symmetry or imitation. Called for every minibatch.
+
+        :param rollout_data: The minibatch, SB3's ``RolloutBufferSamples``, with the advantages as the policy loss uses them
+        :param distribution: The policy's for its observations, from which the gradient flows
+        :return: A scalar to minimise, and what to log: the mean over the update appears under ``train/`` and the name
+            (a name with a slash stays as it is)
         """
-        for rollout_data in self.rollout_buffer.get(self.batch_size):
-            loss = self._loss(rollout_data, clip_range, clip_range_vf, metrics)
-            if self.target_kl is not None:
-                approx_kl = metrics["approx_kl"][-1].cpu().numpy()
-                if approx_kl > 1.5 * self.target_kl:
-                    if self.verbose >= 1:
-                        print(f"Early stopping at step {epoch} due to reaching max kl: {approx_kl:.2f}")
-                    return False
-            self._optimize(loss)
-        return True
-
-    def _loss(
-        self, rollout_data: RolloutBufferSamples, clip_range: float, clip_range_vf: float | None, metrics: Metrics
-    ) -> th.Tensor:
-        """
-        :param rollout_data: A minibatch
-        :param metrics: Takes what is measured on the way
-        :return: PPO's loss, a scalar
-        """
-        actions = rollout_data.actions
-        if isinstance(self.action_space, spaces.Discrete):
-            # The buffer holds floats of shape (batch_size, 1)
-            actions = actions.long().flatten()
-
-        values, log_prob, entropy = self.policy.evaluate_actions(rollout_data.observations, actions)
-        advantages = rollout_data.advantages
-        if self.normalize_advantage:
-            advantages = normalize(advantages)
-
-        log_ratio = log_prob - rollout_data.old_log_prob
-        ratio = th.exp(log_ratio)
-
-        policy_term = clipped_surrogate_loss(advantages, ratio, clip_range)
-        value_term = value_loss(values.flatten(), rollout_data.old_values, rollout_data.returns, clip_range_vf)
-        entropy_term = entropy_loss(entropy, log_prob)
-        loss = policy_term + self.ent_coef * entropy_term + self.vf_coef * value_term
-
-        metrics["policy_gradient_loss"].append(policy_term.detach())
-        metrics["value_loss"].append(value_term.detach())
-        metrics["entropy_loss"].append(entropy_term.detach())
-        metrics["clip_fraction"].append(clip_fraction(ratio, clip_range))
-        metrics["approx_kl"].append(approximate_kl(ratio, log_ratio))
-        metrics["loss"].append(loss.detach())
-        return loss
-
-    def _optimize(self, loss: th.Tensor) -> None:
-        self.policy.optimizer.zero_grad()
-        loss.backward()
-        th.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
-        self.policy.optimizer.step()
-
-    def _log_update(self, metrics: Metrics, clip_range: float, clip_range_vf: float | None) -> None:
-        """Record the update under SB3's keys."""
-        for name in ("entropy_loss", "policy_gradient_loss", "value_loss", "clip_fraction"):
-            # SB3 averages Python floats
-            self.logger.record(f"train/{name}", _to_numpy(metrics[name]).astype(np.float64).mean())
-        # ... but float32 here
-        self.logger.record("train/approx_kl", _to_numpy(metrics["approx_kl"]).mean())
-        self.logger.record("train/loss", metrics["loss"][-1].item())
-        buffer = self.rollout_buffer
-        self.logger.record("train/explained_variance", explained_variance(buffer.values.flatten(), buffer.returns.flatten()))
-        if hasattr(self.policy, "log_std"):
-            self.logger.record("train/std", th.exp(self.policy.log_std).mean().item())
-
-        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-        self.logger.record("train/clip_range", clip_range)
-        if clip_range_vf is not None:
-            self.logger.record("train/clip_range_vf", clip_range_vf)
+        return 0.0, {}
 
     def learn(
         self: SelfPPOExt,
@@ -571,9 +488,27 @@ class PPOExt(OnPolicyAlgorithm):
         :param device: Device on which the code should run.
         :raises ValueError: if the zip is damaged or of another algorithm, or the names do not match
         """
-        if not isinstance(load_path_or_dict, dict):
+        if isinstance(load_path_or_dict, dict):
+            parameters: dict[str, Any] = dict(load_path_or_dict)
+        else:
             check_saved_ppo(load_path_or_dict, self.policy_aliases.values())
-        super().set_parameters(load_path_or_dict, exact_match, device)
+            parameters = dict(load_from_zip_file(load_path_or_dict, device=device, load_data=False)[1])
+        if "policy.optimizer" in parameters:
+            parameters["policy.optimizer"] = adopt_state(self.policy, parameters["policy.optimizer"])
+        for name in LEARNED:
+            learner = getattr(self, name)
+            if learner is None:
+                parameters.pop(name, None)  # the option is off here
+            elif exact_match:
+                parameters.setdefault(name, learner.state_dict())  # it was off there
+        super().set_parameters(parameters, exact_match, device)
+
+    def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
+        state_dicts, variables = super()._get_torch_save_params()
+        return [*state_dicts, *(name for name in LEARNED if getattr(self, name) is not None)], variables
+
+    def _excluded_save_params(self) -> list[str]:
+        return [*super()._excluded_save_params(), *LEARNED, "_truncations"]
 
 
 def _option_names(algorithm: type[PPOExt]) -> set[str]:
@@ -582,15 +517,3 @@ def _option_names(algorithm: type[PPOExt]) -> set[str]:
     constructors = [inspect.signature(cls.__init__) for cls in algorithm.__mro__ if issubclass(cls, PPOExt)]
     parameters: Iterable[inspect.Parameter] = (p for signature in constructors for p in signature.parameters.values())
     return {p.name for p in parameters if p.kind in kinds} - {"self"}
-
-
-def _stack(observations: list[Any]) -> Any:
-    """Single observations to a batch of them."""
-    if isinstance(observations[0], dict):
-        return {key: np.stack([observation[key] for observation in observations]) for key in observations[0]}
-    return np.stack(observations)
-
-
-def _to_numpy(tensors: list[th.Tensor]) -> np.ndarray:
-    """Scalars on the device to an array on the host, in one transfer."""
-    return th.stack(tensors).cpu().numpy()

@@ -1,10 +1,10 @@
-"""Numbers, callables and strings such as ``"lin_0.001"``, turned into schedules of the remaining progress."""
+"""Numbers, callables and strings such as ``"lin_0.001"``, turned into schedules; what follows the KL divergence instead."""
 
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from stable_baselines3.common.type_aliases import Schedule
-from stable_baselines3.common.utils import FloatSchedule, LinearSchedule
+from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule, LinearSchedule
 
 from sb3_ppo_ext.validation import check_number, refuse
 
@@ -41,3 +41,104 @@ def _initial_value(name: str, text: str, positive: bool) -> float:
         refuse(name, text, f"{remedy} (in YAML, 3e-4 needs a dot, 3.0e-4, or it is a string)")
     check_number(name, initial_value, 0, open_low=positive)
     return initial_value
+
+
+def value_of(schedule: ScheduleLike, progress_remaining: float) -> float:
+    """
+    :param schedule: A number or a schedule
+    :param progress_remaining: From 1 to 0
+    :return: Its value now
+    """
+    return schedule(progress_remaining) if callable(schedule) else float(schedule)
+
+
+def is_constant(value: ScheduleLike) -> bool:
+    """
+    :param value: A number, or what may be a schedule
+    :return: Whether it is known not to depend on the progress
+    """
+    if isinstance(value, FloatSchedule):
+        return is_constant(value.value_schedule)
+    return isinstance(value, ConstantSchedule) or not (callable(value) or isinstance(value, str))
+
+
+class DecaySchedule:
+    """
+    A schedule, times a warm-up from 0 and a decay, both over the progress of the training.
+
+    During the first ``warmup`` of the training the factor grows linearly to 1; over the rest, of which a part ``y`` is done,
+    it is ``m + (1 - m) (1 - y)`` (linear) or ``m + (1 - m) (1 + cos(pi y)) / 2`` (cosine).
+
+    :param schedule: What is multiplied
+    :param decay: ``"constant"``, ``"linear"`` or ``"cosine"``
+    :param min_fraction: m, what is left at the end, in [0, 1]
+    :param warmup: As a fraction of the training, in [0, 1)
+    """
+
+    def __init__(self, schedule: Schedule, decay: str, min_fraction: float, warmup: float):
+        self.schedule, self.decay, self.min_fraction, self.warmup = schedule, decay, min_fraction, warmup
+
+    def __call__(self, progress_remaining: float) -> float:
+        return self.schedule(progress_remaining) * self._factor(1.0 - progress_remaining)
+
+    def _factor(self, done: float) -> float:
+        if done < self.warmup:
+            return done / self.warmup
+        # The last rollout may end past the end.
+        done = min((done - self.warmup) / (1.0 - self.warmup), 1.0)
+        left = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}[self.decay]
+        return self.min_fraction + (1.0 - self.min_fraction) * left
+
+    def __repr__(self) -> str:
+        return f"DecaySchedule({self.schedule}, {self.decay!r}, min_fraction={self.min_fraction}, warmup={self.warmup})"
+
+
+class KLAdaptive:
+    """
+    A positive number that follows the KL divergence of the updates: multiplied by ``factor`` after an update whose KL was
+    more than ``tolerance * target``, divided by it after one whose KL was less than ``target / tolerance`` (but not 0).
+
+    It is a schedule as well, for which the progress does not matter.
+
+    Papers: https://arxiv.org/abs/1707.06347, section 4 (a coefficient: factor 2, tolerance 1.5);
+    https://arxiv.org/abs/2109.11978 (a learning rate: factor 1 / 1.5, tolerance 2)
+
+    :param value: At the start
+    :param target: The wanted KL, in nats
+    :param factor: More than 1 if a larger value lowers the KL, less than 1 if it raises it
+    :param tolerance: More than 1
+    :param bounds: The least and the largest value
+    """
+
+    def __init__(self, value: float, target: float, factor: float, tolerance: float, bounds: tuple[float, float]):
+        self.initial = self.value = value
+        self.target, self.factor, self.tolerance, self.bounds = target, factor, tolerance, bounds
+
+    def __call__(self, progress_remaining: float) -> float:
+        return self.value
+
+    def update(self, kl: float) -> None:
+        """
+        :param kl: Of an update; NaN changes nothing
+        """
+        if kl > self.tolerance * self.target:
+            self._multiply(self.factor)
+        elif 0.0 < kl < self.target / self.tolerance:
+            self._multiply(1.0 / self.factor)
+
+    def _multiply(self, factor: float) -> None:
+        low, high = self.bounds
+        self.value = min(max(self.value * factor, low), high)
+
+    def state_dict(self) -> dict[str, Any]:
+        """:return: What was learned, and from where"""
+        return {"initial": self.initial, "value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        """
+        :param state: From :meth:`state_dict`; ignored if it started elsewhere, for then the user has chosen a new start
+        :param strict: Not used; SB3 passes it
+        """
+        if state["initial"] == self.initial:
+            low, high = self.bounds
+            self.value = min(max(state["value"], low), high)

@@ -94,6 +94,19 @@ def check_type(name: str, value: object, kind: type | tuple[type, ...], remedy: 
         refuse(name, value, remedy)
 
 
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """
+    :param name: The argument
+    :param value: Its value, which must be one of ``choices``
+    :param choices: Words
+    :raises BadArgumentError: if it is none of them
+    """
+    choices = list(choices)
+    if not isinstance(value, str) or value not in choices:
+        words = [f'"{choice}"' for choice in choices]
+        refuse(name, value, f"give {', '.join(words[:-1])} or {words[-1]}")
+
+
 def check_known_options(given: Iterable[str], known: Iterable[str], where: str) -> None:
     """
     :param given: Names of the options that were given

@@ -12,10 +12,16 @@ import sb3_ppo_ext
 PACKAGE = Path(sb3_ppo_ext.__file__).parent
 ALLOWED = {
     "zoo": {"ppo_ext", "schedules"},
-    "ppo_ext": {"advantages", "guards", "losses", "saving", "schedules", "validation"},
+    "ppo_ext": {"advantages", "collecting", "optimizers", "options", "saving", "schedules", "update", "validation"},
+    "update": {"advantages", "buffers", "distributions", "guards", "losses", "optimizers", "schedules"},
+    "collecting": {"guards"},
+    "options": {"buffers", "optimizers", "schedules", "validation"},
+    "optimizers": {"validation"},
     "schedules": {"validation"},
     "saving": set(),
     "advantages": set(),
+    "buffers": set(),
+    "distributions": set(),
     "guards": set(),
     "losses": set(),
     "validation": set(),

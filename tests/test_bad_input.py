@@ -66,7 +66,7 @@ BAD_OPTIONS = [
     (dict(rollout_buffer_kwargs=[1]), r"`rollout_buffer_kwargs=\[1\]`.*a dictionary"),
     (dict(device="gpu"), "`device='gpu'`.*cuda"),
     (dict(n_step=5), "PPOExt has no option `n_step`: did you mean `n_steps`"),
-    (dict(zzz=5), "PPOExt has no option `zzz`: there are batch_size"),
+    (dict(zzz=5), "PPOExt has no option `zzz`: there are accumulate_grad"),
 ]
 
 

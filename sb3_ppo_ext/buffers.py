@@ -1,0 +1,151 @@
+"""How minibatches are drawn from a rollout: shuffled, or as segments of prioritised trajectories."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.type_aliases import RolloutBufferSamples
+
+# A minibatch is drawn as the places of its samples in the flattened rollout (``env * n_steps + step``), with their weights.
+Draw = tuple[np.ndarray, np.ndarray | None]
+
+
+class Minibatch(NamedTuple):
+    """
+    What the loss reads.
+
+    :param data: SB3's samples, with the advantages as the policy loss uses them
+    :param weights: Importance weights, shape ``(batch_size,)``, ``None`` for equal ones
+    :param indices: Places of the samples in the flattened rollout, ``None`` if only the buffer knows them
+    """
+
+    data: RolloutBufferSamples
+    weights: th.Tensor | None = None
+    indices: th.Tensor | None = None
+
+
+def knows_indices(buffer_class: object) -> bool:
+    """
+    :param buffer_class: Class of the rollout buffer
+    :return: Whether its minibatches can be drawn by :func:`shuffled`; a class with a ``get`` of its own draws them itself
+    """
+    return getattr(buffer_class, "get", None) in (RolloutBuffer.get, DictRolloutBuffer.get)
+
+
+def flatten(buffer: RolloutBuffer) -> None:
+    """
+    Join steps and environments to one dimension, as ``get`` does when it is first called.
+
+    :param buffer: Changed in place, but for its rewards and episode starts
+    """
+    if buffer.generator_ready:
+        return
+    for name in ("observations", "actions", "values", "log_probs", "advantages", "returns"):
+        array = getattr(buffer, name)
+        if isinstance(array, dict):
+            flat: Any = {key: buffer.swap_and_flatten(part) for key, part in array.items()}
+        else:
+            flat = buffer.swap_and_flatten(array)
+        setattr(buffer, name, flat)
+    buffer.generator_ready = True
+
+
+def time_major(flat: np.ndarray, buffer: RolloutBuffer) -> np.ndarray:
+    """
+    :param flat: One number per sample of a flattened rollout, shape ``(n_envs * n_steps,)`` or with a last dimension of 1
+    :param buffer: Whose sizes count
+    :return: Shape ``(n_steps, n_envs)``, as before :func:`flatten`
+    """
+    return flat.reshape(buffer.n_envs, buffer.buffer_size).T
+
+
+def shuffled(n_samples: int, batch_size: int) -> Iterator[Draw]:
+    """
+    One epoch: every sample once, in the order that SB3 draws.
+
+    :param n_samples: Of the rollout
+    :param batch_size: The last minibatch holds what is left
+    """
+    indices = np.random.permutation(n_samples)
+    for start in range(0, n_samples, batch_size):
+        yield indices[start : start + batch_size], None
+
+
+class PrioritizedSegments:
+    """
+    Draws whole pieces of trajectories, those with large advantages more often.
+
+    A segment is ``length`` successive steps of one environment (the last one of a rollout may be shorter). Its priority is
+    ``p = (sum |A|)^alpha``, normalised, of which :attr:`UNIFORM` is uniform. A minibatch draws segments without
+    replacement. A segment that gets into a minibatch with probability ``q`` weighs ``q^-beta``, scaled to a mean of 1 in
+    the minibatch. As long as few of the segments are drawn, this is ``(N p)^-beta`` of prioritised replay; where many are,
+    that would undo more than what the priorities have done, for q cannot exceed 1.
+
+    Papers: https://arxiv.org/abs/1511.05952 (weights); segments as in PufferLib, https://github.com/PufferAI/PufferLib
+
+    :param advantages: As estimated, shape ``(n_steps, n_envs)``
+    :param length: Steps in a segment, at least 1
+    :param alpha: 0 for uniform, 1 for proportional to ``sum |A|``
+    :param beta: In [0, 1], 1 undoes in expectation what the priorities have done
+    """
+
+    UNIFORM = 0.05
+
+    def __init__(self, advantages: np.ndarray, length: int, alpha: float, beta: float):
+        n_steps, n_envs = advantages.shape
+        starts = np.arange(0, n_steps, length)
+        sums = np.add.reduceat(np.abs(advantages), starts, axis=0).T.flatten().astype(np.float64)
+        steps = np.minimum(starts + length, n_steps) - starts
+        self.length, self.beta = length, beta
+        self.firsts = (np.arange(n_envs)[:, np.newaxis] * n_steps + starts).flatten()
+        self.lengths = np.tile(steps, n_envs)
+        self.probabilities = self._probabilities(sums, alpha)
+
+    def _probabilities(self, sums: np.ndarray, alpha: float) -> np.ndarray:
+        n = len(sums)
+        # Scaled first, so that no power overflows
+        priorities = (sums / sums.max()) ** alpha if sums.max() > 0 else np.ones(n)
+        return (1 - self.UNIFORM) * priorities / priorities.sum() + self.UNIFORM / n
+
+    def epoch(self, batch_size: int) -> Iterator[Draw]:
+        """
+        As many samples as the rollout holds, some of them several times and some not at all.
+
+        :param batch_size: In samples; a minibatch holds as many whole segments as fit in, at least one
+        """
+        n = len(self.firsts)
+        n_drawn = min(max(batch_size // self.length, 1), n)
+        weights = inclusion_probabilities(self.probabilities, n_drawn) ** -self.beta
+        for _ in range(-(-n // n_drawn)):
+            # The first arrivals of an exponential race are a draw without replacement (Efraimidis and Spirakis, 2006).
+            arrivals = np.random.exponential(size=n) / self.probabilities
+            drawn = np.argpartition(arrivals, n_drawn - 1)[:n_drawn]
+            yield self._samples(drawn, weights[drawn])
+
+    def _samples(self, drawn: np.ndarray, weights: np.ndarray) -> Draw:
+        lengths = self.lengths[drawn]
+        indices = np.concatenate([np.arange(first, first + n) for first, n in zip(self.firsts[drawn], lengths, strict=True)])
+        weights = np.repeat(weights, lengths)
+        return indices, (weights / weights.mean()).astype(np.float32)
+
+
+def inclusion_probabilities(probabilities: np.ndarray, n_drawn: int) -> np.ndarray:
+    """
+    How probable it is that each of N things is among those drawn one after the other without replacement. The time at which
+    the race has ``n_drawn`` arrivals is taken for its expectation: ``q_i = 1 - exp(-t p_i)``, where ``sum(q) = n_drawn``.
+
+    :param probabilities: Of the first draw, positive, shape ``(N,)``, summing to 1
+    :param n_drawn: Between 1 and N
+    :return: Shape ``(N,)``
+    """
+    if n_drawn >= len(probabilities):
+        return np.ones_like(probabilities)
+    low, high = 0.0, 1.0
+    while -np.expm1(-high * probabilities).sum() < n_drawn:
+        low, high = high, 2 * high
+    for _ in range(60):
+        time = (low + high) / 2
+        low, high = (time, high) if -np.expm1(-time * probabilities).sum() < n_drawn else (low, time)
+    return -np.expm1(-high * probabilities)

@@ -1,0 +1,190 @@
+"""How rollouts are collected: SB3's loop, which refuses what is not finite, in steps that a subclass can change."""
+
+import time
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.utils import obs_as_tensor
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_ppo_ext.guards import check_finite, restored_if_not_finite
+
+
+class RolloutCollector(OnPolicyAlgorithm):
+    """An on-policy algorithm which collects as SB3's PPO does, to the bit."""
+
+    # Steps that a time limit cut off in the last rollout: step, environment, terminal observation and its value; None if
+    # nobody will ask for them
+    _truncations: list[tuple[int, int, Any, float]] | None = None
+
+    def collect_rollouts(
+        self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
+    ) -> bool:
+        """
+        Collect experiences using the current policy and fill a ``RolloutBuffer``.
+
+        :param env: The training environment
+        :param callback: Callback that will be called at each step
+            (and at the beginning and end of the rollout)
+        :param rollout_buffer: Buffer to fill with rollouts
+        :param n_rollout_steps: Number of experiences to collect per environment
+        :return: True if function returned with at least `n_rollout_steps`
+            collected, False if callback terminated rollout prematurely.
+        :raises ValueError: if the environment returns NaN or infinity. The model is then left as it was before the
+            rollout, with the statistics of ``VecNormalize``; the next call of ``learn`` resets the environment.
+        """
+        start = time.perf_counter()
+        with restored_if_not_finite(self):
+            go_on = self._collect(env, callback, rollout_buffer, n_rollout_steps)
+        self.logger.record("time/rollout_seconds", time.perf_counter() - start)
+        return go_on
+
+    def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
+        # Callbacks read the local variables of this function: their names are SB3's.
+        assert self._last_obs is not None, "No previous observation was provided"
+        self.policy.set_training_mode(False)
+
+        n_steps = 0
+        rollout_buffer.reset()
+        if self._truncations is not None:
+            self._truncations.clear()
+        if self.use_sde:
+            self.policy.reset_noise(env.num_envs)
+
+        callback.on_rollout_start()
+
+        while n_steps < n_rollout_steps:
+            if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
+                self.policy.reset_noise(env.num_envs)
+
+            with th.no_grad():
+                obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
+                actions, values, log_probs = self.policy(obs_tensor)
+            actions = actions.cpu().numpy()
+            clipped_actions = self._actions_for_env(actions)
+
+            new_obs, rewards, dones, infos = env.step(clipped_actions)
+            check_finite(self, "observation", new_obs, n_steps)
+            check_finite(self, "reward", rewards, n_steps)
+
+            self.num_timesteps += env.num_envs
+
+            callback.update_locals(locals())
+            if not callback.on_step():
+                return False
+
+            self._update_info_buffer(infos, dones)
+            n_steps += 1
+
+            if isinstance(self.action_space, spaces.Discrete):
+                actions = actions.reshape(-1, 1)
+
+            self._bootstrap_truncated(rewards, dones, infos, n_steps - 1)
+
+            rollout_buffer.add(
+                self._last_obs,  # type: ignore[arg-type]
+                actions,
+                rewards,
+                self._last_episode_starts,  # type: ignore[arg-type]
+                values,
+                log_probs,
+            )
+            self._last_obs = new_obs  # type: ignore[assignment]
+            self._last_episode_starts = dones
+
+        with th.no_grad():
+            values = self.policy.predict_values(obs_as_tensor(new_obs, self.device))  # type: ignore[arg-type]
+
+        rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
+
+        callback.update_locals(locals())
+        callback.on_rollout_end()
+
+        return True
+
+    def _actions_for_env(self, actions: np.ndarray) -> np.ndarray:
+        """
+        :param actions: As sampled, shape ``(n_envs, *action_shape)``
+        :return: Within the bounds of the action space
+        """
+        if not isinstance(self.action_space, spaces.Box):
+            return actions
+        if self.policy.squash_output:
+            return self.policy.unscale_action(actions)
+        # An unbounded Gaussian sampled them
+        return np.clip(actions, self.action_space.low, self.action_space.high)
+
+    def _bootstrap_truncated(self, rewards: np.ndarray, dones: np.ndarray, infos: list[dict[str, Any]], step: int) -> None:
+        """
+        Add the discounted value of the terminal observation to the reward of each episode that was cut off by a time
+        limit, for it would have gone on (`issue #633 <https://github.com/DLR-RM/stable-baselines3/issues/633>`_).
+
+        :param rewards: Changed in place, shape ``(n_envs,)``
+        :param dones: Shape ``(n_envs,)``
+        :param infos: One per environment
+        :param step: Of the rollout, for the message if an observation is not finite
+        """
+        truncated = [
+            idx
+            for idx, done in enumerate(dones)
+            if done and infos[idx].get("terminal_observation") is not None and infos[idx].get("TimeLimit.truncated", False)
+        ]
+        if not truncated:
+            return
+        observations = [infos[idx]["terminal_observation"] for idx in truncated]
+        for idx, observation in zip(truncated, observations, strict=True):
+            check_finite(self, "terminal observation", observation, step, env_index=idx)
+        # A batch changes the last bit of most values (it multiplies matrices, not vectors), so that the CPU takes them
+        # one by one as SB3 does. Elsewhere one call for all saves a wait for the device per environment.
+        values = self._terminal_values(observations, batched=self.device.type != "cpu")
+        for idx, value in zip(truncated, values, strict=True):
+            rewards[idx] += self.gamma * value
+        if self._truncations is not None:
+            # Copies, for an environment may write its next observation into the same array.
+            self._truncations += [
+                (step, idx, deepcopy(observation), value.item())
+                for idx, observation, value in zip(truncated, observations, values, strict=True)
+            ]
+
+    def change_of_terminal_values(self) -> np.ndarray:
+        """
+        :return: What the rewards of the rollout would change by if the current critic had valued the terminal observations
+            of the episodes that a time limit cut off, shape ``(n_steps, n_envs)``
+        """
+        change = np.zeros_like(self.rollout_buffer.rewards)
+        if self._truncations:
+            steps, environments, observations, old_values = zip(*self._truncations, strict=True)
+            values = self._terminal_values(list(observations), batched=True).numpy().flatten()
+            change[list(steps), list(environments)] = self.gamma * (values - np.array(old_values))
+        return change
+
+    def _terminal_values(self, observations: list[Any], batched: bool) -> th.Tensor:
+        """
+        :param observations: As the environments returned them
+        :param batched: Whether to evaluate all of them in one call
+        :return: Their values, shape ``(len(observations), 1)``, on the CPU
+        """
+        batches = [_stack(observations)] if batched else observations
+        with th.no_grad():
+            values = [self.policy.predict_values(self.policy.obs_to_tensor(batch)[0]) for batch in batches]
+        return th.cat(values).cpu()
+
+    def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
+        with restored_if_not_finite(self):
+            results = super()._setup_learn(*args, **kwargs)
+            # It has reset the environment.
+            check_finite(self, "observation", self._last_obs, 0)
+            return results
+
+
+def _stack(observations: list[Any]) -> Any:
+    """Single observations to a batch of them."""
+    if isinstance(observations[0], dict):
+        return {key: np.stack([observation[key] for observation in observations]) for key in observations[0]}
+    return np.stack(observations)

@@ -1,0 +1,394 @@
+"""One update of the policy from one rollout: estimates, epochs, minibatches, losses, steps of the optimiser."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.type_aliases import RolloutBufferSamples
+from stable_baselines3.common.utils import explained_variance, obs_as_tensor
+
+from sb3_ppo_ext.advantages import normalize, vtrace
+from sb3_ppo_ext.buffers import Minibatch, PrioritizedSegments, flatten, knows_indices, shuffled, time_major
+from sb3_ppo_ext.distributions import kl_divergence, parameters, unsquashed_mean
+from sb3_ppo_ext.guards import refuse_gradient
+from sb3_ppo_ext.losses import (
+    approximate_kl,
+    bounds_loss,
+    clip_fraction,
+    clipped_surrogate_loss,
+    entropy_loss,
+    spo_loss,
+    value_loss,
+)
+from sb3_ppo_ext.optimizers import clip_gradients, critic_parameters
+from sb3_ppo_ext.schedules import is_constant, value_of
+
+# What is measured in each minibatch, by name. The values stay on the device until they are logged.
+Metrics = defaultdict[str, list[th.Tensor]]
+# Of these the last epoch alone counts, as for SB3
+OF_LAST_EPOCH = ("approx_kl", "kl", "ratio")
+LOGGED_OTHERWISE = {"entropy_loss", "policy_gradient_loss", "value_loss", "clip_fraction", "approx_kl", "loss", "ratio"}
+# Samples that are evaluated at once where no gradient is needed
+EVALUATION_BATCH = 1024
+
+
+class Update:
+    """
+    One update. It reads the options of the model, and holds what lives as long as the update does.
+
+    :param model: A ``PPOExt`` with a full rollout buffer
+    """
+
+    def __init__(self, model: Any):
+        self.model, self.policy, self.buffer = model, model.policy, model.rollout_buffer
+        progress = model._current_progress_remaining
+        self.progress = progress
+        self.clip_range = value_of(model.clip_range, progress)
+        self.clip_range_vf = None if model.clip_range_vf is None else value_of(model.clip_range_vf, progress)
+        self.ent_coef = value_of(model.ent_coef, progress)
+        self.kl_coef = model.kl_coef if model.kl_coefficient is None else model.kl_coefficient.value
+        self.metrics: Metrics = defaultdict(list)
+        # Made so far
+        self.n_epochs = 0
+        # Past `max_clip_fraction` the critic learns on alone
+        self.actor_rests = False
+        self.knows_indices = knows_indices(type(self.buffer))
+        # Of the whole rollout, flat; None where minibatches take the buffer's
+        self.advantages: th.Tensor | None = None
+        self.returns: th.Tensor | None = None
+        self.segments: PrioritizedSegments | None = None
+        self.old_distribution: th.Tensor | None = None
+
+    def run(self) -> None:
+        """Make all epochs."""
+        if self.knows_indices:
+            flatten(self.buffer)
+        if self.model.kl_coef > 0:
+            self.old_distribution = self._evaluate(lambda data: parameters(self.policy.get_distribution(data.observations)))
+        for epoch in range(self.model.n_epochs):
+            for name in OF_LAST_EPOCH:
+                self.metrics[name].clear()
+            if self.knows_indices:
+                self._estimate(epoch)
+            go_on = self._epoch(epoch)
+            self.n_epochs += 1
+            self.model._n_updates += 1
+            if not go_on:
+                break
+        if self.model.kl_coefficient is not None:
+            self.model.kl_coefficient.update(self._mean("kl"))
+        if self.model.adaptive_lr is not None:
+            self.model.adaptive_lr.update(self._mean("approx_kl"))
+
+    # Estimates
+
+    def _estimate(self, epoch: int) -> None:
+        """Advantages and returns of this epoch, and what follows from them."""
+        model = self.model
+        if epoch > 0 and not model.vtrace:
+            return
+        raw, returns = self.buffer.advantages.flatten(), None
+        if model.vtrace:
+            raw, returns = self._vtrace()
+            self.returns = self.buffer.to_torch(returns)
+        self.advantages = self.buffer.to_torch(raw)
+        if model.priority_alpha > 0:
+            done = min(max(1 - self.progress, 0.0), 1.0)
+            self.priority_beta = model.priority_beta + (1 - model.priority_beta) * done
+            length = min(model.priority_segment, model.n_steps, model.batch_size)
+            self.segments = PrioritizedSegments(time_major(raw, self.buffer), length, model.priority_alpha, self.priority_beta)
+        if model.advantage_normalizer is not None:
+            if epoch == 0:
+                model.advantage_normalizer.observe(self.advantages)
+                self.metrics["adv/clamped_fraction"].append(model.advantage_normalizer.clamped_fraction(self.advantages))
+            self.advantages = model.advantage_normalizer.normalize(self.advantages)
+        elif model.normalize_advantage and model.advantage_norm == "rollout":
+            self.advantages = normalize(self.advantages)
+
+    def _vtrace(self) -> tuple[np.ndarray, np.ndarray]:
+        """Advantages and returns under the current policy and critic, flat."""
+        model, buffer = self.model, self.buffer
+
+        def values_and_log_probs(data: RolloutBufferSamples) -> th.Tensor:
+            values, log_probs, _ = self.policy.evaluate_actions(data.observations, self._actions(data))
+            return th.stack([values.flatten(), log_probs], dim=1)
+
+        evaluated = self._evaluate(values_and_log_probs)
+        assert evaluated is not None
+        values, log_probs = (time_major(part, buffer) for part in evaluated.cpu().numpy().T)
+        with th.no_grad():
+            last_values = self.policy.predict_values(obs_as_tensor(model._last_obs, model.device)).cpu().numpy().flatten()
+        advantages, returns = vtrace(
+            buffer.rewards + model.change_of_terminal_values(),
+            values,
+            log_probs - time_major(buffer.log_probs, buffer),
+            buffer.episode_starts,
+            last_values,
+            model._last_episode_starts,
+            model.gamma,
+            model.gae_lambda,
+            model.vtrace_rho,
+            model.vtrace_c,
+        )
+        return advantages.T.flatten(), returns.T.flatten()
+
+    def _evaluate(self, function: Callable[[RolloutBufferSamples], th.Tensor | None]) -> th.Tensor | None:
+        """What the function returns for the whole rollout, as the policy acts while it collects; None if that is None."""
+        self.policy.set_training_mode(False)
+        n_samples = self.buffer.buffer_size * self.buffer.n_envs
+        parts = []
+        with th.no_grad():
+            for start in range(0, n_samples, EVALUATION_BATCH):
+                indices = np.arange(start, min(start + EVALUATION_BATCH, n_samples))
+                part = function(self.buffer._get_samples(indices))
+                if part is None:
+                    break
+                parts.append(part)
+        self.policy.set_training_mode(True)
+        return th.cat(parts) if parts else None
+
+    # Minibatches
+
+    def _epoch(self, epoch: int) -> bool:
+        """
+        :return: False if ``target_kl`` ended the update
+        """
+        return all(self._step(minibatches, epoch) for minibatches in self._minibatches())
+
+    def _minibatches(self) -> Iterator[list[Minibatch]]:
+        """Those of an epoch, as lists of what makes one step of the optimiser."""
+        if not self.knows_indices:
+            for data in self.buffer.get(self.model.batch_size):
+                yield [Minibatch(data._replace(advantages=self._normalize(data.advantages)))]
+            return
+        step_size = self.model.batch_size * self.model.accumulate_grad
+        draws = self.segments.epoch(step_size) if self.segments else shuffled(self._n_samples(), step_size)
+        for draw in draws:
+            yield self._split(*draw)
+
+    def _n_samples(self) -> int:
+        return self.buffer.buffer_size * self.buffer.n_envs
+
+    def _split(self, indices: np.ndarray, weights: np.ndarray | None) -> list[Minibatch]:
+        """One draw, normalised as a whole, so that accumulated gradients are those of one large minibatch."""
+        assert self.advantages is not None, "`_estimate` comes first"
+        places = th.as_tensor(indices, device=self.advantages.device)
+        advantages = self._normalize(self.advantages[places])
+        minibatches = []
+        for start in range(0, len(indices), self.model.batch_size):
+            part = slice(start, start + self.model.batch_size)
+            data = self.buffer._get_samples(indices[part])._replace(advantages=advantages[part])
+            if self.returns is not None:
+                data = data._replace(returns=self.returns[places[part]])
+            part_weights = None if weights is None else self.buffer.to_torch(weights[part])
+            minibatches.append(Minibatch(data, part_weights, places[part]))
+        return minibatches
+
+    def _normalize(self, advantages: th.Tensor) -> th.Tensor:
+        by_minibatch = self.model.normalize_advantage and self.model.advantage_norm == "minibatch"
+        return normalize(advantages) if by_minibatch else advantages
+
+    def _actions(self, data: RolloutBufferSamples) -> th.Tensor:
+        if isinstance(self.model.action_space, spaces.Discrete):
+            # The buffer holds floats of shape (batch_size, 1)
+            return data.actions.long().flatten()
+        return data.actions
+
+    # Loss
+
+    def _loss(self, minibatch: Minibatch) -> th.Tensor:
+        """The loss, a scalar; its terms are measured on the way."""
+        model, metrics = self.model, self.metrics
+        data, weights, _ = minibatch
+        values, log_prob, entropy = self.policy.evaluate_actions(data.observations, self._actions(data))
+        log_ratio = log_prob - data.old_log_prob
+        ratio = th.exp(log_ratio)
+
+        policy_term = self._surrogate(minibatch, ratio)
+        value_term = value_loss(
+            values.flatten(), data.old_values, data.returns, self.clip_range_vf, model.vf_clip_mode, weights
+        )
+        entropy_term = entropy_loss(entropy, log_prob)
+        loss = policy_term + self.ent_coef * entropy_term + model.vf_coef * value_term
+        for coefficient, term in self._further_terms(minibatch, ratio, log_ratio):
+            loss = loss + coefficient * term
+
+        with th.no_grad():
+            metrics["approx_kl"].append(approximate_kl(ratio, log_ratio))
+        metrics["policy_gradient_loss"].append(policy_term.detach())
+        metrics["value_loss"].append(value_term.detach())
+        metrics["entropy_loss"].append(entropy_term.detach())
+        metrics["clip_fraction"].append(clip_fraction(ratio, self.clip_range))
+        metrics["loss"].append(loss.detach())
+        metrics["ratio"].append(ratio.detach())
+        return loss
+
+    def _surrogate(self, minibatch: Minibatch, ratio: th.Tensor) -> th.Tensor:
+        advantages, weights = minibatch.data.advantages, minibatch.weights
+        if self.model.surrogate == "spo":
+            return spo_loss(advantages, ratio, self.clip_range, weights)
+        return clipped_surrogate_loss(advantages, ratio, self.clip_range, self.model.dual_clip, weights)
+
+    def _further_terms(
+        self, minibatch: Minibatch, ratio: th.Tensor, log_ratio: th.Tensor
+    ) -> Iterator[tuple[float, th.Tensor]]:
+        """What SB3's loss has not: coefficients and terms."""
+        # `evaluate_actions` has just set it.
+        distribution: Distribution = self.policy.action_dist
+        if self.model.kl_coef > 0:
+            if self.old_distribution is None:
+                term = approximate_kl(ratio, log_ratio)
+            else:
+                term = kl_divergence(self.old_distribution[minibatch.indices], distribution).mean()
+            self.metrics["kl"].append(term.detach())
+            yield self.kl_coef, term
+        if self.model.bounds_coef > 0:
+            term = bounds_loss(unsquashed_mean(distribution), *self._mean_bounds(), self.model.bounds_limit)
+            self.metrics["bounds_loss"].append(term.detach())
+            yield self.model.bounds_coef, term
+        extra, logs = self.model.extra_actor_loss(minibatch.data, distribution)
+        for name, value in logs.items():
+            self.metrics[name].append(th.as_tensor(value, device=self.model.device).detach())
+        if isinstance(extra, th.Tensor):
+            yield 1.0, extra
+
+    def _mean_bounds(self) -> tuple[th.Tensor, th.Tensor]:
+        """Bounds of what :func:`unsquashed_mean` returns."""
+        low, high = (self.buffer.to_torch(bound.flatten()).float() for bound in self._action_bounds())
+        return low, high
+
+    def _action_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bounds of the actions in the buffer: a squashed policy's are in [-1, 1]."""
+        space = self.model.action_space
+        if self.policy.squash_output:
+            return -np.ones(space.shape, np.float32), np.ones(space.shape, np.float32)
+        return space.low, space.high
+
+    # Steps of the optimiser
+
+    def _step(self, minibatches: list[Minibatch], epoch: int) -> bool:
+        """
+        :return: False if ``target_kl`` ends the update, and the step was not made
+        """
+        policy, model = self.policy, self.model
+        policy.optimizer.zero_grad()
+        sizes = [len(minibatch.data.advantages) for minibatch in minibatches]
+        shares = [size / sum(sizes) for size in sizes]
+        for minibatch, share in zip(minibatches, shares, strict=True):
+            loss = self._loss(minibatch)
+            (loss if share == 1 else share * loss).backward()
+
+        if model.target_kl is not None:
+            approx_kl = self._measured("approx_kl", shares).cpu().numpy()
+            if approx_kl > 1.5 * model.target_kl:
+                if model.verbose >= 1:
+                    print(f"Early stopping at step {epoch} due to reaching max kl: {approx_kl:.2f}")
+                return False
+        if model.max_clip_fraction is not None:
+            self._let_actor_rest(shares)
+
+        norms = clip_gradients(policy, model.max_grad_norm)
+        if not th.isfinite(sum(norms.values()) + self._measured("loss", shares)):
+            if model.bad_gradients == "raise":
+                terms = {
+                    name: self.metrics[name][-1].item() for name in ("policy_gradient_loss", "value_loss", "entropy_loss")
+                }
+                refuse_gradient(policy, terms, epoch, model.num_timesteps)
+            model.n_skipped_updates += 1
+            return True
+        for name, norm in norms.items():
+            self.metrics[name].append(norm)
+        policy.optimizer.step()
+        return True
+
+    def _measured(self, name: str, shares: list[float]) -> th.Tensor:
+        """Mean over the minibatches of this step."""
+        values = self.metrics[name][-len(shares) :]
+        if len(values) == 1:
+            return values[0]
+        return th.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
+
+    def _let_actor_rest(self, shares: list[float]) -> None:
+        if not self.actor_rests:
+            self.actor_rests = bool(self._measured("clip_fraction", shares) > self.model.max_clip_fraction)
+        self.metrics["actor_rests"].append(th.tensor(float(self.actor_rests)))
+        if self.actor_rests:
+            of_critic = critic_parameters(self.policy)
+            for parameter in self.policy.parameters():
+                if parameter not in of_critic:
+                    # Without a gradient no optimiser touches it, nor its moments
+                    parameter.grad = None
+
+    # What is logged
+
+    def log(self) -> None:
+        """Record the update, SB3's keys first."""
+        model, record = self.model, self.model.logger.record
+        for name in ("entropy_loss", "policy_gradient_loss", "value_loss", "clip_fraction"):
+            record(f"train/{name}", self._mean(name))
+        # SB3 averages these in float32, the others as Python floats.
+        record("train/approx_kl", _to_numpy(self.metrics["approx_kl"]).mean())
+        record("train/loss", self.metrics["loss"][-1].item())
+        values, returns = self.buffer.values.flatten(), self.buffer.returns.flatten()
+        record("train/explained_variance", explained_variance(values, returns))
+        if hasattr(self.policy, "log_std"):
+            record("train/std", th.exp(self.policy.log_std).mean().item())
+        record("train/n_updates", model._n_updates, exclude="tensorboard")
+        record("train/clip_range", self.clip_range)
+        if self.clip_range_vf is not None:
+            record("train/clip_range_vf", self.clip_range_vf)
+        for name, value in self._diagnostics().items():
+            record(name if "/" in name else f"train/{name}", value)
+
+    def _diagnostics(self) -> dict[str, float]:
+        """What SB3 does not log."""
+        model, metrics = self.model, self.metrics
+        ratio = th.cat(metrics["ratio"])
+        logged = {
+            "ratio_mean": ratio.mean().item(),
+            "ratio_std": ratio.std(correction=0).item(),
+            "ratio_max": ratio.max().item(),
+        }
+        for name in (name for name, values in metrics.items() if values and name not in LOGGED_OTHERWISE):
+            logged[name] = self._mean(name)
+            if name.endswith("grad_norm") and name != "muon_grad_norm":
+                clipped = np.minimum(_to_numpy(metrics[name]).astype(np.float64), model.max_grad_norm)
+                logged[f"{name}_clipped"] = clipped.mean()
+        if isinstance(model.action_space, spaces.Box):
+            logged["actions_at_bounds"] = self._share_at_bounds()
+        if not is_constant(model.ent_coef):
+            logged["ent_coef"] = self.ent_coef
+        if model.kl_coef > 0:
+            logged["kl_coef"] = self.kl_coef
+        if model.target_kl is not None:
+            logged["epochs"] = self.n_epochs
+        if self.segments is not None:
+            logged["priority_beta"] = self.priority_beta
+        if model.bad_gradients == "skip":
+            logged["skipped_updates"] = model.n_skipped_updates
+        return logged | self._advantage_statistics()
+
+    def _share_at_bounds(self) -> float:
+        """How many of the actions, dimension by dimension, the environment gets at a bound."""
+        low, high = (bound.flatten() for bound in self._action_bounds())
+        actions = self.buffer.actions.reshape(-1, len(low))
+        return float(np.mean((actions <= low) | (actions >= high)))
+
+    def _advantage_statistics(self) -> dict[str, float]:
+        raw, normalizer = self.buffer.advantages, self.model.advantage_normalizer
+        logged = {f"adv/raw_{name}": float(getattr(np, name)(raw)) for name in ("mean", "std", "min", "max")}
+        if normalizer is not None:
+            logged |= {"adv/ema_mean": normalizer.mean, "adv/ema_std": normalizer.std}
+        return logged
+
+    def _mean(self, name: str) -> float:
+        return float(_to_numpy(self.metrics[name]).astype(np.float64).mean())
+
+
+def _to_numpy(tensors: list[th.Tensor]) -> np.ndarray:
+    """Scalars on the device to an array on the host, in one transfer."""
+    return th.stack(tensors).cpu().numpy()
