@@ -2,11 +2,19 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch as th
 
-from sb3_ppo_ext.advantages import normalize
-from sb3_ppo_ext.losses import approximate_kl, clip_fraction, clipped_surrogate_loss, entropy_loss, value_loss
+from sb3_ppo_ext.losses import (
+    approximate_kl,
+    bounds_loss,
+    clip_fraction,
+    clipped_surrogate_loss,
+    entropy_loss,
+    spo_loss,
+    value_loss,
+)
 
 T = th.tensor
 
@@ -48,8 +56,138 @@ def test_clip_fraction():
     assert clip_fraction(T([1.0, 1.19, 1.21, 0.5]), 0.2).item() == 0.5
 
 
-def test_normalize():
-    """With the unbiased standard deviation, sqrt(2) here; one advantage is left alone."""
-    expected = [-1 / math.sqrt(2), 1 / math.sqrt(2)]
-    assert normalize(T([1.0, 3.0])).tolist() == pytest.approx(expected)
-    assert normalize(T([5.0])).tolist() == [5.0]
+# What SB3 does not have
+
+
+def test_dual_clip():
+    """For A < 0 the objective is at least 3 A: ratios 5, 2 and 0.5 cost 3, 2 and 0.8; A > 0 is as without."""
+    advantages, ratio = T([-1.0, -1.0, -1.0, 1.0]), T([5.0, 2.0, 0.5, 5.0])
+    assert clipped_surrogate_loss(advantages, ratio, 0.2, dual_clip=3.0).item() == pytest.approx((3 + 2 + 0.8 - 1.2) / 4)
+    ratio.requires_grad_()
+    clipped_surrogate_loss(advantages, ratio, 0.2, dual_clip=3.0).backward()
+    assert ratio.grad.tolist() == [0.0, 0.25, 0.0, 0.0]
+
+
+def test_spo_loss():
+    """A = 2, r = 1.5, c = 0.25: 3 - 2 / 0.5 * 0.25 = 2; A = -1, r = 0.5: -0.5 - 0.5 = -1."""
+    assert spo_loss(T([2.0, -1.0]), T([1.5, 0.5]), 0.25).item() == pytest.approx(-(2.0 - 1.0) / 2)
+
+
+def test_spo_is_best_at_the_edge_of_the_range():
+    """Its gradient vanishes at r = 1 + sign(A) c, where that of the clipped surrogate jumps, and turns back beyond."""
+    for advantage in (3.0, -0.5):
+        best = 1 + math.copysign(0.2, advantage)
+        ratios = T([best, best - 0.01, best + 0.01], requires_grad=True)
+        spo_loss(T([advantage] * 3), ratios, 0.2).backward()
+        assert ratios.grad[0].item() == pytest.approx(0, abs=1e-6)
+        assert ratios.grad[1] < 0 < ratios.grad[2]
+
+
+def test_spo_at_the_end_of_a_schedule():
+    """Where the range is 0 the loss stays finite."""
+    ratio = T([1.0, 1.1], requires_grad=True)
+    spo_loss(T([1.0, -1.0]), ratio, 0.0).backward()
+    assert th.isfinite(ratio.grad).all()
+
+
+def test_value_loss_max():
+    """Errors of 3 and 1, clipped 2.5 and 1.5 (old value 0.5 beyond the target): the larger ones are 3 and 1.5."""
+    loss = value_loss(T([6.0, 1.0]), T([0.0, 0.0]), T([3.0, 2.0]), 0.5, mode="max")
+    assert loss.item() == pytest.approx((9 + 1.5**2) / 2)
+
+
+def test_value_loss_max_goes_on_where_clip_stops():
+    """Beyond the range but on the wrong side of the target, only "max" has a gradient."""
+    for mode, gradient in (("clip", 0.0), ("max", 2 * 3.0)):
+        values = T([6.0], requires_grad=True)
+        value_loss(values, T([0.0]), T([3.0]), 0.5, mode).backward()
+        assert values.grad.item() == gradient
+
+
+def test_bounds_loss():
+    """
+    In [-2, 4] the middle is 1 and half the width 3: 5.5 is z = 1.5, and -3.5 is z = -1.5, 0.4 past a limit of 1.1. In
+    [-1, 1], 1.05 is inside of it and -1.3 is 0.2 past it.
+    """
+    mean_actions = T([[5.5, 1.05], [-3.5, -1.3]])
+    loss = bounds_loss(mean_actions, T([-2.0, -1.0]), T([4.0, 1.0]), 1.1)
+    assert loss.item() == pytest.approx((0.4**2 + 0.4**2 + 0.2**2) / 2)
+
+
+def test_bounds_loss_without_bounds():
+    """Infinite dimensions, half-infinite ones and those without width contribute nothing, and no NaN to the gradient."""
+    inf = math.inf
+    mean_actions = T([[1e6, 1e6, -1e6, 7.0, 3.0]], requires_grad=True)
+    loss = bounds_loss(mean_actions, T([-inf, 0.0, -inf, 2.0, -1.0]), T([inf, inf, 0.0, 2.0, 1.0]), 1.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(4.0)
+    assert mean_actions.grad.tolist() == [[0.0, 0.0, 0.0, 0.0, 4.0]]
+
+
+def test_weights():
+    """Each sample's share is multiplied; equal weights change nothing."""
+    advantages, ratio, weights = T([1.0, -1.0]), T([1.1, 1.1]), T([0.5, 1.5])
+    assert clipped_surrogate_loss(advantages, ratio, 0.2, weights=weights).item() == pytest.approx(-(0.55 - 1.65) / 2)
+    assert spo_loss(advantages, ratio, 0.2, weights).item() == pytest.approx(
+        -(0.5 * (1.1 - 0.01 / 0.4) + 1.5 * (-1.1 - 0.01 / 0.4)) / 2
+    )
+    values, targets = T([1.0, 2.0]), T([0.0, 0.0])
+    assert value_loss(values, values, targets, weights=weights).item() == pytest.approx((0.5 + 6) / 2)
+    for mode in ("clip", "max"):
+        clipped = value_loss(values, T([0.0, 0.0]), targets, 0.5, mode, weights)
+        assert clipped.item() == pytest.approx(0.25 if mode == "clip" else (0.5 + 6) / 2)
+        ones = value_loss(values, targets, targets, 0.5, mode, T([1.0, 1.0]))
+        assert ones.item() == pytest.approx(value_loss(values, targets, targets, 0.5, mode).item())
+
+
+RNG = np.random.default_rng(0)
+A, R, V, OLD, TARGET = (RNG.normal(size=64) for _ in range(5))
+R = np.exp(R / 3)
+W = RNG.random(64) * 2
+LOW, HIGH = np.array([-1.0, -2.0, 0.0, -1.0]), np.array([1.0, 3.0, 5.0, np.inf])
+
+
+def numpy_clip(r):
+    return np.minimum(A * r, A * np.clip(r, 0.8, 1.2))
+
+
+AGAINST_NUMPY = {
+    "clip": (
+        lambda r: clipped_surrogate_loss(T(A), r, 0.2, weights=T(W)),
+        lambda r: -np.mean(W * numpy_clip(r)),
+        R,
+    ),
+    "dual clip": (
+        lambda r: clipped_surrogate_loss(T(A), r, 0.2, 1.5),
+        lambda r: -np.mean(np.where(A < 0, np.maximum(numpy_clip(r), 1.5 * A), numpy_clip(r))),
+        R,
+    ),
+    "spo": (lambda r: spo_loss(T(A), r, 0.2, T(W)), lambda r: -np.mean(W * (r * A - abs(A) / 0.4 * (r - 1) ** 2)), R),
+    "value clip": (
+        lambda v: value_loss(v, T(OLD), T(TARGET), 0.3, "clip", T(W)),
+        lambda v: np.mean(W * (TARGET - OLD - np.clip(v - OLD, -0.3, 0.3)) ** 2),
+        V,
+    ),
+    "value max": (
+        lambda v: value_loss(v, T(OLD), T(TARGET), 0.3, "max"),
+        lambda v: np.mean(np.maximum((TARGET - v) ** 2, (TARGET - OLD - np.clip(v - OLD, -0.3, 0.3)) ** 2)),
+        V,
+    ),
+    "bounds": (
+        lambda m: bounds_loss(m, T(LOW), T(HIGH), 0.4),
+        lambda m: np.mean(
+            sum(np.maximum(abs((m[:, i] - (LOW + HIGH)[i] / 2) / ((HIGH - LOW)[i] / 2)) - 0.4, 0) ** 2 for i in range(3))
+        ),
+        RNG.normal(size=(16, 4)) * 3,
+    ),
+    "approximate KL": (lambda r: approximate_kl(r, r.log()), lambda r: np.mean(r - 1 - np.log(r)), R),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AGAINST_NUMPY)
+def test_against_numpy_and_finite_differences(name):
+    """Value by NumPy in float64, gradient by finite differences."""
+    ours, numpys, x = AGAINST_NUMPY[name]
+    x = T(x, requires_grad=True)
+    assert ours(x).item() == pytest.approx(numpys(x.detach().numpy()), rel=1e-12)
+    assert th.autograd.gradcheck(ours, (x,))

@@ -1,5 +1,6 @@
 """Numbers, callables and strings as schedules."""
 
+import math
 import pickle
 
 import numpy as np
@@ -8,7 +9,7 @@ from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
 from toys import ToyEnv
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.schedules import make_schedule
+from sb3_ppo_ext.schedules import DecaySchedule, KLAdaptive, is_constant, make_schedule, value_of
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,97 @@ def test_string_acts_in_training(tmp_path):
     loaded = PPOExt.load(tmp_path / "model", env=ToyEnv(), learning_rate="lin_0.02", clip_range="lin_0.2")
     assert loaded.lr_schedule(0.5) == pytest.approx(0.01)
     assert loaded.clip_range(0.5) == pytest.approx(0.1)
+
+
+def test_value_of():
+    assert value_of(0.3, 0.5) == 0.3
+    assert value_of(np.float32(0.5), 0.5) == 0.5
+    assert value_of(LinearSchedule(1.0, 0.0, 1.0), 0.25) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.1, True),
+        (np.float32(0.1), True),
+        (ConstantSchedule(0.1), True),
+        (make_schedule("ent_coef", 0.1), True),
+        ("lin_0.1", False),
+        (make_schedule("ent_coef", "lin_0.1"), False),
+        (lambda p: 0.1, False),  # nobody can know
+    ],
+)
+def test_is_constant(value, expected):
+    assert is_constant(value) is expected
+
+
+# Decay and warm-up
+
+AT = (0.0, 0.05, 0.1, 0.325, 0.55, 1.0, 1.02)  # how much of the training is done; the last rollout ends past the end
+SQRT = math.sqrt(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(decay="constant", min_fraction=0.0, warmup=0.1), (0, 0.5, 1, 1, 1, 1, 1)),
+        (dict(decay="linear", min_fraction=0.0, warmup=0.0), (1, 0.95, 0.9, 0.675, 0.45, 0, 0)),
+        (dict(decay="linear", min_fraction=0.2, warmup=0.1), (0, 0.5, 1, 0.8, 0.6, 0.2, 0.2)),
+        (dict(decay="cosine", min_fraction=0.0, warmup=0.1), (0, 0.5, 1, (2 + SQRT) / 4, 0.5, 0, 0)),
+        (dict(decay="cosine", min_fraction=0.5, warmup=0.1), (0, 0.5, 1, (6 + SQRT) / 8, 0.75, 0.5, 0.5)),
+    ],
+)
+def test_decay(options, expected):
+    schedule = DecaySchedule(ConstantSchedule(2.0), **options)
+    assert [schedule(1 - done) for done in AT] == pytest.approx([2 * factor for factor in expected])
+    assert pickle.loads(pickle.dumps(schedule))(0.5) == schedule(0.5)
+
+
+def test_warmup_of_a_schedule():
+    """They multiply."""
+    schedule = DecaySchedule(LinearSchedule(1.0, 0.0, 1.0), "constant", 0.0, 0.5)
+    assert [schedule(p) for p in (0.75, 0.5, 0.25)] == pytest.approx([0.375, 0.5, 0.25])
+
+
+# What follows the KL divergence
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(0.016, 2.0), (0.0149, 1.0), (0.01, 1.0), (0.0067, 1.0), (0.0066, 0.5), (0.0, 1.0), (math.nan, 1.0)]
+)
+def test_kl_coefficient(kl, factor):
+    """Doubled above 1.5 times the target, halved below the target / 1.5."""
+    coefficient = KLAdaptive(0.2, target=0.01, factor=2.0, tolerance=1.5, bounds=(0.0, 1.0))
+    coefficient.update(kl)
+    assert coefficient.value == pytest.approx(0.2 * factor)
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(0.021, 1 / 1.5), (0.02, 1.0), (0.005, 1.0), (0.004, 1.5), (0.0, 1.0), (math.inf, 1 / 1.5)]
+)
+def test_learning_rate(kl, factor):
+    """Divided by 1.5 above twice the target, multiplied by it below half of it and above 0."""
+    rate = KLAdaptive(1e-3, target=0.01, factor=1 / 1.5, tolerance=2.0, bounds=(1e-5, 1e-2))
+    rate.update(kl)
+    assert rate.value == rate(0.3) == pytest.approx(1e-3 * factor)
+
+
+def test_bounds_of_what_follows_the_kl():
+    rate = KLAdaptive(1e-3, target=0.01, factor=1 / 1.5, tolerance=2.0, bounds=(1e-5, 1e-2))
+    for kl, bound in ((1.0, 1e-5), (1e-6, 1e-2)):
+        for _ in range(30):
+            rate.update(kl)
+        assert rate.value == bound
+
+
+def test_state_of_what_follows_the_kl():
+    """It is taken up again, unless the user has chosen another start."""
+
+    def rate(start, bounds=(1e-5, 1e-2)):
+        return KLAdaptive(start, target=0.01, factor=1 / 1.5, tolerance=2.0, bounds=bounds)
+
+    learned = rate(1e-3)
+    learned.update(1.0)
+    for other, expected in ((rate(1e-3), 1e-3 / 1.5), (rate(2e-3), 2e-3), (rate(1e-3, (9e-4, 1e-2)), 9e-4)):
+        other.load_state_dict(learned.state_dict())
+        assert other.value == pytest.approx(expected)

@@ -1,0 +1,325 @@
+"""Groups of parameters and their rules, against torch's own optimisers."""
+
+import copy
+import io
+import re
+
+import pytest
+import torch as th
+from gymnasium import spaces
+from parity import assert_equal
+from stable_baselines3 import PPO
+from toys import DICT, IMAGE, make_toys
+
+from sb3_ppo_ext import PPOExt, optimizers
+from sb3_ppo_ext.optimizers import MuonWithAdamW, critic_parameters, hidden_matrices
+
+SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, device="cpu")
+TOYS = make_toys()
+
+
+def make(policy="MlpPolicy", env=TOYS, algorithm=PPOExt, **options):
+    return algorithm(policy, env, **{**SMALL, **options})
+
+
+def names(policy, parameters):
+    return {name for name, parameter in policy.named_parameters() if parameter in parameters}
+
+
+def with_gradients(policy, seed=0):
+    generator = th.Generator().manual_seed(seed)
+    for parameter in policy.parameters():
+        parameter.grad = th.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def set_lr(optimizer, lr):
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def test_sb3s_optimizer_by_default():
+    """Without options it is the one that the policy has made."""
+    assert_equal(make(algorithm=PPO).policy.optimizer.state_dict(), make().policy.optimizer.state_dict(), "optimizer")
+
+
+# Who owns what
+
+MLP_CRITIC = {f"mlp_extractor.value_net.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}
+MLP_CRITIC |= {"value_net.weight", "value_net.bias"}
+SEPARATE = dict(policy_kwargs=dict(share_features_extractor=False))
+
+
+@pytest.mark.parametrize(
+    ("policy", "observation_space", "options", "expected"),
+    [
+        ("MlpPolicy", None, {}, MLP_CRITIC),
+        ("CnnPolicy", IMAGE, {}, {"value_net.weight", "value_net.bias"}),
+        ("MlpPolicy", None, dict(policy_kwargs=dict(net_arch=[])), {"value_net.weight", "value_net.bias"}),
+        ("MlpPolicy", None, dict(use_sde=True), MLP_CRITIC),
+    ],
+    ids=["mlp", "cnn", "linear", "gSDE"],
+)
+def test_parameters_of_the_critic(policy, observation_space, options, expected):
+    """What the actor uses as well is the actor's."""
+    env = make_toys(**({"observation_space": observation_space} if observation_space else {}))
+    policy = make(policy, env, **options).policy
+    assert names(policy, critic_parameters(policy)) == expected
+
+
+def test_separate_extractors_of_the_critic():
+    policy = make("CnnPolicy", make_toys(observation_space=IMAGE), **SEPARATE).policy
+    of_critic = names(policy, critic_parameters(policy))
+    assert {name.split(".")[0] for name in of_critic} == {"vf_features_extractor", "value_net"}
+    assert len(of_critic) == 2 + len(list(policy.vf_features_extractor.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("policy", "observation_space", "options", "expected"),
+    [
+        ("MlpPolicy", None, {}, {"mlp_extractor.policy_net.2.weight", "mlp_extractor.value_net.2.weight"}),
+        ("MlpPolicy", None, dict(use_sde=True), {"mlp_extractor.policy_net.2.weight", "mlp_extractor.value_net.2.weight"}),
+        ("CnnPolicy", IMAGE, {}, {"features_extractor.linear.0.weight"}),
+        ("CnnPolicy", IMAGE, SEPARATE, {f"{part}features_extractor.linear.0.weight" for part in ("", "vf_")}),
+        (
+            "MultiInputPolicy",
+            DICT,
+            {},
+            {"features_extractor.extractors.camera.linear.0.weight"}
+            | {f"mlp_extractor.{net}_net.{i}.weight" for net in ("policy", "value") for i in (0, 2)},
+        ),
+    ],
+    ids=["mlp", "gSDE", "cnn", "separate", "dict"],
+)
+def test_hidden_matrices(policy, observation_space, options, expected):
+    """Neither heads, nor what reads the observation, nor convolutions, biases or log_std."""
+    env = make_toys(**({"observation_space": observation_space} if observation_space else {}))
+    policy = make(policy, env, **options).policy
+    assert names(policy, hidden_matrices(policy)) == expected
+
+
+# Steps, against torch's optimisers
+
+
+@pytest.mark.parametrize(
+    ("name", "torchs"),
+    [
+        ("adam", lambda p: th.optim.Adam(p, lr=0.01, eps=1e-5, weight_decay=0.1)),
+        ("adamw", lambda p: th.optim.AdamW(p, lr=0.01, eps=1e-5, weight_decay=0.1)),
+        ("sgd", lambda p: th.optim.SGD(p, lr=0.01, weight_decay=0.1)),
+    ],
+)
+def test_steps_are_torchs(name, torchs):
+    """With weight decay on everything but log_std."""
+    policy = make(optimizer=name, weight_decay=0.1).policy
+    copied = copy.deepcopy(policy)
+    theirs = torchs([p for n, p in copied.named_parameters() if n != "log_std"])
+    log_std = torchs([copied.log_std])
+    log_std.param_groups[0]["weight_decay"] = 0.0
+    set_lr(policy.optimizer, 0.01)
+    for seed in range(3):
+        with_gradients(policy, seed).optimizer.step()
+        with_gradients(copied, seed)
+        theirs.step()
+        log_std.step()
+    assert_equal(copied.state_dict(), policy.state_dict(), "policy")
+
+
+def test_adamw_without_weight_decay():
+    """torch's default of 0.01 does not get in."""
+    policy = make(optimizer="adamw").policy
+    assert {group["weight_decay"] for group in policy.optimizer.param_groups} == {0.0}
+
+
+def test_muon_steps_are_torchs():
+    """Two optimisers of torch on the two kinds of parameters."""
+    policy = make(optimizer="muon", weight_decay=0.1, critic_learning_rate=0.02).policy
+    copied = copy.deepcopy(policy)
+    of_muon = hidden_matrices(copied)
+    rest = [p for n, p in copied.named_parameters() if p not in of_muon and n != "log_std"]
+    theirs = [
+        th.optim.Muon(of_muon, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        th.optim.AdamW(rest, lr=0.01, eps=1e-5, weight_decay=0.1),
+        th.optim.AdamW([copied.log_std], lr=0.01, eps=1e-5, weight_decay=0.0),
+    ]
+    set_lr(policy.optimizer, 0.01)
+    for seed in range(3):
+        with_gradients(policy, seed).optimizer.step()
+        with_gradients(copied, seed)
+        for optimizer in theirs:
+            optimizer.step()
+    assert_equal(copied.state_dict(), policy.state_dict(), "policy")
+
+
+def test_muon_is_one_optimizer():
+    """Its state covers all parameters, and a state-dictionary brings it back whole."""
+    policy = make(optimizer="muon").policy
+    assert isinstance(policy.optimizer, MuonWithAdamW)
+    set_lr(policy.optimizer, 0.01)
+    with_gradients(policy).optimizer.step()
+    assert len(policy.optimizer.state) == len(list(policy.parameters()))
+    copied = make(optimizer="muon").policy
+    copied.load_state_dict(policy.state_dict())
+    copied.optimizer.load_state_dict(copy.deepcopy(policy.optimizer.state_dict()))  # torch does not copy
+    for one in (policy, copied):
+        set_lr(one.optimizer, 0.02)  # the parts see it after the load as well
+        with_gradients(one, 1).optimizer.step(lambda: th.tensor(1.0))
+    assert_equal(policy.state_dict(), copied.state_dict(), "policy")
+    assert_equal(policy.optimizer.state_dict(), copied.optimizer.state_dict(), "optimizer")
+
+
+def test_muon_without_hidden_matrices():
+    """AdamW takes all, and a warning says so, for a tuner may draw such a network."""
+    with pytest.warns(UserWarning, match="no hidden matrix.*net_arch"):
+        model = make(optimizer="muon", policy_kwargs=dict(net_arch=[8]))
+    model.learn(32)
+
+
+def test_torch_without_muon(monkeypatch):
+    """Before 2.9."""
+    monkeypatch.setattr(optimizers, "Muon", None)
+    with pytest.raises(ValueError, match=r"`optimizer='muon'`.*torch 2\.9"):
+        make(optimizer="muon")
+
+
+def test_arguments_of_the_optimizer():
+    """`optimizer_kwargs` go to the chosen class, and bad ones are refused."""
+    policy = make(optimizer="sgd", policy_kwargs=dict(optimizer_kwargs=dict(momentum=0.5))).policy
+    assert policy.optimizer.param_groups[0]["momentum"] == 0.5
+    policy = make(optimizer="muon", policy_kwargs=dict(optimizer_kwargs=dict(momentum=0.5, eps=1e-6))).policy
+    assert [group.get("momentum") for group in policy.optimizer.param_groups] == [0.5, None, None]
+    with pytest.raises(ValueError, match="`optimizer_kwargs` has no option `momentums`"):
+        make(optimizer="sgd", policy_kwargs=dict(optimizer_kwargs=dict(momentums=0.5)))
+    with pytest.raises(ValueError, match=r"`weight_decay=0\.1`.*optimizer_kwargs"):
+        make(weight_decay=0.1, policy_kwargs=dict(optimizer_kwargs=dict(weight_decay=0.1)))
+    kwargs = dict(optimizer_kwargs=dict(momentum=0.5))
+    model = make(optimizer="sgd", policy_kwargs=kwargs)
+    assert model.policy_kwargs == kwargs == dict(optimizer_kwargs=dict(momentum=0.5))
+
+
+def test_optimizer_class_of_the_user():
+    """The second rate works with any class."""
+    policy_kwargs = dict(optimizer_class=th.optim.RMSprop, optimizer_kwargs=dict(alpha=0.9))
+    model = make(critic_learning_rate=0.01, policy_kwargs=policy_kwargs).learn(32)
+    assert type(model.policy.optimizer) is th.optim.RMSprop
+    assert {(group["lr"], group["alpha"]) for group in model.policy.optimizer.param_groups} == {(3e-4, 0.9), (0.01, 0.9)}
+
+
+# The second learning rate
+
+
+def test_same_rate_for_both_is_one_optimizer():
+    """Where nothing is clipped, a critic's rate equal to the actor's changes nothing."""
+    one, two = (make(max_grad_norm=1e9, **o).learn(96) for o in ({}, dict(critic_learning_rate=3e-4)))
+    assert_equal(one.policy.state_dict(), two.policy.state_dict(), "policy")
+
+
+def test_rates_and_clipping_by_group():
+    """Each group has its rate and its own norm, which is clipped to `max_grad_norm` by itself."""
+    model = make(critic_learning_rate="lin_0.01", max_grad_norm=0.1, vf_coef=5.0)
+    norms = []
+    step = model.policy.optimizer.step
+
+    def recording_step():
+        groups = model.policy.optimizer.param_groups
+        norms.append([th.cat([p.grad.flatten() for p in g["params"]]).norm().item() for g in groups if len(g["params"]) > 1])
+        assert {group["role"]: group["lr"] for group in groups} == {"actor": 3e-4, "critic": pytest.approx(0.005)}
+        step()
+
+    model.policy.optimizer.step = recording_step
+    model.learn(64, callback=lambda local, _: local["self"].num_timesteps <= 32)
+    assert len(norms) == 8
+    logged = model.logger.name_to_value
+    assert logged["train/critic_learning_rate"] == pytest.approx(0.005)
+    assert logged["train/grad_norm"] > 0.1
+    assert logged["train/critic_grad_norm"] > 0.1
+    assert logged["train/critic_grad_norm_clipped"] == pytest.approx(0.1)
+    # log_std is a group of its own
+    assert all(actor <= 0.1001 and critic == pytest.approx(0.1, rel=1e-4) for actor, critic in norms)
+
+
+# States across zips
+
+KINDS = {
+    "SB3's": {},
+    "critic": dict(critic_learning_rate=1e-3),
+    "decay": dict(weight_decay=0.01),
+    "both": dict(critic_learning_rate=1e-3, weight_decay=0.01),
+}
+
+
+def moments(model):
+    return {
+        name: model.policy.optimizer.state[parameter]
+        for name, parameter in model.policy.named_parameters()
+        if parameter in model.policy.optimizer.state
+    }
+
+
+@pytest.mark.parametrize("before", KINDS)
+@pytest.mark.parametrize("after", KINDS)
+def test_moments_follow_their_parameters(before, after):
+    """A critic's rate or weight decay may come and go: the moments stay, the new hyperparameters hold."""
+    file = io.BytesIO()
+    model = make(**KINDS[before]).learn(32)
+    model.save(file)
+    options = dict(critic_learning_rate=None, weight_decay=0.0) | KINDS[after]
+    loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), **options)
+    assert_equal(moments(model), moments(loaded), "moments")
+    assert loaded.policy.optimizer.param_groups[-1]["weight_decay"] == options["weight_decay"]
+    loaded.learn(32, reset_num_timesteps=False)
+
+
+def test_moments_of_sb3s_zip():
+    """PPO's own, under a second learning rate."""
+    file = io.BytesIO()
+    model = make(algorithm=PPO).learn(32)
+    model.save(file)
+    loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), critic_learning_rate=1e-3)
+    assert_equal(moments(model), moments(loaded), "moments")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, dict(optimizer="sgd"), "of the optimizer Adam, while `optimizer` is SGD"),
+        (dict(optimizer="sgd"), dict(optimizer="adam"), "SGD, while `optimizer` is Adam"),
+        (dict(optimizer="muon"), dict(optimizer="adamw"), "AdamW and Muon, while `optimizer` is AdamW"),
+        (dict(optimizer="adamw"), dict(optimizer="muon"), "AdamW, while `optimizer` is AdamW and Muon"),
+    ],
+)
+def test_another_optimizer(before, after, message):
+    """Its state means something else; the remedy works."""
+    file = io.BytesIO()
+    model = make(**before).learn(32)
+    model.save(file)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), **after)
+    saved = PPOExt.load(io.BytesIO(file.getvalue()))
+    other = make(**after)
+    other.set_parameters({"policy": saved.policy.state_dict()}, exact_match=False)
+    assert_equal(model.policy.state_dict(), other.policy.state_dict(), "policy")
+    other.learn(32)
+
+
+def test_no_critic_apart():
+    """A policy of another make is refused where the critic must be told from the actor."""
+    from stable_baselines3.common.policies import ActorCriticPolicy
+
+    class Shared(ActorCriticPolicy):
+        def _build(self, lr_schedule):
+            super()._build(lr_schedule)
+            for module in (self.value_net, self.mlp_extractor.value_net):
+                module.requires_grad_(False)
+            self.values, self.latent = self.value_net, self.mlp_extractor.value_net
+            del self.value_net, self.mlp_extractor.value_net
+
+    for option in (dict(critic_learning_rate=1e-3), dict(max_clip_fraction=0.5)):
+        with pytest.raises(ValueError, match=f"`{next(iter(option))}=.*no critic apart"):
+            make(Shared, **option)
+
+
+def test_discrete_actions_have_no_log_std():
+    """One group fewer."""
+    model = make(env=make_toys(action_space=spaces.Discrete(3)), weight_decay=0.1).learn(32)
+    assert len(model.policy.optimizer.param_groups) == 1
