@@ -1,0 +1,346 @@
+"""Every option is saved, loaded and continued, from Python, YAML and `-params`; and any two go together or are refused."""
+
+import copy
+import inspect
+import io
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch as th
+import yaml
+from gymnasium import spaces
+from parity import assert_equal
+from stable_baselines3 import PPO
+from test_zoo import config, saved, train
+from toys import BOX_ACTION, make_toys
+
+from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.options import CHECKS
+
+SMALL = dict(n_steps=8, batch_size=8, n_epochs=2, seed=3, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
+
+# Each of our options with the values that are not its default, and what it needs beside it.
+VALUES = {
+    "advantage_norm": ["rollout", "ema"],
+    "adv_ema_alpha": [0.5],
+    "adv_ema_warm_start": [False],
+    "adv_min_std": [0.5],
+    "adv_clip": [1.0],
+    "adv_shift_mean": [False],
+    "bounds_coef": [0.1],
+    "bounds_limit": [0.0],
+    "vf_clip_mode": ["max"],
+    "surrogate": ["spo"],
+    "dual_clip": [3.0],
+    "kl_coef": [0.5],
+    "kl_target": [0.01],
+    "ent_coef": ["lin_0.01"],
+    "vtrace": [True],
+    "vtrace_rho": [0.9],
+    "vtrace_c": [0.9],
+    "priority_alpha": [0.6],
+    "priority_beta": [0.9],
+    "priority_segment": [2],
+    "optimizer": ["adamw", "sgd", "muon"],
+    "weight_decay": [0.01],
+    "critic_learning_rate": [1e-3],
+    "lr_decay": ["linear", "cosine"],
+    "lr_min_fraction": [0.5],
+    "lr_warmup": [0.3],
+    "adaptive_lr_kl": [0.01],
+    "adaptive_lr_bounds": [(1e-4, 1e-3)],
+    "max_clip_fraction": [0.05],
+    "accumulate_grad": [3],
+    "bad_gradients": ["skip"],
+    # SB3's, which meet ours
+    "clip_range_vf": [0.1],
+    "target_kl": [0.01],
+    "normalize_advantage": [False],
+    "use_sde": [True],
+    "max_grad_norm": [0.01],
+}
+NEEDS = {
+    "adv_ema_alpha": dict(advantage_norm="ema"),
+    "adv_ema_warm_start": dict(advantage_norm="ema"),
+    "adv_min_std": dict(advantage_norm="ema"),
+    "adv_clip": dict(advantage_norm="ema"),
+    "adv_shift_mean": dict(advantage_norm="ema"),
+    "bounds_limit": dict(bounds_coef=0.1),
+    "vf_clip_mode": dict(clip_range_vf=0.1),
+    "kl_target": dict(kl_coef=0.5),
+    "vtrace_rho": dict(vtrace=True),
+    "vtrace_c": dict(vtrace=True),
+    "priority_beta": dict(priority_alpha=0.6),
+    "priority_segment": dict(priority_alpha=0.6),
+    "lr_min_fraction": dict(lr_decay="linear"),
+    "adaptive_lr_bounds": dict(adaptive_lr_kl=0.01),
+}
+SINGLE = [{**NEEDS.get(name, {}), name: value} for name, values in VALUES.items() for value in values]
+
+
+def is_legal(options, action_space):
+    """What is refused, written down once more."""
+    get = {**DEFAULTS, **options}.get
+    box = isinstance(action_space, spaces.Box)
+    return not (
+        (get("bounds_coef") > 0 and not box)
+        or (get("use_sde") and not box)
+        or (get("dual_clip") and get("surrogate") == "spo")
+        or (get("kl_target") and not get("kl_coef"))
+        or (get("adaptive_lr_kl") and (get("lr_decay") != "constant" or get("lr_warmup") > 0))
+    )
+
+
+def own_options():
+    """Names and defaults of the keyword-only arguments."""
+    parameters = inspect.signature(PPOExt.__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+DEFAULTS = own_options() | dict(use_sde=False)
+
+
+def test_every_option_is_tested_and_checked():
+    """One that is added and forgotten here fails."""
+    assert own_options().keys() <= VALUES.keys()
+    assert own_options().keys() <= CHECKS.keys()
+
+
+def make(options, action_space=BOX_ACTION, env=None):
+    return PPOExt("MlpPolicy", env or make_toys(action_space=action_space, length=5), **{**SMALL, **options})
+
+
+def random_state():
+    return random.getstate(), np.random.get_state(), th.get_rng_state()
+
+
+def set_random_state(state):
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    th.set_rng_state(state[2])
+
+
+def assert_continues(options, action_space=BOX_ACTION):
+    """Train, save, load, train equals train straight through; and training is reproducible and finite."""
+    straight = make(options, action_space).learn(32)
+    again = make(options, action_space).learn(32)
+    assert_equal(straight.policy.state_dict(), again.policy.state_dict(), "policy")
+    file, env, state = io.BytesIO(), copy.deepcopy(straight.env), random_state()
+    straight.save(file)
+    straight.learn(32, reset_num_timesteps=False)
+    loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=env, force_reset=False, device="cpu")
+    set_random_state(state)
+    loaded.learn(32, reset_num_timesteps=False)
+    for name, (expected, actual) in {
+        "policy": (straight.policy.state_dict(), loaded.policy.state_dict()),
+        "optimizer": (straight.policy.optimizer.state_dict(), loaded.policy.optimizer.state_dict()),
+        "log": tuple({k: v for k, v in m.logger.name_to_value.items() if "seconds" not in k} for m in (straight, loaded)),
+    }.items():
+        assert_equal(expected, actual, name)
+    for name in ("advantage_normalizer", "kl_coefficient", "adaptive_lr"):
+        one, other = getattr(straight, name), getattr(loaded, name)
+        assert one is other is None or one.state_dict() == other.state_dict()
+    assert all(np.isfinite(value) for name, value in straight.logger.name_to_value.items())
+    assert all(th.isfinite(parameter).all() for parameter in straight.policy.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, *SINGLE], ids=str)
+def test_each_option_continues(options):
+    assert_continues(options)
+
+
+def pairs_of(options):
+    return set(itertools.combinations(sorted(options.items(), key=str), 2))
+
+
+def combinations():
+    """Sets of options in which each pair of values occurs, found greedily, with what they need."""
+    choices = {name: [(name, value) for value in values] for name, values in VALUES.items()}
+    wanted = {
+        tuple(sorted(pair, key=str))
+        for one, other in itertools.combinations(choices, 2)
+        for pair in itertools.product(choices[one], choices[other])
+    }
+    rng = random.Random(0)
+    while wanted:
+        candidates = []
+        for _ in range(15):
+            pair = rng.choice(sorted(wanted, key=str))
+            names = rng.sample(sorted(VALUES), 3)
+            drawn = {name: rng.choice(VALUES[name]) for name in names} | dict(pair)
+            candidates.append(drawn)
+        best = max(candidates, key=lambda drawn: len(pairs_of(drawn) & wanted))
+        wanted -= pairs_of(best)
+        needed = {k: v for name in best for k, v in NEEDS.get(name, {}).items() if k not in best}
+        yield best | needed
+
+
+COMBINATIONS = [
+    (options, action_space)
+    for i, options in enumerate(combinations())
+    for action_space in [[BOX_ACTION, spaces.Discrete(3)][i % 2]]
+]
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_pairs(part):
+    """Legal combinations are finite, reproducible and continue; the others raise ValueError before anything is trained."""
+    n_legal = 0
+    for options, action_space in COMBINATIONS[part::8]:
+        if is_legal(options, action_space):
+            n_legal += 1
+            try:
+                assert_continues(options, action_space)
+            except Exception as error:
+                raise AssertionError(f"{options} with {action_space}") from error
+        else:
+            with pytest.raises(ValueError, match=r"is not valid|gSDE|Box"):
+                make(options, action_space)
+    assert n_legal > 5
+
+
+def test_enough_pairs():
+    """The combinations are a few hundred, most of them legal."""
+    assert 100 < len(COMBINATIONS) < 500
+    assert sum(is_legal(*combination) for combination in COMBINATIONS) > 0.5 * len(COMBINATIONS)
+
+
+# Zips
+
+
+def test_options_given_to_load():
+    """They replace the saved ones; what was learned under them starts anew."""
+    file = io.BytesIO()
+    options = dict(advantage_norm="ema", kl_coef=0.1, kl_target=1e-9, adaptive_lr_kl=1e-9, ent_coef="lin_0.02")
+    model = make(options).learn(32)
+    model.save(file)
+
+    def load(**kwargs):
+        return PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), **kwargs)
+
+    loaded = load()
+    assert loaded.kl_coefficient.value == model.kl_coefficient.value > 0.1
+    assert loaded.adaptive_lr.value == model.adaptive_lr.value < 3e-4
+    assert loaded.advantage_normalizer.state_dict() == model.advantage_normalizer.state_dict()
+    assert loaded.ent_coef(0.5) == pytest.approx(0.01)
+    loaded = load(kl_coef=0.7, learning_rate=1e-3, ent_coef="lin_0.01", advantage_norm="rollout")
+    assert loaded.kl_coefficient.value == 0.7
+    assert loaded.adaptive_lr.value == loaded.lr_schedule(1.0) == 1e-3
+    assert loaded.ent_coef(0.5) == pytest.approx(0.005)
+    assert loaded.advantage_normalizer is None
+    loaded.learn(32, reset_num_timesteps=False)
+    loaded = load(kl_target=None, adaptive_lr_kl=None, lr_decay="cosine", surrogate="spo")
+    assert loaded.kl_coefficient is loaded.adaptive_lr is None
+    loaded.learn(32, reset_num_timesteps=False)
+    with pytest.raises(ValueError, match="`adaptive_lr_kl=1e-09`"):
+        load(lr_decay="cosine")
+    with pytest.raises(ValueError, match="has no option `vtrase`: did you mean `vtrace`"):
+        load(vtrase=True)
+
+
+def test_zips_of_ppo_take_options():
+    """What PPO has not learned starts from the beginning."""
+    file = io.BytesIO()
+    model = PPO("MlpPolicy", make_toys(), **SMALL).learn(32)
+    model.save(file)
+    options = dict(advantage_norm="ema", kl_coef=0.1, kl_target=0.01, adaptive_lr_kl=0.01, vtrace=True)
+    loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), **options)
+    assert_equal(model.policy.state_dict(), loaded.policy.state_dict(), "policy")
+    loaded.learn(32, reset_num_timesteps=False)
+    assert loaded.advantage_normalizer.state_dict()["n_rollouts"] == 2
+
+
+def test_ppo_loads_what_it_can_use():
+    """Options that leave nothing behind beside the policy."""
+    options = dict(advantage_norm="rollout", bounds_coef=0.1, vtrace=True, priority_alpha=0.5, lr_decay="cosine")
+    model = make(options).learn(32)
+    file = io.BytesIO()
+    model.save(file)
+    loaded = PPO.load(io.BytesIO(file.getvalue()), env=make_toys())
+    assert_equal(model.policy.state_dict(), loaded.policy.state_dict(), "policy")
+    loaded.learn(32)
+
+
+def test_parameters_hold_what_was_learned():
+    """`get_parameters` and `set_parameters`, between two models in memory and from a file."""
+    options = dict(advantage_norm="ema", kl_coef=0.1, kl_target=1e-9)
+    model = make(options).learn(32)
+    parameters = model.get_parameters()
+    assert parameters.keys() == {"policy", "policy.optimizer", "advantage_normalizer", "kl_coefficient"}
+    other = make(options)
+    other.set_parameters(parameters)
+    assert other.kl_coefficient.value == model.kl_coefficient.value
+    plain = make({})
+    plain.set_parameters(parameters)
+    assert_equal(model.policy.state_dict(), plain.policy.state_dict(), "policy")
+    other = make(options)
+    other.set_parameters({"policy": model.policy.state_dict()}, exact_match=False)
+    assert other.kl_coefficient.value == 0.1
+
+
+# RL Zoo
+
+ZOO_OPTIONS = {
+    **dict(advantage_norm="ema", adv_ema_alpha=0.1, adv_clip=3.0, bounds_coef=0.01, bounds_limit=1.0, clip_range_vf=0.2),
+    **dict(vf_clip_mode="max", dual_clip=3.0, kl_coef=0.1, kl_target=0.02, ent_coef="lin_0.01", vtrace=True),
+    **dict(priority_alpha=0.5, priority_segment=8, optimizer="adamw", weight_decay=0.01, lr_decay="cosine", lr_warmup=0.1),
+    **dict(critic_learning_rate=0.002, max_clip_fraction=0.6, accumulate_grad=2, bad_gradients="skip", n_epochs=2),
+    **dict(adv_ema_warm_start=False, adv_min_std=0.02, adv_shift_mean=False, vtrace_rho=1.2, vtrace_c=1.1),
+    **dict(priority_beta=0.5, lr_min_fraction=0.1),
+}
+ADAPTIVE = dict(adaptive_lr_kl=0.01, adaptive_lr_bounds=[0.0001, 0.002], surrogate="spo", learning_rate=0.001)
+
+
+def test_zoo_options_are_all():
+    """Those of YAML and command line below."""
+    assert own_options().keys() <= (ZOO_OPTIONS | ADAPTIVE).keys()
+
+
+def assert_has_options(model, options):
+    for name, value in options.items():
+        if name not in ("ent_coef", "clip_range_vf", "learning_rate", "critic_learning_rate"):
+            assert getattr(model, name) == value, name
+
+
+def test_yaml(tmp_path):
+    """All options at once from a file, as numbers, words and schedules."""
+    entry = dict(n_envs=2, n_timesteps=512, policy="MlpPolicy", n_steps=64, batch_size=32) | ZOO_OPTIONS
+    (tmp_path / "conf.yml").write_text(yaml.safe_dump({"Pendulum-v1": entry}))
+    train("--env", "Pendulum-v1", "-conf", "conf.yml", cwd=tmp_path)
+    model = PPOExt.load(saved(tmp_path, "Pendulum-v1"))
+    assert_has_options(model, ZOO_OPTIONS)
+    assert model.ent_coef(0.5) == pytest.approx(0.005)
+    assert model.critic_lr_schedule(0.0) == pytest.approx(0.0002)
+    assert model.advantage_normalizer.state_dict()["n_rollouts"] == 4
+    assert ZOO_OPTIONS.items() <= config(tmp_path, "Pendulum-v1").items()
+
+
+def test_params(tmp_path):
+    """From the command line, over the entry of the environment."""
+    given = [f"{name}:{value!r}" for name, value in ADAPTIVE.items()]
+    train("--env", "Pendulum-v1", "-n", "512", "-params", "n_envs:2", "n_steps:64", *given, cwd=tmp_path)
+    model = PPOExt.load(saved(tmp_path, "Pendulum-v1"))
+    assert_has_options(model, ADAPTIVE)
+    assert model.adaptive_lr.value != 0.001
+
+
+def test_bad_option_from_the_command_line(tmp_path):
+    """Nothing is written."""
+    arguments = ["--env", "Pendulum-v1", "-n", "512", "-params", "advantage_norm:'emma'"]
+    printed = train(*arguments, cwd=tmp_path, fails=True)
+    assert '`advantage_norm=\'emma\'` is not valid: give "minibatch", "rollout" or "ema"' in printed
+    assert not (tmp_path / "logs").exists()
+
+
+def test_tuning_keeps_options(tmp_path):
+    """Trials start from the options of the entry, and `--trial-id` finds them again."""
+    entry = dict(n_envs=2, n_timesteps=256, policy="MlpPolicy") | ZOO_OPTIONS
+    (tmp_path / "conf.yml").write_text(yaml.safe_dump({"Pendulum-v1": entry}))
+    arguments = ["--env", "Pendulum-v1", "-conf", "conf.yml", "--storage", "study.log", "--study-name", "s"]
+    train(*arguments, "-optimize", "--n-trials", "2", "-n", "256", "--n-startup-trials", "2", cwd=tmp_path)
+    train(*arguments, "--trial-id", "0", "-n", "256", cwd=tmp_path)
+    model = PPOExt.load(saved(tmp_path, "Pendulum-v1"))
+    tuned = {"ent_coef", "n_epochs", "clip_range", "learning_rate"}
+    assert_has_options(model, {name: value for name, value in ZOO_OPTIONS.items() if name not in tuned})
