@@ -65,6 +65,53 @@ BAD_OPTIONS = [
     (dict(rollout_buffer_class="RolloutBuffer"), "`rollout_buffer_class='RolloutBuffer'`.*a class"),
     (dict(rollout_buffer_kwargs=[1]), r"`rollout_buffer_kwargs=\[1\]`.*a dictionary"),
     (dict(device="gpu"), "`device='gpu'`.*cuda"),
+    (dict(advantage_norm="emma"), '`advantage_norm=\'emma\'`.*"minibatch", "rollout" or "ema"'),
+    (dict(adv_ema_alpha=0.0), "`adv_ema_alpha=0.0`.*between 0 and 1"),
+    (dict(adv_ema_warm_start="no"), "`adv_ema_warm_start='no'`.*True or False"),
+    (dict(adv_min_std=0.0), "`adv_min_std=0.0`.*greater than 0"),
+    (dict(adv_clip=-4.0), "`adv_clip=-4.0`.*greater than 0"),
+    (dict(adv_shift_mean=None), "`adv_shift_mean=None`.*True or False"),
+    (dict(bounds_coef=-1.0), "`bounds_coef=-1.0`.*at least 0"),
+    (dict(bounds_coef="0.1"), "`bounds_coef='0.1'`.*a number"),
+    (dict(bounds_limit=-1.1), "`bounds_limit=-1.1`.*at least 0"),
+    (dict(vf_clip_mode="min"), '`vf_clip_mode=\'min\'`.*"clip" or "max"'),
+    (dict(surrogate="trpo"), '`surrogate=\'trpo\'`.*"clip" or "spo"'),
+    (dict(surrogate="spo", clip_range=0.0), "`clip_range=0.0`.*divides by it"),
+    (dict(dual_clip=1.0), "`dual_clip=1.0`.*greater than 1"),
+    (dict(dual_clip=3.0, surrogate="spo"), '`dual_clip=3.0`.*for `surrogate="clip"`'),
+    (dict(kl_coef=float("nan")), "`kl_coef=nan`.*at least 0"),
+    (dict(kl_coef=1.0, kl_target=0.0), "`kl_target=0.0`.*greater than 0"),
+    (dict(kl_target=0.01), "`kl_target=0.01`.*`kl_coef`, which is 0"),
+    (dict(ent_coef="cos_0.1"), "`ent_coef='cos_0.1'`.*lin_0.001"),
+    (dict(vtrace=1.0), "`vtrace=1.0`.*True or False"),
+    (dict(vtrace_rho=0), "`vtrace_rho=0`.*greater than 0"),
+    (dict(vtrace_c=-0.5), "`vtrace_c=-0.5`.*at least 0"),
+    (dict(priority_alpha=-0.5), "`priority_alpha=-0.5`.*at least 0"),
+    (dict(priority_beta=1.5), "`priority_beta=1.5`.*between 0 and 1"),
+    (dict(priority_segment=0), "`priority_segment=0`.*at least 1"),
+    (dict(optimizer="lion"), '`optimizer=\'lion\'`.*"adam", "adamw", "sgd" or "muon"'),
+    (dict(optimizer="sgd", policy_kwargs=dict(optimizer_class=th.optim.SGD)), "`optimizer='sgd'`.*`optimizer_class`"),
+    (dict(weight_decay=-0.1), "`weight_decay=-0.1`.*at least 0"),
+    (dict(critic_learning_rate=-0.1), "`critic_learning_rate=-0.1`.*at least 0"),
+    (dict(critic_learning_rate="lin"), "`critic_learning_rate='lin'`.*lin_0.001"),
+    (dict(lr_decay="exponential"), "`lr_decay='exponential'`.*\"cosine\""),
+    (dict(lr_decay="linear", learning_rate="lin_0.1"), "`lr_decay='linear'`.*`learning_rate` is a schedule by itself"),
+    (dict(lr_decay="linear", critic_learning_rate="lin_0.1"), "`lr_decay='linear'`.*`critic_learning_rate` is a schedule"),
+    (dict(lr_min_fraction=2.0), "`lr_min_fraction=2.0`.*between 0 and 1"),
+    (dict(lr_warmup=1.0), "`lr_warmup=1.0`.*less than 1"),
+    (dict(adaptive_lr_kl=0.0), "`adaptive_lr_kl=0.0`.*greater than 0"),
+    (dict(adaptive_lr_kl=0.01, lr_decay="cosine"), "`adaptive_lr_kl=0.01`.*no `lr_decay`"),
+    (dict(adaptive_lr_kl=0.01, lr_warmup=0.1), "`adaptive_lr_kl=0.01`.*no `lr_warmup`"),
+    (dict(adaptive_lr_kl=0.01, learning_rate="lin_0.001"), "`adaptive_lr_kl=0.01`.*a number as `learning_rate`"),
+    (dict(adaptive_lr_kl=0.01, learning_rate=0.1), "`learning_rate=0.1`.*`adaptive_lr_bounds="),
+    (dict(adaptive_lr_bounds=1e-3), "`adaptive_lr_bounds=0.001`.*the least and the largest"),
+    (dict(adaptive_lr_bounds=(1e-3,)), "`adaptive_lr_bounds=.*the least and the largest"),
+    (dict(adaptive_lr_bounds=(0.0, 1e-3)), "`adaptive_lr_bounds.0.=0.0`.*greater than 0"),
+    (dict(adaptive_lr_bounds=(1e-2, 1e-3)), "`adaptive_lr_bounds.1.=0.001`.*of at least 0.01"),
+    (dict(max_clip_fraction=1.5), "`max_clip_fraction=1.5`.*between 0 and 1"),
+    (dict(accumulate_grad=0), "`accumulate_grad=0`.*at least 1"),
+    (dict(accumulate_grad=1.5), "`accumulate_grad=1.5`.*an integer"),
+    (dict(bad_gradients="ignore"), '`bad_gradients=\'ignore\'`.*"raise" or "skip"'),
     (dict(n_step=5), "PPOExt has no option `n_step`: did you mean `n_steps`"),
     (dict(zzz=5), "PPOExt has no option `zzz`: there are accumulate_grad"),
 ]
@@ -91,6 +138,56 @@ def test_bad_option_of_load(options, message, saved):
     """In `load`, which SB3 does not check at all."""
     with pytest.raises(ValueError, match=message.replace("PPOExt has", "PPOExt.load has").replace("batch_size", ".*")):
         PPOExt.load(saved, env=ToyEnv(), **options)
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.MultiDiscrete([2, 2]), spaces.MultiBinary(2)], ids=str)
+def test_bounds_loss_without_bounds(space):
+    """A discrete action has none; neither does `load` take it."""
+    env = ToyEnv(action_space=space)
+    with pytest.raises(ValueError, match=r"`bounds_coef=0\.01` is not valid: .* has no bounds"):
+        PPOExt("MlpPolicy", env, bounds_coef=0.01)
+    file = io.BytesIO()
+    PPOExt("MlpPolicy", env).save(file)
+    with pytest.raises(ValueError, match=re.escape("`bounds_coef=0.01` is not valid")):
+        PPOExt.load(io.BytesIO(file.getvalue()), bounds_coef=0.01)
+
+
+class OwnDraws(RolloutBuffer):
+    def get(self, batch_size=None):
+        yield from super().get(batch_size)
+
+
+class OwnEstimates(RolloutBuffer):
+    def compute_returns_and_advantage(self, last_values, dones):
+        super().compute_returns_and_advantage(last_values, dones)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(advantage_norm="rollout"),
+        dict(advantage_norm="ema"),
+        dict(vtrace=True),
+        dict(kl_coef=0.1),
+        dict(priority_alpha=0.5),
+        dict(accumulate_grad=2),
+    ],
+    ids=str,
+)
+def test_options_that_draw_minibatches(options):
+    """They cannot know what a buffer of the user draws; others can live with it."""
+    (name,) = options
+    with pytest.raises(ValueError, match=f"`{name}=.*OwnDraws.*its own `get`"):
+        PPOExt("MlpPolicy", ToyEnv(), rollout_buffer_class=OwnDraws, **options)
+    others = dict(bounds_coef=0.1, critic_learning_rate=1e-3, max_clip_fraction=0.5, surrogate="spo", ent_coef="lin_0.1")
+    PPOExt("MlpPolicy", ToyEnv(), n_steps=16, batch_size=8, rollout_buffer_class=OwnDraws, **others).learn(32)
+
+
+def test_vtrace_or_own_estimates():
+    """One of them would be lost."""
+    with pytest.raises(ValueError, match=r"`vtrace=True`.*OwnEstimates"):
+        PPOExt("MlpPolicy", ToyEnv(), rollout_buffer_class=OwnEstimates, vtrace=True)
+    PPOExt("MlpPolicy", ToyEnv(), n_steps=16, batch_size=8, rollout_buffer_class=OwnEstimates, priority_alpha=0.5).learn(32)
 
 
 @pytest.mark.parametrize("options", [dict(batch_size=1), dict(n_steps=1), dict(clip_range_vf=-1.0), dict(learning_rate="a")])

@@ -177,11 +177,7 @@ def combinations():
         yield best | needed
 
 
-COMBINATIONS = [
-    (options, action_space)
-    for i, options in enumerate(combinations())
-    for action_space in [[BOX_ACTION, spaces.Discrete(3)][i % 2]]
-]
+COMBINATIONS = list(itertools.product(combinations(), [BOX_ACTION, spaces.Discrete(3)]))
 
 
 @pytest.mark.parametrize("part", range(8))
