@@ -155,19 +155,10 @@ def _check_learning_rate(model: Any) -> None:
         rate = getattr(model, name)
         if model.lr_decay != "constant" and rate is not None and not is_constant(rate):
             refuse("lr_decay", model.lr_decay, f"`{name}` is a schedule by itself; give it a number, or no `lr_decay`")
-    if model.adaptive_lr_kl is None:
-        return
-    if model.lr_decay != "constant" or model.lr_warmup > 0 or not is_constant(model.learning_rate):
+    changes_by_itself = model.lr_decay != "constant" or model.lr_warmup > 0 or not is_constant(model.learning_rate)
+    if model.adaptive_lr_kl is not None and changes_by_itself:
         remedy = "the KL divergence drives the learning rate; give a number as `learning_rate`, no `lr_decay`, no `lr_warmup`"
         refuse("adaptive_lr_kl", model.adaptive_lr_kl, remedy)
-    low, high = model.adaptive_lr_bounds
-    rate = value_of(model.learning_rate, 1.0)
-    # RL Zoo loads a model that it only evaluates with a rate of 0.
-    if rate != 0 and not low <= rate <= high:
-        remedy = (
-            f"`adaptive_lr_kl` starts from it inside of `adaptive_lr_bounds={model.adaptive_lr_bounds}`; change one of them"
-        )
-        refuse("learning_rate", model.learning_rate, remedy)
 
 
 def _check_classes(model: Any) -> None:

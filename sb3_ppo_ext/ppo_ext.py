@@ -122,7 +122,7 @@ class PPOExt(RolloutCollector):
     :param lr_min_fraction: What is left of the learning rate at the end, in [0, 1]
     :param lr_warmup: Fraction of the training during which the learning rate grows from 0, in [0, 1)
     :param adaptive_lr_kl: The KL divergence that the learning rate is adapted to after each update, in nats, greater than 0
-    :param adaptive_lr_bounds: The least and the largest of these learning rates
+    :param adaptive_lr_bounds: The least and the largest of these learning rates, also at the start
     :param max_clip_fraction: The actor rests for the rest of an update once more than this share of a minibatch is clipped,
         in [0, 1]; the critic learns on
     :param accumulate_grad: Minibatches per step of the optimizer, at least 1; the same as a larger ``batch_size``, in less
@@ -319,7 +319,8 @@ class PPOExt(RolloutCollector):
             self.critic_lr_schedule = self._decayed(make_schedule("critic_learning_rate", self.critic_learning_rate))
         self.adaptive_lr = None
         if self.adaptive_lr_kl is not None:
-            start, (low, high) = value_of(learning_rate, 1.0), self.adaptive_lr_bounds
+            low, high = self.adaptive_lr_bounds
+            start = value_of(learning_rate, 1.0)
             self.adaptive_lr = KLAdaptive(start, self.adaptive_lr_kl, factor=1 / 1.5, tolerance=2.0, bounds=(low, high))
             self.lr_schedule = self.adaptive_lr
 

@@ -111,8 +111,8 @@ class KLAdaptive:
     """
 
     def __init__(self, value: float, target: float, factor: float, tolerance: float, bounds: tuple[float, float]):
-        self.initial = self.value = value
         self.target, self.factor, self.tolerance, self.bounds = target, factor, tolerance, bounds
+        self.initial = self.value = self._within_bounds(value)
 
     def __call__(self, progress_remaining: float) -> float:
         return self.value
@@ -122,13 +122,13 @@ class KLAdaptive:
         :param kl: Of an update; NaN changes nothing
         """
         if kl > self.tolerance * self.target:
-            self._multiply(self.factor)
+            self.value = self._within_bounds(self.value * self.factor)
         elif 0.0 < kl < self.target / self.tolerance:
-            self._multiply(1.0 / self.factor)
+            self.value = self._within_bounds(self.value / self.factor)
 
-    def _multiply(self, factor: float) -> None:
+    def _within_bounds(self, value: float) -> float:
         low, high = self.bounds
-        self.value = min(max(self.value * factor, low), high)
+        return min(max(value, low), high)
 
     def state_dict(self) -> dict[str, Any]:
         """:return: What was learned, and from where"""
@@ -140,5 +140,4 @@ class KLAdaptive:
         :param strict: Not used; SB3 passes it
         """
         if state["initial"] == self.initial:
-            low, high = self.bounds
-            self.value = min(max(state["value"], low), high)
+            self.value = self._within_bounds(state["value"])

@@ -136,6 +136,7 @@ def test_learning_rate(kl, factor):
 
 def test_bounds_of_what_follows_the_kl():
     rate = KLAdaptive(1e-3, target=0.01, factor=1 / 1.5, tolerance=2.0, bounds=(1e-5, 1e-2))
+    assert KLAdaptive(1.0, target=0.01, factor=1 / 1.5, tolerance=2.0, bounds=(1e-5, 1e-2)).value == 1e-2
     for kl, bound in ((1.0, 1e-5), (1e-6, 1e-2)):
         for _ in range(30):
             rate.update(kl)
