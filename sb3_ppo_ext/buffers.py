@@ -23,7 +23,7 @@ class Minibatch(NamedTuple):
 
     data: RolloutBufferSamples
     weights: th.Tensor | None = None
-    indices: th.Tensor | None = None
+    indices: np.ndarray | None = None
 
 
 def knows_indices(buffer_class: object) -> bool:

@@ -134,10 +134,9 @@ def clip_fraction(ratio: th.Tensor, clip_range: float) -> th.Tensor:
     """
     :param ratio: Probability ratio
     :param clip_range: As for :func:`clipped_surrogate_loss`
-    :return: Scalar, the share of samples whose ratio lies outside the range, without gradient
+    :return: Scalar, the share of samples whose ratio lies outside the range
     """
-    with th.no_grad():
-        return th.mean((th.abs(ratio - 1) > clip_range).float())
+    return th.mean((th.abs(ratio - 1) > clip_range).float())
 
 
 def _mean(values: th.Tensor, weights: th.Tensor | None) -> th.Tensor:

@@ -1,5 +1,6 @@
 """One update of the policy from one rollout: estimates, epochs, minibatches, losses, steps of the optimiser."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,26 +89,35 @@ class Update:
 
     def _estimate(self, epoch: int) -> None:
         """Advantages and returns of this epoch, and what follows from them."""
-        model = self.model
+        model, buffer = self.model, self.buffer
         if epoch > 0 and not model.vtrace:
             return
-        raw, returns = self.buffer.advantages.flatten(), None
+        raw = buffer.advantages.flatten()
         if model.vtrace:
             raw, returns = self._vtrace()
-            self.returns = self.buffer.to_torch(returns)
-        self.advantages = self.buffer.to_torch(raw)
+            self.returns = buffer.to_torch(returns)
         if model.priority_alpha > 0:
-            done = min(max(1 - self.progress, 0.0), 1.0)
-            self.priority_beta = model.priority_beta + (1 - model.priority_beta) * done
-            length = min(model.priority_segment, model.n_steps, model.batch_size)
-            self.segments = PrioritizedSegments(time_major(raw, self.buffer), length, model.priority_alpha, self.priority_beta)
-        if model.advantage_normalizer is not None:
+            self.segments = self._prioritized_segments(raw)
+        if model.vtrace or (model.normalize_advantage and model.advantage_norm != "minibatch"):
+            self.advantages = self._normalize_rollout(buffer.to_torch(raw), epoch)
+
+    def _prioritized_segments(self, advantages: np.ndarray) -> PrioritizedSegments:
+        model = self.model
+        done = min(max(1 - self.progress, 0.0), 1.0)
+        beta = model.priority_beta + (1 - model.priority_beta) * done
+        length = min(model.priority_segment, model.n_steps, model.batch_size)
+        return PrioritizedSegments(time_major(advantages, self.buffer), length, model.priority_alpha, beta)
+
+    def _normalize_rollout(self, advantages: th.Tensor, epoch: int) -> th.Tensor:
+        normalizer = self.model.advantage_normalizer
+        if normalizer is not None:
             if epoch == 0:
-                model.advantage_normalizer.observe(self.advantages)
-                self.metrics["adv/clamped_fraction"].append(model.advantage_normalizer.clamped_fraction(self.advantages))
-            self.advantages = model.advantage_normalizer.normalize(self.advantages)
-        elif model.normalize_advantage and model.advantage_norm == "rollout":
-            self.advantages = normalize(self.advantages)
+                normalizer.observe(advantages)
+                self.metrics["adv/clamped_fraction"].append(normalizer.clamped_fraction(advantages))
+            return normalizer.normalize(advantages)
+        if self.model.normalize_advantage and self.model.advantage_norm == "rollout":
+            return normalize(advantages)
+        return advantages
 
     def _vtrace(self) -> tuple[np.ndarray, np.ndarray]:
         """Advantages and returns under the current policy and critic, flat."""
@@ -163,7 +173,7 @@ class Update:
         """Those of an epoch, as lists of what makes one step of the optimiser."""
         if not self.knows_indices:
             for data in self.buffer.get(self.model.batch_size):
-                yield [Minibatch(data._replace(advantages=self._normalize(data.advantages)))]
+                yield _normalize_together([Minibatch(data)]) if self._normalizes_minibatches() else [Minibatch(data)]
             return
         step_size = self.model.batch_size * self.model.accumulate_grad
         draws = self.segments.epoch(step_size) if self.segments else shuffled(self._n_samples(), step_size)
@@ -175,22 +185,25 @@ class Update:
 
     def _split(self, indices: np.ndarray, weights: np.ndarray | None) -> list[Minibatch]:
         """One draw, normalised as a whole, so that accumulated gradients are those of one large minibatch."""
-        assert self.advantages is not None, "`_estimate` comes first"
-        places = th.as_tensor(indices, device=self.advantages.device)
-        advantages = self._normalize(self.advantages[places])
-        minibatches = []
-        for start in range(0, len(indices), self.model.batch_size):
-            part = slice(start, start + self.model.batch_size)
-            data = self.buffer._get_samples(indices[part])._replace(advantages=advantages[part])
-            if self.returns is not None:
-                data = data._replace(returns=self.returns[places[part]])
-            part_weights = None if weights is None else self.buffer.to_torch(weights[part])
-            minibatches.append(Minibatch(data, part_weights, places[part]))
+        size = self.model.batch_size
+        minibatches = [self._gather(indices[start : start + size]) for start in range(0, len(indices), size)]
+        if self._normalizes_minibatches():
+            minibatches = _normalize_together(minibatches)
+        if weights is not None:
+            parts = self.buffer.to_torch(weights).split(size)
+            minibatches = [m._replace(weights=part) for m, part in zip(minibatches, parts, strict=True)]
         return minibatches
 
-    def _normalize(self, advantages: th.Tensor) -> th.Tensor:
-        by_minibatch = self.model.normalize_advantage and self.model.advantage_norm == "minibatch"
-        return normalize(advantages) if by_minibatch else advantages
+    def _normalizes_minibatches(self) -> bool:
+        return self.model.normalize_advantage and self.model.advantage_norm == "minibatch"
+
+    def _gather(self, indices: np.ndarray) -> Minibatch:
+        data = self.buffer._get_samples(indices)
+        if self.advantages is not None:
+            data = data._replace(advantages=self.advantages[indices])
+        if self.returns is not None:
+            data = data._replace(returns=self.returns[indices])
+        return Minibatch(data, indices=indices)
 
     def _actions(self, data: RolloutBufferSamples) -> th.Tensor:
         if isinstance(self.model.action_space, spaces.Discrete):
@@ -217,14 +230,14 @@ class Update:
         for coefficient, term in self._further_terms(minibatch, ratio, log_ratio):
             loss = loss + coefficient * term
 
-        with th.no_grad():
-            metrics["approx_kl"].append(approximate_kl(ratio, log_ratio))
+        ratio, log_ratio = ratio.detach(), log_ratio.detach()
+        metrics["approx_kl"].append(approximate_kl(ratio, log_ratio))
         metrics["policy_gradient_loss"].append(policy_term.detach())
         metrics["value_loss"].append(value_term.detach())
         metrics["entropy_loss"].append(entropy_term.detach())
         metrics["clip_fraction"].append(clip_fraction(ratio, self.clip_range))
         metrics["loss"].append(loss.detach())
-        metrics["ratio"].append(ratio.detach())
+        metrics["ratio"].append(ratio)
         return loss
 
     def _surrogate(self, minibatch: Minibatch, ratio: th.Tensor) -> th.Tensor:
@@ -292,7 +305,7 @@ class Update:
             self._let_actor_rest(shares)
 
         norms = clip_gradients(policy, model.max_grad_norm)
-        if not th.isfinite(sum(norms.values()) + self._measured("loss", shares)):
+        if not math.isfinite((sum(norms.values()) + self._measured("loss", shares)).item()):
             if model.bad_gradients == "raise":
                 terms = {
                     name: self.metrics[name][-1].item() for name in ("policy_gradient_loss", "value_loss", "entropy_loss")
@@ -347,7 +360,7 @@ class Update:
     def _diagnostics(self) -> dict[str, float]:
         """What SB3 does not log."""
         model, metrics = self.model, self.metrics
-        ratio = th.cat(metrics["ratio"])
+        ratio = _cat(metrics["ratio"])
         logged = {
             "ratio_mean": ratio.mean().item(),
             "ratio_std": ratio.std(correction=0).item(),
@@ -367,7 +380,7 @@ class Update:
         if model.target_kl is not None:
             logged["epochs"] = self.n_epochs
         if self.segments is not None:
-            logged["priority_beta"] = self.priority_beta
+            logged["priority_beta"] = self.segments.beta
         if model.bad_gradients == "skip":
             logged["skipped_updates"] = model.n_skipped_updates
         return logged | self._advantage_statistics()
@@ -387,6 +400,16 @@ class Update:
 
     def _mean(self, name: str) -> float:
         return float(_to_numpy(self.metrics[name]).astype(np.float64).mean())
+
+
+def _normalize_together(minibatches: list[Minibatch]) -> list[Minibatch]:
+    sizes = [len(minibatch.data.advantages) for minibatch in minibatches]
+    parts = normalize(_cat([minibatch.data.advantages for minibatch in minibatches])).split(sizes)
+    return [m._replace(data=m.data._replace(advantages=part)) for m, part in zip(minibatches, parts, strict=True)]
+
+
+def _cat(tensors: list[th.Tensor]) -> th.Tensor:
+    return tensors[0] if len(tensors) == 1 else th.cat(tensors)
 
 
 def _to_numpy(tensors: list[th.Tensor]) -> np.ndarray:
