@@ -101,7 +101,7 @@ class AdvantageNormalizer:
 
         :param advantages: Raw, of a whole rollout, any shape
         """
-        advantages = advantages.detach().double()
+        advantages = advantages.detach().cpu().double()  # not every device has float64
         if self.warm_start:
             self._update(advantages.mean().item(), advantages.square().mean().item())
             first, second = (average / (1 - (1 - self.alpha) ** self._n_rollouts) for average in self._average)

@@ -6,6 +6,7 @@ import pytest
 import torch as th
 from parity import assert_equal
 from stable_baselines3.common.vec_env import VecNormalize
+from test_options import SINGLE
 from test_zoo import manager, saved
 from test_zoo import train as zoo_train
 from toys import DICT, IMAGE, make_toys
@@ -44,6 +45,19 @@ def test_train_save_and_load_on_the_cpu(policy, spaces, options, tmp_path):
         loaded = PPOExt.load(tmp_path / "model", env=make_toys(n_envs=3, **spaces), device=device)
         np.testing.assert_allclose(loaded.predict(observation, deterministic=True)[0], expected, rtol=1e-3, atol=1e-4)
         assert devices(loaded.learn(48)) == {device}
+
+
+@pytest.mark.parametrize("options", SINGLE, ids=str)
+def test_each_option(options, tmp_path):
+    """It trains there, and goes on from its zip on both devices."""
+    env = dict(n_envs=2, length=5)
+    model = PPOExt("MlpPolicy", make_toys(**env), device="cuda", **{**SMALL, **options}).learn(64)
+    assert all(np.isfinite(value) for value in model.logger.name_to_value.values())
+    model.save(tmp_path / "model")
+    for device in ("cpu", "cuda"):
+        loaded = PPOExt.load(tmp_path / "model", env=make_toys(**env), device=device).learn(32)
+        assert devices(loaded) == {device}
+        assert all(th.isfinite(parameter).all() for parameter in loaded.policy.parameters())
 
 
 def test_first_rollout_equals_the_cpu(tmp_path):
