@@ -5,6 +5,8 @@ import inspect
 import io
 import itertools
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,6 +108,24 @@ def test_every_option_is_tested_and_checked():
     """One that is added and forgotten here fails."""
     assert own_options().keys() <= VALUES.keys()
     assert own_options().keys() <= CHECKS.keys()
+
+
+DOCS = Path(__file__).parents[1] / "docs" / "options.md"
+
+
+def test_every_option_is_documented():
+    """In the docstring and in docs/options.md."""
+    for name in own_options():
+        assert f":param {name}:" in PPOExt.__doc__, name
+        assert f"`{name}" in DOCS.read_text(encoding="utf-8"), name
+
+
+def test_example_of_the_documentation():
+    """The subclass with its own loss, word for word but for the number of steps, which are fewer."""
+    (code,) = re.findall(r"```python\n(import torch.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    namespace = {}
+    exec(code.replace("50_000", "8192"), namespace)
+    assert 0 < namespace["model"].logger.name_to_value["train/asymmetry"] < 1
 
 
 def make(options, action_space=BOX_ACTION, env=None):
