@@ -33,6 +33,7 @@ Metrics = defaultdict[str, list[th.Tensor]]
 # Of these the last epoch alone counts, as for SB3
 OF_LAST_EPOCH = ("approx_kl", "kl", "ratio")
 LOGGED_OTHERWISE = {"entropy_loss", "policy_gradient_loss", "value_loss", "clip_fraction", "approx_kl", "loss", "ratio"}
+LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", "kl", "bounds_loss")
 # Samples that are evaluated at once where no gradient is needed
 EVALUATION_BATCH = 1024
 
@@ -58,6 +59,7 @@ class Update:
         # Past `max_clip_fraction` the critic learns on alone
         self.actor_rests = False
         self.knows_indices = knows_indices(type(self.buffer))
+        self.action_bounds = self._action_bounds()
         # Of the whole rollout, flat; None where minibatches take the buffer's
         self.advantages: th.Tensor | None = None
         self.returns: th.Tensor | None = None
@@ -149,11 +151,11 @@ class Update:
     def _evaluate(self, function: Callable[[RolloutBufferSamples], th.Tensor | None]) -> th.Tensor | None:
         """What the function returns for the whole rollout, as the policy acts while it collects; None if that is None."""
         self.policy.set_training_mode(False)
-        n_samples = self.buffer.buffer_size * self.buffer.n_envs
         parts = []
         with th.no_grad():
-            for start in range(0, n_samples, EVALUATION_BATCH):
-                indices = np.arange(start, min(start + EVALUATION_BATCH, n_samples))
+            for indices in np.split(
+                np.arange(self._n_samples()), range(EVALUATION_BATCH, self._n_samples(), EVALUATION_BATCH)
+            ):
                 part = function(self.buffer._get_samples(indices))
                 if part is None:
                     break
@@ -251,7 +253,7 @@ class Update:
     ) -> Iterator[tuple[float, th.Tensor]]:
         """What SB3's loss has not: coefficients and terms."""
         # `evaluate_actions` has just set it.
-        distribution: Distribution = self.policy.action_dist
+        distribution: Distribution = getattr(self.policy, "action_dist", None)
         if self.model.kl_coef > 0:
             if self.old_distribution is None:
                 term = approximate_kl(ratio, log_ratio)
@@ -260,7 +262,8 @@ class Update:
             self.metrics["kl"].append(term.detach())
             yield self.kl_coef, term
         if self.model.bounds_coef > 0:
-            term = bounds_loss(unsquashed_mean(distribution), *self._mean_bounds(), self.model.bounds_limit)
+            low, high = self.action_bounds
+            term = bounds_loss(unsquashed_mean(distribution), low, high, self.model.bounds_limit)
             self.metrics["bounds_loss"].append(term.detach())
             yield self.model.bounds_coef, term
         extra, logs = self.model.extra_actor_loss(minibatch.data, distribution)
@@ -269,17 +272,13 @@ class Update:
         if isinstance(extra, th.Tensor):
             yield 1.0, extra
 
-    def _mean_bounds(self) -> tuple[th.Tensor, th.Tensor]:
-        """Bounds of what :func:`unsquashed_mean` returns."""
-        low, high = (self.buffer.to_torch(bound.flatten()).float() for bound in self._action_bounds())
-        return low, high
-
-    def _action_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bounds of the actions in the buffer: a squashed policy's are in [-1, 1]."""
+    def _action_bounds(self) -> tuple[th.Tensor, ...]:
+        """Bounds of the actions in the buffer, flat: a squashed policy's are in [-1, 1]."""
         space = self.model.action_space
-        if self.policy.squash_output:
-            return -np.ones(space.shape, np.float32), np.ones(space.shape, np.float32)
-        return space.low, space.high
+        if not isinstance(space, spaces.Box):
+            return ()
+        bounds = (-np.ones_like(space.low), np.ones_like(space.high)) if self.policy.squash_output else (space.low, space.high)
+        return tuple(th.tensor(bound.flatten(), dtype=th.float32, device=self.model.device) for bound in bounds)
 
     # Steps of the optimiser
 
@@ -307,9 +306,7 @@ class Update:
         norms = clip_gradients(policy, model.max_grad_norm)
         if not math.isfinite((sum(norms.values()) + self._measured("loss", shares)).item()):
             if model.bad_gradients == "raise":
-                terms = {
-                    name: self.metrics[name][-1].item() for name in ("policy_gradient_loss", "value_loss", "entropy_loss")
-                }
+                terms = {name: self.metrics[name][-1].item() for name in LOSS_TERMS if self.metrics[name]}
                 refuse_gradient(policy, terms, epoch, model.num_timesteps)
             model.n_skipped_updates += 1
             return True
@@ -371,7 +368,7 @@ class Update:
             if name.endswith("grad_norm") and name != "muon_grad_norm":
                 clipped = np.minimum(_to_numpy(metrics[name]).astype(np.float64), model.max_grad_norm)
                 logged[f"{name}_clipped"] = clipped.mean()
-        if isinstance(model.action_space, spaces.Box):
+        if self.action_bounds:
             logged["actions_at_bounds"] = self._share_at_bounds()
         if not is_constant(model.ent_coef):
             logged["ent_coef"] = self.ent_coef
@@ -387,7 +384,7 @@ class Update:
 
     def _share_at_bounds(self) -> float:
         """How many of the actions, dimension by dimension, the environment gets at a bound."""
-        low, high = (bound.flatten() for bound in self._action_bounds())
+        low, high = (bound.cpu().numpy() for bound in self.action_bounds)
         actions = self.buffer.actions.reshape(-1, len(low))
         return float(np.mean((actions <= low) | (actions >= high)))
 
