@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from stable_baselines3.common.utils import explained_variance, obs_as_tensor
 
@@ -151,12 +150,10 @@ class Update:
     def _evaluate(self, function: Callable[[RolloutBufferSamples], th.Tensor | None]) -> th.Tensor | None:
         """What the function returns for the whole rollout, as the policy acts while it collects; None if that is None."""
         self.policy.set_training_mode(False)
-        parts = []
+        parts, places = [], np.arange(self._n_samples())
         with th.no_grad():
-            for indices in np.split(
-                np.arange(self._n_samples()), range(EVALUATION_BATCH, self._n_samples(), EVALUATION_BATCH)
-            ):
-                part = function(self.buffer._get_samples(indices))
+            for start in range(0, len(places), EVALUATION_BATCH):
+                part = function(self.buffer._get_samples(places[start : start + EVALUATION_BATCH]))
                 if part is None:
                     break
                 parts.append(part)
@@ -252,8 +249,8 @@ class Update:
         self, minibatch: Minibatch, ratio: th.Tensor, log_ratio: th.Tensor
     ) -> Iterator[tuple[float, th.Tensor]]:
         """What SB3's loss has not: coefficients and terms."""
-        # `evaluate_actions` has just set it.
-        distribution: Distribution = getattr(self.policy, "action_dist", None)
+        # `evaluate_actions` of SB3's policies has just set it.
+        distribution: Any = getattr(self.policy, "action_dist", None)
         if self.model.kl_coef > 0:
             if self.old_distribution is None:
                 term = approximate_kl(ratio, log_ratio)
