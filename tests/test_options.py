@@ -15,7 +15,7 @@ import yaml
 from gymnasium import spaces
 from parity import assert_equal
 from stable_baselines3 import PPO
-from test_zoo import config, saved, train
+from test_zoo import RL_ZOO3, config, run, saved, train
 from toys import BOX_ACTION, make_toys
 
 from sb3_ppo_ext import PPOExt
@@ -321,7 +321,7 @@ def assert_has_options(model, options):
 
 
 def test_yaml(tmp_path):
-    """All options at once from a file, as numbers, words and schedules."""
+    """All options at once from a file, as numbers, words and schedules; the agent can be watched."""
     entry = dict(n_envs=2, n_timesteps=512, policy="MlpPolicy", n_steps=64, batch_size=32) | ZOO_OPTIONS
     (tmp_path / "conf.yml").write_text(yaml.safe_dump({"Pendulum-v1": entry}))
     train("--env", "Pendulum-v1", "-conf", "conf.yml", cwd=tmp_path)
@@ -331,6 +331,8 @@ def test_yaml(tmp_path):
     assert model.critic_lr_schedule(0.0) == pytest.approx(0.0002)
     assert model.advantage_normalizer.state_dict()["n_rollouts"] == 4
     assert ZOO_OPTIONS.items() <= config(tmp_path, "Pendulum-v1").items()
+    enjoy = ["enjoy", "--algo", "ppo_ext", "--env", "Pendulum-v1", "-f", "logs", "-n", "200", "--no-render"]
+    assert "Mean reward" in run(*RL_ZOO3, *enjoy, cwd=tmp_path)
 
 
 def test_params(tmp_path):
