@@ -1,0 +1,276 @@
+"""
+What the studies share: a grid of runs in several processes, tables, plots, and small environments that step in one batch.
+
+Not a script.
+"""
+
+import argparse
+import csv
+import io
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_ppo_ext import PPOExt
+
+mpl.use("agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+Row = dict[str, Any]
+
+
+# Grids
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: what makes it differ from the others (columns of the table), its seed, and how long it is."""
+
+    settings: dict[str, Any]
+    seed: int
+    timesteps: int
+
+
+def parse_arguments(description: str | None, timesteps: int, seeds: int = 5) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=seeds, help="runs of each kind (default: %(default)s)")
+    parser.add_argument("--timesteps", type=int, default=timesteps, help="of each run (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time, of one thread each (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("docs/studies"), help="folder (default: %(default)s)")
+    return parser.parse_args()
+
+
+def run_grid(run: Callable[[Job], list[Row]], settings: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list[Row]:
+    """
+    :param run: Trains one model, and returns what it logged. A function of a module, so that other processes find it
+    :param settings: Each is run with every seed
+    :param arguments: From :func:`parse_arguments`
+    :return: The rows of all runs in the order of the settings, with the settings and the seed in front
+    """
+    jobs = [Job(each, seed, arguments.timesteps) for each in settings for seed in range(arguments.seeds)]
+    start = time.perf_counter()
+    rows: list[Row] = []
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, partial(th.set_num_threads, 1)) as pool:
+        for n_done, (job, logged) in enumerate(zip(jobs, pool.imap(run, jobs), strict=True), start=1):
+            rows += [{**job.settings, "seed": job.seed, **row} for row in logged]
+            if n_done % max(len(jobs) // 10, 1) == 0:
+                print(f"{n_done} of {len(jobs)} runs, {time.perf_counter() - start:.0f} s", flush=True)
+    return rows
+
+
+class Recorder(BaseCallback):
+    """
+    Keeps what was logged, once in a while after an update.
+
+    :param keys: Name in the table, and key of the logger
+    :param every: Updates between two records
+    :param measure: What to record beside it
+    """
+
+    def __init__(self, keys: dict[str, str], every: int = 1, measure: Callable[[PPOExt], Row] | None = None):
+        super().__init__()
+        self.keys, self.every, self.measure = keys, every, measure
+        self.rows: list[Row] = []
+        self._n_rollouts = 0
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_start(self) -> None:
+        # The update before it has logged; the next dump, which clears that, comes after the rollout.
+        if self._n_rollouts > 0 and self._n_rollouts % self.every == 0:
+            self._record()
+        self._n_rollouts += 1
+
+    def _on_training_end(self) -> None:
+        self._on_rollout_start()
+
+    def _record(self) -> None:
+        assert isinstance(self.model, PPOExt)
+        values = self.model.logger.name_to_value
+        row: Row = {"timesteps": self.num_timesteps}
+        row |= {name: float(values[key]) for name, key in self.keys.items() if key in values}
+        if self.model.ep_info_buffer:
+            row["return"] = float(np.mean([episode["r"] for episode in self.model.ep_info_buffer]))
+        if self.measure is not None:
+            row |= self.measure(self.model)
+        self.rows.append(row)
+
+
+# Tables
+
+
+def select(rows: Iterable[Row], **settings: Any) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in settings.items())]
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Numbers have four digits; where a run did not log a column, it is empty."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
+
+
+def per_seed(rows: Sequence[Row], column: str, start: float = 0.0, end: float = np.inf) -> np.ndarray:
+    """
+    :param rows: Of one kind of run
+    :param column: What to average
+    :param start: Timesteps from which on the rows count
+    :param end: Timesteps up to which they do
+    :return: Mean over the rows, shape ``(n_seeds,)``
+    """
+    seeds = sorted({row["seed"] for row in rows})
+    return np.array([np.mean([r[column] for r in select(rows, seed=seed) if start < r["timesteps"] <= end]) for seed in seeds])
+
+
+def mean_and_std(values: np.ndarray, digits: int = 2) -> str:
+    spread = values.std(ddof=1) if len(values) > 1 else 0.0
+    return f"{values.mean():.{digits}f} ± {spread:.{digits}f}"
+
+
+def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(line[column]) for line in [header, *lines]) for column in range(len(header))]
+    print(f"\n{title}")
+    for line in [header, *lines]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+# Plots
+
+
+def curve(rows: Sequence[Row], column: str) -> tuple[np.ndarray, np.ndarray]:
+    """
+    :param rows: Of one kind of run
+    :param column: What to plot
+    :return: Timesteps, shape ``(n,)``, and values, shape ``(n, n_seeds)``
+    """
+    rows = [row for row in rows if column in row]
+    timesteps = sorted({row["timesteps"] for row in rows})
+    values = [[row[column] for row in rows if row["timesteps"] == timestep] for timestep in timesteps]
+    return np.array(timesteps), np.array(values)
+
+
+def plot_curve(axes: Axes, rows: Sequence[Row], column: str, **style: Any) -> None:
+    """Draw the mean over the seeds, and from the least to the largest of them a band."""
+    timesteps, values = curve(rows, column)
+    [line] = axes.plot(timesteps / 1000, values.mean(axis=1), **style)
+    axes.fill_between(
+        timesteps / 1000, values.min(axis=1), values.max(axis=1), color=line.get_color(), alpha=0.12, linewidth=0
+    )
+
+
+def grid_of_axes(n_rows: int, n_columns: int, **kwargs: Any) -> tuple[Figure, np.ndarray]:
+    size = (3.6 * n_columns, 2.7 * n_rows)
+    return plt.subplots(n_rows, n_columns, figsize=size, layout="constrained", squeeze=False, **kwargs)
+
+
+def save_plot(figure: Figure, path: Path) -> None:
+    """With a palette of 128 colours, a third of the size."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=90)
+    plt.close(figure)
+    Image.open(buffer).convert("RGB").quantize(128).save(path, optimize=True)
+
+
+# Environments
+
+
+class BatchedEnv(VecEnv):
+    """
+    Environments of one kind that are stepped together in NumPy, with a time limit which cuts episodes off.
+
+    The agent learns from rewards; the returns that are reported are those of the score.
+
+    :param n_envs: How many
+    :param observation_space: Of each
+    :param action_space: Of each
+    :param episode_length: The time limit
+    :param seed: For the pseudo random generator
+    """
+
+    def __init__(self, n_envs: int, observation_space: spaces.Box, action_space: spaces.Box, episode_length: int, seed: int):
+        super().__init__(n_envs, observation_space, action_space)
+        self.episode_length, self.rng = episode_length, np.random.default_rng(seed)
+        self.n_steps_done = 0
+        self.lengths, self.scores = np.zeros(n_envs, int), np.zeros(n_envs)
+
+    def begin(self, which: np.ndarray) -> None:
+        """
+        Start new episodes.
+
+        :param which: Mask, shape ``(n_envs,)``
+        """
+        raise NotImplementedError
+
+    def observe(self) -> np.ndarray:
+        """:return: A new array, shape ``(n_envs, observation_dim)``, float32"""
+        raise NotImplementedError
+
+    def act(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """:return: Rewards, scores, and whether the episode has come to its end; each of shape ``(n_envs,)``"""
+        raise NotImplementedError
+
+    def reset(self) -> np.ndarray:
+        self._begin(np.ones(self.num_envs, bool))
+        return self.observe()
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self.actions = actions
+
+    def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[dict]]:
+        rewards, scores, terminated = self.act(self.actions)
+        self.n_steps_done += self.num_envs
+        self.lengths += 1
+        self.scores += scores
+        truncated = (self.lengths >= self.episode_length) & ~terminated
+        observations, dones = self.observe(), terminated | truncated
+        infos: list[dict] = [{} for _ in range(self.num_envs)]
+        for index in np.flatnonzero(dones):
+            infos[index] = {
+                "terminal_observation": observations[index].copy(),
+                "TimeLimit.truncated": bool(truncated[index]),
+                "episode": {"r": float(self.scores[index]), "l": int(self.lengths[index]), "t": 0.0},
+            }
+        if dones.any():
+            self._begin(dones)
+            observations = self.observe()
+        return observations, rewards.astype(np.float32), dones, infos
+
+    def _begin(self, which: np.ndarray) -> None:
+        self.lengths[which], self.scores[which] = 0, 0.0
+        self.begin(which)
+
+    def close(self) -> None:
+        pass
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        # The constructor asks for "render_mode".
+        return [getattr(self, attr_name, None)] * self.num_envs
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        setattr(self, attr_name, value)
+
+    def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def env_is_wrapped(self, wrapper_class: type, indices: Any = None) -> list[bool]:
+        return [False] * self.num_envs
