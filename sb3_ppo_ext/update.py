@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,10 @@ class Update:
         if self.knows_indices:
             flatten(self.buffer)
         if self.model.kl_coef > 0:
-            self.old_distribution = self._evaluate(lambda data: parameters(self.policy.get_distribution(data.observations)))
+            with self._as_while_collecting():
+                self.old_distribution = self._evaluate(
+                    lambda data: parameters(self.policy.get_distribution(data.observations))
+                )
         for epoch in range(self.model.n_epochs):
             for name in OF_LAST_EPOCH:
                 self.metrics[name].clear()
@@ -128,13 +132,14 @@ class Update:
             values, log_probs, _ = self.policy.evaluate_actions(data.observations, self._actions(data))
             return th.stack([values.flatten(), log_probs], dim=1)
 
-        evaluated = self._evaluate(values_and_log_probs)
+        with self._as_while_collecting():
+            evaluated = self._evaluate(values_and_log_probs)
+            last_values = self.policy.predict_values(obs_as_tensor(model._last_obs, model.device)).cpu().numpy().flatten()
+            rewards = buffer.rewards + model.change_of_terminal_values()
         assert evaluated is not None
         values, log_probs = (time_major(part, buffer) for part in evaluated.cpu().numpy().T)
-        with th.no_grad():
-            last_values = self.policy.predict_values(obs_as_tensor(model._last_obs, model.device)).cpu().numpy().flatten()
         advantages, returns = vtrace(
-            buffer.rewards + model.change_of_terminal_values(),
+            rewards,
             values,
             log_probs - time_major(buffer.log_probs, buffer),
             buffer.episode_starts,
@@ -148,17 +153,23 @@ class Update:
         return advantages.T.flatten(), returns.T.flatten()
 
     def _evaluate(self, function: Callable[[RolloutBufferSamples], th.Tensor | None]) -> th.Tensor | None:
-        """What the function returns for the whole rollout, as the policy acts while it collects; None if that is None."""
+        """What the function returns for the whole rollout; None if it returns that."""
+        places = np.arange(self._n_samples())
+        parts = []
+        for start in range(0, len(places), EVALUATION_BATCH):
+            part = function(self.buffer._get_samples(places[start : start + EVALUATION_BATCH]))
+            if part is None:
+                return None
+            parts.append(part)
+        return th.cat(parts)
+
+    @contextmanager
+    def _as_while_collecting(self) -> Iterator[None]:
+        """Without gradient and, for dropout and the like, not in training mode."""
         self.policy.set_training_mode(False)
-        parts, places = [], np.arange(self._n_samples())
         with th.no_grad():
-            for start in range(0, len(places), EVALUATION_BATCH):
-                part = function(self.buffer._get_samples(places[start : start + EVALUATION_BATCH]))
-                if part is None:
-                    break
-                parts.append(part)
+            yield
         self.policy.set_training_mode(True)
-        return th.cat(parts) if parts else None
 
     # Minibatches
 

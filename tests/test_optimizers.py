@@ -9,6 +9,8 @@ import torch as th
 from gymnasium import spaces
 from parity import assert_equal
 from stable_baselines3 import PPO
+from stable_baselines3.common.torch_layers import FlattenExtractor
+from torch import nn
 from toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import PPOExt, optimizers
@@ -98,6 +100,24 @@ def test_hidden_matrices(policy, observation_space, options, expected):
     assert names(policy, hidden_matrices(policy)) == expected
 
 
+class OwnLayers(FlattenExtractor):
+    """Reads the observation by a layer of its own, followed by another one."""
+
+    def __init__(self, observation_space):
+        super().__init__(observation_space)
+        self.layers = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 3), nn.LayerNorm(3))
+
+    def forward(self, observations):
+        return self.layers(super().forward(observations))
+
+
+def test_hidden_matrices_after_an_extractor_with_layers():
+    """Its first layer reads the observation; those of the networks behind it do not."""
+    policy = make(policy_kwargs=dict(features_extractor_class=OwnLayers)).policy
+    networks = {f"mlp_extractor.{net}_net.{i}.weight" for net in ("policy", "value") for i in (0, 2)}
+    assert names(policy, hidden_matrices(policy)) == {"features_extractor.layers.2.weight"} | networks
+
+
 # Steps, against torch's optimisers
 
 
@@ -149,6 +169,22 @@ def test_muon_steps_are_torchs():
         for optimizer in theirs:
             optimizer.step()
     assert_equal(copied.state_dict(), policy.state_dict(), "policy")
+
+
+def test_gradients_of_muon_are_not_clipped():
+    """Only the others are, and only their norm after it is logged."""
+    policy = with_gradients(make(optimizer="muon").policy)
+    of_muon = hidden_matrices(policy)
+    before = {parameter: parameter.grad.clone() for parameter in policy.parameters()}
+    norms = optimizers.clip_gradients(policy, 0.5)
+    for parameter, gradient in before.items():
+        assert th.equal(parameter.grad, gradient) == (parameter in of_muon)
+    for name, members in (("muon_grad_norm", of_muon), ("grad_norm", before.keys() - of_muon)):
+        assert norms[name].item() == pytest.approx(th.cat([before[p].flatten() for p in members]).norm().item(), rel=1e-5)
+    logged = make(optimizer="muon").learn(32).logger.name_to_value
+    assert {name for name in logged if "grad_norm" in name} == {
+        f"train/{name}" for name in ("muon_grad_norm", "grad_norm", "grad_norm_clipped")
+    }
 
 
 def test_muon_is_one_optimizer():

@@ -1,5 +1,6 @@
 """Each option acts in training, changes what it should and only that, and is logged."""
 
+import copy
 import math
 
 import numpy as np
@@ -11,10 +12,13 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
-from toys import BOX_ACTION, DICT, IMAGE, Brittle, LogRecorder, RolloutRecorder, ToyEnv, make_toys
+from stable_baselines3.common.save_util import load_from_zip_file
+from stable_baselines3.common.torch_layers import FlattenExtractor
+from toys import BOX_ACTION, DICT, IMAGE, Brittle, LogRecorder, RolloutRecorder, make_toys
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.advantages import AdvantageNormalizer, normalize, vtrace
+from sb3_ppo_ext.buffers import PrioritizedSegments
 from sb3_ppo_ext.optimizers import critic_parameters
 
 # Nothing is clipped, so that actor and critic do not influence each other.
@@ -63,6 +67,8 @@ CHANGES = [
     (dict(priority_alpha=0.6), {}, BOTH),
     (dict(priority_beta=1.0), dict(priority_alpha=0.6, priority_segment=2), BOTH),
     (dict(priority_segment=4), dict(priority_alpha=0.6), BOTH),
+    (dict(priority_beta=1.0), dict(priority_alpha=0.6, priority_segment=2, vf_coef=0.0, surrogate="spo"), "actor"),
+    (dict(priority_beta=1.0), dict(priority_alpha=0.6, priority_segment=2, vf_coef=0.0), "actor"),
     (dict(optimizer="adamw"), dict(weight_decay=0.1), BOTH),
     (dict(optimizer="sgd"), {}, BOTH),
     (dict(optimizer="muon"), {}, BOTH),
@@ -195,11 +201,14 @@ class Recording(PPOExt):
 
 
 @pytest.mark.parametrize("action_space", [BOX_ACTION, spaces.Discrete(3)], ids=["box", "discrete"])
-def test_vtrace_uses_the_current_policy(action_space):
+@pytest.mark.parametrize("length", [4, 5])  # with and without an end at the last step
+def test_vtrace_uses_the_current_policy(action_space, length, monkeypatch):
     """In every epoch, of values, ratios, the last value and those of the terminal observations."""
-    env = dict(action_space=action_space, length=5)
+    monkeypatch.setattr("sb3_ppo_ext.update.EVALUATION_BATCH", 7)
+    env = dict(action_space=action_space, length=length, p_end=0.0)
     model = make(Recording, env, vtrace=True, batch_size=32, normalize_advantage=False, learning_rate=0.02)
     model.learn(32)
+    assert model._last_episode_starts.all() == (length == 4)
     buffer, policy = model.rollout_buffer, model.policy
     assert len(model._truncations) >= 4
     assert len(model.seen) == 3
@@ -229,6 +238,34 @@ def test_vtrace_uses_the_current_policy(action_space):
         # Minibatches are shuffled.
         np.testing.assert_allclose(np.sort(data.advantages), np.sort(advantages.flatten()), atol=2e-5)
         np.testing.assert_allclose(np.sort(data.returns), np.sort(returns.flatten()), atol=2e-5)
+
+
+class Dropout(FlattenExtractor):
+    def forward(self, observations):
+        return th.nn.functional.dropout(super().forward(observations), 0.5, self.training)
+
+
+def test_vtrace_evaluates_as_the_policy_collects():
+    """Without dropout: the first epoch's targets are GAE's."""
+    policy_kwargs = dict(features_extractor_class=Dropout)
+    gae, corrected = (make(Recording, vtrace=v, policy_kwargs=policy_kwargs, batch_size=32).learn(32) for v in (False, True))
+    expected, actual = (np.sort(model.seen[0][0].returns) for model in (gae, corrected))
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_truncations_are_kept_for_vtrace_alone(tmp_path):
+    """As copies, and not in the zip."""
+    assert make()._truncations is None
+    model = make(vtrace=True)
+    observation = np.ones(3, np.float32)
+    infos = [{"terminal_observation": observation, "TimeLimit.truncated": True}, {}]
+    model._bootstrap_truncated(np.zeros(2), np.array([True, False]), infos, 3)
+    observation[:] = 7.0
+    ((step, env_index, kept, value),) = model._truncations
+    assert (step, env_index, kept.tolist()) == (3, 0, [1.0, 1.0, 1.0])
+    assert value == pytest.approx(model.policy.predict_values(th.ones(1, 3)).item())
+    model.save(tmp_path / "model")
+    assert "_truncations" not in load_from_zip_file(tmp_path / "model")[0]
 
 
 def test_vtrace_leaves_the_buffer_alone():
@@ -262,9 +299,31 @@ def test_priority_beta_anneals():
     assert logged(model)["train/priority_beta"] == pytest.approx(0.4 + 0.6 / 2)
 
 
+def test_priorities_follow_vtrace(monkeypatch):
+    """They are those of the advantages of each epoch."""
+    seen = []
+
+    class Segments(PrioritizedSegments):
+        def __init__(self, advantages, *args):
+            seen.append(advantages)
+            super().__init__(advantages, *args)
+
+    monkeypatch.setattr("sb3_ppo_ext.update.PrioritizedSegments", Segments)
+    model = run(priority_alpha=0.5, vtrace=True, learning_rate=0.02)
+    assert len(seen) == 3
+    np.testing.assert_allclose(seen[0], model.rollout_buffer.advantages.reshape(2, 16).T, atol=1e-5)
+    assert not np.allclose(seen[0], seen[1], atol=1e-3)
+
+
+def test_priority_beta_past_the_end():
+    """The last rollout may end past the end of the training."""
+    assert logged(run(priority_alpha=0.5, timesteps=40))["train/priority_beta"] == 1.0
+
+
 def test_segments_fit_into_short_rollouts():
-    """A tuner may draw any sizes."""
-    run(priority_alpha=0.5, priority_segment=64, n_steps=4, batch_size=2)
+    """A tuner may draw any sizes; a minibatch is no larger than it should be."""
+    model = make(Recording, priority_alpha=0.5, priority_segment=64, n_steps=4, batch_size=2).learn(8)
+    assert {len(data.actions) for data, _ in model.seen} == {2}
     run(priority_alpha=0.5, priority_segment=3, n_steps=16, batch_size=256, timesteps=64)
 
 
@@ -301,6 +360,31 @@ def test_kl_of_unknown_families_is_estimated(monkeypatch):
     small, large = map(logged, reversed(divergences))
     assert small["train/kl"] < large["train/kl"]
     assert small["train/kl"] == pytest.approx(small["train/approx_kl"])
+
+
+def test_kl_coefficient_follows_what_it_multiplies(monkeypatch):
+    """The exact divergence, not its estimate."""
+    monkeypatch.setattr("sb3_ppo_ext.update.kl_divergence", lambda old, new: 5.0 + 0 * new.distribution.mean.sum(dim=1))
+    model = run(kl_coef=0.1, kl_target=4.0)
+    assert logged(model)["train/kl"] == 5.0
+    assert model.kl_coefficient.value == 0.1
+    model.kl_coefficient.target = 3.0
+    model.learn(32)
+    assert model.kl_coefficient.value == 0.2
+
+
+def test_rules_of_what_follows_the_kl():
+    """The coefficient: 1.5 and 2, within a factor of a million; the learning rate: 2 and 1.5."""
+    model = make(kl_coef=0.1, kl_target=0.01, adaptive_lr_kl=0.01)
+    for kl, coefficient, rate in ((0.0151, 2, 1), (0.0149, 1, 1), (0.0201, 2, 1 / 1.5), (0.0066, 0.5, 1), (0.0049, 0.5, 1.5)):
+        for adaptive, factor in ((model.kl_coefficient, coefficient), (model.adaptive_lr, rate)):
+            before = adaptive.value
+            adaptive.update(kl)
+            assert adaptive.value == pytest.approx(factor * before)
+    for kl, bound in ((1.0, 1e5), (1e-9, 1e-7)):
+        for _ in range(60):
+            model.kl_coefficient.update(kl)
+        assert model.kl_coefficient.value == pytest.approx(bound)
 
 
 def test_kl_coefficient_adapts():
@@ -375,6 +459,28 @@ def test_max_clip_fraction(options):
     assert not same(actors[0], actors[every])
 
 
+def test_resting_actor_does_not_count_in_the_clipping():
+    """Its gradient, however large, does not shrink the critic's step."""
+
+    class Steep(PPOExt):
+        def extra_actor_loss(self, rollout_data, distribution):
+            return 1e6 * distribution.mode().sum(), {}
+
+    model = make(Steep, max_clip_fraction=0.0, max_grad_norm=0.5, learning_rate=1.0, optimizer="sgd", n_epochs=2)
+    norms = []
+    step = model.policy.optimizer.step
+
+    def recording_step():
+        of_critic = critic_parameters(model.policy)
+        norms.append(th.cat([p.grad.flatten() for p in of_critic]).norm().item())
+        step()
+
+    model.policy.optimizer.step = recording_step
+    model.learn(32)
+    assert norms[0] < 1e-3
+    assert norms[-1] > 0.1
+
+
 @pytest.mark.parametrize("observation_space", [None, IMAGE])
 def test_max_clip_fraction_of_a_shared_extractor(observation_space):
     """It belongs to the actor, and rests."""
@@ -446,6 +552,7 @@ def test_term_that_is_not_finite(in_gradient):
         dict(advantage_norm="rollout"),
         dict(normalize_advantage=False),
         dict(n_steps=20),  # what is left makes a smaller step
+        dict(n_steps=19),  # ... of minibatches that are not equal
         dict(priority_alpha=0.7, priority_segment=4),
         dict(kl_coef=1.0, bounds_coef=0.1, bounds_limit=0.0, ent_coef=0.1, surrogate="spo"),
         dict(vtrace=True, clip_range_vf=0.1, vf_clip_mode="max"),
@@ -464,6 +571,17 @@ def test_accumulated_gradients_are_those_of_a_larger_batch(options):
         th.testing.assert_close(small.policy.state_dict()[name], expected, atol=2e-5, rtol=1e-4)
     for name in ("train/grad_norm", "train/n_updates"):
         assert logged(small)[name] == pytest.approx(logged(large)[name], rel=1e-3)
+
+
+def test_target_kl_judges_the_accumulated_step():
+    """The update ends at the same step as with a larger batch."""
+    common = dict(env_kwargs=None, optimizer="sgd", learning_rate=0.2, n_epochs=10)
+    target_kl = logged(run(batch_size=16, **common))["train/approx_kl"] / 4
+    large = make(Recording, batch_size=16, target_kl=target_kl, **common).learn(32)
+    small = make(Recording, batch_size=4, accumulate_grad=4, target_kl=target_kl, **common).learn(32)
+    assert 1 < len(large.seen) < 20
+    assert len(small.seen) == 4 * len(large.seen)
+    assert logged(large)["train/epochs"] == logged(small)["train/epochs"] < 10
 
 
 # The hook
@@ -550,7 +668,12 @@ def test_bounds_loss_of_a_squashed_policy():
     common = dict(use_sde=True, policy_kwargs=policy_kwargs, bounds_limit=0.0)
     one, other = run(**common), run(**common, bounds_coef=0.1)
     assert changed(one, other) == "actor"
-    assert logged(other)["train/bounds_loss"] > 0
+    first = make(**common, bounds_coef=0.1, n_epochs=1, batch_size=32)
+    before = copy.deepcopy(first.policy.state_dict())
+    first.learn(32)
+    first.policy.load_state_dict(before)
+    means = first.policy.get_distribution(th.tensor(first.rollout_buffer.observations)).distribution.mean
+    assert logged(first)["train/bounds_loss"] == pytest.approx(means.square().sum(dim=1).mean().item(), rel=1e-4)
     assert 0 <= logged(other)["train/actions_at_bounds"] < 0.5
 
 
@@ -586,27 +709,3 @@ def test_scheduled_entropy_coefficient():
     model.learn(64, callback=lambda local, _: local["self"].num_timesteps <= 32)
     assert logged(model)["train/ent_coef"] == pytest.approx(0.05)
     assert "train/ent_coef" not in logged(run(ent_coef=0.1))
-
-
-def test_environment_with_one_array():
-    """An environment that writes every observation into one array does not change the terminal ones that V-trace keeps."""
-
-    class OneArray(ToyEnv):
-        def __init__(self):
-            super().__init__(length=4, p_end=0)
-            self.array = np.zeros(3, np.float32)
-
-        def reset(self, **kwargs):
-            observation, info = super().reset(**kwargs)
-            self.array[:] = observation
-            return self.array, info
-
-        def step(self, action):
-            observation, *rest = super().step(action)
-            self.array[:] = observation
-            return self.array, *rest
-
-    model = PPOExt("MlpPolicy", OneArray(), vtrace=True, **SMALL).learn(16)
-    kept = [observation for _, _, observation, _ in model._truncations]
-    assert len(kept) == 4
-    assert len({observation.tobytes() for observation in kept}) == 4
