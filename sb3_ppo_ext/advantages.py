@@ -73,9 +73,9 @@ class AdvantageNormalizer:
     Normalises by statistics that live across rollouts, as exponential moving averages (EMA):
     ``clip((A - mean) / max(std, min_std), -clip, clip)``.
 
-    With ``warm_start`` the averages are those of ``A`` and ``A^2``, in float64, with Adam's correction of the bias
-    (``1 - (1 - alpha)^k`` after k rollouts), and a rollout counts before it is normalised: the first rollout is normalised
-    by its own statistics. Without, the scheme is that of ProtoMotions
+    With ``warm_start`` the averages are those of ``A`` and ``A^2``, in float64, divided by the sum of their weights (Adam's
+    correction of the bias, ``1 - (1 - alpha)^k`` after k rollouts), and a rollout counts before it is normalised: the first
+    rollout is normalised by its own statistics. Without, the scheme is that of ProtoMotions
     (https://github.com/NVlabs/ProtoMotions): mean 0 and std 1 at the start, averages of means and standard deviations, and
     a rollout counts after it was normalised, with its clipped advantages.
 
@@ -93,18 +93,21 @@ class AdvantageNormalizer:
         # In use for the rollout that was observed last
         self.mean, self.std = 0.0, 1.0
         self._average = (0.0, 0.0) if warm_start else (0.0, 1.0)
-        self._n_rollouts = 0
+        self._weight = 0.0
 
     def observe(self, advantages: th.Tensor) -> None:
         """
-        Take in a rollout, and choose the statistics that :meth:`normalize` uses until the next one.
+        Take in a rollout, and choose the statistics that :meth:`normalize` uses until the next one. A rollout that is not
+        finite changes nothing, for the averages would never forget it.
 
         :param advantages: Raw, of a whole rollout, any shape
         """
         advantages = advantages.detach().cpu().double()  # not every device has float64
+        if not th.isfinite(advantages).all():
+            return
         if self.warm_start:
             self._update(advantages.mean().item(), advantages.square().mean().item())
-            first, second = (average / (1 - (1 - self.alpha) ** self._n_rollouts) for average in self._average)
+            first, second = (average / self._weight for average in self._average)
             n = advantages.numel()
             self.mean, self.std = first, (max(second - first**2, 0.0) * n / max(n - 1, 1)) ** 0.5
         else:
@@ -131,7 +134,7 @@ class AdvantageNormalizer:
         return {
             "warm_start": self.warm_start,
             "average": list(self._average),
-            "n_rollouts": self._n_rollouts,
+            "weight": self._weight,
             "mean": self.mean,
             "std": self.std,
         }
@@ -142,13 +145,13 @@ class AdvantageNormalizer:
         :param strict: Not used; SB3 passes it
         """
         if state["warm_start"] == self.warm_start:
-            self._average, self._n_rollouts = tuple(state["average"]), state["n_rollouts"]
+            self._average, self._weight = tuple(state["average"]), state["weight"]
             self.mean, self.std = state["mean"], state["std"]
 
     def _update(self, first: float, second: float) -> None:
         alpha, (old_first, old_second) = self.alpha, self._average
         self._average = ((1 - alpha) * old_first + alpha * first, (1 - alpha) * old_second + alpha * second)
-        self._n_rollouts += 1
+        self._weight = (1 - alpha) * self._weight + alpha
 
     def _standardize(self, advantages: th.Tensor) -> th.Tensor:
         return (advantages - self._shift()) / self._scale()

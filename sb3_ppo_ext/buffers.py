@@ -111,14 +111,14 @@ class PrioritizedSegments:
 
     def epoch(self, batch_size: int) -> Iterator[Draw]:
         """
-        As many samples as the rollout holds, some of them several times and some not at all.
+        As many minibatches as when each sample is drawn once; some are drawn several times then, and some not at all.
 
         :param batch_size: In samples; a minibatch holds as many whole segments as fit in, at least one
         """
         n = len(self.firsts)
         n_drawn = min(max(batch_size // self.length, 1), n)
         weights = inclusion_probabilities(self.probabilities, n_drawn) ** -self.beta
-        for _ in range(-(-n // n_drawn)):
+        for _ in range(-(-self.lengths.sum() // batch_size)):
             # The first arrivals of an exponential race are a draw without replacement (Efraimidis and Spirakis, 2006).
             arrivals = np.random.exponential(size=n) / self.probabilities
             drawn = np.argpartition(arrivals, n_drawn - 1)[:n_drawn]

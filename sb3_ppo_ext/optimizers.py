@@ -13,11 +13,8 @@ from sb3_ppo_ext.validation import BadArgumentError, check_kwargs, refuse
 
 # Torch has it since 2.9.
 Muon: type[th.optim.Optimizer] | None = getattr(th.optim, "Muon", None)
-OPTIMIZERS: dict[str, type[th.optim.Optimizer]] = {
-    "adam": th.optim.Adam,
-    "adamw": th.optim.AdamW,
-    "sgd": th.optim.SGD,
-}
+# Beside "adam", which stands for the policy's own class, and "muon"
+OPTIMIZERS: dict[str, type[th.optim.Optimizer]] = {"adamw": th.optim.AdamW, "sgd": th.optim.SGD}
 # SB3's, which its policy puts into the arguments of its default optimiser
 ADAM_EPS = 1e-5
 
@@ -46,7 +43,7 @@ class MuonWithAdamW(th.optim.Optimizer):
         weight_decay: float = 0.0,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = ADAM_EPS,
+        eps: float = 1e-8,
     ):
         assert Muon is not None, "`make_optimizer` has checked it"
         classes: dict[str, Callable[..., th.optim.Optimizer]] = {"Muon": Muon, "AdamW": th.optim.AdamW}
@@ -82,11 +79,12 @@ class MuonWithAdamW(th.optim.Optimizer):
             optimizer.step()
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """
-        :param state_dict: From an optimiser with the same groups
-        """
-        super().load_state_dict(state_dict)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_optimizers": self._optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # `load_state_dict` comes here as well, with new groups and a new state.
+        super().__setstate__(state)
         self._share()
 
 
@@ -95,7 +93,6 @@ def make_optimizer(
     name: str,
     weight_decay: float,
     own_critic: bool,
-    optimizer_class: type[th.optim.Optimizer] | None = None,
     optimizer_kwargs: dict[str, Any] | None = None,
 ) -> th.optim.Optimizer:
     """
@@ -103,32 +100,34 @@ def make_optimizer(
     ``"all"``) and ``algorithm`` (the class that makes their steps).
 
     :param policy: Whose parameters it shall optimise
-    :param name: ``"adam"``, ``"adamw"``, ``"sgd"`` or ``"muon"``
+    :param name: ``"adam"`` (or another class, if that is the policy's), ``"adamw"``, ``"sgd"`` or ``"muon"``
     :param weight_decay: Decoupled for AdamW and Muon, added to the gradient by the others; not of ``log_std``, which it
         would pull towards 0, that is the standard deviation towards 1
     :param own_critic: Whether the critic's parameters have groups of their own
-    :param optimizer_class: The user's, instead of Adam
-    :param optimizer_kwargs: The user's further arguments
+    :param optimizer_kwargs: The user's further arguments; of the policy's own class, what the policy has made of them
     :return: The optimiser
     :raises ValueError: if an argument is not valid, or torch has no Muon
     """
-    factory: Any = MuonWithAdamW if name == "muon" else optimizer_class or OPTIMIZERS[name]
-    if factory is MuonWithAdamW and Muon is None:
+    if name == "muon" and Muon is None:
         refuse("optimizer", name, "it needs torch 2.9 or newer; upgrade torch, or give another one")
-    check_kwargs("optimizer_kwargs", optimizer_kwargs or {}, factory, ("params", "groups", "lr"))
-    if optimizer_kwargs is None:
-        # As SB3 does for its default optimiser
-        optimizer_kwargs = {"eps": ADAM_EPS} if factory is th.optim.Adam or factory is th.optim.AdamW else {}
-    if weight_decay > 0 and "weight_decay" in optimizer_kwargs:
-        refuse("weight_decay", weight_decay, "`optimizer_kwargs` has one too; give only one of them")
-    if weight_decay > 0 or factory is th.optim.AdamW:
-        # torch's AdamW has 0.01 by default
-        optimizer_kwargs = {"weight_decay": weight_decay, **optimizer_kwargs}
+    factory: Any = {"adam": policy.optimizer_class, "muon": MuonWithAdamW, **OPTIMIZERS}[name]
+    if name == "adam":
+        kwargs = dict(policy.optimizer_kwargs)
+    elif optimizer_kwargs is None:
+        # What SB3 gives to its default; torch's AdamW decays by 0.01 by default.
+        kwargs = {} if name == "sgd" else {"eps": ADAM_EPS, "weight_decay": weight_decay}
+    else:
+        kwargs = {**({"weight_decay": weight_decay} if name == "adamw" else {}), **optimizer_kwargs}
+    if weight_decay > 0:
+        if "weight_decay" in (optimizer_kwargs or {}):
+            refuse("weight_decay", weight_decay, "`optimizer_kwargs` has one too; give only one of them")
+        kwargs["weight_decay"] = weight_decay
+    check_kwargs("optimizer_kwargs", kwargs, factory, ("params", "groups", "lr"))
     if factory is MuonWithAdamW:
         groups = parameter_groups(policy, own_critic, "AdamW", _checked_hidden_matrices(policy))
     else:
         groups = parameter_groups(policy, own_critic, factory.__name__)
-    return factory(groups, lr=0.0, **optimizer_kwargs)
+    return factory(groups, lr=0.0, **kwargs)
 
 
 def _checked_hidden_matrices(policy: ActorCriticPolicy) -> set[th.Tensor]:
@@ -166,9 +165,12 @@ def critic_parameters(policy: ActorCriticPolicy) -> set[th.Tensor]:
     :param policy: An actor-critic policy of SB3
     :return: What is the critic's alone; what it shares belongs to the actor
     """
-    names = ["value_net", "mlp_extractor.value_net"]
-    if not policy.share_features_extractor:
-        names.append("vf_features_extractor")
+    return _parameters(policy, "value_net", "mlp_extractor.value_net", "vf_features_extractor") - _parameters(
+        policy, "action_net", "mlp_extractor.policy_net", "pi_features_extractor"
+    )
+
+
+def _parameters(policy: nn.Module, *names: str) -> set[th.Tensor]:
     return {parameter for name in names for parameter in _find(policy, name).parameters()}
 
 
@@ -187,8 +189,8 @@ def hidden_matrices(policy: ActorCriticPolicy) -> set[th.Tensor]:
 
 
 def _layers(policy: nn.Module, name: str) -> list[nn.Module]:
-    """What has weights in a part of the policy, in order."""
-    return [layer for layer in _find(policy, name).modules() if isinstance(getattr(layer, "weight", None), nn.Parameter)]
+    """What multiplies by a matrix in a part of the policy, or is a convolution, in order."""
+    return [layer for layer in _find(policy, name).modules() if getattr(getattr(layer, "weight", None), "ndim", 0) >= 2]
 
 
 def _find(policy: nn.Module, name: str) -> nn.Module:
@@ -208,12 +210,14 @@ def clip_gradients(policy: ActorCriticPolicy, max_norm: float) -> dict[str, th.T
     :return: Norms before the clipping: ``grad_norm``, of all or of the actor's, ``critic_grad_norm``, ``muon_grad_norm``
     """
     groups = policy.optimizer.param_groups
-    if "role" not in groups[0]:
+    if not all("role" in group for group in groups):
         return {"grad_norm": nn.utils.clip_grad_norm_(policy.parameters(), max_norm)}
     together: dict[str, list[nn.Parameter]] = {}
     for group in groups:
         kind = "muon_" if group["algorithm"] == "Muon" else "critic_" if group["role"] == "critic" else ""
-        together.setdefault(f"{kind}grad_norm", []).extend(group["params"])
+        with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if with_gradient:  # an actor at rest has none
+            together.setdefault(f"{kind}grad_norm", []).extend(with_gradient)
     return {
         name: nn.utils.clip_grad_norm_(parameters, math.inf if name == "muon_grad_norm" else max_norm)
         for name, parameters in together.items()
@@ -237,6 +241,8 @@ def adopt_state(policy: ActorCriticPolicy, saved: Any) -> dict[str, Any]:
     # SB3's optimiser holds the parameters in the policy's order, and is of the policy's class.
     default_class = policy.optimizer_class.__name__
     before, now = (_algorithms(state, order, default_class) for state in (saved, own))
+    if before.keys() != now.keys():
+        return saved  # another network, which is for SB3 to refuse
     if before != now:
         kinds = [" and ".join(sorted(set(kind.values()))) for kind in (before, now)]
         raise BadArgumentError(

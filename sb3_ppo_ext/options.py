@@ -100,7 +100,7 @@ CHECKS: dict[str, Check] = {
     "priority_alpha": _NOT_NEGATIVE,
     "priority_beta": _FRACTION,
     "priority_segment": _COUNT,
-    "optimizer": _choice(*OPTIMIZERS, "muon"),
+    "optimizer": _choice("adam", *OPTIMIZERS, "muon"),
     "weight_decay": _NOT_NEGATIVE,
     "critic_learning_rate": _optional(_schedule()),
     "lr_decay": _choice("constant", "linear", "cosine"),

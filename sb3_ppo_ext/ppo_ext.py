@@ -272,6 +272,7 @@ class PPOExt(RolloutCollector):
 
         check_options(self)
         self._warn_about_truncated_minibatch()
+        self._warn_about_single_step()
         if _init_setup_model:
             self._setup_model()
 
@@ -342,7 +343,6 @@ class PPOExt(RolloutCollector):
             self.optimizer,
             self.weight_decay,
             own_critic=self.critic_learning_rate is not None,
-            optimizer_class=self.policy_kwargs.get("optimizer_class"),
             optimizer_kwargs=self.policy_kwargs.get("optimizer_kwargs"),
         )
 
@@ -365,6 +365,17 @@ class PPOExt(RolloutCollector):
                 f" there will be a truncated mini-batch of size {buffer_size % self.batch_size}\n"
                 f"We recommend using a `batch_size` that is a factor of `n_steps * n_envs`.\n"
                 f"Info: (n_steps={self.n_steps} and n_envs={self.env.num_envs})",
+                stacklevel=3,
+            )
+
+    def _warn_about_single_step(self) -> None:
+        if self.env is None or (self.kl_coef == 0 and self.adaptive_lr_kl is None):
+            return
+        if self.n_epochs == 1 and self.batch_size * self.accumulate_grad >= self.env.num_envs * self.n_steps:
+            warnings.warn(
+                "`kl_coef`, `kl_target` and `adaptive_lr_kl` see how far the policy has moved before each step of the"
+                " optimizer, and these options give one step per update, before which it has not moved: they have no effect."
+                f" Raise n_epochs={self.n_epochs}, or lower batch_size={self.batch_size}.",
                 stacklevel=3,
             )
 
@@ -400,10 +411,11 @@ class PPOExt(RolloutCollector):
         super()._update_learning_rate(optimizers)
         if self.critic_lr_schedule is None:
             return
-        learning_rate = self.critic_lr_schedule(self._current_progress_remaining)
+        # The last rollout may end past the end.
+        learning_rate = self.critic_lr_schedule(max(self._current_progress_remaining, 0.0))
         self.logger.record("train/critic_learning_rate", learning_rate)
         for group in self.policy.optimizer.param_groups:
-            if group["role"] == "critic":
+            if group.get("role") == "critic":
                 group["lr"] = learning_rate
 
     def extra_actor_loss(
@@ -416,6 +428,7 @@ class PPOExt(RolloutCollector):
         :param distribution: The policy's for its observations, from which the gradient flows
         :return: A scalar to minimise, and what to log: the mean over the update appears under ``train/`` and the name
             (a name with a slash stays as it is)
+        :raises ValueError: if a name is one that PPOExt logs itself
         """
         return 0.0, {}
 

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,16 @@ from sb3_ppo_ext.losses import (
 )
 from sb3_ppo_ext.optimizers import clip_gradients, critic_parameters
 from sb3_ppo_ext.schedules import is_constant, value_of
+from sb3_ppo_ext.validation import refuse
 
 # What is measured in each minibatch, by name. The values stay on the device until they are logged.
 Metrics = defaultdict[str, list[th.Tensor]]
 # Of these the last epoch alone counts, as for SB3
 OF_LAST_EPOCH = ("approx_kl", "kl", "ratio")
 LOGGED_OTHERWISE = {"entropy_loss", "policy_gradient_loss", "value_loss", "clip_fraction", "approx_kl", "loss", "ratio"}
-LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", "kl", "bounds_loss")
+LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", "kl", "bounds_loss", "extra_actor_loss")
+# Names that the hook cannot give to what it logs
+RESERVED = {*LOGGED_OTHERWISE, *LOSS_TERMS, "actor_rests", "grad_norm", "critic_grad_norm", "muon_grad_norm"}
 # Samples that are evaluated at once where no gradient is needed
 EVALUATION_BATCH = 1024
 
@@ -51,11 +55,11 @@ class Update:
         self.progress = progress
         self.clip_range = value_of(model.clip_range, progress)
         self.clip_range_vf = None if model.clip_range_vf is None else value_of(model.clip_range_vf, progress)
-        self.ent_coef = value_of(model.ent_coef, progress)
+        # The last rollout may end past the end; SB3's own schedules see that, ours do not.
+        self.ent_coef = value_of(model.ent_coef, max(progress, 0.0))
         self.kl_coef = model.kl_coef if model.kl_coefficient is None else model.kl_coefficient.value
         self.metrics: Metrics = defaultdict(list)
-        # Made so far
-        self.n_epochs = 0
+        self.n_epochs_begun = 0
         # Past `max_clip_fraction` the critic learns on alone
         self.actor_rests = False
         self.knows_indices = knows_indices(type(self.buffer))
@@ -81,7 +85,7 @@ class Update:
             if self.knows_indices:
                 self._estimate(epoch)
             go_on = self._epoch(epoch)
-            self.n_epochs += 1
+            self.n_epochs_begun += 1
             self.model._n_updates += 1
             if not go_on:
                 break
@@ -110,7 +114,7 @@ class Update:
         model = self.model
         done = min(max(1 - self.progress, 0.0), 1.0)
         beta = model.priority_beta + (1 - model.priority_beta) * done
-        length = min(model.priority_segment, model.n_steps, model.batch_size)
+        length = min(model.priority_segment, model.n_steps, model.batch_size * model.accumulate_grad)
         return PrioritizedSegments(time_major(advantages, self.buffer), length, model.priority_alpha, beta)
 
     def _normalize_rollout(self, advantages: th.Tensor, epoch: int) -> th.Tensor:
@@ -145,8 +149,8 @@ class Update:
             buffer.episode_starts,
             last_values,
             model._last_episode_starts,
-            model.gamma,
-            model.gae_lambda,
+            buffer.gamma,
+            buffer.gae_lambda,
             model.vtrace_rho,
             model.vtrace_c,
         )
@@ -260,25 +264,39 @@ class Update:
         self, minibatch: Minibatch, ratio: th.Tensor, log_ratio: th.Tensor
     ) -> Iterator[tuple[float, th.Tensor]]:
         """What SB3's loss has not: coefficients and terms."""
-        # `evaluate_actions` of SB3's policies has just set it.
-        distribution: Any = getattr(self.policy, "action_dist", None)
-        if self.model.kl_coef > 0:
+        model = self.model
+        # `evaluate_actions` of SB3's policies has just set it. A copy, for the next call for a distribution sets it anew.
+        distribution: Any = copy(getattr(self.policy, "action_dist", None))
+        if model.kl_coef > 0:
             if self.old_distribution is None:
                 term = approximate_kl(ratio, log_ratio)
             else:
+                self._check_distribution("kl_coef", distribution, ratio)
                 term = kl_divergence(self.old_distribution[minibatch.indices], distribution).mean()
             self.metrics["kl"].append(term.detach())
             yield self.kl_coef, term
-        if self.model.bounds_coef > 0:
+        if model.bounds_coef > 0:
+            self._check_distribution("bounds_coef", distribution, ratio)
             low, high = self.action_bounds
-            term = bounds_loss(unsquashed_mean(distribution), low, high, self.model.bounds_limit)
+            term = bounds_loss(unsquashed_mean(distribution), low, high, model.bounds_limit)
             self.metrics["bounds_loss"].append(term.detach())
-            yield self.model.bounds_coef, term
-        extra, logs = self.model.extra_actor_loss(minibatch.data, distribution)
+            yield model.bounds_coef, term
+        extra, logs = model.extra_actor_loss(minibatch.data, distribution)
         for name, value in logs.items():
-            self.metrics[name].append(th.as_tensor(value, device=self.model.device).detach())
-        if isinstance(extra, th.Tensor):
+            if name in RESERVED:
+                refuse("extra_actor_loss", name, "PPOExt logs something else under this name; give it another one")
+            self.metrics[name].append(th.as_tensor(value, device=model.device).detach())
+        if isinstance(extra, th.Tensor) or extra != 0:
+            extra = th.as_tensor(extra, device=model.device)
+            self.metrics["extra_actor_loss"].append(extra.detach())
             yield 1.0, extra
+
+    def _check_distribution(self, option: str, distribution: Any, ratio: th.Tensor) -> None:
+        """Refuse an option that would have no gradient where the ratio has one."""
+        found = None if distribution is None else parameters(distribution)
+        if found is None or (ratio.requires_grad and not found.requires_grad):
+            remedy = f"`evaluate_actions` of {type(self.policy).__name__} does not set `action_dist`; set it there"
+            refuse(option, getattr(self.model, option), remedy)
 
     def _action_bounds(self) -> tuple[th.Tensor, ...]:
         """Bounds of the actions in the buffer, flat: a squashed policy's are in [-1, 1]."""
@@ -296,6 +314,7 @@ class Update:
         """
         policy, model = self.policy, self.model
         policy.optimizer.zero_grad()
+        before = {name: len(values) for name, values in self.metrics.items()}
         sizes = [len(minibatch.data.advantages) for minibatch in minibatches]
         shares = [size / sum(sizes) for size in sizes]
         for minibatch, share in zip(minibatches, shares, strict=True):
@@ -313,15 +332,22 @@ class Update:
 
         norms = clip_gradients(policy, model.max_grad_norm)
         if not math.isfinite((sum(norms.values()) + self._measured("loss", shares)).item()):
-            if model.bad_gradients == "raise":
-                terms = {name: self.metrics[name][-1].item() for name in LOSS_TERMS if self.metrics[name]}
-                refuse_gradient(policy, terms, epoch, model.num_timesteps)
-            model.n_skipped_updates += 1
+            self._skip(before, epoch)
             return True
         for name, norm in norms.items():
             self.metrics[name].append(norm)
         policy.optimizer.step()
         return True
+
+    def _skip(self, before: dict[str, int], epoch: int) -> None:
+        """Leave a step out that is not finite, or raise; ``before`` are the lengths of the metrics without it."""
+        of_step = {name: values[before.get(name, 0) :] for name, values in self.metrics.items()}
+        if self.model.bad_gradients == "raise":
+            terms = {name: _first_bad(of_step[name]) for name in LOSS_TERMS if of_step.get(name)}
+            refuse_gradient(self.policy, terms, epoch, self.model.num_timesteps)
+        self.model.n_skipped_updates += 1
+        for name, values in self.metrics.items():
+            del values[before.get(name, 0) :]
 
     def _measured(self, name: str, shares: list[float]) -> th.Tensor:
         """Mean over the minibatches of this step."""
@@ -350,7 +376,7 @@ class Update:
             record(f"train/{name}", self._mean(name))
         # SB3 averages these in float32, the others as Python floats.
         record("train/approx_kl", _to_numpy(self.metrics["approx_kl"]).mean())
-        record("train/loss", self.metrics["loss"][-1].item())
+        record("train/loss", self.metrics["loss"][-1].item() if self.metrics["loss"] else math.nan)
         values, returns = self.buffer.values.flatten(), self.buffer.returns.flatten()
         record("train/explained_variance", explained_variance(values, returns))
         if hasattr(self.policy, "log_std"):
@@ -365,12 +391,11 @@ class Update:
     def _diagnostics(self) -> dict[str, float]:
         """What SB3 does not log."""
         model, metrics = self.model, self.metrics
-        ratio = _cat(metrics["ratio"])
-        logged = {
-            "ratio_mean": ratio.mean().item(),
-            "ratio_std": ratio.std(correction=0).item(),
-            "ratio_max": ratio.max().item(),
-        }
+        logged: dict[str, float] = {}
+        if metrics["ratio"]:
+            ratio = _cat(metrics["ratio"])
+            logged |= {"ratio_mean": ratio.mean().item(), "ratio_std": ratio.std(correction=0).item()}
+            logged["ratio_max"] = ratio.max().item()
         for name in (name for name, values in metrics.items() if values and name not in LOGGED_OTHERWISE):
             logged[name] = self._mean(name)
             if name.endswith("grad_norm") and name != "muon_grad_norm":
@@ -383,7 +408,7 @@ class Update:
         if model.kl_coef > 0:
             logged["kl_coef"] = self.kl_coef
         if model.target_kl is not None:
-            logged["epochs"] = self.n_epochs
+            logged["epochs"] = self.n_epochs_begun
         if self.segments is not None:
             logged["priority_beta"] = self.segments.beta
         if model.bad_gradients == "skip":
@@ -417,6 +442,12 @@ def _cat(tensors: list[th.Tensor]) -> th.Tensor:
     return tensors[0] if len(tensors) == 1 else th.cat(tensors)
 
 
+def _first_bad(values: list[th.Tensor]) -> float:
+    """The first that is not finite, or the last."""
+    numbers = [value.item() for value in values]
+    return next((number for number in numbers if not math.isfinite(number)), numbers[-1])
+
+
 def _to_numpy(tensors: list[th.Tensor]) -> np.ndarray:
-    """Scalars on the device to an array on the host, in one transfer."""
-    return th.stack(tensors).cpu().numpy()
+    """Scalars on the device to an array on the host, in one transfer; NaN if all of them were skipped."""
+    return th.stack(tensors).cpu().numpy() if tensors else np.array([np.nan], np.float32)

@@ -211,6 +211,38 @@ def test_normalizer_state(warm_start):
     assert wrong.state_dict() == fresh
 
 
+@pytest.mark.parametrize("alpha", [0.01, 0.5, 1.0])
+def test_another_alpha_goes_on_with_the_averages(alpha):
+    """Those of a constant scale stay right, whatever their weights were."""
+    rollouts = [100 * th.randn(500, generator=th.Generator().manual_seed(seed)) + 50 for seed in range(11)]
+    old, new = AdvantageNormalizer(0.05), AdvantageNormalizer(alpha)
+    for raw in rollouts[:10]:
+        old.observe(raw)
+    new.load_state_dict(old.state_dict())
+    new.observe(rollouts[10])
+    assert new.std == pytest.approx(100, rel=0.1)
+    assert new.mean == pytest.approx(50, abs=10)
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rollout_that_is_not_finite(warm_start, bad):
+    """It leaves no trace."""
+    normalizer = AdvantageNormalizer(0.5, warm_start)
+    normalizer.observe(T([1.0, 3.0]))
+    before = normalizer.state_dict()
+    normalizer.observe(T([1.0, bad]))
+    assert normalizer.state_dict() == before
+
+
+def test_equal_advantages_in_protomotions_scheme():
+    """Its 1e-8 keeps the average of the standard deviations above 0."""
+    normalizer = AdvantageNormalizer(1.0, warm_start=False)
+    for _ in range(2):
+        normalizer.observe(T([1.0, 1.0]))
+    assert normalizer.std == pytest.approx(1e-8)
+
+
 def test_large_offset_keeps_its_precision():
     """Moments in float64: a mean of 1e4 and a standard deviation of 1."""
     raw = th.randn(2048, generator=th.Generator().manual_seed(0)).double() + 1e4

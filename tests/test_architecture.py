@@ -13,7 +13,7 @@ PACKAGE = Path(sb3_ppo_ext.__file__).parent
 ALLOWED = {
     "zoo": {"ppo_ext", "schedules"},
     "ppo_ext": {"advantages", "collecting", "optimizers", "options", "saving", "schedules", "update", "validation"},
-    "update": {"advantages", "buffers", "distributions", "guards", "losses", "optimizers", "schedules"},
+    "update": {"advantages", "buffers", "distributions", "guards", "losses", "optimizers", "schedules", "validation"},
     "collecting": {"guards"},
     "options": {"buffers", "optimizers", "schedules", "validation"},
     "optimizers": {"validation"},

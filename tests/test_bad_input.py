@@ -179,6 +179,7 @@ def test_options_that_draw_minibatches(options):
     with pytest.raises(ValueError, match=f"`{name}=.*OwnDraws.*its own `get`"):
         PPOExt("MlpPolicy", ToyEnv(), rollout_buffer_class=OwnDraws, **options)
     others = dict(bounds_coef=0.1, critic_learning_rate=1e-3, max_clip_fraction=0.5, surrogate="spo", ent_coef="lin_0.1")
+    others |= dict(normalize_advantage=False, advantage_norm="ema")  # which nothing is normalised by
     PPOExt("MlpPolicy", ToyEnv(), n_steps=16, batch_size=8, rollout_buffer_class=OwnDraws, **others).learn(32)
 
 

@@ -53,7 +53,9 @@ def test_approximate_kl():
 
 
 def test_clip_fraction():
+    """The edge of the range is not outside of it."""
     assert clip_fraction(T([1.0, 1.19, 1.21, 0.5]), 0.2).item() == 0.5
+    assert clip_fraction(T([1.5, 0.5]), 0.5).item() == 0.0
 
 
 # What SB3 does not have

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import re
 
 import pytest
@@ -13,7 +14,7 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 from torch import nn
 from toys import DICT, IMAGE, make_toys
 
-from sb3_ppo_ext import PPOExt, optimizers
+from sb3_ppo_ext import MlpPolicy, PPOExt, optimizers
 from sb3_ppo_ext.optimizers import MuonWithAdamW, critic_parameters, hidden_matrices
 
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, device="cpu")
@@ -204,6 +205,20 @@ def test_muon_is_one_optimizer():
     assert_equal(policy.optimizer.state_dict(), copied.optimizer.state_dict(), "optimizer")
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_muon(duplicate):
+    """The parts of a copy work on the copy."""
+    policy = with_gradients(make(optimizer="muon", learning_rate=0.01).policy)
+    set_lr(policy.optimizer, 0.01)
+    policy.optimizer.step()
+    copied = duplicate(policy)
+    for one in (policy, copied):
+        with_gradients(one, 1).optimizer.step()
+    assert_equal(policy.state_dict(), copied.state_dict(), "policy")
+    copied.optimizer.step()
+    assert not th.equal(policy.action_net.weight, copied.action_net.weight)
+
+
 def test_muon_without_hidden_matrices():
     """AdamW takes all, and a warning says so, for a tuner may draw such a network."""
     with pytest.warns(UserWarning, match="no hidden matrix.*net_arch"):
@@ -239,6 +254,41 @@ def test_optimizer_class_of_the_user():
     model = make(critic_learning_rate=0.01, policy_kwargs=policy_kwargs).learn(32)
     assert type(model.policy.optimizer) is th.optim.RMSprop
     assert {(group["lr"], group["alpha"]) for group in model.policy.optimizer.param_groups} == {(3e-4, 0.9), (0.01, 0.9)}
+
+
+def test_optimizer_class_of_the_policy_keeps_its_defaults():
+    """A second rate changes neither class nor arguments, the user's or the policy's own."""
+
+    class Own(MlpPolicy):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **{**kwargs, "optimizer_class": th.optim.RMSprop, "optimizer_kwargs": {"alpha": 0.7}})
+
+    for policy, policy_kwargs in (("MlpPolicy", dict(optimizer_class=th.optim.AdamW)), (Own, {}), ("MlpPolicy", {})):
+        one = make(policy, policy_kwargs=policy_kwargs).policy.optimizer
+        other = make(policy, policy_kwargs=policy_kwargs, critic_learning_rate=1e-3).policy.optimizer
+        assert type(one) is type(other)
+        (expected,) = one.param_groups
+        for group in other.param_groups:
+            weight_decay = 0.0 if len(group["params"]) == 1 else expected["weight_decay"]
+            for name in expected.keys() - {"params", "lr"}:
+                assert group[name] == (weight_decay if name == "weight_decay" else expected[name]), name
+
+
+def test_weight_decay_that_a_class_does_not_take():
+    with pytest.raises(ValueError, match="has no option `weight_decay`"):
+        make(weight_decay=0.1, policy_kwargs=dict(optimizer_class=th.optim.Rprop))
+
+
+def test_trunk_that_both_networks_share():
+    """It is the actor's."""
+
+    class SharedTrunk(MlpPolicy):
+        def _build_mlp_extractor(self):
+            super()._build_mlp_extractor()
+            self.mlp_extractor.value_net = self.mlp_extractor.policy_net
+
+    policy = make(SharedTrunk, critic_learning_rate=1e-3).policy
+    assert names(policy, critic_parameters(policy)) == {"value_net.weight", "value_net.bias"}
 
 
 # The second learning rate
@@ -336,6 +386,13 @@ def test_another_optimizer(before, after, message):
     other.set_parameters({"policy": saved.policy.state_dict()}, exact_match=False)
     assert_equal(model.policy.state_dict(), other.policy.state_dict(), "policy")
     other.learn(32)
+
+
+def test_another_network():
+    """SB3 says which shapes differ."""
+    model = make(weight_decay=0.1, policy_kwargs=dict(net_arch=[8]))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.set_parameters(make(weight_decay=0.1).get_parameters())
 
 
 def test_no_critic_apart():

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from toys import BOX_ACTION, DICT, IMAGE, Brittle, LogRecorder, RolloutRecorder, make_toys
@@ -19,7 +21,7 @@ from toys import BOX_ACTION, DICT, IMAGE, Brittle, LogRecorder, RolloutRecorder,
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.advantages import AdvantageNormalizer, normalize, vtrace
 from sb3_ppo_ext.buffers import PrioritizedSegments
-from sb3_ppo_ext.optimizers import critic_parameters
+from sb3_ppo_ext.optimizers import clip_gradients, critic_parameters
 
 # Nothing is clipped, so that actor and critic do not influence each other.
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu", max_grad_norm=1e9)
@@ -268,6 +270,18 @@ def test_truncations_are_kept_for_vtrace_alone(tmp_path):
     assert "_truncations" not in load_from_zip_file(tmp_path / "model")[0]
 
 
+def test_vtrace_takes_the_buffers_discount():
+    """As GAE does: a buffer may have its own."""
+
+    class Discounting(RolloutBuffer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **{**kwargs, "gamma": 0.5, "gae_lambda": 0.3})
+
+    models = [make(Recording, vtrace=v, rollout_buffer_class=Discounting, batch_size=32).learn(32) for v in (False, True)]
+    expected, actual = (np.sort(model.seen[0][0].returns) for model in models)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
 def test_vtrace_leaves_the_buffer_alone():
     """What callbacks and SB3's logs read stays as it was estimated while collecting."""
     with_vtrace, without = run(vtrace=True), run()
@@ -387,6 +401,17 @@ def test_rules_of_what_follows_the_kl():
         assert model.kl_coefficient.value == pytest.approx(bound)
 
 
+@pytest.mark.parametrize("options", [dict(kl_coef=1.0), dict(kl_coef=1.0, kl_target=0.01), dict(adaptive_lr_kl=0.01)], ids=str)
+def test_one_step_per_update(options):
+    """Before the only step the policy has not moved: a warning says that the option does nothing."""
+    with pytest.warns(UserWarning, match="n_epochs=1, or lower batch_size=32"):
+        make(n_epochs=1, batch_size=32, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(n_epochs=1, batch_size=16, **options)
+        make(n_epochs=1, batch_size=32)
+
+
 def test_kl_coefficient_adapts():
     """Doubled after each update whose KL was too large, halved after each that was too small; used and logged."""
     for target, factor in ((1e-6, 2.0), (10.0, 0.5)):
@@ -459,6 +484,14 @@ def test_max_clip_fraction(options):
     assert not same(actors[0], actors[every])
 
 
+def test_resting_actor_has_no_gradient_norm():
+    """There are no zeros in the log, which would be on another device than the others as well."""
+    model = make(max_clip_fraction=0.0, critic_learning_rate=1e-3, optimizer="muon")
+    for parameter in model.policy.parameters():
+        parameter.grad = th.ones_like(parameter) if parameter in critic_parameters(model.policy) else None
+    assert clip_gradients(model.policy, 1.0).keys() == {"critic_grad_norm", "muon_grad_norm"}
+
+
 def test_resting_actor_does_not_count_in_the_clipping():
     """Its gradient, however large, does not shrink the critic's step."""
 
@@ -516,11 +549,31 @@ def test_bad_gradients_raise(options):
     assert all(p.grad is None or not p.grad.any() for p in model.policy.parameters())
 
 
+def test_bad_gradients_name_the_bad_part():
+    """The terms of the minibatch in which it lies, whichever of the accumulated ones that is."""
+    for seed in range(4):
+        with pytest.raises(ValueError, match="value_loss inf"):
+            huge(n_epochs=1, batch_size=4, accumulate_grad=4, seed=seed).learn(16)
+
+
+def test_bad_gradients_skip_everything():
+    """What cannot be measured is NaN in the log, and the training goes on."""
+    model = huge(bad_gradients="skip", batch_size=16).learn(16)
+    assert model.n_skipped_updates == 3
+    values = logged(model)
+    assert math.isnan(values["train/loss"])
+    assert math.isnan(values["train/approx_kl"])
+    model.learn(16)
+    assert math.isfinite(logged(model)["train/loss"])
+
+
 def test_bad_gradients_skip():
-    """One minibatch of each epoch is left out and counted, the others are learned from; the count is saved."""
+    """One minibatch of each epoch is left out and counted, the others are learned from and logged."""
     model = huge(bad_gradients="skip")
     before = model.policy.state_dict()["value_net.bias"].clone()
     model.learn(16)
+    for name in ("loss", "value_loss", "approx_kl", "ratio_mean", "grad_norm"):
+        assert math.isfinite(logged(model)[f"train/{name}"]), name
     assert logged(model)["train/skipped_updates"] == model.n_skipped_updates == 3
     assert all(th.isfinite(p).all() for p in model.policy.parameters())
     assert model.policy.optimizer.state[model.policy.value_net.bias]["step"] == 3
@@ -554,6 +607,8 @@ def test_term_that_is_not_finite(in_gradient):
         dict(n_steps=20),  # what is left makes a smaller step
         dict(n_steps=19),  # ... of minibatches that are not equal
         dict(priority_alpha=0.7, priority_segment=4),
+        dict(priority_alpha=0.7, priority_segment=8),
+        dict(batch_size_of_one=True),
         dict(kl_coef=1.0, bounds_coef=0.1, bounds_limit=0.0, ent_coef=0.1, surrogate="spo"),
         dict(vtrace=True, clip_range_vf=0.1, vf_clip_mode="max"),
         dict(target_kl=0.005, learning_rate=3e-3),
@@ -565,8 +620,10 @@ def test_term_that_is_not_finite(in_gradient):
 @pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 def test_accumulated_gradients_are_those_of_a_larger_batch(options):
     """Whatever else is on: 4 minibatches of 4 are one of 16, to rounding."""
-    large = run(timesteps=64, batch_size=16, optimizer="sgd", **{"learning_rate": 0.01, **options})
-    small = run(timesteps=64, batch_size=4, accumulate_grad=4, optimizer="sgd", **{"learning_rate": 0.01, **options})
+    size = 1 if options.pop("batch_size_of_one", False) else 4
+    options = {"learning_rate": 0.01, "optimizer": "sgd", "timesteps": 64, **options}
+    large = run(batch_size=16, **options)
+    small = run(batch_size=size, accumulate_grad=16 // size, **options)
     for name, expected in large.policy.state_dict().items():
         th.testing.assert_close(small.policy.state_dict()[name], expected, atol=2e-5, rtol=1e-4)
     for name in ("train/grad_norm", "train/n_updates"):
@@ -598,11 +655,87 @@ class Symmetric(PPOExt):
 
 def test_extra_actor_loss():
     """It is minimised and logged."""
-    model = make(Symmetric, policy_kwargs=dict(net_arch=[8]), learning_rate=0.01).learn(32)
+    model = make(Symmetric, policy_kwargs=dict(net_arch=[8]), learning_rate=0.01)
+    with th.no_grad():
+        model.policy.action_net.bias.fill_(0.5)  # the same for both mirror images
+    model.learn(32)
     first = logged(model)
+    assert first["train/extra_actor_loss"] == pytest.approx(10 * first["train/asymmetry"])
     model.learn(640)
-    assert logged(model)["train/asymmetry"] < 0.2 * first["train/asymmetry"]
+    assert logged(model)["train/asymmetry"] < 0.05 * first["train/asymmetry"]
     assert logged(model)["symmetry/batch"] == 8
+
+
+def test_extra_actor_loss_has_a_distribution_of_its_own():
+    """Another one that the hook asks for does not overwrite it: a policy that is its mirror image has no asymmetry."""
+    model = make(Symmetric, policy_kwargs=dict(net_arch=[]), learning_rate=0.0)
+    with th.no_grad():
+        model.policy.action_net.weight.fill_(1.0)
+    model.learn(32)
+    assert logged(model)["train/asymmetry"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["approx_kl", "grad_norm", "loss"])
+def test_names_that_the_hook_cannot_log(name):
+    """They mean something else."""
+
+    class Clashing(PPOExt):
+        def extra_actor_loss(self, rollout_data, distribution):
+            return 0.0, {name: 1.0}
+
+    with pytest.raises(ValueError, match=f"`extra_actor_loss='{name}'`.*another one"):
+        make(Clashing).learn(32)
+
+
+def test_number_as_extra_actor_loss():
+    """It has no gradient, but is logged."""
+
+    class Constant(PPOExt):
+        def extra_actor_loss(self, rollout_data, distribution):
+            return np.float32(3.0), {}
+
+    model = run(Constant)
+    assert logged(model)["train/extra_actor_loss"] == 3.0
+    assert_equal(run().policy.state_dict(), model.policy.state_dict(), "policy")
+
+
+# Policies of another make
+
+
+class OwnNormal(ActorCriticPolicy):
+    """Does not use `action_dist` for what it evaluates."""
+
+    def evaluate_actions(self, obs, actions):
+        latent_pi, latent_vf = self.mlp_extractor(self.extract_features(obs))
+        normal = th.distributions.Normal(self.action_net(latent_pi), self.log_std.exp())
+        return self.value_net(latent_vf), normal.log_prob(actions).sum(1), normal.entropy().sum(1)
+
+
+def test_policy_that_does_not_set_its_distribution():
+    """Options that need it are refused, for they would do nothing; without them it learns."""
+    for options in (dict(kl_coef=1.0), dict(bounds_coef=1.0)):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"`{name}=1.0`.*OwnNormal does not set `action_dist`"):
+            run(policy=OwnNormal, **options)
+    run(policy=OwnNormal)
+
+
+def test_policy_without_action_dist():
+    """As with SB3's PPO."""
+
+    class Without(OwnNormal):
+        def forward(self, obs, deterministic=False):
+            latent_pi, latent_vf = self.mlp_extractor(self.extract_features(obs))
+            normal = th.distributions.Normal(self.action_net(latent_pi), self.log_std.exp())
+            actions = normal.sample()
+            return actions, self.value_net(latent_vf), normal.log_prob(actions).sum(1)
+
+    models = [make(algorithm, policy=Without) for algorithm in (PPO, PPOExt)]
+    for model in models:
+        del model.policy.action_dist
+        model.set_random_seed(0)
+        model.learn(32)
+    assert_equal(models[0].policy.state_dict(), models[1].policy.state_dict(), "policy")
 
 
 def test_extra_actor_loss_sees_what_the_policy_loss_uses():
@@ -689,6 +822,12 @@ def test_bounds_loss_pulls_the_mean_back():
 
 
 T_MIDDLE, T_HALF = th.tensor([0.0, 0.5]), th.tensor([1.0, 2.5])
+
+
+def test_schedules_end_at_the_end():
+    """The last rollout may end past it: neither entropy nor critic gets a negative coefficient."""
+    values = logged(run(ent_coef=lambda p: 0.1 * p, critic_learning_rate=lambda p: 0.01 * p, timesteps=40))
+    assert values["train/ent_coef"] == values["train/critic_learning_rate"] == 0.0
 
 
 def test_ent_coef_of_a_callback():
