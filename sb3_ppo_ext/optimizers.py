@@ -111,23 +111,28 @@ def make_optimizer(
     if name == "muon" and Muon is None:
         refuse("optimizer", name, "it needs torch 2.9 or newer; upgrade torch, or give another one")
     factory: Any = {"adam": policy.optimizer_class, "muon": MuonWithAdamW, **OPTIMIZERS}[name]
-    if name == "adam":
-        kwargs = dict(policy.optimizer_kwargs)
-    elif optimizer_kwargs is None:
-        # What SB3 gives to its default; torch's AdamW decays by 0.01 by default.
-        kwargs = {} if name == "sgd" else {"eps": ADAM_EPS, "weight_decay": weight_decay}
-    else:
-        kwargs = {**({"weight_decay": weight_decay} if name == "adamw" else {}), **optimizer_kwargs}
-    if weight_decay > 0:
-        if "weight_decay" in (optimizer_kwargs or {}):
-            refuse("weight_decay", weight_decay, "`optimizer_kwargs` has one too; give only one of them")
-        kwargs["weight_decay"] = weight_decay
+    kwargs = _arguments(policy, name, weight_decay, optimizer_kwargs)
     check_kwargs("optimizer_kwargs", kwargs, factory, ("params", "groups", "lr"))
     if factory is MuonWithAdamW:
         groups = parameter_groups(policy, own_critic, "AdamW", _checked_hidden_matrices(policy))
     else:
         groups = parameter_groups(policy, own_critic, factory.__name__)
     return factory(groups, lr=0.0, **kwargs)
+
+
+def _arguments(
+    policy: ActorCriticPolicy, name: str, weight_decay: float, optimizer_kwargs: dict[str, Any] | None
+) -> dict[str, Any]:
+    given = optimizer_kwargs or {}
+    if weight_decay > 0 and "weight_decay" in given:
+        refuse("weight_decay", weight_decay, "`optimizer_kwargs` has one too; give only one of them")
+    if name == "adam":
+        arguments = dict(policy.optimizer_kwargs)
+    else:
+        # What SB3 gives to its default, if the user gives nothing; torch's AdamW has a decay of its own.
+        arguments = {"eps": ADAM_EPS} if optimizer_kwargs is None and name != "sgd" else {}
+        arguments |= {"weight_decay": 0.0, **given}
+    return {**arguments, "weight_decay": weight_decay} if weight_decay > 0 else arguments
 
 
 def _checked_hidden_matrices(policy: ActorCriticPolicy) -> set[th.Tensor]:

@@ -1,7 +1,6 @@
 """One update of the policy from one rollout: estimates, epochs, minibatches, losses, steps of the optimiser."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -26,13 +25,12 @@ from sb3_ppo_ext.losses import (
     spo_loss,
     value_loss,
 )
+from sb3_ppo_ext.metrics import Metrics
 from sb3_ppo_ext.optimizers import clip_gradients, critic_parameters
 from sb3_ppo_ext.schedules import is_constant, value_of
 from sb3_ppo_ext.validation import refuse
 
-# What is measured in each minibatch, by name. The values stay on the device until they are logged.
-Metrics = defaultdict[str, list[th.Tensor]]
-# Of these the last epoch alone counts, as for SB3
+# Metrics of which the last epoch alone counts, as for SB3
 OF_LAST_EPOCH = ("approx_kl", "kl", "ratio")
 LOGGED_OTHERWISE = {"entropy_loss", "policy_gradient_loss", "value_loss", "clip_fraction", "approx_kl", "loss", "ratio"}
 LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", "kl", "bounds_loss", "extra_actor_loss")
@@ -58,7 +56,7 @@ class Update:
         # The last rollout may end past the end; SB3's own schedules see that, ours do not.
         self.ent_coef = value_of(model.ent_coef, max(progress, 0.0))
         self.kl_coef = model.kl_coef if model.kl_coefficient is None else model.kl_coefficient.value
-        self.metrics: Metrics = defaultdict(list)
+        self.metrics = Metrics()
         self.n_epochs_begun = 0
         # Past `max_clip_fraction` the critic learns on alone
         self.actor_rests = False
@@ -90,9 +88,9 @@ class Update:
             if not go_on:
                 break
         if self.model.kl_coefficient is not None:
-            self.model.kl_coefficient.update(self._mean("kl"))
+            self.model.kl_coefficient.update(self.metrics.mean("kl"))
         if self.model.adaptive_lr is not None:
-            self.model.adaptive_lr.update(self._mean("approx_kl"))
+            self.model.adaptive_lr.update(self.metrics.mean("approx_kl"))
 
     # Estimates
 
@@ -314,7 +312,7 @@ class Update:
         """
         policy, model = self.policy, self.model
         policy.optimizer.zero_grad()
-        before = {name: len(values) for name, values in self.metrics.items()}
+        before = self.metrics.lengths()
         sizes = [len(minibatch.data.advantages) for minibatch in minibatches]
         shares = [size / sum(sizes) for size in sizes]
         for minibatch, share in zip(minibatches, shares, strict=True):
@@ -322,7 +320,7 @@ class Update:
             (loss if share == 1 else share * loss).backward()
 
         if model.target_kl is not None:
-            approx_kl = self._measured("approx_kl", shares).cpu().numpy()
+            approx_kl = self.metrics.weighted("approx_kl", shares).cpu().numpy()
             if approx_kl > 1.5 * model.target_kl:
                 if model.verbose >= 1:
                     print(f"Early stopping at step {epoch} due to reaching max kl: {approx_kl:.2f}")
@@ -331,7 +329,7 @@ class Update:
             self._let_actor_rest(shares)
 
         norms = clip_gradients(policy, model.max_grad_norm)
-        if not math.isfinite((sum(norms.values()) + self._measured("loss", shares)).item()):
+        if not math.isfinite((sum(norms.values()) + self.metrics.weighted("loss", shares)).item()):
             self._skip(before, epoch)
             return True
         for name, norm in norms.items():
@@ -341,24 +339,15 @@ class Update:
 
     def _skip(self, before: dict[str, int], epoch: int) -> None:
         """Leave a step out that is not finite, or raise; ``before`` are the lengths of the metrics without it."""
-        of_step = {name: values[before.get(name, 0) :] for name, values in self.metrics.items()}
         if self.model.bad_gradients == "raise":
-            terms = {name: _first_bad(of_step[name]) for name in LOSS_TERMS if of_step.get(name)}
+            terms = {name: self.metrics.bad_since(before, name) for name in LOSS_TERMS if self.metrics[name]}
             refuse_gradient(self.policy, terms, epoch, self.model.num_timesteps)
         self.model.n_skipped_updates += 1
-        for name, values in self.metrics.items():
-            del values[before.get(name, 0) :]
-
-    def _measured(self, name: str, shares: list[float]) -> th.Tensor:
-        """Mean over the minibatches of this step."""
-        values = self.metrics[name][-len(shares) :]
-        if len(values) == 1:
-            return values[0]
-        return th.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
+        self.metrics.forget_since(before)
 
     def _let_actor_rest(self, shares: list[float]) -> None:
         if not self.actor_rests:
-            self.actor_rests = bool(self._measured("clip_fraction", shares) > self.model.max_clip_fraction)
+            self.actor_rests = bool(self.metrics.weighted("clip_fraction", shares) > self.model.max_clip_fraction)
         self.metrics["actor_rests"].append(th.tensor(float(self.actor_rests)))
         if self.actor_rests:
             of_critic = critic_parameters(self.policy)
@@ -373,9 +362,9 @@ class Update:
         """Record the update, SB3's keys first."""
         model, record = self.model, self.model.logger.record
         for name in ("entropy_loss", "policy_gradient_loss", "value_loss", "clip_fraction"):
-            record(f"train/{name}", self._mean(name))
+            record(f"train/{name}", self.metrics.mean(name))
         # SB3 averages these in float32, the others as Python floats.
-        record("train/approx_kl", _to_numpy(self.metrics["approx_kl"]).mean())
+        record("train/approx_kl", self.metrics.numbers("approx_kl").mean())
         record("train/loss", self.metrics["loss"][-1].item() if self.metrics["loss"] else math.nan)
         values, returns = self.buffer.values.flatten(), self.buffer.returns.flatten()
         record("train/explained_variance", explained_variance(values, returns))
@@ -397,10 +386,9 @@ class Update:
             logged |= {"ratio_mean": ratio.mean().item(), "ratio_std": ratio.std(correction=0).item()}
             logged["ratio_max"] = ratio.max().item()
         for name in (name for name, values in metrics.items() if values and name not in LOGGED_OTHERWISE):
-            logged[name] = self._mean(name)
+            logged[name] = self.metrics.mean(name)
             if name.endswith("grad_norm") and name != "muon_grad_norm":
-                clipped = np.minimum(_to_numpy(metrics[name]).astype(np.float64), model.max_grad_norm)
-                logged[f"{name}_clipped"] = clipped.mean()
+                logged[f"{name}_clipped"] = float(np.minimum(metrics.numbers(name), model.max_grad_norm).mean())
         if self.action_bounds:
             logged["actions_at_bounds"] = self._share_at_bounds()
         if not is_constant(model.ent_coef):
@@ -428,9 +416,6 @@ class Update:
             logged |= {"adv/ema_mean": normalizer.mean, "adv/ema_std": normalizer.std}
         return logged
 
-    def _mean(self, name: str) -> float:
-        return float(_to_numpy(self.metrics[name]).astype(np.float64).mean())
-
 
 def _normalize_together(minibatches: list[Minibatch]) -> list[Minibatch]:
     sizes = [len(minibatch.data.advantages) for minibatch in minibatches]
@@ -440,14 +425,3 @@ def _normalize_together(minibatches: list[Minibatch]) -> list[Minibatch]:
 
 def _cat(tensors: list[th.Tensor]) -> th.Tensor:
     return tensors[0] if len(tensors) == 1 else th.cat(tensors)
-
-
-def _first_bad(values: list[th.Tensor]) -> float:
-    """The first that is not finite, or the last."""
-    numbers = [value.item() for value in values]
-    return next((number for number in numbers if not math.isfinite(number)), numbers[-1])
-
-
-def _to_numpy(tensors: list[th.Tensor]) -> np.ndarray:
-    """Scalars on the device to an array on the host, in one transfer; NaN if all of them were skipped."""
-    return th.stack(tensors).cpu().numpy() if tensors else np.array([np.nan], np.float32)

@@ -13,7 +13,17 @@ PACKAGE = Path(sb3_ppo_ext.__file__).parent
 ALLOWED = {
     "zoo": {"ppo_ext", "schedules"},
     "ppo_ext": {"advantages", "collecting", "optimizers", "options", "saving", "schedules", "update", "validation"},
-    "update": {"advantages", "buffers", "distributions", "guards", "losses", "optimizers", "schedules", "validation"},
+    "update": {
+        "advantages",
+        "buffers",
+        "distributions",
+        "guards",
+        "losses",
+        "metrics",
+        "optimizers",
+        "schedules",
+        "validation",
+    },
     "collecting": {"guards"},
     "options": {"buffers", "optimizers", "schedules", "validation"},
     "optimizers": {"validation"},
@@ -24,6 +34,7 @@ ALLOWED = {
     "distributions": set(),
     "guards": set(),
     "losses": set(),
+    "metrics": set(),
     "validation": set(),
     "__init__": {"ppo_ext"},
 }
