@@ -331,11 +331,10 @@ class PPOExt(RolloutCollector):
         return DecaySchedule(schedule, self.lr_decay, self.lr_min_fraction, self.lr_warmup)
 
     def _setup_optimizer(self) -> None:
-        if (self.critic_learning_rate is not None or self.max_clip_fraction is not None) and not critic_parameters(
-            self.policy
-        ):
-            name = "critic_learning_rate" if self.critic_learning_rate is not None else "max_clip_fraction"
-            refuse(name, getattr(self, name), f"{self.policy_class.__name__} has no critic apart from its actor; give None")
+        for name in ("critic_learning_rate", "max_clip_fraction"):
+            if getattr(self, name) is not None and not critic_parameters(self.policy):
+                remedy = f"{self.policy_class.__name__} has no critic apart from its actor; give None"
+                refuse(name, getattr(self, name), remedy)
         if self.optimizer == "adam" and self.weight_decay == 0 and self.critic_learning_rate is None:
             return  # the policy's own
         self.policy.optimizer = make_optimizer(
