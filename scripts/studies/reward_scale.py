@@ -6,7 +6,7 @@ arrival, which ends the episode). What the agent learns from is multiplied by a 
 from 100 to 1, or stays at 10. The returns in the results are without it. The critic has to follow the factor as well, in all
 variants alike; its gradient is clipped apart from the actor's, so that its error does not take the actor's step away.
 
-Run it: python scripts/studies/reward_scale.py (about 6 minutes on two cores)
+Run it: python scripts/studies/reward_scale.py (about 7 minutes on two cores)
 It writes docs/studies/reward_scale.csv and docs/studies/reward_scale.png.
 """
 
