@@ -105,8 +105,8 @@ class PrioritizedSegments:
 
     def _probabilities(self, sums: np.ndarray, alpha: float) -> np.ndarray:
         n = len(sums)
-        # Scaled first, so that no power overflows
-        priorities = (sums / sums.max()) ** alpha if sums.max() > 0 else np.ones(n)
+        # Scaled first, so that no power overflows; nothing can be preferred among zeros, nor where one is not finite
+        priorities = (sums / sums.max()) ** alpha if 0 < sums.max() < np.inf else np.ones(n)
         return (1 - self.UNIFORM) * priorities / priorities.sum() + self.UNIFORM / n
 
     def epoch(self, batch_size: int) -> Iterator[Draw]:

@@ -105,9 +105,12 @@ def test_probabilities_do_not_depend_on_the_scale(scale):
     np.testing.assert_allclose(one.probabilities, scaled.probabilities)
 
 
-def test_no_advantage_is_uniform():
-    """All advantages 0."""
-    drawn = PrioritizedSegments(np.zeros((8, 2), np.float32), 2, 0.6, 0.4)
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
+def test_no_advantage_is_uniform(value):
+    """All advantages 0, or one that is not finite."""
+    advantages = np.zeros((8, 2), np.float32)
+    advantages[3, 1] = value
+    drawn = PrioritizedSegments(advantages, 2, 0.6, 0.4)
     np.testing.assert_allclose(drawn.probabilities, 1 / 8)
     assert all((weights == 1).all() for _, weights in drawn.epoch(4))
 
