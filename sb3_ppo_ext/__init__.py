@@ -2,8 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from stable_baselines3.ppo.policies import CnnPolicy, MlpPolicy, MultiInputPolicy
-
+from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_ppo_ext.ppo_ext import PPOExt
 
 try:

@@ -22,6 +22,8 @@ class RolloutCollector(OnPolicyAlgorithm):
     # Steps that a time limit cut off in the last rollout: step, environment, terminal observation and its value; None if
     # nobody will ask for them
     _truncations: list[tuple[int, int, Any, float]] | None = None
+    # Whether the policy samples what the action is made of, and not the action
+    _samples_latents = False
 
     def collect_rollouts(
         self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
@@ -65,9 +67,10 @@ class RolloutCollector(OnPolicyAlgorithm):
 
             with th.no_grad():
                 obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
-                actions, values, log_probs = self.policy(obs_tensor)
-            actions = actions.cpu().numpy()
-            clipped_actions = self._actions_for_env(actions)
+                samples, values, log_probs = self.policy(obs_tensor)
+            samples = samples.cpu().numpy()
+            clipped_actions = self._actions_for_env(samples)
+            actions = clipped_actions if self._samples_latents else samples
 
             new_obs, rewards, dones, infos = env.step(clipped_actions)
             check_finite(self, "observation", new_obs, n_steps)
@@ -83,13 +86,13 @@ class RolloutCollector(OnPolicyAlgorithm):
             n_steps += 1
 
             if isinstance(self.action_space, spaces.Discrete):
-                actions = actions.reshape(-1, 1)
+                samples = samples.reshape(-1, 1)
 
             self._bootstrap_truncated(rewards, dones, infos, n_steps - 1)
 
             rollout_buffer.add(
                 self._last_obs,  # type: ignore[arg-type]
-                actions,
+                samples,
                 rewards,
                 self._last_episode_starts,  # type: ignore[arg-type]
                 values,
@@ -110,7 +113,7 @@ class RolloutCollector(OnPolicyAlgorithm):
 
     def _actions_for_env(self, actions: np.ndarray) -> np.ndarray:
         """
-        :param actions: As sampled, shape ``(n_envs, *action_shape)``
+        :param actions: As the policy sampled them, shape ``(n_envs, *action_shape)``
         :return: Within the bounds of the action space
         """
         if not isinstance(self.action_space, spaces.Box):

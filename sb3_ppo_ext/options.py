@@ -11,6 +11,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 
 from sb3_ppo_ext.buffers import knows_indices
 from sb3_ppo_ext.optimizers import OPTIMIZERS
+from sb3_ppo_ext.policies import BOUNDED, ActionLawMixin, check_action_law, with_laws
 from sb3_ppo_ext.schedules import is_constant, make_schedule, value_of
 from sb3_ppo_ext.validation import check_choice, check_kwargs, check_number, check_type, refuse
 
@@ -81,6 +82,8 @@ CHECKS: dict[str, Check] = {
     "normalize_advantage": _flag_as_sb3,
     "use_sde": _flag_as_sb3,
     # Ours
+    "action_dist": _choice("gaussian", *BOUNDED),
+    "deterministic_action": _choice("mean", "mode"),
     "advantage_norm": _choice("minibatch", "rollout", "ema"),
     "adv_ema_alpha": _number(0, 1, open_low=True),
     "adv_ema_warm_start": _flag,
@@ -123,7 +126,14 @@ def check_options(model: Any) -> None:
         check(name.removeprefix("_"), getattr(model, name))
     if model.use_sde:
         check_number("sde_sample_freq", model.sde_sample_freq)
-    for check_together in (_check_minibatches, _check_losses, _check_learning_rate, _check_classes, _check_buffer):
+    for check_together in (
+        _check_minibatches,
+        _check_classes,
+        _check_action_law,
+        _check_losses,
+        _check_learning_rate,
+        _check_buffer,
+    ):
         check_together(model)
 
 
@@ -137,9 +147,35 @@ def _check_minibatches(model: Any) -> None:
         refuse("n_steps", model.n_steps, f"{remedy}, and n_envs={model.env.num_envs}; raise one of the two")
 
 
+def _check_action_law(model: Any) -> None:
+    for name in ("action_dist", "deterministic_action"):
+        if name in model.policy_kwargs:
+            remedy = "it is an argument of the algorithm, so that tuning cannot drop it; give it there, not in `policy_kwargs`"
+            refuse(name, model.policy_kwargs[name], remedy)
+    if model.action_dist != "gaussian" and not issubclass(with_laws(model.policy_class), ActionLawMixin):
+        name = model.policy_class.__name__
+        remedy = f"{name} does not know it; let it inherit `sb3_ppo_ext.MlpPolicy`, `CnnPolicy` or `MultiInputPolicy`"
+        refuse("action_dist", model.action_dist, remedy)
+    check_action_law(
+        model.action_dist,
+        model.deterministic_action,
+        mean_tanh=model.policy_kwargs.get("mean_tanh", False),
+        learn_std=model.policy_kwargs.get("learn_std", True),
+        action_space=getattr(model, "action_space", None),
+        use_sde=model.use_sde,
+        log_std_init=model.policy_kwargs.get("log_std_init", 0.0),
+    )
+
+
 def _check_losses(model: Any) -> None:
-    if model.bounds_coef > 0 and not isinstance(getattr(model, "action_space", None), spaces.Box | None):
-        refuse("bounds_coef", model.bounds_coef, f"{model.action_space} has no bounds; leave it at 0")
+    if model.bounds_coef > 0:
+        remedy = None
+        if not isinstance(getattr(model, "action_space", None), spaces.Box | None):
+            remedy = f"{model.action_space} has no bounds; leave it at 0"
+        elif model.action_dist == "beta" or model.policy_kwargs.get("mean_tanh"):
+            remedy = 'the mean cannot leave the bounds with `action_dist="beta"` or `mean_tanh=True`; leave it at 0'
+        if remedy is not None:
+            refuse("bounds_coef", model.bounds_coef, remedy)
     if model.dual_clip is not None and model.surrogate != "clip":
         refuse("dual_clip", model.dual_clip, f'it is for `surrogate="clip"`, not {model.surrogate!r}; give None')
     if model.surrogate == "spo" and is_constant(model.clip_range) and value_of(model.clip_range, 1.0) == 0:
@@ -163,7 +199,7 @@ def _check_learning_rate(model: Any) -> None:
 
 def _check_classes(model: Any) -> None:
     given_to_policy = ("observation_space", "action_space", "lr_schedule", "use_sde")
-    check_kwargs("policy_kwargs", model.policy_kwargs, model.policy_class, given_to_policy)
+    check_kwargs("policy_kwargs", model.policy_kwargs, with_laws(model.policy_class), given_to_policy)
     if model.optimizer != "adam" and "optimizer_class" in model.policy_kwargs:
         refuse("optimizer", model.optimizer, "`policy_kwargs` has an `optimizer_class`; give only one of the two")
     buffer_class = model.rollout_buffer_class or RolloutBuffer

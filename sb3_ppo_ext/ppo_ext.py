@@ -6,22 +6,28 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
-from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.common.policies import (
+    ActorCriticCnnPolicy,
+    ActorCriticPolicy,
+    BasePolicy,
+    MultiInputActorCriticPolicy,
+)
 from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, RolloutBufferSamples, Schedule, TensorDict
 from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
-from stable_baselines3.ppo.policies import CnnPolicy, MlpPolicy, MultiInputPolicy
 
 from sb3_ppo_ext.advantages import AdvantageNormalizer
 from sb3_ppo_ext.collecting import RolloutCollector
 from sb3_ppo_ext.optimizers import adopt_state, critic_parameters, make_optimizer
 from sb3_ppo_ext.options import check_options
+from sb3_ppo_ext.policies import MlpPolicy, with_laws
 from sb3_ppo_ext.saving import SavedModel, check_saved_ppo
 from sb3_ppo_ext.schedules import DecaySchedule, KLAdaptive, ScheduleLike, make_schedule, value_of
 from sb3_ppo_ext.update import Update
@@ -90,6 +96,9 @@ class PPOExt(RolloutCollector):
     What follows is given by keyword, and does not change anything by default. ``docs/options.md`` has the formulas and when
     to use what.
 
+    :param action_dist: The law of actions in a ``Box``: ``"gaussian"`` (unbounded, and clipped), ``"squashed_gaussian"``
+        (its tanh) or ``"beta"``, which both respect the bounds
+    :param deterministic_action: What ``predict(deterministic=True)`` takes of Beta, ``"mean"`` or ``"mode"``
     :param advantage_norm: What ``normalize_advantage`` normalizes by: ``"minibatch"`` (each by itself), ``"rollout"`` (once,
         all of it), or ``"ema"`` (moving averages over the rollouts)
     :param adv_ema_alpha: Weight of the newest rollout in the averages, in (0, 1]
@@ -131,10 +140,11 @@ class PPOExt(RolloutCollector):
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
     """
 
+    # SB3's own, so that it can load what is saved; where an option needs more, `with_laws` takes ours.
     policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
-        "MlpPolicy": MlpPolicy,
-        "CnnPolicy": CnnPolicy,
-        "MultiInputPolicy": MultiInputPolicy,
+        "MlpPolicy": ActorCriticPolicy,
+        "CnnPolicy": ActorCriticCnnPolicy,
+        "MultiInputPolicy": MultiInputActorCriticPolicy,
     }
 
     def __init__(
@@ -166,6 +176,8 @@ class PPOExt(RolloutCollector):
         device: th.device | str = "auto",
         _init_setup_model: bool = True,
         *,
+        action_dist: str = "gaussian",
+        deterministic_action: str = "mean",
         advantage_norm: str = "minibatch",
         adv_ema_alpha: float = 0.05,
         adv_ema_warm_start: bool = True,
@@ -233,6 +245,8 @@ class PPOExt(RolloutCollector):
         self.normalize_advantage = normalize_advantage
         self.target_kl = target_kl
 
+        self.action_dist = action_dist
+        self.deterministic_action = deterministic_action
         self.advantage_norm = advantage_norm
         self.adv_ema_alpha = adv_ema_alpha
         self.adv_ema_warm_start = adv_ema_warm_start
@@ -285,17 +299,39 @@ class PPOExt(RolloutCollector):
             self.seed = int(self.seed)  # Gymnasium does not take NumPy's integers
         self._setup_schedules()
         given = self.policy_kwargs
+        self.policy_kwargs = self._setup_action_law(given)
         if self.optimizer != "adam":
             # They are for another class than the one that the policy makes.
-            self.policy_kwargs = {name: value for name, value in given.items() if name != "optimizer_kwargs"}
+            self.policy_kwargs = {k: v for k, v in self.policy_kwargs.items() if k != "optimizer_kwargs"}
         try:
             with assertions_as_value_errors():
                 super()._setup_model()
         finally:
             self.policy_kwargs = given
+        self._setup_latents()
         self._setup_optimizer()
         self._setup_advantages()
         self._truncations = [] if self.vtrace else None
+
+    def _setup_action_law(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Take a policy that knows the law, where SB3's own does not, and say what it is to be told."""
+        if self.action_dist == "gaussian":
+            if policy_kwargs.keys() & {"mean_tanh", "learn_std"}:
+                self.policy_class = with_laws(self.policy_class)
+            return policy_kwargs
+        self.policy_class = with_laws(self.policy_class)
+        law = {"action_dist": self.action_dist, "deterministic_action": self.deterministic_action}
+        return {**policy_kwargs, **law}
+
+    def _setup_latents(self) -> None:
+        self._samples_latents = self.action_dist != "gaussian"
+        if self._samples_latents and self.action_space.dtype != np.float32:
+            # The buffer would round them to the dtype of the actions.
+            self.rollout_buffer.action_space = spaces.Box(-np.inf, np.inf, self.action_space.shape, np.float32)
+            self.rollout_buffer.reset()
+
+    def _maybe_recommend_cpu(self, mlp_class_name: str = "ActorCriticPolicy") -> None:
+        super()._maybe_recommend_cpu(MlpPolicy.__name__ if self.policy_class is MlpPolicy else mlp_class_name)
 
     def _setup_schedules(self) -> None:
         self.clip_range = make_schedule("clip_range", self.clip_range, infinite=True)

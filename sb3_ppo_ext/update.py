@@ -14,7 +14,7 @@ from stable_baselines3.common.utils import explained_variance, obs_as_tensor
 
 from sb3_ppo_ext.advantages import normalize, vtrace
 from sb3_ppo_ext.buffers import Minibatch, PrioritizedSegments, flatten, knows_indices, shuffled, time_major
-from sb3_ppo_ext.distributions import kl_divergence, parameters, unsquashed_mean
+from sb3_ppo_ext.distributions import BoundedDistribution, kl_divergence, parameters, unsquashed_mean
 from sb3_ppo_ext.guards import refuse_gradient
 from sb3_ppo_ext.losses import (
     approximate_kl,
@@ -31,8 +31,8 @@ from sb3_ppo_ext.schedules import is_constant, value_of
 from sb3_ppo_ext.validation import refuse
 
 # Metrics of which the last epoch alone counts, as for SB3
-OF_LAST_EPOCH = ("approx_kl", "kl", "ratio")
-LOGGED_OTHERWISE = {"entropy_loss", "policy_gradient_loss", "value_loss", "clip_fraction", "approx_kl", "loss", "ratio"}
+OF_LAST_EPOCH = ("approx_kl", "kl", "ratio", "law")
+LOGGED_OTHERWISE = {"entropy_loss", "policy_gradient_loss", "value_loss", "clip_fraction", "approx_kl", "loss", "ratio", "law"}
 LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", "kl", "bounds_loss", "extra_actor_loss")
 # Names that the hook cannot give to what it logs
 RESERVED = {*LOGGED_OTHERWISE, *LOSS_TERMS, "actor_rests", "grad_norm", "critic_grad_norm", "muon_grad_norm"}
@@ -265,6 +265,8 @@ class Update:
         model = self.model
         # `evaluate_actions` of SB3's policies has just set it. A copy, for the next call for a distribution sets it anew.
         distribution: Any = copy(getattr(self.policy, "action_dist", None))
+        if isinstance(distribution, BoundedDistribution):
+            self.metrics["law"].append(distribution.parameters().detach())
         if model.kl_coef > 0:
             if self.old_distribution is None:
                 term = approximate_kl(ratio, log_ratio)
@@ -297,7 +299,7 @@ class Update:
             refuse(option, getattr(self.model, option), remedy)
 
     def _action_bounds(self) -> tuple[th.Tensor, ...]:
-        """Bounds of the actions in the buffer, flat: a squashed policy's are in [-1, 1]."""
+        """Bounds of the actions in the buffer, flat: of a squashed policy -1 and 1, also for what it squashes."""
         space = self.model.action_space
         if not isinstance(space, spaces.Box):
             return ()
@@ -389,7 +391,9 @@ class Update:
             logged[name] = self.metrics.mean(name)
             if name.endswith("grad_norm") and name != "muon_grad_norm":
                 logged[f"{name}_clipped"] = float(np.minimum(metrics.numbers(name), model.max_grad_norm).mean())
-        if self.action_bounds:
+        if metrics["law"]:
+            logged |= self.policy.action_dist.statistics(_cat(metrics["law"]))
+        elif self.action_bounds:
             logged["actions_at_bounds"] = self._share_at_bounds()
         if not is_constant(model.ent_coef):
             logged["ent_coef"] = self.ent_coef

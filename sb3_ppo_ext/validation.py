@@ -134,9 +134,23 @@ def check_kwargs(name: str, kwargs: object, function: Callable[..., Any], given:
     """
     if not isinstance(kwargs, Mapping):
         refuse(name, kwargs, "give a dictionary, or None")
-    parameters = inspect.signature(function).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        check_known_options(kwargs, parameters.keys() - set(given), f"`{name}`")
+    keywords = _keywords(function)
+    if keywords is not None:
+        check_known_options(kwargs, keywords - set(given), f"`{name}`")
+
+
+def _keywords(function: Callable[..., Any]) -> set[str] | None:
+    """Those that a function takes, ``None`` if it takes any. A class of this package passes on what it does not list."""
+    names: set[str] = set()
+    classes = [cls for cls in getattr(function, "__mro__", ()) if "__init__" in vars(cls)]
+    for each in [cls.__init__ for cls in classes] or [function]:
+        parameters = inspect.signature(each).parameters.values()
+        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} - {"self"}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return names
+        if not each.__module__.startswith(f"{__package__}."):
+            return None
+    return None
 
 
 def check_device(device: th.device | str) -> None:
