@@ -194,7 +194,7 @@ class BoundedBetaDistribution(BoundedDistribution):
         self.deterministic_action = deterministic_action
         self.max_concentration = max_concentration
 
-    def proba_distribution_net(self, latent_dim: int) -> nn.Module:
+    def proba_distribution_net(self, latent_dim: int) -> nn.Linear:
         """
         :param latent_dim: Size of what the policy's network puts out
         :return: The layer that gives what :meth:`proba_distribution` takes; at first nearly uniform distributions
@@ -378,7 +378,7 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     :return: Shape ``(batch_size,)``, in nats
     """
     if isinstance(new, BoundedBetaDistribution):
-        return _kl_of_betas(*old.double().chunk(2, dim=1), new.alpha, new.beta).sum(dim=1).to(new.dtype)
+        return _kl_of_betas(old, new).sum(dim=1).to(new.dtype)
     if isinstance(new, MultiCategoricalDistribution):
         parts = zip(old.split(new.action_dims, dim=1), new.distribution, strict=True)
         divergences = [torch_kl_divergence(Categorical(logits=logits, validate_args=False), part) for logits, part in parts]
@@ -391,10 +391,11 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     return torch_kl_divergence(Normal(mean, std, validate_args=False), new.distribution).sum(dim=1)
 
 
-def _kl_of_betas(alpha: th.Tensor, beta: th.Tensor, new_alpha: th.Tensor, new_beta: th.Tensor) -> th.Tensor:
-    d_alpha, d_beta = alpha - new_alpha, beta - new_beta
+def _kl_of_betas(old: th.Tensor, new: BoundedBetaDistribution) -> th.Tensor:
+    alpha, beta = old.double().chunk(2, dim=1)
+    d_alpha, d_beta = alpha - new.alpha, beta - new.beta
     expected = d_alpha * th.digamma(alpha) + d_beta * th.digamma(beta) - (d_alpha + d_beta) * th.digamma(alpha + beta)
-    return _log_beta(new_alpha, new_beta) - _log_beta(alpha, beta) + expected
+    return _log_beta(new.alpha, new.beta) - _log_beta(alpha, beta) + expected
 
 
 def unsquashed_mean(distribution: Any) -> th.Tensor:

@@ -11,6 +11,7 @@ from stable_baselines3.common.policies import (
     ActorCriticPolicy,
     MultiInputActorCriticPolicy,
 )
+from stable_baselines3.common.preprocessing import get_action_dim
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
@@ -47,6 +48,8 @@ class ActionLawMixin(ActorCriticPolicy):
     :raises ValueError: if a keyword is not valid, or does not go with the action space or another keyword
     """
 
+    action_space: Any
+
     def __init__(
         self,
         observation_space: spaces.Space,
@@ -73,26 +76,28 @@ class ActionLawMixin(ActorCriticPolicy):
             # Parameters of another law must not fit, as a squashed Gaussian's would fit a Gaussian.
             self.register_buffer(f"action_dist_{self.action_law}", th.tensor(True))
         if self.action_law == "squashed_gaussian":
-            self.action_dist = TanhGaussianDistribution(self.action_dist.action_dim)
+            self.action_dist = TanhGaussianDistribution(get_action_dim(self.action_space))
         if self.action_law == "beta":
-            self._build_beta()
-            self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
+            self._build_beta(lr_schedule)
         if self.mean_tanh:
             self.action_net = nn.Sequential(self.action_net, ScaledTanh(self.action_space))
         if not self.learn_std:
             self.log_std.requires_grad_(False)
 
-    def _build_beta(self) -> None:
+    def _build_beta(self, lr_schedule: Schedule) -> None:
         if self.log_std_init != 0:
             warnings.warn(
                 f'`log_std_init={self.log_std_init}` has no effect: `action_dist="beta"` has no standard deviation to learn.',
                 stacklevel=2,
             )
-        self.action_dist = BoundedBetaDistribution(self.action_dist.action_dim, self.deterministic_action)
-        self.action_net = self.action_dist.proba_distribution_net(self.mlp_extractor.latent_dim_pi)
+        self.action_dist = BoundedBetaDistribution(get_action_dim(self.action_space), self.deterministic_action)
+        head = self.action_dist.proba_distribution_net(self.mlp_extractor.latent_dim_pi)
         if self.ortho_init:
-            nn.init.orthogonal_(self.action_net.weight, gain=0.01)
+            nn.init.orthogonal_(head.weight, gain=0.01)
+        self.action_net = head
         del self.log_std
+        make_optimizer: Any = self.optimizer_class
+        self.optimizer = make_optimizer(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
     @property
     def squash_output(self) -> bool:
@@ -210,18 +215,21 @@ class ScaledTanh(nn.Module):
     :param space: With finite bounds; its dimensions are flattened
     """
 
+    middle: th.Tensor
+    half_width: th.Tensor
+
     def __init__(self, space: spaces.Box):
         super().__init__()
         low, high = (th.tensor(bound.flatten(), dtype=th.float64) for bound in (space.low, space.high))
         self.register_buffer("middle", (low / 2 + high / 2).float())
-        self.register_buffer("half", (high / 2 - low / 2).float())
+        self.register_buffer("half_width", (high / 2 - low / 2).float())
 
     def forward(self, values: th.Tensor) -> th.Tensor:
         """
         :param values: Shape ``(batch_size, action_dim)``
         :return: The same shape
         """
-        return self.middle + self.half * th.tanh(values)
+        return self.middle + self.half_width * th.tanh(values)
 
 
 def check_action_law(

@@ -515,8 +515,12 @@ class PPOExt(RolloutCollector):
         :raises ValueError: if the zip is damaged or of another algorithm, or an option is unknown or not valid
         """
         check_device(device)
-        known = check_saved_ppo(path, cls.policy_aliases.values()) | _option_names(cls)
-        check_known_options(kwargs, known, f"{cls.__name__}.load")
+        saved = check_saved_ppo(path, cls.policy_aliases.values())
+        check_known_options(kwargs, saved.keys() | _option_names(cls), f"{cls.__name__}.load")
+        _check_same_law(saved, kwargs.get("action_dist"))
+        if _only_fixes_std(path, kwargs.get("policy_kwargs")):
+            # SB3 lets nobody change `policy_kwargs`, but in this way.
+            custom_objects = {**(custom_objects or {}), "policy_kwargs": kwargs["policy_kwargs"]}
         if "stats_window_size" in kwargs:
             # The only option whose attribute has another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
@@ -540,7 +544,8 @@ class PPOExt(RolloutCollector):
         if isinstance(load_path_or_dict, dict):
             parameters: dict[str, Any] = dict(load_path_or_dict)
         else:
-            check_saved_ppo(load_path_or_dict, self.policy_aliases.values())
+            saved = check_saved_ppo(load_path_or_dict, self.policy_aliases.values())
+            _check_same_law(saved, self.action_dist)
             parameters = dict(load_from_zip_file(load_path_or_dict, device=device, load_data=False)[1])
         if "policy.optimizer" in parameters:
             parameters["policy.optimizer"] = adopt_state(self.policy, parameters["policy.optimizer"])
@@ -558,6 +563,23 @@ class PPOExt(RolloutCollector):
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), *LEARNED, "_truncations"]
+
+
+def _check_same_law(saved: dict[str, Any], action_dist: str | None) -> None:
+    saved_law = saved.get("action_dist", "gaussian")
+    if action_dist not in (None, saved_law):
+        remedy = f"the saved policy's is {saved_law!r}, and its parameters mean nothing to another one; train a new model"
+        refuse("action_dist", action_dist, remedy)
+
+
+def _only_fixes_std(path: SavedModel, policy_kwargs: Any) -> bool:
+    """Whether it is what the zip holds, but for a standard deviation that shall not be learned from here on."""
+    if not isinstance(policy_kwargs, dict) or policy_kwargs.get("learn_std", True):
+        return False
+    saved = (load_from_zip_file(path)[0] or {}).get("policy_kwargs", {})
+    free = {"learn_std", "log_std_init"}
+    given, saved = ({k: v for k, v in kwargs.items() if k not in free} for kwargs in (policy_kwargs, saved))
+    return given == saved
 
 
 def _option_names(algorithm: type[PPOExt]) -> set[str]:

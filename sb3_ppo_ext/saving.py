@@ -30,13 +30,13 @@ _ALGORITHM_OF_POLICY = {
 _OF_PPO = {"batch_size", "clip_range", "clip_range_vf", "n_epochs", "target_kl"}
 
 
-def check_saved_ppo(path: SavedModel, own_policies: Iterable[type] = ()) -> set[str]:
+def check_saved_ppo(path: SavedModel, own_policies: Iterable[type] = ()) -> dict[str, Any]:
     """
     Check that a file holds a whole model, of PPO's kind, without unpickling anything.
 
     :param path: Path of the zip (with or without ``.zip``), or an open file
     :param own_policies: Policies that do not speak for another algorithm
-    :return: The names of the attributes it holds
+    :return: The attributes it holds; those that are no plain values, as SB3 describes them in JSON
     :raises ValueError: if the zip is damaged, or was saved by another algorithm
     :raises FileNotFoundError: if there is no such file
     """
@@ -58,7 +58,7 @@ def check_saved_ppo(path: SavedModel, own_policies: Iterable[type] = ()) -> set[
         )
     if missing:
         raise ValueError(_damaged(path, f"it has no {' and no '.join(sorted(missing))}"))
-    return set(data)
+    return data
 
 
 def _read_members(file: Any) -> dict[str, bytes]:

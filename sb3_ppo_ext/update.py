@@ -391,10 +391,7 @@ class Update:
             logged[name] = self.metrics.mean(name)
             if name.endswith("grad_norm") and name != "muon_grad_norm":
                 logged[f"{name}_clipped"] = float(np.minimum(metrics.numbers(name), model.max_grad_norm).mean())
-        if metrics["law"]:
-            logged |= self.policy.action_dist.statistics(_cat(metrics["law"]))
-        elif self.action_bounds:
-            logged["actions_at_bounds"] = self._share_at_bounds()
+        logged |= self._action_statistics()
         if not is_constant(model.ent_coef):
             logged["ent_coef"] = self.ent_coef
         if model.kl_coef > 0:
@@ -407,11 +404,15 @@ class Update:
             logged["skipped_updates"] = model.n_skipped_updates
         return logged | self._advantage_statistics()
 
-    def _share_at_bounds(self) -> float:
-        """How many of the actions, dimension by dimension, the environment gets at a bound."""
+    def _action_statistics(self) -> dict[str, float]:
+        if self.metrics["law"]:
+            return self.policy.action_dist.statistics(_cat(self.metrics["law"]))
+        if not self.action_bounds:
+            return {}
+        # How many of the actions, dimension by dimension, the environment gets at a bound
         low, high = (bound.cpu().numpy() for bound in self.action_bounds)
         actions = self.buffer.actions.reshape(-1, len(low))
-        return float(np.mean((actions <= low) | (actions >= high)))
+        return {"actions_at_bounds": float(np.mean((actions <= low) | (actions >= high)))}
 
     def _advantage_statistics(self) -> dict[str, float]:
         raw, normalizer = self.buffer.advantages, self.model.advantage_normalizer

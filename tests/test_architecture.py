@@ -12,7 +12,17 @@ import sb3_ppo_ext
 PACKAGE = Path(sb3_ppo_ext.__file__).parent
 ALLOWED = {
     "zoo": {"ppo_ext", "schedules"},
-    "ppo_ext": {"advantages", "collecting", "optimizers", "options", "saving", "schedules", "update", "validation"},
+    "ppo_ext": {
+        "advantages",
+        "collecting",
+        "optimizers",
+        "options",
+        "policies",
+        "saving",
+        "schedules",
+        "update",
+        "validation",
+    },
     "update": {
         "advantages",
         "buffers",
@@ -25,8 +35,9 @@ ALLOWED = {
         "validation",
     },
     "collecting": {"guards"},
-    "options": {"buffers", "optimizers", "schedules", "validation"},
+    "options": {"buffers", "optimizers", "policies", "schedules", "validation"},
     "optimizers": {"validation"},
+    "policies": {"distributions", "validation"},
     "schedules": {"validation"},
     "saving": set(),
     "advantages": set(),
@@ -36,7 +47,7 @@ ALLOWED = {
     "losses": set(),
     "metrics": set(),
     "validation": set(),
-    "__init__": {"ppo_ext"},
+    "__init__": {"policies", "ppo_ext"},
 }
 ONLY_IN_ZOO = {"rl_zoo3", "optuna", "yaml"}
 

@@ -25,6 +25,8 @@ SMALL = dict(n_steps=8, batch_size=8, n_epochs=2, seed=3, device="cpu", policy_k
 
 # Each of our options with the values that are not its default, and what it needs beside it.
 VALUES = {
+    "action_dist": ["squashed_gaussian", "beta"],
+    "deterministic_action": ["mode"],
     "advantage_norm": ["rollout", "ema"],
     "adv_ema_alpha": [0.5],
     "adv_ema_warm_start": [False],
@@ -64,6 +66,7 @@ VALUES = {
     "max_grad_norm": [0.01],
 }
 NEEDS = {
+    "deterministic_action": dict(action_dist="beta"),
     "adv_ema_alpha": dict(advantage_norm="ema"),
     "adv_ema_warm_start": dict(advantage_norm="ema"),
     "adv_min_std": dict(advantage_norm="ema"),
@@ -89,6 +92,9 @@ def is_legal(options, action_space):
     return not (
         (get("bounds_coef") > 0 and not box)
         or (get("use_sde") and not box)
+        or (get("action_dist") != "gaussian" and (not box or get("use_sde")))
+        or (get("action_dist") == "beta" and get("bounds_coef") > 0)
+        or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")
         or (get("dual_clip") and get("surrogate") == "spo")
         or (get("kl_target") and not get("kl_coef"))
         or (get("adaptive_lr_kl") and (get("lr_decay") != "constant" or get("lr_warmup") > 0))
@@ -304,9 +310,10 @@ ZOO_OPTIONS = {
     **dict(priority_alpha=0.5, priority_segment=8, optimizer="adamw", weight_decay=0.01, lr_decay="cosine", lr_warmup=0.1),
     **dict(critic_learning_rate=0.002, max_clip_fraction=0.6, accumulate_grad=2, bad_gradients="skip", n_epochs=2),
     **dict(adv_ema_warm_start=False, adv_min_std=0.02, adv_shift_mean=False, vtrace_rho=1.2, vtrace_c=1.1),
-    **dict(priority_beta=0.5, lr_min_fraction=0.1),
+    **dict(priority_beta=0.5, lr_min_fraction=0.1, action_dist="squashed_gaussian"),
 }
 ADAPTIVE = dict(adaptive_lr_kl=0.01, adaptive_lr_bounds=[0.0001, 0.002], surrogate="spo", learning_rate=0.001)
+ADAPTIVE |= dict(action_dist="beta", deterministic_action="mode", use_sde=False)
 
 
 def test_zoo_options_are_all():
