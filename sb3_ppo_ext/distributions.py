@@ -336,11 +336,15 @@ def _log_beta(alpha: th.Tensor, beta: th.Tensor) -> th.Tensor:
 
 
 def _beta_mass_below(end: float, alpha: th.Tensor, beta: th.Tensor) -> th.Tensor:
-    """The probability of [0, end] by Gauss-Legendre quadrature, for a small end: torch has no incomplete Beta function."""
+    """
+    The probability of [0, end], for a small end: torch has no incomplete Beta function. By Gauss-Legendre quadrature of
+    ``x = end * t^2``, which smooths the power of x at 0.
+    """
     nodes, weights = (th.from_numpy(values) for values in np.polynomial.legendre.leggauss(16))
-    x = (end * (nodes + 1) / 2)[:, None, None]
+    t = (nodes + 1) / 2
+    x = (end * t.square())[:, None, None]
     density = th.exp((alpha - 1) * x.log() + (beta - 1) * (-x).log1p() - _log_beta(alpha, beta))
-    return end / 2 * th.einsum("i,ijk->jk", weights, density)
+    return end * th.einsum("i,ijk->jk", weights * t, density)
 
 
 def _at_least_float32(values: th.Tensor) -> th.Tensor:

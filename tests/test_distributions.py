@@ -1,4 +1,7 @@
-"""The KL divergence, against sums and numerical integration."""
+"""Densities, entropies and divergences, against sums, numerical integration and finite differences."""
+
+import itertools
+import math
 
 import numpy as np
 import pytest
@@ -13,7 +16,15 @@ from stable_baselines3.common.distributions import (
     StateDependentNoiseDistribution,
 )
 
-from sb3_ppo_ext.distributions import kl_divergence, parameters, unsquashed_mean
+from sb3_ppo_ext.distributions import (
+    BoundedBetaDistribution,
+    TanhGaussianDistribution,
+    clamp,
+    kl_divergence,
+    log_tanh_derivative,
+    parameters,
+    unsquashed_mean,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -104,3 +115,391 @@ def test_unknown_family():
 def test_unsquashed_mean():
     mean = tensor(3, 2) * 5
     assert th.equal(unsquashed_mean(gaussian(mean, tensor(2), SquashedDiagGaussianDistribution)), mean)
+
+
+# Beta and squashed Gaussian. Their latents run through a grid of actions, dense where these come close to a bound, in units
+# of the bounds; the integrals are those of the trapezoids over it, which know nothing of any Jacobian.
+
+FAR = th.cat([th.linspace(-18, 18, 40001, dtype=th.float64), th.linspace(-0.8, 0.8, 20001, dtype=th.float64)]).sort().values
+
+
+def squashed(mean, log_std, dtype=th.float64):
+    mean = th.as_tensor(mean, dtype=dtype)
+    log_std = th.as_tensor(log_std, dtype=dtype).expand(mean.shape[-1])
+    return TanhGaussianDistribution(mean.shape[1]).proba_distribution(mean, log_std)
+
+
+def beta(head, dtype=th.float64, **kwargs):
+    head = th.as_tensor(head, dtype=dtype)
+    return BoundedBetaDistribution(head.shape[1] // 2, **kwargs).proba_distribution(head)
+
+
+def head_of(alpha, beta):
+    """What softplus makes alpha - 1 and beta - 1 of."""
+    excess = th.tensor([[alpha, beta]], dtype=th.float64) - 1
+    return excess + (-(-excess).expm1()).log()
+
+
+SQUASHED_GRID = [(mean, log_std) for mean in (-6.0, -1.5, 0.0, 0.3, 3.0) for log_std in (-3.0, -1.0, 0.0, 0.5, 1.0)]
+BETA_GRID = [(1.01, 1.01), (1.3, 1.3), (1.5, 4.0), (2.0, 2.0), (20.0, 1.05), (60.0, 25.0), (200.0, 300.0), (1.2, 80.0)]
+UNCAPPED = dict(max_concentration=1e12)
+
+
+def squashed_grid(distribution):
+    """Latents, and where in [-1, 1] they are: for a narrow Gaussian around its mean."""
+    narrow = distribution.distribution.mean + distribution.distribution.stddev * th.linspace(-10, 10, 40001, dtype=th.float64)
+    u = th.cat([FAR, narrow.flatten()]).sort().values
+    return u[:, None], th.tanh(u)
+
+
+def beta_grid(distribution):
+    x = th.cat([(th.tanh(FAR[FAR.abs() < 7]) + 1) / 2, th.linspace(1e-6, 1 - 1e-6, 20001, dtype=th.float64)]).sort().values
+    return x[:, None], 2 * x - 1
+
+
+LAWS = [(squashed([[mean]], log_std), squashed_grid) for mean, log_std in SQUASHED_GRID]
+LAWS += [(beta(head_of(*pair), **UNCAPPED), beta_grid) for pair in BETA_GRID]
+
+
+@pytest.mark.parametrize(("law", "grid"), LAWS)
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (-2.0, 3.0), (100.0, 100.5)])
+def test_density_is_one_in_all(law, grid, low, high):
+    """Over the actions between any bounds, whose density is that in units of the bounds over half the width."""
+    latents, z = grid(law)
+    actions, density = low + (high - low) * (z + 1) / 2, law.log_prob(latents).exp() / ((high - low) / 2)
+    assert th.trapezoid(density, actions).item() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(("law", "grid"), LAWS)
+def test_entropy(law, grid):
+    """Minus the integral of p log p."""
+    latents, z = grid(law)
+    log_prob = law.log_prob(latents)
+    expected = -th.trapezoid(log_prob.exp() * log_prob, z)
+    assert law.entropy().item() == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_entropy_of_wide_and_saturated_gaussians():
+    """To a millionth, where 32 nodes of Gauss-Hermite are off by 0.03: integrated over u, with the entropy of a Gaussian."""
+    z = th.linspace(-12, 12, 200001, dtype=th.float64)
+    for mean, log_std in itertools.product([0.0, 0.7, 5.0, 50.0], [-5.0, 0.0, 1.0, 1.6, 2.0]):
+        law = squashed([[mean]], log_std)
+        u = mean + math.exp(log_std) * z
+        expected = th.trapezoid(th.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) * log_tanh_derivative(u), z)
+        expected = expected + law.distribution.entropy()
+        assert law.entropy().item() == pytest.approx(expected.item(), abs=2e-6)
+
+
+def test_entropy_of_uniform_and_narrow():
+    """The uniform distribution's is the logarithm of the width, and a narrow Gaussian's in the middle is the Gaussian's."""
+    assert beta([[-50.0, -50.0]]).entropy().item() == pytest.approx(math.log(2))
+    narrow = squashed([[0.0]], -5.0)
+    assert narrow.entropy().item() == pytest.approx(narrow.distribution.entropy().item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["squashed", "beta"])
+def test_several_dimensions(name):
+    """Log-probability, entropy and divergence are sums over them."""
+    if name == "squashed":
+        mean, log_std = tensor(4, 3), tensor(3) / 2
+        law, parts = squashed(mean, log_std), [squashed(mean[:, [i]], log_std[[i]]) for i in range(3)]
+    else:
+        head = tensor(4, 6)
+        law, parts = beta(head), [beta(head[:, [i, i + 3]]) for i in range(3)]
+    latents = law.sample()
+    each = [latents[:, [i]] for i in range(3)]
+    th.testing.assert_close(law.log_prob(latents), sum(p.log_prob(x) for p, x in zip(parts, each, strict=True)))
+    th.testing.assert_close(law.entropy(), sum(part.entropy() for part in parts))
+    others = [part.parameters().flip(0) for part in parts]
+    other = law.parameters().flip(0)
+    expected = sum(kl_divergence(o, part) for o, part in zip(others, parts, strict=True))
+    th.testing.assert_close(kl_divergence(other, law), expected)
+
+
+PAIRS = list(itertools.combinations(BETA_GRID, 2))
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_kl_divergence_of_betas(old, new):
+    """By integration, where p is not all too narrow for the grid."""
+    p, q = (beta(head_of(*pair), **UNCAPPED) for pair in (old, new))
+    x, z = beta_grid(p)
+    log_p, log_q = p.log_prob(x), q.log_prob(x)
+    expected = th.trapezoid(log_p.exp() * (log_p - log_q), z).item()
+    assert kl_divergence(parameters(p), q).item() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.combinations(SQUASHED_GRID[5:20:3], 2)))
+def test_kl_divergence_of_squashed_gaussians(old, new):
+    """By integration over the actions: the Jacobian cancels."""
+    p, q = (squashed([[mean]], log_std) for mean, log_std in (old, new))
+    u, z = squashed_grid(p)
+    log_p, log_q = p.log_prob(u), q.log_prob(u)
+    expected = th.trapezoid(log_p.exp() * (log_p - log_q), z).item()
+    assert kl_divergence(parameters(p), q).item() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_kl_divergence_is_exact_in_float32():
+    """Between two concentrated distributions that are close, where float32 itself leaves nothing of it."""
+    old, new = ([[200.0, 210.0]], [[200.5, 210.0]])
+    single = kl_divergence(beta(old, th.float32).parameters(), beta(new, th.float32))
+    double = kl_divergence(beta(old).parameters(), beta(new))
+    assert single.dtype == th.float32
+    assert single.item() == pytest.approx(double.item(), rel=1e-4)
+    assert 0 < double.item() < 1e-3
+
+
+@pytest.mark.parametrize("quantity", ["log_prob", "entropy", "kl_divergence"])
+@pytest.mark.parametrize("name", ["squashed", "beta"])
+def test_gradients_of_bounded_laws(name, quantity):
+    """By finite differences, from the middle out to where the policy is saturated."""
+    make = {"squashed": lambda x: squashed(x[:, :2], x[0, 2:]), "beta": beta}[name]
+    at = th.tensor([[0.3, -1.0, -0.7, 0.4], [8.0, -9.0, -3.0, 5.0]], dtype=th.float64).requires_grad_()
+    other = parameters(make(tensor(2, 4)))
+    latents = make(tensor(2, 4)).sample()
+
+    def function(x):
+        law = make(x)
+        return {
+            "log_prob": lambda: law.log_prob(latents),
+            "entropy": law.entropy,
+            "kl_divergence": lambda: kl_divergence(other, law),
+        }[quantity]()
+
+    assert th.autograd.gradcheck(function, (at,))
+
+
+def test_gradient_of_the_entropy():
+    """
+    It is that of the true entropy, to 1 %: of the integral, by finite differences. What SB3 does where a distribution knows
+    no entropy, minus the log-probability of the actions taken, has a gradient of 0 on average.
+    """
+
+    def integral(mean, log_std):
+        law = squashed([[mean]], log_std)
+        u, z = squashed_grid(law)
+        log_prob = law.log_prob(u)
+        return -th.trapezoid(log_prob.exp() * log_prob, z).item()
+
+    for mean, log_std in [(0.0, 0.5), (0.0, -1.0), (1.0, 0.0), (2.5, 0.8)]:
+        at = [th.tensor([[mean]], dtype=th.float64), th.tensor([log_std], dtype=th.float64)]
+        for tensor in at:
+            tensor.requires_grad_()
+        squashed(*at).entropy().sum().backward()
+        h = 1e-3
+        expected = (integral(mean, log_std + h) - integral(mean, log_std - h)) / (2 * h)
+        assert at[1].grad.item() == pytest.approx(expected, rel=0.01)
+        expected = (integral(mean + h, log_std) - integral(mean - h, log_std)) / (2 * h)
+        assert at[0].grad.item() == pytest.approx(expected, rel=0.01, abs=1e-4)
+
+    th.manual_seed(0)
+    log_std = th.tensor([0.5], requires_grad=True)
+    law = gaussian(th.zeros(200_000, 1), log_std, SquashedDiagGaussianDistribution)
+    with th.no_grad():
+        actions = law.sample()
+    (-law.log_prob(actions, law.gaussian_actions.detach())).mean().backward()
+    assert abs(log_std.grad.item()) < 0.01
+    log_std.grad = None
+    squashed([[0.0]], log_std, th.float32).entropy().sum().backward()
+    assert log_std.grad.item() < -0.2
+
+
+def test_the_log_cosh_is_a_mixture():
+    """Of smoothed absolute values, to a millionth: a narrow Gaussian's entropy shows it at any point."""
+    u = th.linspace(-20, 20, 4001, dtype=th.float64)[:, None]
+    narrow = squashed(u, -5.0)
+    jacobian = narrow.entropy() - narrow.distribution.entropy().flatten()
+    # The second derivative adds variance / 2.
+    smoothing = math.exp(-10) * (1 - th.tanh(u.flatten()) ** 2)
+    th.testing.assert_close(jacobian, log_tanh_derivative(u).flatten() - smoothing, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["squashed", "beta"])
+def test_samples_have_the_density(name):
+    """Kolmogorov and Smirnov's test, at 1 %, with a fixed seed."""
+    th.manual_seed(0)
+    n = 20_000
+    grid = [(0.4, 0.2), (3.0, -1.0)] if name == "squashed" else [(1.2, 1.4), (30.0, 2.0)]
+    for pair in grid:
+        if name == "squashed":
+            law, (latents, z) = squashed([[pair[0]]] * n, pair[1]), squashed_grid(squashed([[pair[0]]], pair[1]))
+            one = squashed([[pair[0]]], pair[1])
+        else:
+            one = beta(head_of(*pair))
+            law, (latents, z) = beta(head_of(*pair).expand(n, 2)), beta_grid(one)
+        cumulative = th.cumulative_trapezoid(one.log_prob(latents).exp(), z)
+        samples = 2 * law.position(law.sample().numpy().flatten()) - 1
+        expected = np.interp(np.sort(samples), z[1:].numpy(), cumulative.numpy())
+        steps = np.arange(n + 1) / n
+        statistic = max(np.abs(expected - steps[1:]).max(), np.abs(expected - steps[:-1]).max())
+        assert statistic < 1.63 / np.sqrt(n)
+
+
+EXTREMES = [-1000.0, -50.0, -10.0, -1.0, 0.0, 1.0, 10.0, 50.0, 1000.0]
+
+
+@pytest.mark.parametrize("dtype", [th.float32, th.float64])
+def test_nothing_is_nan_or_infinite(dtype):
+    """Whatever the head puts out, and for actions at the very edge; so are the gradients."""
+    heads = th.tensor(list(itertools.product(EXTREMES, EXTREMES)), dtype=dtype)
+    for log_std in (-50.0, -5.0, 0.0, 2.0, 50.0):
+        mean, std = heads[:, :1].clone().requires_grad_(), th.tensor([log_std], dtype=dtype).requires_grad_()
+        law = squashed(mean, std, dtype)
+        latents = [law.sample().detach(), law.mode().detach(), th.full_like(mean, 50.0), th.full_like(mean, -50.0)]
+        assert_finite(law, latents, (mean, std))
+    heads.requires_grad_()
+    for deterministic_action in ("mean", "mode"):
+        law = beta(heads, dtype, deterministic_action=deterministic_action)
+        edges = [th.full((len(heads), 1), edge, dtype=dtype) for edge in (0.0, 1e-6, 1 - 1e-6, 1.0)]
+        assert_finite(law, [law.sample().detach(), law.get_actions(deterministic=True).detach(), *edges], (heads,))
+
+
+def assert_finite(law, latents, leaves):
+    old = law.parameters().detach().roll(7, 0)
+    for x in latents:
+        assert th.isfinite(x).all()
+        assert ((law.position(x.numpy()) >= 0) & (law.position(x.numpy()) <= 1)).all()
+        for value in (law.log_prob(x), law.entropy(), kl_divergence(old, law)):
+            assert th.isfinite(value).all()
+            gradients = th.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
+            assert all(th.isfinite(gradient).all() for gradient in gradients if gradient is not None)
+    assert all(math.isfinite(value) for value in law.statistics(law.parameters().detach()).values())
+
+
+def test_float32_is_exact_enough():
+    """Log-probabilities and entropies from a network in float32 are those in float64, saturated or not."""
+    th.manual_seed(0)
+    for mean, log_std in itertools.product([0.0, 3.0, 12.0], [-2.0, 0.0, 1.0]):
+        single, double = (squashed([[mean]] * 1000, log_std, dtype) for dtype in (th.float32, th.float64))
+        u = single.sample()
+        assert single.log_prob(u).dtype == single.entropy().dtype == th.float32
+        th.testing.assert_close(single.log_prob(u).double(), double.log_prob(u.double()), rtol=1e-5, atol=2e-5)
+        th.testing.assert_close(single.entropy().double(), double.entropy(), rtol=1e-5, atol=1e-5)
+    for head in ([-1.0, -1.0], [5.0, -3.0], [300.0, 700.0]):
+        single, double = (beta([head] * 1000, dtype) for dtype in (th.float32, th.float64))
+        x = single.sample()
+        assert x.dtype == single.log_prob(x).dtype == single.entropy().dtype == single.mean().dtype == th.float32
+        th.testing.assert_close(single.log_prob(x).double(), double.log_prob(x.double()), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["squashed", "beta"])
+def test_autocast(name):
+    """Half precision is for the networks: what follows is float32, and as exact as their output allows."""
+    layer = th.nn.Linear(3, 4)
+    observations, log_std = th.randn(50, 3), th.zeros(4)
+    with th.autocast("cpu", dtype=th.bfloat16):
+        head = layer(observations)
+        assert head.dtype == th.bfloat16
+        law = squashed(head, log_std, head.dtype) if name == "squashed" else beta(head, head.dtype)
+        latents = law.sample()
+        values = [latents, law.log_prob(latents), law.entropy(), kl_divergence(parameters(law).flip(0), law)]
+    assert {value.dtype for value in values} == {th.float32}
+    exact = squashed(head, log_std) if name == "squashed" else beta(head.double())
+    th.testing.assert_close(values[1].double(), exact.log_prob(latents.double()), rtol=1e-5, atol=1e-5)
+
+
+def test_clamp():
+    """Inside it is the identity; outside the gradient leads back, and no further out."""
+    at = th.tensor([-3.0, -3.0, 0.5, 0.5, 3.0, 3.0], requires_grad=True)
+    clamped = clamp(at, -1.0, 2.0)
+    assert clamped.tolist() == [-1.0, -1.0, 0.5, 0.5, 2.0, 2.0]
+    # Where the gradient is negative, a step makes the value larger.
+    (clamped * th.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])).sum().backward()
+    assert at.grad.tolist() == [0.0, -1.0, 1.0, -1.0, 1.0, 0.0]
+
+
+def test_standard_deviation_comes_back():
+    """One that an optimiser has driven out of the range, on either side."""
+    for start in (-9.0, 9.0):
+        log_std = th.tensor([start], requires_grad=True)
+        optimizer = th.optim.Adam([log_std], lr=0.1)
+        for _ in range(300):
+            optimizer.zero_grad()
+            (squashed(th.zeros(1, 1), log_std, th.float32).distribution.stddev.log() - 0.5).square().sum().backward()
+            optimizer.step()
+        assert log_std.item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_concentration_is_capped():
+    """However large the head, with a gradient that still makes it smaller; the mode stays where it is."""
+    for head, mode in [([1e6, 1e6], 0.5), ([3e5, 1e5], 0.75), ([50.0, 0.0], 50 / (50 + math.log(2)))]:
+        at = th.tensor([head], dtype=th.float64, requires_grad=True)
+        law = beta(at)
+        assert law.parameters().sum().item() <= 1002
+        assert law.mode().item() == pytest.approx(mode, rel=1e-6)
+        law.entropy().sum().backward()
+        assert (at.grad <= 0).any()
+        assert (at.grad != 0).all()
+    assert beta([[3e5, 1e5]], max_concentration=10.0).parameters().sum().item() == pytest.approx(12, rel=1e-3)
+    # Far below it, it is not felt.
+    th.testing.assert_close(beta(head_of(1.5, 3.0)).parameters(), th.tensor([[1.5, 3.0]]).double(), rtol=3e-3, atol=0)
+
+
+def test_mean_and_mode_of_beta():
+    """By hand; of the uniform distribution, the middle."""
+    law = beta(head_of(3.0, 2.0), **UNCAPPED)
+    assert law.mean().item() == pytest.approx(3 / 5)
+    assert law.mode().item() == pytest.approx(2 / 3)
+    assert law.get_actions(deterministic=True).item() == law.mean().item()
+    other = beta(head_of(3.0, 2.0), deterministic_action="mode", **UNCAPPED)
+    assert other.get_actions(deterministic=True).item() == law.mode().item()
+    flat = beta([[-1000.0, -1000.0]])
+    assert flat.mean().item() == flat.mode().item() == 0.5
+
+
+def test_deterministic_action_of_the_squashed_gaussian():
+    """The image of its mean."""
+    law = squashed([[0.7, -3.0]], 0.0)
+    assert law.get_actions(deterministic=True).tolist() == [[0.7, -3.0]]
+    np.testing.assert_allclose(2 * law.position(law.mode().numpy()) - 1, np.tanh([[0.7, -3.0]]))
+
+
+def test_initial_beta_is_nearly_uniform():
+    """Whatever the input: within a twentieth of a nat, and with some gradient to leave."""
+    th.manual_seed(0)
+    distribution = BoundedBetaDistribution(2)
+    head = distribution.proba_distribution_net(64)
+    th.nn.init.orthogonal_(head.weight, gain=0.01)
+    law = distribution.proba_distribution(head(th.randn(100, 64)))
+    assert (2 * math.log(2) - law.entropy() < 0.05).all()
+
+
+@pytest.mark.parametrize("family", [TanhGaussianDistribution, BoundedBetaDistribution])
+def test_latents_and_positions(family):
+    """One is the inverse of the other; at a bound, the latent is that of an action close to it."""
+    position = np.array([0.0, 1e-6, 0.01, 0.5, 0.9, 1 - 1e-6, 1.0])
+    back = family.position(family.latents(position))
+    np.testing.assert_allclose(back[1:-1], position[1:-1], rtol=1e-9)
+    np.testing.assert_allclose(back[[0, -1]], [1e-6, 1 - 1e-6], rtol=1e-6)
+
+
+def test_statistics():
+    """The mass within 1 % of the bounds, by integration over both ends; standard deviation and concentration."""
+    for law, grid in [LAWS[3], LAWS[9], LAWS[12], *LAWS[-8:]]:
+        latents, z = grid(law)
+        density = law.log_prob(latents).exp()
+        middle = (z > -0.98) & (z < 0.98)
+        expected = 1 - th.trapezoid(density[middle], z[middle]).item()
+        assert law.statistics(law.parameters())["mass_near_bounds"] == pytest.approx(expected, abs=5e-4)
+    assert squashed([[0.0]], -0.5).statistics(th.tensor([[0.0, 1.0, 0.5, 0.3]]))["std"] == pytest.approx(0.4)
+    both = th.tensor([[1.0, 1.0, 1.0, 1.0], [2.0, 3.0, 4.0, 5.0]])
+    assert beta([[0.0, 0.0]]).statistics(both) == {"mass_near_bounds": pytest.approx(0.01, abs=2e-3), "concentration": 4.5}
+
+
+def test_by_themselves():
+    """In code of one's own, as SB3's distributions: a network, samples with their log-probabilities, actions."""
+    th.manual_seed(0)
+    latent = th.randn(5, 8)
+    family = BoundedBetaDistribution(2)
+    head = family.proba_distribution_net(latent_dim=8)(latent)
+    samples, log_prob = family.log_prob_from_params(head)
+    assert th.equal(family.log_prob(samples), log_prob)
+    assert th.equal(family.actions_from_params(head, deterministic=True), family.mean())
+    family = TanhGaussianDistribution(2)
+    net, log_std = family.proba_distribution_net(latent_dim=8, log_std_init=-0.3)
+    samples, log_prob = family.log_prob_from_params(net(latent), log_std)
+    assert th.equal(family.log_prob(samples), log_prob)
+    assert log_std.tolist() == pytest.approx([-0.3, -0.3])
+    assert th.equal(family.actions_from_params(net(latent), log_std, deterministic=True), net(latent))
+    # Samples carry the gradient of their parameters, as those of SB3's Gaussian.
+    assert family.sample().requires_grad
