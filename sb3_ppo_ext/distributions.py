@@ -242,8 +242,9 @@ class BoundedBetaDistribution(BoundedDistribution):
 
     def sample(self) -> th.Tensor:
         # What is rounded and clamped here is what is stored, and evaluated later on.
-        x = Beta(self.alpha, self.beta, validate_args=False).rsample()
-        return x.clamp(EDGE, 1 - EDGE).to(self.dtype)
+        x = Beta(self.alpha, self.beta, validate_args=False).rsample().clamp(EDGE, 1 - EDGE)
+        # The sampler hides NaN.
+        return th.where((self.alpha + self.beta).isnan(), th.nan, x).to(self.dtype)
 
     def mean(self) -> th.Tensor:
         """

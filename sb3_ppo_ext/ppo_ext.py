@@ -26,7 +26,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext.advantages import AdvantageNormalizer
 from sb3_ppo_ext.collecting import RolloutCollector
 from sb3_ppo_ext.optimizers import adopt_state, critic_parameters, make_optimizer
-from sb3_ppo_ext.options import check_options
+from sb3_ppo_ext.options import CHECKS, check_options
 from sb3_ppo_ext.policies import MlpPolicy, with_laws
 from sb3_ppo_ext.saving import SavedModel, check_saved_ppo
 from sb3_ppo_ext.schedules import DecaySchedule, KLAdaptive, ScheduleLike, make_schedule, value_of
@@ -567,7 +567,10 @@ class PPOExt(RolloutCollector):
 
 def _check_same_law(saved: dict[str, Any], action_dist: str | None) -> None:
     saved_law = saved.get("action_dist", "gaussian")
-    if action_dist not in (None, saved_law):
+    if action_dist is None or action_dist == saved_law:
+        return
+    CHECKS["action_dist"]("action_dist", action_dist)
+    if action_dist != saved_law:
         remedy = f"the saved policy's is {saved_law!r}, and its parameters mean nothing to another one; train a new model"
         refuse("action_dist", action_dist, remedy)
 

@@ -1,0 +1,601 @@
+"""Policies with bounded laws: what the environment gets, what the buffer holds, what is saved; and the Gaussian's switches."""
+
+import io
+import subprocess
+import sys
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as nps
+from parity import assert_equal
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.utils import ConstantSchedule
+from toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEnv, make_toys
+
+import sb3_ppo_ext
+from sb3_ppo_ext import CnnPolicy, MlpPolicy, MultiInputPolicy, PPOExt
+from sb3_ppo_ext.distributions import parameters, unsquashed_mean
+from sb3_ppo_ext.policies import ActionLawMixin
+
+LAWS = ["squashed_gaussian", "beta"]
+SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=0, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
+SCHEDULE = ConstantSchedule(3e-4)
+# A policy by itself gets images with the channels first.
+CHANNELS_FIRST = spaces.Box(0, 255, (1, 36, 36), np.uint8)
+DICTIONARY = spaces.Dict({**DICT.spaces, "camera": CHANNELS_FIRST})
+POLICIES = [(MlpPolicy, VECTOR), (CnnPolicy, CHANNELS_FIRST), (MultiInputPolicy, DICTIONARY)]
+
+
+def make(law="gaussian", action_space=BOX_ACTION, env=None, policy="MlpPolicy", policy_kwargs=None, **options):
+    policy_kwargs = {**SMALL["policy_kwargs"], **(policy_kwargs or {})}
+    env = env or make_toys(action_space=action_space)
+    return PPOExt(policy, env, action_dist=law, **{**SMALL, **options, "policy_kwargs": policy_kwargs})
+
+
+def saturate(policy, size):
+    """Let its head put out numbers of about this size, of either sign, which depend on the observation."""
+    head = policy.action_net
+    with th.no_grad():
+        head.weight.normal_(0.0, size / 10)
+        # Of Beta the first half are those of alpha.
+        signs = th.tensor([1.0, -1.0]).repeat(len(head.bias))[: policy.action_dist.action_dim]
+        head.bias.copy_(size * th.cat([signs, -signs])[: len(head.bias)])
+
+
+# Bounded by construction
+
+
+@st.composite
+def boxes(draw):
+    """Of any shape, float type and finite bounds, some of them without width."""
+    dtype = draw(st.sampled_from([np.float16, np.float32, np.float64]))
+    shape = draw(nps.array_shapes(min_dims=1, max_dims=3, max_side=3))
+    finite = dict(allow_nan=False, allow_infinity=False)
+    one, other = (draw(nps.arrays(dtype, shape, elements=finite)) for _ in range(2))
+    return spaces.Box(np.minimum(one, other), np.maximum(one, other), dtype=dtype)
+
+
+@pytest.mark.filterwarnings("ignore:The action space")
+@pytest.mark.filterwarnings("ignore:overflow")
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    space=boxes(),
+    law=st.sampled_from(LAWS),
+    deterministic_action=st.sampled_from(["mean", "mode"]),
+    deterministic=st.booleans(),
+    size=st.sampled_from([0.0, 1.0, 50.0, 1e4]),
+    policy=st.sampled_from(POLICIES),
+    seed=st.integers(0, 1000),
+)
+def test_actions_are_in_the_box(space, law, deterministic_action, deterministic, size, policy, seed):
+    """Of any space, policy and law, deterministic or not, single or in a batch, saturated or not."""
+    th.manual_seed(seed)
+    policy_class, observation_space = policy
+    deterministic_action = deterministic_action if law == "beta" else "mean"
+    law = dict(action_dist=law, deterministic_action=deterministic_action)
+    policy = policy_class(observation_space, space, SCHEDULE, net_arch=[4], **law)
+    saturate(policy, size)
+    observation = observation_space.sample()
+    action, _ = policy.predict(observation, deterministic=deterministic)
+    assert action.dtype == space.dtype
+    assert space.contains(action)
+    batch = {k: np.stack([v] * 3) for k, v in observation.items()} if isinstance(observation, dict) else [observation] * 3
+    actions, _ = policy.predict(batch if isinstance(batch, dict) else np.stack(batch), deterministic=deterministic)
+    assert actions.shape == (3, *space.shape)
+    assert all(space.contains(each) for each in actions)
+    latents, _, log_prob = policy(policy.obs_to_tensor(observation)[0], deterministic)
+    assert latents.dtype == th.float32
+    assert th.isfinite(log_prob).all()
+
+
+BOXES = [
+    spaces.Box(-1.0, 1.0, (1,), np.float32),
+    spaces.Box(np.float64([-3, 0.1]), np.float64([5, 0.2])),
+    spaces.Box(-2.0, 1.0, (2, 2), np.float16),
+    spaces.Box(0.0, 100.0, (1,), np.float32),
+]
+
+
+class Watcher(BaseCallback):
+    """Keeps the actions as callbacks see them, and the buffer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.actions = []
+
+    def _on_step(self):
+        assert self.locals["actions"] is self.locals["clipped_actions"]
+        self.actions.append(self.locals["actions"].copy())
+        return True
+
+    def _on_rollout_end(self):
+        self.stored = self.model.rollout_buffer.actions.copy()
+
+
+@pytest.mark.filterwarnings("ignore:The action space")
+@pytest.mark.parametrize("space", BOXES, ids=str)
+@pytest.mark.parametrize("law", LAWS)
+def test_training(law, space):
+    """The environment checks each action. Callbacks see it as it is; the buffer holds latents, float32, that give just it."""
+    watcher = Watcher()
+    model = make(law, space).learn(32, callback=watcher)
+    assert watcher.stored.dtype == np.float32
+    actions = np.stack(watcher.actions)
+    assert actions.dtype == space.dtype
+    latents = watcher.stored.reshape(actions.shape)
+    np.testing.assert_array_equal(model.policy.unscale_action(latents), actions)
+    assert np.unique(actions).size > 20
+
+
+@pytest.mark.parametrize(("name", "observation_space"), [("CnnPolicy", IMAGE), ("MultiInputPolicy", DICT)])
+@pytest.mark.parametrize("law", LAWS)
+def test_images_and_dictionaries(law, name, observation_space):
+    """By name; with a features extractor of its own for each network."""
+    env = make_toys(observation_space=observation_space)
+    model = make(law, env=env, policy=name, policy_kwargs=dict(share_features_extractor=False)).learn(32)
+    assert isinstance(model.policy, ActionLawMixin)
+    assert type(model.policy).__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("law", "size"),
+    [
+        ("gaussian", 0.0),
+        ("gaussian", 8.0),
+        ("squashed_gaussian", 0.0),
+        ("squashed_gaussian", 8.0),
+        ("beta", 0.0),
+        ("beta", 50.0),
+    ],
+)
+def test_first_ratio_is_one(law, size):
+    """Before the first step of the optimiser, for each sample: what was stored is what is evaluated, at saturation too."""
+
+    class Recorded(PPOExt):
+        deviation = 0.0
+
+        def extra_actor_loss(self, rollout_data, distribution):
+            log_ratio = distribution.log_prob(rollout_data.actions) - rollout_data.old_log_prob
+            self.deviation = max(self.deviation, (log_ratio.exp() - 1).abs().max().item())
+            return 0.0, {}
+
+    model = Recorded("MlpPolicy", make_toys(), n_steps=512, batch_size=64, n_epochs=1, learning_rate=0.0, action_dist=law)
+    saturate(model.policy, size)
+    model.learn(1024)
+    assert 0 <= model.deviation < 1e-5
+    if law != "gaussian" and size > 0:
+        assert model.logger.name_to_value["train/mass_near_bounds"] > 0.2
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_same_seed_same_policy(law):
+    """Also across the boundary between rollouts."""
+    one, other = (make(law).learn(64) for _ in range(2))
+    assert_equal(one.policy.state_dict(), other.policy.state_dict(), "policy")
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_action_that_is_not_finite(law):
+    """It does not get to the environment."""
+    model = make(law)
+    with th.no_grad():
+        model.policy.action_net.bias.fill_(float("nan"))
+    with pytest.raises(ValueError, match="action is not finite"):
+        model.predict(np.zeros(3, np.float32), deterministic=True)
+    with pytest.raises(ValueError, match=r"action is not finite|Expected parameter"):
+        model.learn(32)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_actions_to_latents(law):
+    """For the actions of an expert: their latents give them back."""
+    space = spaces.Box(np.float32([[-1, 100], [-4, 2]]), np.float32([[1, 101], [5, 2]]))
+    policy = MlpPolicy(VECTOR, space, SCHEDULE, action_dist=law)
+    actions = np.stack([space.sample() for _ in range(10)])
+    latents = policy.scale_action(actions)
+    assert latents.dtype == np.float32
+    np.testing.assert_allclose(policy.unscale_action(latents), actions, rtol=1e-5, atol=1e-5)
+    edges = policy.scale_action(np.stack([space.low, space.high]))
+    assert np.isfinite(edges).all()
+    np.testing.assert_allclose(policy.unscale_action(edges), [space.low, space.high], atol=1e-4)
+
+
+def test_deterministic_action():
+    """The image of the mean; for Beta the mean, or the mode on request, also when the request comes later, with the zip."""
+    observation = np.float32([0.3, -0.2, 0.9])
+    model = make("squashed_gaussian")
+    saturate(model.policy, 2.0)
+    mean = unsquashed_mean(model.policy.get_distribution(th.as_tensor(observation)[None])).detach().numpy()[0]
+    low, high = BOX_ACTION.low, BOX_ACTION.high
+    expected = low + (high - low) * (np.tanh(mean) + 1) / 2
+    np.testing.assert_allclose(model.predict(observation, deterministic=True)[0], expected, rtol=1e-5)
+    model = make("beta")
+    saturate(model.policy, 2.0)
+    file = io.BytesIO()
+    model.save(file)
+    alpha, beta = parameters(model.policy.get_distribution(th.as_tensor(observation)[None])).detach().numpy()[0].reshape(2, 2)
+    for name, position in {"mean": alpha / (alpha + beta), "mode": (alpha - 1) / (alpha + beta - 2)}.items():
+        loaded = PPOExt.load(io.BytesIO(file.getvalue()), deterministic_action=name)
+        expected = low + (high - low) * position
+        np.testing.assert_allclose(loaded.predict(observation, deterministic=True)[0], expected, rtol=1e-4)
+
+
+def test_initial_policies():
+    """Near uniform for Beta, unsaturated for the squashed Gaussian, with and without the orthogonal initialisation."""
+    for ortho_init in (True, False):
+        model = make("beta", policy_kwargs=dict(ortho_init=ortho_init), ent_coef=0.0, learning_rate=0.0).learn(32)
+        assert -2 * np.log(2) <= model.logger.name_to_value["train/entropy_loss"] < -2 * np.log(2) + 0.1
+        assert 2 < model.logger.name_to_value["train/concentration"] < 3.2
+        model = make("squashed_gaussian", policy_kwargs=dict(ortho_init=ortho_init), learning_rate=0.0).learn(32)
+        assert model.logger.name_to_value["train/mass_near_bounds"] < 0.05
+
+
+# What acts on the laws
+
+
+class NoReward(ToyEnv):
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, 0.0, *rest
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_entropy_bonus_leads_to_the_uniform_law(law):
+    """From a law at the bounds, where the entropy of the Gaussian itself would only go on growing, and from a narrow one."""
+    for start in (1.5, -2.0) if law == "squashed_gaussian" else (8.0, 30.0):
+        options = dict(ent_coef=1.0, learning_rate=0.02, n_epochs=10, normalize_advantage=False)
+        env = make_toys(vec_env_class=lambda fns: sb3_vec([NoReward] * 2))
+        if law == "squashed_gaussian":
+            options["policy_kwargs"] = dict(log_std_init=start)
+        model = make(law, env=env, **options)
+        if law == "beta":
+            with th.no_grad():
+                model.policy.action_net.bias.copy_(th.tensor([start, start, -3.0, 5.0]))
+        before = entropy(model)
+        after = entropy(model.learn(640))
+        assert before < 2 * np.log(2) - 0.2
+        assert after > 2 * np.log(2) - 0.1
+
+
+def sb3_vec(classes):
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    return DummyVecEnv(list(classes))
+
+
+def entropy(model):
+    with th.no_grad():
+        return model.policy.get_distribution(th.zeros(1, 3)).entropy().item()
+
+
+def test_bounds_loss_acts_before_the_squashing():
+    """It pulls a mean back that is far out, where tanh alone leaves hardly any gradient."""
+    means = {}
+    for coefficient in (0.0, 1.0):
+        model = make("squashed_gaussian", bounds_coef=coefficient, learning_rate=0.02, n_epochs=10, vf_coef=0.0)
+        with th.no_grad():
+            model.policy.action_net.bias.copy_(th.tensor([6.0, -6.0]))
+        model.learn(320)
+        means[coefficient] = unsquashed_mean(model.policy.get_distribution(th.zeros(1, 3))).abs()
+    assert means[0.0].min() > 4
+    assert means[1.0].max() < 2
+
+
+def test_what_is_logged():
+    """Of each law what it has; the share of clipped actions is the Gaussian's alone."""
+    logs = {law: make(law).learn(32).logger.name_to_value for law in ["gaussian", *LAWS]}
+    keys = ("train/std", "train/mass_near_bounds", "train/concentration", "train/actions_at_bounds")
+    found = {law: [key in log for key in keys] for law, log in logs.items()}
+    assert found["gaussian"] == [True, False, False, True]
+    assert found["squashed_gaussian"] == [True, True, False, False]
+    assert found["beta"] == [False, True, True, False]
+    assert all("train/entropy_loss" in log for log in logs.values())
+    assert logs["squashed_gaussian"]["train/std"] == pytest.approx(1, abs=0.1)
+
+
+# The Gaussian's switches
+
+
+def test_mean_within_the_bounds():
+    """`mean_tanh` bounds the mean to the box, whatever it is; samples are those of a Gaussian, and are clipped."""
+    model = make(policy_kwargs=dict(mean_tanh=True, log_std_init=0.5))
+    low, high = BOX_ACTION.low, BOX_ACTION.high
+    observation = np.float32([0.3, -0.2, 0.9])
+    middle = model.predict(observation, deterministic=True)[0]
+    np.testing.assert_allclose(middle, (low + high) / 2, atol=0.05)
+    linear = model.policy.action_net[0]
+    with th.no_grad():
+        linear.bias.copy_(th.tensor([0.5, 50.0]))
+        linear.weight.zero_()
+    expected = [(low[0] + high[0]) / 2 + (high[0] - low[0]) / 2 * np.tanh(0.5), high[1]]
+    np.testing.assert_allclose(model.predict(observation, deterministic=True)[0], expected, rtol=1e-6)
+    recorder = RolloutRecorder()
+    model.learn(32, callback=recorder)
+    actions = recorder.rollouts[0]["actions"]
+    assert (actions > high).any()
+    np.testing.assert_array_equal(np.clip(recorder.steps[0]["actions"], low, high), recorder.steps[0]["clipped_actions"])
+    # Another function: parameters of a policy without it do not fit.
+    with pytest.raises(RuntimeError, match=r"action_net\.weight"):
+        make().set_parameters(model.get_parameters())
+
+
+@pytest.mark.parametrize("law", ["gaussian", "squashed_gaussian"])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_standard_deviation_that_is_not_learned(law, optimizer):
+    """It stays where it was put, and everything else learns."""
+    fixed = dict(learn_std=False, log_std_init=-1.0)
+    model = make(law, policy_kwargs=fixed, optimizer=optimizer, ent_coef=0.1, learning_rate=0.01)
+    before = {name: value.clone() for name, value in model.policy.state_dict().items()}
+    model.learn(64)
+    after = model.policy.state_dict()
+    assert th.equal(after["log_std"], th.full((2,), -1.0))
+    assert not th.equal(after["action_net.weight"], before["action_net.weight"])
+    assert model.logger.name_to_value["train/std"] == pytest.approx(np.exp(-1))
+
+
+@pytest.mark.parametrize("algorithm", [PPO, PPOExt])
+def test_configured_standard_deviation_wins(algorithm):
+    """Over that of a zip, in `load` and in `set_parameters`; and a warning says so."""
+    file = io.BytesIO()
+    kwargs = dict(SMALL, policy_kwargs=dict(net_arch=[8, 8], log_std_init=0.3))
+    learned = algorithm("MlpPolicy", make_toys(), **kwargs).learn(64)
+    learned.save(file)
+    fixed = dict(net_arch=[8, 8], learn_std=False, log_std_init=-1.5)
+    with pytest.warns(UserWarning, match=r"stays at `log_std_init=-1\.5`, that of the loaded parameters .* is not used"):
+        loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), device="cpu", policy_kwargs=fixed)
+    assert loaded.policy.log_std.tolist() == [-1.5, -1.5]
+    assert th.equal(loaded.policy.action_net.weight, learned.policy.action_net.weight)
+    loaded.learn(32)
+    assert loaded.policy.log_std.tolist() == [-1.5, -1.5]
+    other = make(policy_kwargs=fixed)
+    with pytest.warns(UserWarning, match="is not used"):
+        other.set_parameters(io.BytesIO(file.getvalue()))
+    assert other.policy.log_std.tolist() == [-1.5, -1.5]
+    # Its own zip has nothing to say, and what else is in `policy_kwargs` cannot change, as in SB3.
+    own = io.BytesIO()
+    loaded.save(own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert PPOExt.load(io.BytesIO(own.getvalue()), device="cpu").policy.log_std.tolist() == [-1.5, -1.5]
+    with pytest.raises(ValueError, match="policy kwargs"):
+        PPOExt.load(io.BytesIO(file.getvalue()), policy_kwargs={**fixed, "net_arch": [4]})
+    with pytest.raises(ValueError, match="policy kwargs"):
+        PPOExt.load(io.BytesIO(file.getvalue()), policy_kwargs=dict(net_arch=[8, 8], log_std_init=-1.5))
+
+
+# What is refused
+
+BAD_LAWS = [
+    (dict(action_dist="betta"), {}, BOX_ACTION, '`action_dist=\'betta\'`.*"gaussian", "squashed_gaussian" or "beta"'),
+    (dict(action_dist=None), {}, BOX_ACTION, "`action_dist=None`"),
+    (dict(action_dist="beta", deterministic_action="median"), {}, BOX_ACTION, "`deterministic_action='median'`.*or \"mode\""),
+    (dict(action_dist="squashed_gaussian", deterministic_action="mode"), {}, BOX_ACTION, "`deterministic_action='mode'`"),
+    (dict(action_dist="beta", use_sde=True), {}, BOX_ACTION, "`action_dist='beta'`.*`use_sde=False`"),
+    (dict(action_dist="squashed_gaussian", use_sde=True), {}, BOX_ACTION, "`action_dist='squashed_gaussian'`.*use_sde=False"),
+    (dict(use_sde=True), dict(mean_tanh=True), BOX_ACTION, "`mean_tanh=True`.*`use_sde=False`"),
+    (dict(use_sde=True), dict(learn_std=False), BOX_ACTION, "`learn_std=False`.*`use_sde=False`"),
+    (dict(action_dist="beta"), {}, spaces.Discrete(3), "`action_dist='beta'`.*not a Box"),
+    (dict(action_dist="squashed_gaussian"), {}, spaces.MultiBinary(3), "`action_dist='squashed_gaussian'`.*not a Box"),
+    ({}, dict(mean_tanh=True), spaces.Discrete(3), "`mean_tanh=True`.*not a Box"),
+    ({}, dict(learn_std=False), spaces.MultiDiscrete([2, 2]), "`learn_std=False`.*not a Box"),
+    ({}, dict(mean_tanh="yes"), BOX_ACTION, "`mean_tanh='yes'`.*True or False"),
+    ({}, dict(learn_std=0.5), BOX_ACTION, r"`learn_std=0\.5`.*True or False"),
+    (dict(action_dist="beta"), {}, spaces.Box(0, 10, (2,), np.int64), "`action_dist='beta'`.*integers"),
+    (dict(action_dist="beta"), dict(mean_tanh=True), BOX_ACTION, "`mean_tanh=True`.*bounded already"),
+    (dict(action_dist="squashed_gaussian"), dict(mean_tanh=True), BOX_ACTION, "`mean_tanh=True`.*bounded already"),
+    (dict(action_dist="beta"), dict(learn_std=False), BOX_ACTION, "`learn_std=False`.*no standard deviation"),
+    (dict(action_dist="squashed_gaussian"), dict(log_std_init=3.0), BOX_ACTION, r"`log_std_init=3\.0`.*between -5 and 2"),
+]
+
+
+@pytest.mark.parametrize(("options", "policy_kwargs", "space", "message"), BAD_LAWS, ids=str)
+def test_bad_law(options, policy_kwargs, space, message):
+    """Of the algorithm and, before anything of it is built, of a policy by itself."""
+    with pytest.raises(ValueError, match=message):
+        PPOExt("MlpPolicy", ToyEnv(action_space=space), policy_kwargs=policy_kwargs, **options)
+    with pytest.raises(ValueError, match=message):
+        MlpPolicy(VECTOR, space, SCHEDULE, **options, **policy_kwargs)
+
+
+BAD_COMBINATIONS = [
+    (dict(action_dist="beta", bounds_coef=0.1), {}, r"`bounds_coef=0\.1`.*the mean cannot leave the bounds"),
+    (dict(bounds_coef=0.1), dict(mean_tanh=True), r"`bounds_coef=0\.1`.*the mean cannot leave the bounds"),
+    ({}, dict(action_dist="beta"), "`action_dist='beta'`.*argument of the algorithm"),
+    (dict(action_dist="beta"), dict(deterministic_action="mode"), "`deterministic_action='mode'`.*argument of the algorithm"),
+    ({}, dict(mean_tahn=True), "`policy_kwargs` has no option `mean_tahn`: did you mean `mean_tanh`"),
+    (dict(action_dist="beta"), dict(net_archi=[8]), "`policy_kwargs` has no option `net_archi`: did you mean `net_arch`"),
+]
+
+
+@pytest.mark.parametrize(("options", "policy_kwargs", "message"), BAD_COMBINATIONS, ids=str)
+def test_bad_combination(options, policy_kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        PPOExt("MlpPolicy", ToyEnv(), policy_kwargs=policy_kwargs, **options)
+
+
+def test_infinite_bounds():
+    """Also for a policy by itself."""
+    space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    for law in LAWS:
+        with pytest.raises(ValueError, match="infinite bound"):
+            PPOExt("MlpPolicy", ToyEnv(action_space=space), action_dist=law)
+        with pytest.raises(ValueError, match=r"infinite bound.*finite ones"):
+            MlpPolicy(VECTOR, space, SCHEDULE, action_dist=law)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "dimension"), [([-1, -1], [1, 60], 1), ([-1, -1, -1], [1, 30, 1], 1), ([-100], [100], 0)]
+)
+def test_wide_box(low, high, dimension):
+    """A dimension that is very wide, by itself or beside the others, is probably not meant to be explored from end to end."""
+    space = spaces.Box(np.float32(low), np.float32(high))
+    with pytest.warns(UserWarning, match=f"very wide in its dimension {dimension}"):
+        MlpPolicy(VECTOR, space, SCHEDULE, action_dist="beta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MlpPolicy(VECTOR, space, SCHEDULE)
+        MlpPolicy(VECTOR, BOX_ACTION, SCHEDULE, action_dist="beta")
+
+
+def test_standard_deviation_of_beta():
+    """There is none to start from, as entries of the Zoo do."""
+    with pytest.warns(UserWarning, match=r"`log_std_init=-2\.0` has no effect"):
+        make("beta", policy_kwargs=dict(log_std_init=-2.0))
+
+
+# Policies of other classes, and other algorithms
+
+
+class Sb3Policy(ActorCriticPolicy):
+    pass
+
+
+class OurPolicy(MlpPolicy):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **{**kwargs, "net_arch": [5]})
+
+
+class Mixed(ActionLawMixin, Sb3Policy):
+    pass
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_own_policy_classes(law):
+    """Those that inherit the laws have them; for others the message tells how."""
+    with pytest.raises(ValueError, match=r"Sb3Policy does not know it; let it inherit `sb3_ppo_ext\.MlpPolicy`"):
+        PPOExt(Sb3Policy, ToyEnv(), action_dist=law)
+    for policy_class in (OurPolicy, Mixed):
+        model = PPOExt(policy_class, make_toys(), action_dist=law, n_steps=16, batch_size=8).learn(32)
+        assert type(model.policy) is policy_class
+        assert model.policy.squash_output
+    # SB3's classes stand for their names.
+    assert type(PPOExt(ActorCriticPolicy, ToyEnv(), action_dist=law).policy) is MlpPolicy
+
+
+def test_without_a_law_it_is_sb3():
+    """By name the policy is SB3's class, so that SB3 loads what is saved; our classes give the same numbers."""
+    model = make()
+    assert type(model.policy) is ActorCriticPolicy
+    for policy_class in (MlpPolicy, Mixed):
+        ours = make(policy=policy_class).learn(64)
+        theirs = PPO("MlpPolicy", make_toys(), **SMALL).learn(64)
+        assert_equal(theirs.policy.state_dict(), ours.policy.state_dict(), "policy")
+    sde = dict(use_sde=True, policy_kwargs=dict(squash_output=True))
+    ours = make(policy=MlpPolicy, **sde).learn(64)
+    theirs = PPO("MlpPolicy", make_toys(), **{**SMALL, **sde, "policy_kwargs": dict(net_arch=[8, 8], squash_output=True)})
+    assert_equal(theirs.learn(64).policy.state_dict(), ours.policy.state_dict(), "policy")
+    np.testing.assert_array_equal(theirs.policy.scale_action(BOX_ACTION.high), ours.policy.scale_action(BOX_ACTION.high))
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("algorithm", [A2C, PPO])
+def test_other_algorithms(law, algorithm, tmp_path):
+    """SB3's own work with these policies, keyword by keyword; the environment checks the actions."""
+    policy_kwargs = dict(action_dist=law, net_arch=[8])
+    model = algorithm(MlpPolicy, make_toys(), n_steps=16, policy_kwargs=policy_kwargs, device="cpu", seed=0).learn(128)
+    model.save(tmp_path / "model")
+    loaded = algorithm.load(tmp_path / "model", device="cpu")
+    observation = np.zeros((2, 3), np.float32)
+    expected = model.predict(observation, deterministic=True)[0]
+    np.testing.assert_array_equal(loaded.predict(observation, deterministic=True)[0], expected)
+    assert BOX_ACTION.contains(expected[0])
+
+
+# Saved and loaded
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_zip_in_another_process(law, tmp_path):
+    """Which imports nothing but the package."""
+    model = make(law).learn(32)
+    model.save(tmp_path / "model")
+    observation = np.float32([0.1, 0.2, -0.3])
+    code = f"""
+import sb3_ppo_ext
+model = sb3_ppo_ext.PPOExt.load({str(tmp_path / "model")!r}, device="cpu")
+print(model.action_dist, model.predict({observation.tolist()}, deterministic=True)[0].tolist())
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == f"{law} {model.predict(observation, deterministic=True)[0].tolist()}\n"
+
+
+KEYWORDS = [
+    dict(action_dist="squashed_gaussian", log_std_init=-0.5),
+    dict(action_dist="squashed_gaussian", learn_std=False, share_features_extractor=False),
+    dict(action_dist="beta", deterministic_action="mode"),
+    dict(mean_tanh=True, learn_std=False, log_std_init=-0.5, ortho_init=False, activation_fn=th.nn.ReLU),
+    dict(share_features_extractor=False, net_arch=[4]),
+]
+
+
+@pytest.mark.parametrize(("policy_class", "observation_space"), POLICIES)
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
+def test_policy_alone(keywords, policy_class, observation_space, tmp_path):
+    """`policy.save` and `policy.load`: the class, every keyword, and the parameters."""
+    policy = policy_class(observation_space, BOX_ACTION, SCHEDULE, **keywords)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            th.nn.init.normal_(parameter, std=0.1)
+    policy.save(tmp_path / "policy.pth")
+    loaded = policy_class.load(tmp_path / "policy.pth")
+    data, again = policy._get_constructor_parameters(), loaded._get_constructor_parameters()
+    assert {k: v for k, v in data.items() if k != "lr_schedule"} == {k: v for k, v in again.items() if k != "lr_schedule"}
+    assert keywords.items() <= data.items()
+    assert_equal(policy.state_dict(), loaded.state_dict(), "policy")
+    observation = observation_space.sample()
+    expected = policy.predict(observation, deterministic=True)[0]
+    np.testing.assert_array_equal(loaded.predict(observation, deterministic=True)[0], expected)
+
+
+def test_law_of_a_zip_is_kept():
+    """Another one is refused: the parameters of a Gaussian would fit a squashed one, and mean something else."""
+    files = {law: io.BytesIO() for law in ["gaussian", *LAWS]}
+    for law, file in files.items():
+        make(law).save(file)
+    for law, file in files.items():
+        zip_file = io.BytesIO(file.getvalue())
+        assert PPOExt.load(io.BytesIO(file.getvalue()), action_dist=law).action_dist == law
+        for other in files.keys() - {law}:
+            with pytest.raises(ValueError, match=f"`action_dist='{other}'`.*the saved policy's is '{law}'"):
+                PPOExt.load(io.BytesIO(file.getvalue()), action_dist=other)
+            with pytest.raises(ValueError, match=f"`action_dist='{other}'`.*the saved policy's is '{law}'"):
+                make(other).set_parameters(zip_file)
+            with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict"):
+                make(other).set_parameters(make(law).get_parameters())
+        with pytest.raises(ValueError, match=r"`action_dist='betta'`.*\"gaussian\""):
+            PPOExt.load(io.BytesIO(file.getvalue()), action_dist="betta")
+    # SB3's PPO does not know the option, and must not take the policy for a Gaussian.
+    for law in LAWS:
+        with pytest.raises(RuntimeError, match=f"action_dist_{law}"):
+            PPO.load(io.BytesIO(files[law].getvalue()))
+
+
+def test_zips_of_ppo_are_gaussian():
+    file = io.BytesIO()
+    PPO("MlpPolicy", make_toys(), **SMALL).save(file)
+    assert PPOExt.load(io.BytesIO(file.getvalue())).action_dist == "gaussian"
+    with pytest.raises(ValueError, match="the saved policy's is 'gaussian'"):
+        PPOExt.load(io.BytesIO(file.getvalue()), action_dist="beta")
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_pendulum(law):
+    """A task whose bounds are not 1: what is learned gets the return up, in the units of the environment."""
+    env = gym.make("Pendulum-v1")
+    model = PPOExt("MlpPolicy", env, action_dist=law, device="cpu", n_steps=64, batch_size=32, n_epochs=2).learn(128)
+    action, _ = model.predict(env.observation_space.sample())
+    assert env.action_space.contains(action)
+
+
+def test_exports():
+    """Our policies under SB3's names."""
+    assert sb3_ppo_ext.MlpPolicy is MlpPolicy
+    assert issubclass(MlpPolicy, ActorCriticPolicy)
