@@ -12,6 +12,7 @@ from test_zoo import train as zoo_train
 from toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution, kl_divergence
 
 pytestmark = [
     pytest.mark.gpu,
@@ -114,3 +115,73 @@ def test_parameters_travel(tmp_path):
     other.set_parameters(tmp_path / "model", device="cpu")
     on_cpu = {name: value.cpu() for name, value in model.policy.state_dict().items()}
     assert_equal(on_cpu, other.policy.state_dict(), "policy")
+
+
+@pytest.mark.parametrize("law", ["squashed_gaussian", "beta"])
+def test_laws_equal_the_cpu(law):
+    """Density, entropy, divergence, gradients and statistics, from the middle out to saturation, in both precisions."""
+    heads = th.cat([th.randn(500, 4), 10 * th.randn(500, 4), th.full((1, 4), 50.0), th.full((1, 4), -50.0)])
+    for dtype, tolerance in ((th.float64, 1e-9), (th.float32, 1e-5)):
+        results = []
+        latents = None
+        for device in ("cpu", "cuda"):
+            head = heads.to(device, dtype).requires_grad_()
+            if law == "beta":
+                distribution = BoundedBetaDistribution(2).proba_distribution(head)
+            else:
+                distribution = TanhGaussianDistribution(2).proba_distribution(head[:, :2], head[0, 2:])
+            latents = distribution.sample().detach().cpu() if latents is None else latents
+            terms = [distribution.log_prob(latents.to(device)), distribution.entropy()]
+            terms.append(kl_divergence(distribution.parameters().detach().roll(1, 0), distribution))
+            gradients = [th.autograd.grad(term.sum(), head, retain_graph=True)[0] for term in terms]
+            results.append([value.detach().cpu() for value in [*terms, *gradients]])
+            statistics = distribution.statistics(distribution.parameters().detach())
+            assert all(np.isfinite(value) for value in statistics.values())
+        for on_cpu, on_cuda in zip(*results, strict=True):
+            assert th.isfinite(on_cuda).all()
+            th.testing.assert_close(on_cpu, on_cuda, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("law", ["squashed_gaussian", "beta"])
+def test_samples_on_cuda(law):
+    """Kolmogorov and Smirnov's test between samples from both devices; at the edges nothing is infinite."""
+    n = 20_000
+    samples = []
+    for device in ("cpu", "cuda"):
+        th.manual_seed(0)
+        if law == "beta":
+            distribution = BoundedBetaDistribution(1).proba_distribution(th.tensor([[1.0, -2.0]], device=device).expand(n, 2))
+        else:
+            mean = th.full((n, 1), 0.7, device=device)
+            distribution = TanhGaussianDistribution(1).proba_distribution(mean, th.zeros(1, device=device))
+        drawn = distribution.sample()
+        assert th.isfinite(distribution.log_prob(drawn)).all()
+        samples.append(np.sort(drawn.cpu().numpy().flatten()))
+    both = np.concatenate(samples)
+    one, other = (np.searchsorted(part, both, side="right") / n for part in samples)
+    assert np.abs(one - other).max() < 1.63 * np.sqrt(2 / n)
+
+
+@pytest.mark.parametrize(("policy", "spaces", "options"), POLICIES[:1] + POLICIES[2:])
+@pytest.mark.parametrize("law", ["squashed_gaussian", "beta"])
+def test_first_ratio_of_laws(law, policy, spaces, options):
+    """What was stored is what is evaluated, there as well."""
+    model = PPOExt(
+        policy,
+        make_toys(n_envs=3, **spaces),
+        device="cuda",
+        action_dist=law,
+        learning_rate=0.0,
+        n_epochs=1,
+        n_steps=32,
+        batch_size=96,
+    )
+    model.learn(100)
+    assert abs(model.logger.name_to_value["train/ratio_max"] - 1) < 1e-4
+
+
+def test_mean_tanh_moves_to_the_device():
+    """Its bounds are buffers."""
+    policy_kwargs = dict(mean_tanh=True, learn_std=False)
+    model = PPOExt("MlpPolicy", make_toys(), device="cuda", policy_kwargs=policy_kwargs, **SMALL).learn(64)
+    assert devices(model) == {"cuda"}

@@ -599,3 +599,12 @@ def test_exports():
     """Our policies under SB3's names."""
     assert sb3_ppo_ext.MlpPolicy is MlpPolicy
     assert issubclass(MlpPolicy, ActorCriticPolicy)
+
+
+@pytest.mark.parametrize("law", ["gaussian", *LAWS])
+def test_hint_to_prefer_the_cpu(law):
+    """SB3's own, which goes by the name of the policy's class."""
+    model = make(law)
+    model.device = th.device("cuda")
+    with pytest.warns(UserWarning, match="trying to run PPOExt on the GPU"):
+        model._maybe_recommend_cpu()
