@@ -220,6 +220,11 @@ class BoundedBetaDistribution(BoundedDistribution):
         self._excess = excess.chunk(2, dim=1)
         return self
 
+    @property
+    def distribution(self) -> Beta:  # type: ignore[override]
+        """Torch's, of the latent, made when it is asked for."""
+        return Beta(self.alpha, self.beta, validate_args=False)
+
     def log_prob(self, actions: th.Tensor) -> th.Tensor:
         """
         :param actions: Latents x, from 0 to 1
@@ -242,7 +247,7 @@ class BoundedBetaDistribution(BoundedDistribution):
 
     def sample(self) -> th.Tensor:
         # What is rounded and clamped here is what is stored, and evaluated later on.
-        x = Beta(self.alpha, self.beta, validate_args=False).rsample().clamp(EDGE, 1 - EDGE)
+        x = self.distribution.rsample().clamp(EDGE, 1 - EDGE)
         # The sampler hides NaN.
         return th.where((self.alpha + self.beta).isnan(), th.nan, x).to(self.dtype)
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 from parity import assert_equal
+from sb3_contrib import TRPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -496,9 +497,9 @@ def test_without_a_law_it_is_sb3():
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("algorithm", [A2C, PPO])
+@pytest.mark.parametrize("algorithm", [A2C, PPO, TRPO])
 def test_other_algorithms(law, algorithm, tmp_path):
-    """SB3's own work with these policies, keyword by keyword; the environment checks the actions."""
+    """Those of SB3 and SB3-Contrib work with these policies; the environment checks the actions."""
     policy_kwargs = dict(action_dist=law, net_arch=[8])
     model = algorithm(MlpPolicy, make_toys(), n_steps=16, policy_kwargs=policy_kwargs, device="cpu", seed=0).learn(128)
     model.save(tmp_path / "model")
