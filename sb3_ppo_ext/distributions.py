@@ -9,6 +9,7 @@ of the bounds (-1 at ``low``, 1 at ``high``), in nats, whatever the bounds are.
 
 import math
 from abc import abstractmethod
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,7 +43,7 @@ _GAUSSIAN = (DiagGaussianDistribution, StateDependentNoiseDistribution)
 # log cosh(u) + log 2 is |u| smoothed by a logistic distribution, which is nearly this mixture of Gaussians: the weights and
 # standard deviations give it to 9e-7 for all u (least squares, reweighted towards the largest error).
 _LOGISTIC_WEIGHTS = (0.06414671, 0.1583854, 0.34971161, 0.41469906, 0.01305722)
-_LOGISTIC_STDS = (0.46235241, 1.29235961, 0.65422092, 0.92111073, 1.80819375)
+_LOGISTIC_VARIANCES = tuple(std**2 for std in (0.46235241, 1.29235961, 0.65422092, 0.92111073, 1.80819375))
 
 
 class BoundedDistribution(Distribution):
@@ -141,12 +142,11 @@ class TanhGaussianDistribution(BoundedDistribution):
 
         :return: Shape ``(batch_size,)``, with the gradient of the true entropy
         """
-        mean, variance = self.distribution.mean, self.distribution.variance
-        expected_log_cosh = -math.log(2) + sum(
-            weight * _mean_of_absolute(mean, (variance + std**2).sqrt())
-            for weight, std in zip(_LOGISTIC_WEIGHTS, _LOGISTIC_STDS, strict=True)
-        )
-        return sum_independent_dims(self.distribution.entropy() - 2 * expected_log_cosh)
+        normal = self.distribution
+        weights, variances = _logistic_mixture(normal.mean.dtype, normal.mean.device)
+        smoothed = _mean_of_absolute(normal.mean.unsqueeze(-1), (normal.variance.unsqueeze(-1) + variances).sqrt())
+        expected_log_cosh = smoothed @ weights - math.log(2)
+        return sum_independent_dims(normal.entropy() - 2 * expected_log_cosh)
 
     def sample(self) -> th.Tensor:
         return self.distribution.rsample()
@@ -329,6 +329,14 @@ def log_tanh_derivative(u: th.Tensor) -> th.Tensor:
     :return: The same shape
     """
     return 2 * (math.log(2) - u - F.softplus(-2 * u))
+
+
+@cache
+def _logistic_mixture(dtype: th.dtype, device: th.device) -> tuple[th.Tensor, th.Tensor]:
+    """Weights and variances. Kept, for making them anew would have a GPU wait for the host."""
+    with th.inference_mode(False):  # Tensors of that mode could not be used for training later on.
+        weights, variances = (th.tensor(v, dtype=dtype, device=device) for v in (_LOGISTIC_WEIGHTS, _LOGISTIC_VARIANCES))
+    return weights, variances
 
 
 def _mean_of_absolute(mean: th.Tensor, std: th.Tensor) -> th.Tensor:

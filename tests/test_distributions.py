@@ -19,6 +19,7 @@ from stable_baselines3.common.distributions import (
 from sb3_ppo_ext.distributions import (
     BoundedBetaDistribution,
     TanhGaussianDistribution,
+    _logistic_mixture,
     clamp,
     kl_divergence,
     log_tanh_derivative,
@@ -195,6 +196,16 @@ def test_entropy_of_uniform_and_narrow():
     assert beta([[-50.0, -50.0]]).entropy().item() == pytest.approx(math.log(2))
     narrow = squashed([[0.0]], -5.0)
     assert narrow.entropy().item() == pytest.approx(narrow.distribution.entropy().item(), abs=1e-4)
+
+
+def test_entropy_in_inference_mode():
+    """It leaves nothing behind that training could not use."""
+    _logistic_mixture.cache_clear()
+    with th.inference_mode():
+        squashed([[0.3]], 0.0).entropy()
+    log_std = th.zeros(1, dtype=th.float64, requires_grad=True)
+    squashed([[0.3]], log_std).entropy().sum().backward()
+    assert log_std.grad.item() != 0
 
 
 @pytest.mark.parametrize("name", ["squashed", "beta"])
