@@ -292,12 +292,12 @@ def _check_bounded(
 
 
 def _warn_if_wide(space: Any) -> None:
-    widths = space.high.astype(np.float64) / 2 - space.low.astype(np.float64) / 2
-    widths = widths.flatten() * 2
-    wide = np.flatnonzero((widths > WIDE) | (widths > WIDER_THAN_OTHERS * np.median(widths)))
+    # The width itself can overflow.
+    halves = (space.high.astype(np.float64) / 2 - space.low.astype(np.float64) / 2).flatten()
+    wide = np.flatnonzero((halves > WIDE / 2) | (halves > WIDER_THAN_OTHERS * np.median(halves)))
     if len(wide) > 0:
         warnings.warn(
-            f"The action space {space} is very wide in its dimension {wide[0]} ({widths[wide[0]]:g}), and a bounded law "
+            f"The action space {space} is very wide in its dimension {wide[0]} (from {space.low.flat[wide[0]]:g} to {space.high.flat[wide[0]]:g}), and a bounded law "
             "starts by exploring all of it: better declare [-1, 1], and scale the action inside the environment.",
             stacklevel=2,
         )
