@@ -62,7 +62,7 @@ def config(folder, env_id, algo="ppo_ext"):
     [
         ("CartPole-v1", ["-n", "600"]),  # in our YAML
         ("Pendulum-v1", ["-n", "8192", "-params", "n_steps:128", "n_epochs:2"]),
-        ("MountainCarContinuous-v0", ["-n", "300"]),  # in the Zoo's: normalised, with policy_kwargs
+        ("HalfCheetah-v4", ["-n", "600", "-params", "n_epochs:1"]),  # in the Zoo's: normalised, with policy_kwargs
         ("CartPoleNoVel-v1", ["-n", "300", "-params", "n_steps:128"]),  # the Zoo's default
     ],
 )
@@ -218,11 +218,11 @@ def test_trial_of_a_journal(tmp_path):
         assert model.learning_rate(1.0) == trial.params["learning_rate"]
         width = {"tiny": [64], "small": [64, 64], "medium": [256, 256]}[trial.params["net_arch"]]
         assert model.policy.net_arch == dict(pi=width, vf=width)
-        assert model.policy.log_std_init == -3.29
+        assert model.action_dist == "beta"
         assert model.policy.ortho_init is False
         # The saved configuration can be read by `enjoy`, and holds the merged ones.
         stored = config(tmp_path, "MountainCarContinuous-v0")
-        assert stored["policy_kwargs"]["log_std_init"] == -3.29
+        assert stored["policy_kwargs"]["ortho_init"] is False
         assert stored["policy_kwargs"]["net_arch"] == dict(pi=width, vf=width)
 
 
@@ -367,7 +367,7 @@ def test_sampled_policy_kwargs_are_merged():
 
 
 def test_policy_kwargs_of_the_yaml_reach_the_trials(tmp_path, monkeypatch):
-    """What a trial builds has the entry's `log_std_init` and the sampled networks."""
+    """What a trial builds has the entry's `ortho_init` and the sampled networks."""
     seen = []
 
     class Spy(PPOExt):
@@ -382,7 +382,6 @@ def test_policy_kwargs_of_the_yaml_reach_the_trials(tmp_path, monkeypatch):
     study.optimize(experiment.objective, n_trials=2)
     assert [trial.state for trial in study.trials] == [optuna.trial.TrialState.PRUNED] * 2
     for policy_kwargs in seen:
-        assert policy_kwargs["log_std_init"] == -3.29
         assert policy_kwargs["ortho_init"] is False
         assert policy_kwargs.keys() >= {"net_arch", "activation_fn"}
 
