@@ -86,7 +86,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             n_steps += 1
 
             if isinstance(self.action_space, spaces.Discrete):
-                samples = samples.reshape(-1, 1)
+                samples = actions = samples.reshape(-1, 1)
 
             self._bootstrap_truncated(rewards, dones, infos, n_steps - 1)
 

@@ -13,7 +13,7 @@ from sb3_ppo_ext.buffers import knows_indices
 from sb3_ppo_ext.optimizers import OPTIMIZERS
 from sb3_ppo_ext.policies import BOUNDED, ActionLawMixin, check_action_law, with_laws
 from sb3_ppo_ext.schedules import is_constant, make_schedule, value_of
-from sb3_ppo_ext.validation import check_choice, check_kwargs, check_number, check_type, refuse
+from sb3_ppo_ext.validation import check_choice, check_kwargs, check_number, check_type, keywords_of, refuse
 
 Check = Callable[[str, Any], None]
 
@@ -128,8 +128,8 @@ def check_options(model: Any) -> None:
         check_number("sde_sample_freq", model.sde_sample_freq)
     for check_together in (
         _check_minibatches,
-        _check_classes,
         _check_action_law,
+        _check_classes,
         _check_losses,
         _check_learning_rate,
         _check_buffer,
@@ -152,10 +152,18 @@ def _check_action_law(model: Any) -> None:
         if name in model.policy_kwargs:
             remedy = "it is an argument of the algorithm, so that tuning cannot drop it; give it there, not in `policy_kwargs`"
             refuse(name, model.policy_kwargs[name], remedy)
-    if model.action_dist != "gaussian" and not issubclass(with_laws(model.policy_class), ActionLawMixin):
-        name = model.policy_class.__name__
-        remedy = f"{name} does not know it; let it inherit `sb3_ppo_ext.MlpPolicy`, `CnnPolicy` or `MultiInputPolicy`"
-        refuse("action_dist", model.action_dist, remedy)
+    policy_class = with_laws(model.policy_class)
+    given = {name: value for name, value in model.policy_kwargs.items() if name in ("mean_tanh", "learn_std")}
+    if model.action_dist != "gaussian":
+        given["action_dist"] = model.action_dist
+    for name, value in given.items():
+        if not _knows(policy_class, name):
+            remedy = (
+                "does not take it; let it inherit `sb3_ppo_ext.MlpPolicy`, `CnnPolicy` or `MultiInputPolicy`, with `**kwargs`"
+            )
+            refuse(name, value, f"{policy_class.__name__} {remedy}")
+    if not issubclass(policy_class, ActionLawMixin):
+        return  # What its keywords mean is its own business.
     check_action_law(
         model.action_dist,
         model.deterministic_action,
@@ -165,6 +173,13 @@ def _check_action_law(model: Any) -> None:
         use_sde=model.use_sde,
         log_std_init=model.policy_kwargs.get("log_std_init", 0.0),
     )
+
+
+def _knows(policy_class: Any, keyword: str) -> bool:
+    keywords = keywords_of(policy_class)
+    if keywords is None:
+        return keyword != "action_dist" or issubclass(policy_class, ActionLawMixin)
+    return keyword in keywords
 
 
 def _check_losses(model: Any) -> None:

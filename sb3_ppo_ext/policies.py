@@ -1,6 +1,7 @@
 """SB3's actor-critic policies, which know further laws of the action beside the Gaussian."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from sb3_ppo_ext.distributions import (
 )
 from sb3_ppo_ext.validation import check_choice, check_number, refuse
 
+# Before the name of the law among the parameters of a policy
+_MARK = "law_"
 BOUNDED = ("squashed_gaussian", "beta")
 # Wider than this, a dimension of the action space is probably not what its author would explore from end to end.
 WIDE, WIDER_THAN_OTHERS = 50.0, 10.0
@@ -73,8 +76,8 @@ class ActionLawMixin(ActorCriticPolicy):
         super()._build(lr_schedule)
         if self.action_law != "gaussian":
             _warn_if_wide(self.action_space)
-            # Parameters of another law must not fit, as a squashed Gaussian's would fit a Gaussian.
-            self.register_buffer(f"action_dist_{self.action_law}", th.tensor(True))
+            # SB3, which knows no laws, must not find that the parameters of one fit another.
+            self.register_buffer(f"{_MARK}{self.action_law}", th.ones(()))
         if self.action_law == "squashed_gaussian":
             self.action_dist = TanhGaussianDistribution(get_action_dim(self.action_space))
         if self.action_law == "beta":
@@ -120,7 +123,8 @@ class ActionLawMixin(ActorCriticPolicy):
             return super().unscale_action(scaled_action)
         if not np.isfinite(scaled_action).all():
             raise ValueError(
-                f"The policy's action is not finite ({scaled_action}): check its observation and its parameters for NaN."
+                f"{np.sum(~np.isfinite(scaled_action))} of {np.size(scaled_action)} numbers in the policy's actions are not "
+                "finite: check its observations and its parameters for NaN."
             )
         low, high = self.action_space.low, self.action_space.high
         position = self.action_dist.position(np.asarray(scaled_action, dtype=np.float64))
@@ -145,20 +149,23 @@ class ActionLawMixin(ActorCriticPolicy):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """
-        As any module's, but a standard deviation that is not learned stays as it was configured.
+        As any module's, but a standard deviation that is not learned stays as it was configured, and the parameters of
+        another law are refused.
 
         :param state_dict: Parameters by name
         :param strict: Whether the names must match
         :param assign: Whether to take the tensors themselves
         :return: The names that did not match
+        :raises ValueError: if the parameters are of another law
         """
+        check_law_of_parameters(state_dict, self.action_law)
         results = super().load_state_dict(state_dict, strict, assign)
         if not self.learn_std:
             self.log_std.requires_grad_(False)
             if (loaded := self.log_std.detach().cpu()).sub(self.log_std_init).abs().max() > 1e-6:
                 warnings.warn(
-                    f"`learn_std=False`: the standard deviation stays at `log_std_init={self.log_std_init}`, "
-                    f"that of the loaded parameters ({loaded.numpy()}) is not used.",
+                    f"`learn_std=False`: the standard deviation stays at exp of `log_std_init={self.log_std_init}` (0 by "
+                    f"default), that of the loaded parameters, {loaded.numpy()}, is not used.",
                     stacklevel=2,
                 )
             nn.init.constant_(self.log_std, self.log_std_init)
@@ -200,12 +207,41 @@ _WITH_LAWS: dict[type, type[ActorCriticPolicy]] = {
 }
 
 
+def check_law_of_parameters(state_dict: Mapping[str, Any], action_dist: str) -> None:
+    """
+    :param state_dict: Parameters of a policy, by name
+    :param action_dist: The law that they shall serve
+    :raises ValueError: if they are those of another one. A Gaussian's would fit a squashed Gaussian, and mean something else.
+    """
+    parts = {name.split(".")[0] for name in state_dict}
+    laws = [part.removeprefix(_MARK) for part in parts if part.startswith(_MARK)]
+    if not laws and not parts >= {"action_net", "value_net"}:
+        return  # Some parameters, of which nobody can tell
+    law = laws[0] if laws else "gaussian"
+    if law != action_dist:
+        remedy = f"the saved parameters are those of {law!r}; give `action_dist={law!r}`, or train a new model"
+        refuse("action_dist", action_dist, remedy)
+
+
 def with_laws(policy_class: Any) -> Any:
     """
     :param policy_class: A policy
     :return: The one that takes the keywords of :class:`ActionLawMixin` in its place, if it is one of SB3's own; else itself
     """
     return _WITH_LAWS.get(policy_class, policy_class)
+
+
+def fixes_std(saved: Mapping[str, Any], given: Any) -> bool:
+    """
+    :param saved: ``policy_kwargs`` of a zip
+    :param given: ``policy_kwargs`` to load it with
+    :return: Whether they are the same, but for a standard deviation that shall not be learned from here on
+    """
+    if not isinstance(given, dict) or given.get("learn_std", True):
+        return False
+    free = {"learn_std", "log_std_init"}
+    one, other = ({name: value for name, value in kwargs.items() if name not in free} for kwargs in (saved, given))
+    return one == other
 
 
 class ScaledTanh(nn.Module):
@@ -261,6 +297,11 @@ def check_action_law(
             refuse(name, value, f"{action_space} is not a Box; leave it at {default!r}")
         if use_sde:
             refuse(name, value, f"gSDE samples a law of its own; give `use_sde=False`, or leave {name} at {default!r}")
+    if isinstance(action_space, spaces.Box) and not np.all(np.isfinite([action_space.low, action_space.high])):
+        for name in ("action_dist", "mean_tanh"):
+            if changed[name] not in ("gaussian", False):
+                remedy = f"{action_space} has an infinite bound; declare finite ones, and scale the action in the environment"
+                refuse(name, changed[name], remedy)
     if action_dist != "gaussian":
         _check_bounded(action_dist, deterministic_action, mean_tanh, learn_std, action_space, log_std_init)
 
@@ -273,13 +314,9 @@ def _check_bounded(
     action_space: spaces.Space | None,
     log_std_init: float,
 ) -> None:
-    if isinstance(action_space, spaces.Box):
-        if not np.all(np.isfinite([action_space.low, action_space.high])):
-            remedy = f"{action_space} has an infinite bound; declare finite ones, and scale the action in the environment"
-            refuse("action_dist", action_dist, remedy)
-        if not np.issubdtype(action_space.dtype, np.floating):
-            remedy = f"{action_space} has integers; declare a Box of floats, and round in the environment"
-            refuse("action_dist", action_dist, remedy)
+    if isinstance(action_space, spaces.Box) and not np.issubdtype(action_space.dtype, np.floating):
+        remedy = f"{action_space} has integers; declare a Box of floats, and round in the environment"
+        refuse("action_dist", action_dist, remedy)
     if mean_tanh:
         refuse("mean_tanh", mean_tanh, f'it is for `action_dist="gaussian"`; {action_dist!r} is bounded already, leave it out')
     if action_dist == "beta":
@@ -292,12 +329,15 @@ def _check_bounded(
 
 
 def _warn_if_wide(space: Any) -> None:
-    # The width itself can overflow.
+    # Half the width, for all of it can overflow
     halves = (space.high.astype(np.float64) / 2 - space.low.astype(np.float64) / 2).flatten()
-    wide = np.flatnonzero((halves > WIDE / 2) | (halves > WIDER_THAN_OTHERS * np.median(halves)))
+    usual = np.median(halves[halves > 0]) if halves.any() else 0.0
+    wide = np.flatnonzero((halves > WIDE / 2) | ((halves > 1) & (halves > WIDER_THAN_OTHERS * usual)))
     if len(wide) > 0:
+        index = wide[0]
+        bounds = f"{space.low.flat[index]:g} to {space.high.flat[index]:g}"
         warnings.warn(
-            f"The action space {space} is very wide in its dimension {wide[0]} (from {space.low.flat[wide[0]]:g} to {space.high.flat[wide[0]]:g}), and a bounded law "
-            "starts by exploring all of it: better declare [-1, 1], and scale the action inside the environment.",
+            f"The action space {space} is very wide in its dimension {index} (from {bounds}), and a bounded law starts by "
+            "exploring all of it: better declare [-1, 1], and scale the action inside the environment.",
             stacklevel=2,
         )

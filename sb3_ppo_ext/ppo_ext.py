@@ -26,9 +26,9 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext.advantages import AdvantageNormalizer
 from sb3_ppo_ext.collecting import RolloutCollector
 from sb3_ppo_ext.optimizers import adopt_state, critic_parameters, make_optimizer
-from sb3_ppo_ext.options import CHECKS, check_options
-from sb3_ppo_ext.policies import MlpPolicy, with_laws
-from sb3_ppo_ext.saving import SavedModel, check_saved_ppo
+from sb3_ppo_ext.options import check_options
+from sb3_ppo_ext.policies import MlpPolicy, check_law_of_parameters, fixes_std, with_laws
+from sb3_ppo_ext.saving import SavedModel, check_saved_ppo, read_policy_kwargs
 from sb3_ppo_ext.schedules import DecaySchedule, KLAdaptive, ScheduleLike, make_schedule, value_of
 from sb3_ppo_ext.update import Update
 from sb3_ppo_ext.validation import (
@@ -108,7 +108,8 @@ class PPOExt(RolloutCollector):
     :param adv_clip: The largest absolute normalized advantage with ``"ema"``, greater than 0
     :param adv_shift_mean: Whether ``"ema"`` subtracts the mean
     :param bounds_coef: Coefficient of the bounds loss on the mean action, at least 0; for ``Box`` action spaces
-    :param bounds_limit: Up to where the mean action is free, at least 0, where 1 is the bound of the action space
+    :param bounds_limit: Up to where the mean action is free, at least 0, where 1 is the bound of the action space; with
+        ``"squashed_gaussian"`` it is the mean before the squashing, and 1.1 is 80 % of the bound
     :param vf_clip_mode: With ``clip_range_vf``: ``"clip"`` takes the clipped error, ``"max"`` the larger of both
     :param surrogate: Policy loss, ``"clip"`` (PPO) or ``"spo"`` (https://arxiv.org/abs/2401.16025)
     :param dual_clip: Bounds the loss of a bad action at so many times its advantage, greater than 1
@@ -324,7 +325,14 @@ class PPOExt(RolloutCollector):
         return {**policy_kwargs, **law}
 
     def _setup_latents(self) -> None:
-        self._samples_latents = self.action_dist != "gaussian"
+        made = getattr(self.policy, "action_law", "gaussian")
+        if made != self.action_dist:
+            refuse(
+                "action_dist",
+                self.action_dist,
+                f"{self.policy_class.__name__} makes it {made!r}; give that, or change the class",
+            )
+        self._samples_latents = made != "gaussian"
         if self._samples_latents and self.action_space.dtype != np.float32:
             # The buffer would round them to the dtype of the actions.
             self.rollout_buffer.action_space = spaces.Box(-np.inf, np.inf, self.action_space.shape, np.float32)
@@ -517,10 +525,9 @@ class PPOExt(RolloutCollector):
         check_device(device)
         saved = check_saved_ppo(path, cls.policy_aliases.values())
         check_known_options(kwargs, saved.keys() | _option_names(cls), f"{cls.__name__}.load")
-        _check_same_law(saved, kwargs.get("action_dist"))
-        if _only_fixes_std(path, kwargs.get("policy_kwargs")):
-            # SB3 lets nobody change `policy_kwargs`, but in this way.
-            custom_objects = {**(custom_objects or {}), "policy_kwargs": kwargs["policy_kwargs"]}
+        law, policy_kwargs = _law_and_policy_kwargs(saved, kwargs.get("policy_kwargs"))
+        if policy_kwargs is not None:
+            kwargs, custom_objects = {**law, **kwargs}, {"policy_kwargs": policy_kwargs, **(custom_objects or {})}
         if "stats_window_size" in kwargs:
             # The only option whose attribute has another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
@@ -544,9 +551,9 @@ class PPOExt(RolloutCollector):
         if isinstance(load_path_or_dict, dict):
             parameters: dict[str, Any] = dict(load_path_or_dict)
         else:
-            saved = check_saved_ppo(load_path_or_dict, self.policy_aliases.values())
-            _check_same_law(saved, self.action_dist)
+            check_saved_ppo(load_path_or_dict, self.policy_aliases.values())
             parameters = dict(load_from_zip_file(load_path_or_dict, device=device, load_data=False)[1])
+        check_law_of_parameters(parameters.get("policy", {}), self.action_dist)
         if "policy.optimizer" in parameters:
             parameters["policy.optimizer"] = adopt_state(self.policy, parameters["policy.optimizer"])
         for name in LEARNED:
@@ -562,27 +569,21 @@ class PPOExt(RolloutCollector):
         return [*state_dicts, *(name for name in LEARNED if getattr(self, name) is not None)], variables
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), *LEARNED, "_truncations"]
+        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents"]
 
 
-def _check_same_law(saved: dict[str, Any], action_dist: str | None) -> None:
-    saved_law = saved.get("action_dist", "gaussian")
-    if action_dist is None or action_dist == saved_law:
-        return
-    CHECKS["action_dist"]("action_dist", action_dist)
-    if action_dist != saved_law:
-        remedy = f"the saved policy's is {saved_law!r}, and its parameters mean nothing to another one; train a new model"
-        refuse("action_dist", action_dist, remedy)
-
-
-def _only_fixes_std(path: SavedModel, policy_kwargs: Any) -> bool:
-    """Whether it is what the zip holds, but for a standard deviation that shall not be learned from here on."""
-    if not isinstance(policy_kwargs, dict) or policy_kwargs.get("learn_std", True):
-        return False
-    saved = (load_from_zip_file(path)[0] or {}).get("policy_kwargs", {})
-    free = {"learn_std", "log_std_init"}
-    given, saved = ({k: v for k, v in kwargs.items() if k not in free} for kwargs in (policy_kwargs, saved))
-    return given == saved
+def _law_and_policy_kwargs(saved: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """
+    The law that a zip has among its ``policy_kwargs``, where SB3's own algorithms have it with our policies, and what the
+    ``policy_kwargs`` are to be instead of the saved ones: without it, and with a standard deviation that is not to be learned
+    any more. SB3 itself lets nobody change them. ``None`` if they stay.
+    """
+    law_names = {"action_dist", "deterministic_action"}
+    if given is None and not saved.get("policy_kwargs", {}).keys() & law_names:
+        return {}, None
+    policy_kwargs = read_policy_kwargs(saved)
+    law: dict[str, Any] = {name: policy_kwargs.pop(name) for name in policy_kwargs.keys() & law_names}
+    return law, given if fixes_std(policy_kwargs, given) else policy_kwargs
 
 
 def _option_names(algorithm: type[PPOExt]) -> set[str]:

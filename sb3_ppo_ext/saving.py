@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterable
 from typing import Any
 
-from stable_baselines3.common.save_util import open_path
+from stable_baselines3.common.save_util import json_to_data, open_path
 
 SavedModel = str | pathlib.Path | io.BufferedIOBase
 
@@ -59,6 +59,14 @@ def check_saved_ppo(path: SavedModel, own_policies: Iterable[type] = ()) -> dict
     if missing:
         raise ValueError(_damaged(path, f"it has no {' and no '.join(sorted(missing))}"))
     return data
+
+
+def read_policy_kwargs(saved: dict[str, Any]) -> dict[str, Any]:
+    """
+    :param saved: From :func:`check_saved_ppo`
+    :return: The ``policy_kwargs`` among them, unpickled
+    """
+    return dict(json_to_data(json.dumps({"policy_kwargs": saved.get("policy_kwargs", {})})).get("policy_kwargs", {}))
 
 
 def _read_members(file: Any) -> dict[str, bytes]:

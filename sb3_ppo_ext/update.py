@@ -36,6 +36,7 @@ LOGGED_OTHERWISE = {"entropy_loss", "policy_gradient_loss", "value_loss", "clip_
 LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", "kl", "bounds_loss", "extra_actor_loss")
 # Names that the hook cannot give to what it logs
 RESERVED = {*LOGGED_OTHERWISE, *LOSS_TERMS, "actor_rests", "grad_norm", "critic_grad_norm", "muon_grad_norm"}
+RESERVED |= {"actions_at_bounds", "mass_near_bounds", "std", "concentration"}
 # Samples that are evaluated at once where no gradient is needed
 EVALUATION_BATCH = 1024
 
@@ -407,7 +408,7 @@ class Update:
     def _action_statistics(self) -> dict[str, float]:
         if self.metrics["law"]:
             return self.policy.action_dist.statistics(_cat(self.metrics["law"]))
-        if not self.action_bounds:
+        if not self.action_bounds or self.model._samples_latents:
             return {}
         # How many of the actions, dimension by dimension, the environment gets at a bound
         low, high = (bound.cpu().numpy() for bound in self.action_bounds)

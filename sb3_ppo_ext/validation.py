@@ -134,18 +134,21 @@ def check_kwargs(name: str, kwargs: object, function: Callable[..., Any], given:
     """
     if not isinstance(kwargs, Mapping):
         refuse(name, kwargs, "give a dictionary, or None")
-    keywords = _keywords(function)
+    keywords = keywords_of(function)
     if keywords is not None:
         check_known_options(kwargs, keywords - set(given), f"`{name}`")
 
 
-def _keywords(function: Callable[..., Any]) -> set[str] | None:
-    """Those that a function takes, ``None`` if it takes any. A class of this package passes on what it does not list."""
+def keywords_of(function: Callable[..., Any]) -> set[str] | None:
+    """
+    :param function: A function or class; classes of this package are known to pass on what they do not list
+    :return: The names of the keyword arguments that it takes, ``None`` if it may take any
+    """
+    parents = [cls for cls in getattr(function, "__mro__", ()) if "__init__" in vars(cls)]
     names: set[str] = set()
-    classes = [cls for cls in getattr(function, "__mro__", ()) if "__init__" in vars(cls)]
-    for each in [cls.__init__ for cls in classes] or [function]:
+    for each in parents or [function]:
         parameters = inspect.signature(each).parameters.values()
-        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} - {"self"}
+        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return names
         if not each.__module__.startswith(f"{__package__}."):

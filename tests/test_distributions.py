@@ -19,6 +19,7 @@ from stable_baselines3.common.distributions import (
 from sb3_ppo_ext.distributions import (
     BoundedBetaDistribution,
     TanhGaussianDistribution,
+    _beta_mass_below,
     _logistic_mixture,
     clamp,
     kl_divergence,
@@ -87,7 +88,7 @@ def test_bernoulli():
     th.testing.assert_close(kl_divergence(parameters(old), new), expected)
 
 
-@pytest.mark.parametrize("family", ["gaussian", "categorical", "multi-categorical", "bernoulli"])
+@pytest.mark.parametrize("family", ["gaussian", "categorical", "multi-categorical", "bernoulli", "beta", "squashed"])
 def test_gradient(family):
     """By finite differences; 0 where both are the same."""
     make = {
@@ -95,6 +96,8 @@ def test_gradient(family):
         "categorical": lambda x: CategoricalDistribution(4).proba_distribution(x),
         "multi-categorical": lambda x: MultiCategoricalDistribution([2, 2]).proba_distribution(x),
         "bernoulli": lambda x: BernoulliDistribution(4).proba_distribution(x),
+        "beta": lambda x: beta(x),
+        "squashed": lambda x: squashed(x[:, :2], x[0, 2:]),
     }[family]
     at, other = tensor(3, 4).requires_grad_(), parameters(make(tensor(3, 4)))
     assert th.autograd.gradcheck(lambda x: kl_divergence(other, make(x)), (at,))
@@ -256,6 +259,7 @@ def test_kl_divergence_is_exact_in_float32():
     single = kl_divergence(beta(old, th.float32).parameters(), beta(new, th.float32))
     double = kl_divergence(beta(old).parameters(), beta(new))
     assert single.dtype == th.float32
+    assert beta(old, th.float32).parameters().dtype == th.float64
     assert single.item() == pytest.approx(double.item(), rel=1e-4)
     assert 0 < double.item() < 1e-3
 
@@ -454,6 +458,10 @@ def test_mean_and_mode_of_beta():
     assert law.get_actions(deterministic=True).item() == law.mean().item()
     other = beta(head_of(3.0, 2.0), deterministic_action="mode", **UNCAPPED)
     assert other.get_actions(deterministic=True).item() == law.mode().item()
+    # Far out, where alpha and beta themselves are 1 to the last digit
+    assert beta([[-40.0, -41.0]], deterministic_action="mode").mode().item() == pytest.approx(1 / (1 + math.exp(-1)))
+    with pytest.raises(ValueError, match="`deterministic_action='median'`"):
+        BoundedBetaDistribution(1, deterministic_action="median")
     flat = beta([[-1000.0, -1000.0]])
     assert flat.mean().item() == flat.mode().item() == 0.5
 
@@ -492,6 +500,13 @@ def test_statistics():
         middle = (z > -0.98) & (z < 0.98)
         expected = 1 - th.trapezoid(density[middle], z[middle]).item()
         assert law.statistics(law.parameters())["mass_near_bounds"] == pytest.approx(expected, abs=5e-4)
+    for alpha, beta_, expected in [(1.01, 1.3, 0.012418074), (1.2, 800.0, 0.999455923), (1.5, 200.0, 0.741238848)]:
+        # By scipy.stats.beta.cdf(0.01, alpha, beta)
+        numbers = [th.tensor([[value]], dtype=th.float64) for value in (alpha, beta_)]
+        assert _beta_mass_below(0.01, *numbers).item() == pytest.approx(expected, abs=1e-5)
+    # Of many, some are enough.
+    many = th.cat([th.ones(50_000, 2), 1 + th.rand(50_000, 2)])
+    assert beta([[0.0, 0.0]]).statistics(many)["concentration"] == pytest.approx(2.5, abs=0.03)
     assert squashed([[0.0]], -0.5).statistics(th.tensor([[0.0, 1.0, 0.5, 0.3]]))["std"] == pytest.approx(0.4)
     both = th.tensor([[1.0, 1.0, 1.0, 1.0], [2.0, 3.0, 4.0, 5.0]])
     assert beta([[0.0, 0.0]]).statistics(both) == {"mass_near_bounds": pytest.approx(0.01, abs=2e-3), "concentration": 4.5}
@@ -507,6 +522,7 @@ def test_by_themselves():
     assert th.equal(family.log_prob(samples), log_prob)
     assert th.equal(family.actions_from_params(head, deterministic=True), family.mean())
     family = TanhGaussianDistribution(2)
+    assert family.proba_distribution_net(latent_dim=8, log_std_init=1)[1].tolist() == [1, 1]
     net, log_std = family.proba_distribution_net(latent_dim=8, log_std_init=-0.3)
     samples, log_prob = family.log_prob_from_params(net(latent), log_std)
     assert th.equal(family.log_prob(samples), log_prob)

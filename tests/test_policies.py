@@ -18,7 +18,7 @@ from sb3_contrib import TRPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.policies import ActorCriticPolicy
-from stable_baselines3.common.utils import ConstantSchedule
+from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
 from toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEnv, make_toys
 
 import sb3_ppo_ext
@@ -189,12 +189,15 @@ def test_action_that_is_not_finite(law):
     model = make(law)
     with th.no_grad():
         model.policy.action_net.bias.fill_(float("nan"))
-    with pytest.raises(ValueError, match="action is not finite"):
+    with pytest.raises(ValueError, match="2 of 2 numbers in the policy's actions are not finite"):
         model.predict(np.zeros(3, np.float32), deterministic=True)
-    with pytest.raises(ValueError, match=r"action is not finite|Expected parameter"):
+    with pytest.raises(ValueError, match="1 of 4 numbers in the policy's actions are not finite"):
+        model.policy.unscale_action(np.float32([[0.1, 0.2], [0.3, np.nan]]))
+    with pytest.raises(ValueError, match="not finite"):
         model.learn(32)
 
 
+@pytest.mark.filterwarnings("ignore:The action space")
 @pytest.mark.parametrize("law", LAWS)
 def test_actions_to_latents(law):
     """For the actions of an expert: their latents give them back."""
@@ -204,6 +207,15 @@ def test_actions_to_latents(law):
     latents = policy.scale_action(actions)
     assert latents.dtype == np.float32
     np.testing.assert_allclose(policy.unscale_action(latents), actions, rtol=1e-5, atol=1e-5)
+    flat = spaces.Box(np.float16([-6e4, 3]), np.float16([6e4, 3]), dtype=np.float16)
+    policy_of_flat = MlpPolicy(VECTOR, flat, SCHEDULE, action_dist=law)
+    actions = np.float16([[-3e4, 3], [0, 3]])
+    np.testing.assert_allclose(policy_of_flat.unscale_action(policy_of_flat.scale_action(actions)), actions, atol=40)
+    np.testing.assert_allclose(policy_of_flat.action_dist.position(policy_of_flat.scale_action(actions))[:, 1], 0.5)
+    widest = np.finfo(np.float64).max
+    policy_of_widest = MlpPolicy(VECTOR, spaces.Box(-widest, widest, (1,), np.float64), SCHEDULE, action_dist=law)
+    middle = policy_of_widest.action_dist.latents(np.float64([[0.5]]))
+    assert policy_of_widest.unscale_action(middle) == 0
     edges = policy.scale_action(np.stack([space.low, space.high]))
     assert np.isfinite(edges).all()
     np.testing.assert_allclose(policy.unscale_action(edges), [space.low, space.high], atol=1e-4)
@@ -350,7 +362,7 @@ def test_configured_standard_deviation_wins(algorithm):
     learned = algorithm("MlpPolicy", make_toys(), **kwargs).learn(64)
     learned.save(file)
     fixed = dict(net_arch=[8, 8], learn_std=False, log_std_init=-1.5)
-    with pytest.warns(UserWarning, match=r"stays at `log_std_init=-1\.5`, that of the loaded parameters .* is not used"):
+    with pytest.warns(UserWarning, match=r"stays at exp of `log_std_init=-1\.5` .* is not used"):
         loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), device="cpu", policy_kwargs=fixed)
     assert loaded.policy.log_std.tolist() == [-1.5, -1.5]
     assert th.equal(loaded.policy.action_net.weight, learned.policy.action_net.weight)
@@ -366,8 +378,9 @@ def test_configured_standard_deviation_wins(algorithm):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert PPOExt.load(io.BytesIO(own.getvalue()), device="cpu").policy.log_std.tolist() == [-1.5, -1.5]
-    with pytest.raises(ValueError, match="policy kwargs"):
-        PPOExt.load(io.BytesIO(file.getvalue()), policy_kwargs={**fixed, "net_arch": [4]})
+    for other in (dict(net_arch=[4]), dict(ortho_init=False)):
+        with pytest.raises(ValueError, match="policy kwargs"):
+            PPOExt.load(io.BytesIO(file.getvalue()), policy_kwargs={**fixed, **other})
     with pytest.raises(ValueError, match="policy kwargs"):
         PPOExt.load(io.BytesIO(file.getvalue()), policy_kwargs=dict(net_arch=[8, 8], log_std_init=-1.5))
 
@@ -428,12 +441,17 @@ def test_infinite_bounds():
     for law in LAWS:
         with pytest.raises(ValueError, match="infinite bound"):
             PPOExt("MlpPolicy", ToyEnv(action_space=space), action_dist=law)
-        with pytest.raises(ValueError, match=r"infinite bound.*finite ones"):
-            MlpPolicy(VECTOR, space, SCHEDULE, action_dist=law)
+        half_infinite = spaces.Box(-1.0, np.inf, (2,), np.float32)
+        for bad in (space, half_infinite):
+            with pytest.raises(ValueError, match=r"infinite bound.*finite ones"):
+                MlpPolicy(VECTOR, bad, SCHEDULE, action_dist=law)
+    with pytest.raises(ValueError, match=r"`mean_tanh=True`.*infinite bound.*finite ones"):
+        MlpPolicy(VECTOR, space, SCHEDULE, mean_tanh=True)
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "dimension"), [([-1, -1], [1, 60], 1), ([-1, -1, -1], [1, 30, 1], 1), ([-100], [100], 0)]
+    ("low", "high", "dimension"),
+    [([-1, -1], [1, 60], 1), ([-1, -1, -1], [1, 30, 1], 1), ([-100], [100], 0), ([-1, 0, 0, 0], [40, 0, 0.1, 0.1], 0)],
 )
 def test_wide_box(low, high, dimension):
     """A dimension that is very wide, by itself or beside the others, is probably not meant to be explored from end to end."""
@@ -443,7 +461,8 @@ def test_wide_box(low, high, dimension):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         MlpPolicy(VECTOR, space, SCHEDULE)
-        MlpPolicy(VECTOR, BOX_ACTION, SCHEDULE, action_dist="beta")
+        for low, high in [(BOX_ACTION.low, BOX_ACTION.high), ([-1, 2, 2], [1, 2, 2]), ([-0.01, -1], [0.01, 1])]:
+            MlpPolicy(VECTOR, spaces.Box(np.float32(low), np.float32(high)), SCHEDULE, action_dist="beta")
 
 
 def test_standard_deviation_of_beta():
@@ -459,6 +478,24 @@ class Sb3Policy(ActorCriticPolicy):
     pass
 
 
+class AnyKeyword(ActorCriticPolicy):
+    """Its keywords are its own business."""
+
+    def __init__(self, *args, learn_std="own", **kwargs):
+        self.mine = learn_std, kwargs.pop("mean_tanh", None)
+        super().__init__(*args, **kwargs)
+
+
+class Tight(MlpPolicy):
+    def __init__(self, observation_space, action_space, lr_schedule, use_sde=False):
+        super().__init__(observation_space, action_space, lr_schedule, use_sde=use_sde)
+
+
+class Stubborn(MlpPolicy):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **{**kwargs, "action_dist": "beta"})
+
+
 class OurPolicy(MlpPolicy):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **{**kwargs, "net_arch": [5]})
@@ -471,14 +508,31 @@ class Mixed(ActionLawMixin, Sb3Policy):
 @pytest.mark.parametrize("law", LAWS)
 def test_own_policy_classes(law):
     """Those that inherit the laws have them; for others the message tells how."""
-    with pytest.raises(ValueError, match=r"Sb3Policy does not know it; let it inherit `sb3_ppo_ext\.MlpPolicy`"):
-        PPOExt(Sb3Policy, ToyEnv(), action_dist=law)
+    for policy_class in (Sb3Policy, AnyKeyword, Tight):
+        with pytest.raises(ValueError, match=f"`action_dist=.*{policy_class.__name__} does not take it; let it inherit"):
+            PPOExt(policy_class, ToyEnv(), action_dist=law)
+    for policy_class in (Sb3Policy, Tight):
+        with pytest.raises(ValueError, match=f"`mean_tanh=True`.*{policy_class.__name__} does not take it; let it inherit"):
+            PPOExt(policy_class, ToyEnv(), policy_kwargs=dict(mean_tanh=True))
+    # One that decides by itself must be told so.
+    with pytest.raises(ValueError, match=r"`action_dist='gaussian'`.*Stubborn makes it 'beta'"):
+        PPOExt(Stubborn, ToyEnv())
+    if law != "beta":
+        with pytest.raises(ValueError, match=f"`action_dist='{law}'`.*Stubborn makes it 'beta'"):
+            PPOExt(Stubborn, ToyEnv(), action_dist=law)
+    assert PPOExt(Stubborn, ToyEnv(), action_dist="beta").policy.squash_output
     for policy_class in (OurPolicy, Mixed):
         model = PPOExt(policy_class, make_toys(), action_dist=law, n_steps=16, batch_size=8).learn(32)
         assert type(model.policy) is policy_class
         assert model.policy.squash_output
     # SB3's classes stand for their names.
     assert type(PPOExt(ActorCriticPolicy, ToyEnv(), action_dist=law).policy) is MlpPolicy
+
+
+def test_keywords_of_other_policies():
+    """They may share the names of ours."""
+    model = PPOExt(AnyKeyword, ToyEnv(), policy_kwargs=dict(learn_std=0.5, mean_tanh="yes", net_arch=[3]))
+    assert model.policy.mine == (0.5, "yes")
 
 
 def test_without_a_law_it_is_sb3():
@@ -503,10 +557,16 @@ def test_other_algorithms(law, algorithm, tmp_path):
     policy_kwargs = dict(action_dist=law, net_arch=[8])
     model = algorithm(MlpPolicy, make_toys(), n_steps=16, policy_kwargs=policy_kwargs, device="cpu", seed=0).learn(128)
     model.save(tmp_path / "model")
-    loaded = algorithm.load(tmp_path / "model", device="cpu")
     observation = np.zeros((2, 3), np.float32)
     expected = model.predict(observation, deterministic=True)[0]
-    np.testing.assert_array_equal(loaded.predict(observation, deterministic=True)[0], expected)
+    # PPOExt finds the law among the `policy_kwargs` of SB3's PPO, and goes on with it.
+    for loader in (algorithm, PPOExt) if algorithm is PPO else (algorithm,):
+        loaded = loader.load(tmp_path / "model", env=make_toys(), device="cpu")
+        np.testing.assert_array_equal(loaded.predict(observation, deterministic=True)[0], expected)
+        loaded.learn(64)
+    if algorithm is PPO:
+        assert loaded.action_dist == law
+        assert loaded.policy_kwargs == dict(net_arch=[8])
     assert BOX_ACTION.contains(expected[0])
 
 
@@ -565,25 +625,33 @@ def test_law_of_a_zip_is_kept():
         zip_file = io.BytesIO(file.getvalue())
         assert PPOExt.load(io.BytesIO(file.getvalue()), action_dist=law).action_dist == law
         for other in files.keys() - {law}:
-            with pytest.raises(ValueError, match=f"`action_dist='{other}'`.*the saved policy's is '{law}'"):
+            refused = pytest.raises(ValueError, match=f"`action_dist='{other}'`.*the saved parameters are those of '{law}'")
+            with refused:
                 PPOExt.load(io.BytesIO(file.getvalue()), action_dist=other)
-            with pytest.raises(ValueError, match=f"`action_dist='{other}'`.*the saved policy's is '{law}'"):
+            with refused:
                 make(other).set_parameters(zip_file)
-            with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict"):
-                make(other).set_parameters(make(law).get_parameters())
+            for exact_match in (True, False):
+                with refused:
+                    make(other).set_parameters({"policy": make(law).policy.state_dict()}, exact_match=exact_match)
+            if other != "gaussian":
+                with refused:
+                    make(other).policy.load_state_dict(make(law).policy.state_dict(), strict=False)
         with pytest.raises(ValueError, match=r"`action_dist='betta'`.*\"gaussian\""):
             PPOExt.load(io.BytesIO(file.getvalue()), action_dist="betta")
     # SB3's PPO does not know the option, and must not take the policy for a Gaussian.
     for law in LAWS:
-        with pytest.raises(RuntimeError, match=f"action_dist_{law}"):
+        with pytest.raises(ValueError, match=f"the saved parameters are those of '{law}'"):
             PPO.load(io.BytesIO(files[law].getvalue()))
+        # Nor a policy of its own class take what looks like its parameters.
+        with pytest.raises(RuntimeError, match=f"law_{law}"):
+            PPO("MlpPolicy", make_toys(), **SMALL).policy.load_state_dict(make(law).policy.state_dict())
 
 
 def test_zips_of_ppo_are_gaussian():
     file = io.BytesIO()
     PPO("MlpPolicy", make_toys(), **SMALL).save(file)
     assert PPOExt.load(io.BytesIO(file.getvalue())).action_dist == "gaussian"
-    with pytest.raises(ValueError, match="the saved policy's is 'gaussian'"):
+    with pytest.raises(ValueError, match="the saved parameters are those of 'gaussian'"):
         PPOExt.load(io.BytesIO(file.getvalue()), action_dist="beta")
 
 
@@ -609,3 +677,99 @@ def test_hint_to_prefer_the_cpu(law):
     model.device = th.device("cuda")
     with pytest.warns(UserWarning, match="trying to run PPOExt on the GPU"):
         model._maybe_recommend_cpu()
+
+
+def test_optimizer_of_beta():
+    """With the learning rate and arguments that SB3 gives to its own."""
+    ours, theirs = (
+        MlpPolicy(VECTOR, BOX_ACTION, LinearSchedule(1e-3, 0.0, 1.0), action_dist="beta"),
+        PPO("MlpPolicy", ToyEnv()),
+    )
+    assert ours.optimizer.defaults["eps"] == theirs.policy.optimizer.defaults["eps"] == 1e-5
+    assert ours.optimizer.defaults["lr"] == 1e-3
+    kwargs = dict(action_dist="beta", optimizer_class=th.optim.SGD, optimizer_kwargs=dict(momentum=0.3))
+    other = MlpPolicy(VECTOR, BOX_ACTION, SCHEDULE, **kwargs)
+    assert type(other.optimizer) is th.optim.SGD
+    assert other.optimizer.defaults["momentum"] == 0.3
+    assert {p for group in other.optimizer.param_groups for p in group["params"]} == set(other.parameters())
+
+
+def test_head_of_beta():
+    """Orthogonal with a gain of 0.01, as SB3's heads, unless the user wants none of it; alpha = beta = 1.31 at first."""
+    for ortho_init, low, high in [(True, 0.0099, 0.0101), (False, 0.05, 1.0)]:
+        policy = MlpPolicy(VECTOR, BOX_ACTION, SCHEDULE, action_dist="beta", ortho_init=ortho_init)
+        norms = policy.action_net.weight.norm(dim=1)
+        assert ((norms > low) & (norms < high)).all()
+        assert (policy.action_net.bias == -1).all()
+    law = MlpPolicy(VECTOR, BOX_ACTION, SCHEDULE, action_dist="beta").get_distribution(th.zeros(1, 3))
+    np.testing.assert_allclose(parameters(law).detach(), 1.31, atol=0.01)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_parameters_with_noise(law):
+    """As in SB3's example of an evolution strategy: every tensor takes noise, and partial parameters can be loaded."""
+    model = make(law)
+    parameters = {
+        k: v + 0.1 * th.randn_like(v) for k, v in model.policy.state_dict().items() if "action" in k or "policy" in k
+    }
+    model.policy.load_state_dict(parameters, strict=False)
+    assert th.equal(model.policy.action_net.weight, parameters["action_net.weight"])
+    {k: v + th.randn_like(v) for k, v in model.policy.state_dict().items()}
+
+
+def test_parameters_can_be_assigned():
+    """A standard deviation that is not learned does not come back to learning by it."""
+    policies = [MlpPolicy(VECTOR, BOX_ACTION, SCHEDULE, learn_std=fixed, log_std_init=-1.0) for fixed in (True, False)]
+    policies[1].load_state_dict(policies[0].state_dict(), assign=True)
+    assert policies[1].action_net.weight.data_ptr() == policies[0].action_net.weight.data_ptr()
+    assert not policies[1].log_std.requires_grad
+
+
+def test_statistics_are_of_the_last_epoch():
+    """As the KL divergence: of each sample once."""
+    model = make("beta", n_epochs=3)
+    seen = []
+    model.policy.action_dist.statistics = lambda law: seen.append(len(law)) or {}
+    model.learn(32)
+    assert seen == [32]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_no_statistics_without_a_step(law):
+    """If every minibatch was left out, what would be logged of the Gaussian is not logged of latents."""
+
+    class Bad(PPOExt):
+        def extra_actor_loss(self, rollout_data, distribution):
+            return th.tensor(float("nan")), {}
+
+    model = Bad("MlpPolicy", make_toys(), action_dist=law, bad_gradients="skip", **SMALL).learn(32)
+    assert "train/actions_at_bounds" not in model.logger.name_to_value
+
+
+def test_locals_at_the_end_of_a_rollout():
+    """Of the same shapes as SB3's, with discrete actions too."""
+
+    class Shapes(BaseCallback):
+        def _on_step(self):
+            return True
+
+        def _on_rollout_end(self):
+            self.shapes = {k: v.shape for k, v in self.locals.items() if k in ("actions", "clipped_actions", "values")}
+
+    for space in (BOX_ACTION, spaces.Discrete(3), spaces.MultiBinary(2)):
+        ours, theirs = Shapes(), Shapes()
+        PPOExt("MlpPolicy", make_toys(action_space=space), **SMALL).learn(32, callback=ours)
+        PPO("MlpPolicy", make_toys(action_space=space), **SMALL).learn(32, callback=theirs)
+        assert ours.shapes == theirs.shapes
+
+
+@pytest.mark.parametrize("name", ["mass_near_bounds", "concentration", "std"])
+def test_reserved_names(name):
+    """The hook cannot log under them."""
+
+    class Hooked(PPOExt):
+        def extra_actor_loss(self, rollout_data, distribution):
+            return 0.0, {name: 1.0}
+
+    with pytest.raises(ValueError, match=name):
+        Hooked("MlpPolicy", make_toys(), action_dist="beta", **SMALL).learn(32)
