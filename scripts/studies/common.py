@@ -45,12 +45,23 @@ class Job:
     timesteps: int
 
 
-def parse_arguments(description: str | None, timesteps: int, seeds: int = 5) -> argparse.Namespace:
+def parse_arguments(
+    description: str | None, timesteps: int | None, seeds: int = 5, tasks: Sequence[str] = ()
+) -> argparse.Namespace:
+    """
+    :param description: Of the study
+    :param timesteps: Of each run; ``None`` if the study says, and the option is no more than a limit
+    :param seeds: Runs of each kind
+    :param tasks: To choose from, if it can be chosen
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=seeds, help="runs of each kind (default: %(default)s)")
-    parser.add_argument("--timesteps", type=int, default=timesteps, help="of each run (default: %(default)s)")
+    length = "of each run (default: %(default)s)" if timesteps else "of each run at most (default: no limit)"
+    parser.add_argument("--timesteps", type=int, default=timesteps, help=length)
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, of one thread each (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("docs/studies"), help="folder (default: %(default)s)")
+    if tasks:
+        parser.add_argument("--tasks", nargs="+", choices=tasks, default=tasks, help="which (default: all)")
     return parser.parse_args()
 
 
@@ -127,6 +138,23 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer.writeheader()
         for row in rows:
             writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
+
+
+def read_csv(path: Path) -> list[Row]:
+    """What :func:`write_csv` wrote, without the empty cells; nothing if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{name: _value(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def per_seed(rows: Sequence[Row], column: str, start: float = 0.0, end: float = np.inf) -> np.ndarray:
