@@ -147,7 +147,8 @@ class TanhGaussianDistribution(BoundedDistribution):
         normal = self.distribution
         weights, variances = _logistic_mixture(normal.mean.dtype, normal.mean.device)
         smoothed = _mean_of_absolute(normal.mean.unsqueeze(-1), (normal.variance.unsqueeze(-1) + variances).sqrt())
-        expected_log_cosh = smoothed @ weights - math.log(2)
+        # Not a matrix product, which autocast would make in half precision
+        expected_log_cosh = (smoothed * weights).sum(dim=-1) - math.log(2)
         return sum_independent_dims(normal.entropy() - 2 * expected_log_cosh)
 
     def sample(self) -> th.Tensor:

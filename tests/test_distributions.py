@@ -410,7 +410,9 @@ def test_autocast(name):
         values = [latents, law.log_prob(latents), law.entropy(), kl_divergence(parameters(law).flip(0), law)]
     assert {value.dtype for value in values} == {th.float32}
     exact = squashed(head, log_std) if name == "squashed" else beta(head.double())
-    th.testing.assert_close(values[1].double(), exact.log_prob(latents.double()), rtol=1e-5, atol=1e-5)
+    expected = [exact.log_prob(latents.double()), exact.entropy(), kl_divergence(parameters(exact).flip(0), exact)]
+    for value, number in zip(values[1:], expected, strict=True):
+        th.testing.assert_close(value.double(), number, rtol=1e-5, atol=1e-5)
 
 
 def test_clamp():
