@@ -13,7 +13,7 @@ from sb3_ppo_ext.buffers import knows_indices
 from sb3_ppo_ext.optimizers import OPTIMIZERS
 from sb3_ppo_ext.policies import BOUNDED, ActionLawMixin, check_action_law, with_laws
 from sb3_ppo_ext.schedules import is_constant, make_schedule, value_of
-from sb3_ppo_ext.validation import check_choice, check_kwargs, check_number, check_type, keywords_of, refuse
+from sb3_ppo_ext.validation import check_choice, check_dictionary, check_kwargs, check_number, check_type, keywords_of, refuse
 
 Check = Callable[[str, Any], None]
 
@@ -81,6 +81,7 @@ CHECKS: dict[str, Check] = {
     "_stats_window_size": _optional(_number(0, integer=True)),
     "normalize_advantage": _flag_as_sb3,
     "use_sde": _flag_as_sb3,
+    "policy_kwargs": check_dictionary,
     # Ours
     "action_dist": _choice("gaussian", *BOUNDED),
     "deterministic_action": _choice("mean", "mode"),

@@ -332,7 +332,7 @@ def _warn_if_wide(space: Any) -> None:
     # Half the width, for all of it can overflow
     halves = (space.high.astype(np.float64) / 2 - space.low.astype(np.float64) / 2).flatten()
     usual = np.median(halves[halves > 0]) if halves.any() else 0.0
-    wide = np.flatnonzero((halves > WIDE / 2) | ((halves > 1) & (halves > WIDER_THAN_OTHERS * usual)))
+    wide = np.flatnonzero((halves > WIDE / 2) | ((halves > 1) & (halves / WIDER_THAN_OTHERS > usual)))
     if len(wide) > 0:
         index = wide[0]
         bounds = f"{space.low.flat[index]:g} to {space.high.flat[index]:g}"

@@ -123,7 +123,16 @@ def check_known_options(given: Iterable[str], known: Iterable[str], where: str) 
             raise UnknownOptionError(f"{where} has no option `{name}`: {remedy}")
 
 
-def check_kwargs(name: str, kwargs: object, function: Callable[..., Any], given: Iterable[str]) -> None:
+def check_dictionary(name: str, value: object) -> None:
+    """
+    :param name: The argument
+    :param value: Its value, which must be a mapping
+    :raises BadArgumentError: if it is not
+    """
+    check_type(name, value, Mapping, "give a dictionary, or None")
+
+
+def check_kwargs(name: str, kwargs: Any, function: Callable[..., Any], given: Iterable[str]) -> None:
     """
     :param name: The argument
     :param kwargs: Its value, keyword arguments for ``function``
@@ -132,8 +141,7 @@ def check_kwargs(name: str, kwargs: object, function: Callable[..., Any], given:
     :raises BadArgumentError: if it is no mapping
     :raises UnknownOptionError: if ``function`` does not take one of them
     """
-    if not isinstance(kwargs, Mapping):
-        refuse(name, kwargs, "give a dictionary, or None")
+    check_dictionary(name, kwargs)
     keywords = keywords_of(function)
     if keywords is not None:
         check_known_options(kwargs, keywords - set(given), f"`{name}`")

@@ -61,6 +61,7 @@ BAD_OPTIONS = [
     (dict(rollout_buffer_kwargs=dict(foo=1)), "`rollout_buffer_kwargs` has no option `foo`"),
     (dict(stats_window_size=-1), "`stats_window_size=-1`"),
     (dict(policy_kwargs="dict(net_arch=[8])"), "`policy_kwargs=.*a dictionary"),
+    (dict(policy_kwargs="dict(net_arch=[8])", action_dist="beta"), "`policy_kwargs=.*a dictionary"),
     (dict(policy_kwargs=dict(net_archs=[8])), "`policy_kwargs` has no option `net_archs`: did you mean `net_arch`"),
     (dict(rollout_buffer_class="RolloutBuffer"), "`rollout_buffer_class='RolloutBuffer'`.*a class"),
     (dict(rollout_buffer_kwargs=[1]), r"`rollout_buffer_kwargs=\[1\]`.*a dictionary"),
