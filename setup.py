@@ -1,13 +1,24 @@
-"""Metadata lives in ``setup.cfg``; this file adds what setuptools cannot declare: the start-up hook for RL Zoo."""
+"""
+Metadata lives in ``setup.cfg``; this file adds what setuptools cannot declare: the start-up hook for RL Zoo, and the extension
+module in C, which is left out where no compiler takes it.
+"""
 
 import ast
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 HOOK = Path(__file__).parent / "startup" / "zoo_hook.py"
 PTH = "sb3_ppo_ext_zoo.pth"
+MLP = Extension(
+    "sb3_ppo_ext._mlp",
+    ["sb3_ppo_ext/csrc/mlp.c"],
+    depends=["sb3_ppo_ext/csrc/kernels.h"],
+    # Without errno and traps square roots and comparisons fit into vectors; NaN and infinity stay what they are.
+    extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"],
+    optional=True,
+)
 
 
 def pth_line(source: str) -> str:
@@ -45,4 +56,4 @@ class BuildWithStartupHook(build_py):
 
 
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": BuildWithStartupHook})
+    setup(cmdclass={"build_py": BuildWithStartupHook}, ext_modules=[MLP])

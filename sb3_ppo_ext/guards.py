@@ -2,6 +2,7 @@
 What is done about NaN and infinity, from the environment or in a gradient: the place is named, and the model stays as it was.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -50,6 +51,8 @@ def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_
     :param env_index: The environment that they are from, if they are from one
     :raises NonFiniteDataError: if there is NaN or infinity
     """
+    if _is_surely_finite(data):
+        return
     found = find_non_finite(data, batched=env_index is None)
     if found is None:
         return
@@ -65,6 +68,14 @@ def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_
         f"at step {step} of the rollout, after {model.num_timesteps} timesteps. Nothing was learned from this rollout. "
         "Check what the environment computes there; `stable_baselines3.common.vec_env.VecCheckNan` helps to find it."
     )
+
+
+def _is_surely_finite(data: Any) -> bool:
+    """A test of a float array that takes a third of the time of the whole one, for it is made at each step."""
+    if type(data) is not np.ndarray or data.dtype.kind != "f":
+        return False
+    flat = data.ravel()
+    return math.isfinite(np.vdot(flat, flat))
 
 
 @contextmanager

@@ -8,7 +8,9 @@ import torch as th
 
 
 class Metrics(defaultdict[str, list[th.Tensor]]):
-    """Scalars by name, one for each minibatch or step. They stay on the device until they are read."""
+    """
+    Scalars by name, one for each minibatch or step, or vectors of them. They stay on the device until they are read.
+    """
 
     def __init__(self) -> None:
         super().__init__(list)
@@ -18,7 +20,9 @@ class Metrics(defaultdict[str, list[th.Tensor]]):
         :param name: Of the metric
         :return: All of its values, in one transfer to the host; a NaN if there are none
         """
-        return th.stack(self[name]).cpu().numpy() if self[name] else np.array([np.nan], np.float32)
+        if not self[name]:
+            return np.array([np.nan], np.float32)
+        return (th.cat if self[name][0].ndim else th.stack)(self[name]).cpu().numpy()
 
     def mean(self, name: str) -> float:
         """

@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 
+from sb3_ppo_ext.backends import BACKENDS
 from sb3_ppo_ext.buffers import knows_indices
 from sb3_ppo_ext.optimizers import OPTIMIZERS
 from sb3_ppo_ext.policies import BOUNDED, ActionLawMixin, check_action_law, with_laws
@@ -115,6 +116,7 @@ CHECKS: dict[str, Check] = {
     "max_clip_fraction": _optional(_FRACTION),
     "accumulate_grad": _COUNT,
     "bad_gradients": _choice("raise", "skip"),
+    "backend": _choice(*BACKENDS),
 }
 
 

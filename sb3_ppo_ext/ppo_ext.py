@@ -10,6 +10,7 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import (
@@ -24,7 +25,11 @@ from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.advantages import AdvantageNormalizer
+from sb3_ppo_ext.backends import why_not_native
 from sb3_ppo_ext.collecting import RolloutCollector
+from sb3_ppo_ext.fast_collecting import collect
+from sb3_ppo_ext.fast_policy import FastPolicy
+from sb3_ppo_ext.fast_update import FastUpdate
 from sb3_ppo_ext.optimizers import adopt_state, critic_parameters, make_optimizer
 from sb3_ppo_ext.options import check_options
 from sb3_ppo_ext.policies import MlpPolicy, check_law_of_parameters, fixes_std, with_laws
@@ -138,6 +143,9 @@ class PPOExt(RolloutCollector):
     :param accumulate_grad: Minibatches per step of the optimizer, at least 1; the same as a larger ``batch_size``, in less
         memory
     :param bad_gradients: If a loss or gradient is not finite, ``"raise"`` a ``ValueError`` or ``"skip"`` the step
+    :param backend: What computes: ``"eager"`` (PyTorch, as SB3's PPO to the bit), ``"native"`` (an extension module in C, for
+        MLP policies on the CPU; equal but for rounding and the random numbers of the actions), or ``"auto"``: the fastest one
+        that supports the policy and the options
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
     """
 
@@ -209,6 +217,7 @@ class PPOExt(RolloutCollector):
         max_clip_fraction: float | None = None,
         accumulate_grad: int = 1,
         bad_gradients: str = "raise",
+        backend: str = "auto",
         **unknown_options: NoReturn,
     ):
         check_known_options(unknown_options, _option_names(type(self)), type(self).__name__)
@@ -278,6 +287,7 @@ class PPOExt(RolloutCollector):
         self.max_clip_fraction = max_clip_fraction
         self.accumulate_grad = accumulate_grad
         self.bad_gradients = bad_gradients
+        self.backend = backend
 
         # What is learned beside the policy
         self.advantage_normalizer: AdvantageNormalizer | None = None
@@ -312,6 +322,7 @@ class PPOExt(RolloutCollector):
         self._setup_latents()
         self._setup_optimizer()
         self._setup_advantages()
+        self._setup_backend()
         self._truncations = [] if self.vtrace else None
 
     def _setup_action_law(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -396,6 +407,26 @@ class PPOExt(RolloutCollector):
                 self.adv_ema_alpha, self.adv_ema_warm_start, self.adv_min_std, self.adv_clip, self.adv_shift_mean
             )
 
+    def _setup_backend(self) -> None:
+        self._fast: FastPolicy | None = None
+        why_not = self._why_not_native()
+        if self.backend == "native" and why_not is not None:
+            refuse("backend", self.backend, f'{why_not}; give "auto"')
+        if self.verbose >= 1:
+            chosen = "eager" if self.backend == "eager" or why_not is not None else "native"
+            print(f"Backend: {chosen}" + (f" ({why_not})" if self.backend == "auto" and why_not is not None else ""))
+
+    def _why_not_native(self) -> str | None:
+        return why_not_native(self, type(self).extra_actor_loss is not PPOExt.extra_actor_loss)
+
+    def _fast_policy(self) -> FastPolicy | None:
+        """The policy on the extension module, ``None`` where it stays on PyTorch."""
+        if self.backend == "eager" or self._why_not_native() is not None:
+            return None
+        if self._fast is None or not self._fast.is_of(self.policy):
+            self._fast = FastPolicy(self.policy)
+        return self._fast
+
     def _warn_about_truncated_minibatch(self) -> None:
         if self.env is None:
             return
@@ -436,7 +467,15 @@ class PPOExt(RolloutCollector):
             check_action_space(action_space)
         return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
-    # Update
+    # Rollout and update
+
+    def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
+        fast = self._fast_policy()
+        if fast is None:
+            return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
+        if self._truncations is not None:
+            self._truncations.clear()
+        return collect(self, fast, env, callback, rollout_buffer, n_rollout_steps)
 
     def train(self) -> None:
         """
@@ -445,7 +484,8 @@ class PPOExt(RolloutCollector):
         start = time.perf_counter()
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
-        update = Update(self)
+        fast = self._fast_policy()
+        update = Update(self) if fast is None else FastUpdate(self, fast)
         update.run()
         update.log()
         self.logger.record("time/update_seconds", time.perf_counter() - start)
@@ -569,7 +609,7 @@ class PPOExt(RolloutCollector):
         return [*state_dicts, *(name for name in LEARNED if getattr(self, name) is not None)], variables
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents"]
+        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents", "_fast"]
 
 
 def _law_and_policy_kwargs(saved: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:

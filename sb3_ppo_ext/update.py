@@ -230,7 +230,7 @@ class Update:
         """The loss, a scalar; its terms are measured on the way."""
         model, metrics = self.model, self.metrics
         data, weights, _ = minibatch
-        values, log_prob, entropy = self.policy.evaluate_actions(data.observations, self._actions(data))
+        values, log_prob, entropy = self._evaluate_actions(data)
         log_ratio = log_prob - data.old_log_prob
         ratio = th.exp(log_ratio)
 
@@ -314,20 +314,16 @@ class Update:
         :return: False if ``target_kl`` ends the update, and the step was not made
         """
         policy, model = self.policy, self.model
-        policy.optimizer.zero_grad()
+        self._zero_gradients()
         before = self.metrics.lengths()
         sizes = [len(minibatch.data.advantages) for minibatch in minibatches]
         shares = [size / sum(sizes) for size in sizes]
         for minibatch, share in zip(minibatches, shares, strict=True):
             loss = self._loss(minibatch)
-            (loss if share == 1 else share * loss).backward()
+            self._backward(loss if share == 1 else share * loss)
 
-        if model.target_kl is not None:
-            approx_kl = self.metrics.weighted("approx_kl", shares).cpu().numpy()
-            if approx_kl > 1.5 * model.target_kl:
-                if model.verbose >= 1:
-                    print(f"Early stopping at step {epoch} due to reaching max kl: {approx_kl:.2f}")
-                return False
+        if model.target_kl is not None and self._is_past_target_kl(self.metrics.weighted("approx_kl", shares).item(), epoch):
+            return False
         if model.max_clip_fraction is not None:
             self._let_actor_rest(shares)
 
@@ -337,8 +333,27 @@ class Update:
             return True
         for name, norm in norms.items():
             self.metrics[name].append(norm)
-        policy.optimizer.step()
+        self._step_optimizer()
         return True
+
+    def _is_past_target_kl(self, approx_kl: float, epoch: int) -> bool:
+        if approx_kl <= 1.5 * self.model.target_kl:
+            return False
+        if self.model.verbose >= 1:
+            print(f"Early stopping at step {epoch} due to reaching max kl: {approx_kl:.2f}")
+        return True
+
+    def _zero_gradients(self) -> None:
+        self.policy.optimizer.zero_grad()
+
+    def _evaluate_actions(self, data: RolloutBufferSamples) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
+        return self.policy.evaluate_actions(data.observations, self._actions(data))
+
+    def _backward(self, loss: th.Tensor) -> None:
+        loss.backward()
+
+    def _step_optimizer(self) -> None:
+        self.policy.optimizer.step()
 
     def _skip(self, before: dict[str, int], epoch: int) -> None:
         """Leave a step out that is not finite, or raise; ``before`` are the lengths of the metrics without it."""
@@ -368,7 +383,7 @@ class Update:
             record(f"train/{name}", self.metrics.mean(name))
         # SB3 averages these in float32, the others as Python floats.
         record("train/approx_kl", self.metrics.numbers("approx_kl").mean())
-        record("train/loss", self.metrics["loss"][-1].item() if self.metrics["loss"] else math.nan)
+        record("train/loss", self.metrics.numbers("loss")[-1].item())
         values, returns = self.buffer.values.flatten(), self.buffer.returns.flatten()
         record("train/explained_variance", explained_variance(values, returns))
         if hasattr(self.policy, "log_std"):

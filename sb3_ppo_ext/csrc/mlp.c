@@ -1,0 +1,638 @@
+/*
+ * Perceptrons, Adam and GAE on one thread: what PyTorch and NumPy do for small networks, without what these spend on each of
+ * their operations. All numbers are in the caller's arrays of float32; parameters have the layout of `torch.nn.Linear`.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if !defined(__GNUC__)
+#error "needs the vectors of GCC or Clang; without this module the package works, on PyTorch alone"
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define MAX_LAYERS 16
+/* Rows that go through all layers together, so that they stay in the cache */
+#define CHUNK 64
+
+enum activation { TANH, RELU };
+
+struct adam_step {
+    float scale, weight_decay, weight1, weight2, beta2, step_size, inverse_root_correction2, eps;
+};
+
+struct kernels {
+    void (*product)(long, long, long, const float *, long, long, const float *, long, float *, long, const float *, int);
+    void (*activate)(enum activation, float *, long);
+    void (*differentiate)(enum activation, float *, const float *, long);
+    void (*add_rows)(const float *, long, long, long, float *);
+    double (*squares)(const float *, long);
+    void (*adam)(float *, const float *, float *, float *, long, struct adam_step);
+    long lanes;
+};
+
+#if defined(__x86_64__)
+#define X86 1
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define NAME(function) function##_avx2
+#define LANES 8
+#define ROWS 6
+#define VECTORS 2
+#include "kernels.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512dq,avx512bw,avx2,fma"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,avx2,fma")
+#endif
+#define NAME(function) function##_avx512
+#define LANES 16
+#define ROWS 6
+#define VECTORS 4
+#include "kernels.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+#define NAME(function) function##_any
+#define LANES 4
+#if defined(X86)
+#define ROWS 4
+#define VECTORS 2
+#else
+#define ROWS 6
+#define VECTORS 4
+#endif
+#include "kernels.h"
+
+static const struct kernels *kernels = &kernels_any;
+
+static const struct {
+    const char *name;
+    const struct kernels *kernels;
+} instruction_sets[] = {
+#if defined(X86)
+    {"avx512", &kernels_avx512},
+    {"avx2", &kernels_avx2},
+#endif
+    {"any", &kernels_any},
+};
+
+static int is_supported(const char *name)
+{
+#if defined(X86)
+    __builtin_cpu_init();
+    if (!strcmp(name, "avx512"))
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512bw");
+    if (!strcmp(name, "avx2"))
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return !strcmp(name, "any");
+}
+
+/* ---- Arrays ---- */
+
+/* Whole numbers of the widest vector, so that a row can be written whatever the instruction set is */
+static long padded(long n)
+{
+    return (n + 15) / 16 * 16;
+}
+
+static float *allocate(long n)
+{
+    void *memory = NULL;
+    if (posix_memalign(&memory, 64, (n ? n : 1) * sizeof(float)))
+        return NULL;
+    memset(memory, 0, n * sizeof(float));
+    return memory;
+}
+
+static int get_floats(PyObject *array, Py_buffer *view, long n, int writable, const char *what)
+{
+    if (PyObject_GetBuffer(array, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) < 0)
+        return -1;
+    if (!view->format || strcmp(view->format, "f") || (n >= 0 && view->len != (Py_ssize_t)(n * sizeof(float)))) {
+        PyErr_Format(PyExc_ValueError, "%s must be %ld numbers of float32, not %zd bytes of format %s", what, n, view->len,
+                     view->format ? view->format : "?");
+        PyBuffer_Release(view);
+        return -1;
+    }
+    return 0;
+}
+
+/* target (columns x ld) = the transpose of source (rows x columns) */
+static void transpose(const float *source, long rows, long columns, float *target, long ld)
+{
+    typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
+    typedef int four_of __attribute__((vector_size(16)));
+    long i = 0;
+    for (; i + 4 <= rows; i += 4) {
+        long j = 0;
+        for (; j + 4 <= columns; j += 4) {
+            const float *from = source + i * columns + j;
+            float *to = target + j * ld + i;
+            four a = *(four *)from, b = *(four *)(from + columns), c = *(four *)(from + 2 * columns),
+                 d = *(four *)(from + 3 * columns);
+#if defined(__clang__)
+            four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+            four AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+            *(four *)to = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+            *(four *)(to + ld) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+            *(four *)(to + 2 * ld) = __builtin_shufflevector(AB, CD, 0, 1, 4, 5);
+            *(four *)(to + 3 * ld) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
+#else
+            four_of low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, first = {0, 1, 4, 5}, second = {2, 3, 6, 7};
+            four ab = __builtin_shuffle(a, b, low), cd = __builtin_shuffle(c, d, low);
+            four AB = __builtin_shuffle(a, b, high), CD = __builtin_shuffle(c, d, high);
+            *(four *)to = __builtin_shuffle(ab, cd, first);
+            *(four *)(to + ld) = __builtin_shuffle(ab, cd, second);
+            *(four *)(to + 2 * ld) = __builtin_shuffle(AB, CD, first);
+            *(four *)(to + 3 * ld) = __builtin_shuffle(AB, CD, second);
+#endif
+        }
+        for (; j < columns; j++)
+            for (int k = 0; k < 4; k++)
+                target[j * ld + i + k] = source[(i + k) * columns + j];
+    }
+    for (; i < rows; i++)
+        for (long j = 0; j < columns; j++)
+            target[j * ld + i] = source[i * columns + j];
+}
+
+static void copy_rows(const float *source, long lds, float *target, long ldt, long rows, long columns)
+{
+    if (lds == columns && ldt == columns) {
+        memcpy(target, source, rows * columns * sizeof(float));
+        return;
+    }
+    for (long i = 0; i < rows; i++)
+        for (long j = 0; j < columns; j++)
+            target[i * ldt + j] = source[i * lds + j];
+}
+
+/* ---- Network ---- */
+
+struct layer {
+    long n_in, n_out, ld_in, ld_out;
+    Py_buffer weight, bias, weight_gradient, bias_gradient;
+    /* transposed and padded; padded, if that makes a difference; padded */
+    float *transposed, *rows, *padded_bias;
+    /* of the parameters, padded */
+    float *d_weight, *d_bias;
+    /* what came out for the last minibatch, padded rows */
+    float *output;
+};
+
+typedef struct {
+    PyObject_HEAD
+    int n_layers, n_open;
+    enum activation activation;
+    struct layer layers[MAX_LAYERS];
+    float *input, *chunk[2];
+    long capacity, n_kept;
+} Network;
+
+static int open_layer(Network *self, PyObject *arrays)
+{
+    struct layer *layer = &self->layers[self->n_layers];
+    PyObject *weight, *bias, *weight_gradient, *bias_gradient;
+    if (!PyArg_ParseTuple(arrays, "OOOO", &weight, &bias, &weight_gradient, &bias_gradient))
+        return -1;
+    if (get_floats(weight, &layer->weight, -1, 0, "a weight") < 0)
+        return -1;
+    if (layer->weight.ndim != 2) {
+        PyErr_SetString(PyExc_ValueError, "a weight must be a matrix");
+        PyBuffer_Release(&layer->weight);
+        return -1;
+    }
+    layer->n_out = layer->weight.shape[0], layer->n_in = layer->weight.shape[1];
+    layer->ld_out = padded(layer->n_out), layer->ld_in = padded(layer->n_in);
+    if (self->n_layers && layer->n_in != layer[-1].n_out) {
+        PyErr_SetString(PyExc_ValueError, "the layers do not fit together");
+        PyBuffer_Release(&layer->weight);
+        return -1;
+    }
+    if (get_floats(bias, &layer->bias, layer->n_out, 0, "a bias") < 0)
+        goto no_bias;
+    if (get_floats(weight_gradient, &layer->weight_gradient, layer->n_out * layer->n_in, 1, "a gradient") < 0)
+        goto no_weight_gradient;
+    if (get_floats(bias_gradient, &layer->bias_gradient, layer->n_out, 1, "a gradient") < 0)
+        goto no_bias_gradient;
+    self->n_layers++;
+    layer->transposed = allocate(layer->n_in * layer->ld_out);
+    layer->rows = allocate(layer->n_out * layer->ld_in);
+    layer->padded_bias = allocate(layer->ld_out);
+    layer->d_weight = allocate(layer->n_out * layer->ld_in);
+    layer->d_bias = allocate(layer->ld_out);
+    if (!layer->transposed || !layer->rows || !layer->padded_bias || !layer->d_weight || !layer->d_bias) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+
+no_bias_gradient:
+    PyBuffer_Release(&layer->weight_gradient);
+no_weight_gradient:
+    PyBuffer_Release(&layer->bias);
+no_bias:
+    PyBuffer_Release(&layer->weight);
+    return -1;
+}
+
+static PyObject *network_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *layers;
+    const char *activation;
+    if (!PyArg_ParseTuple(args, "O!s", &PyList_Type, &layers, &activation))
+        return NULL;
+    if (PyList_GET_SIZE(layers) < 1 || PyList_GET_SIZE(layers) > MAX_LAYERS)
+        return PyErr_Format(PyExc_ValueError, "a network has 1 to %d layers", MAX_LAYERS);
+    if (strcmp(activation, "tanh") && strcmp(activation, "relu"))
+        return PyErr_Format(PyExc_ValueError, "no activation %s", activation);
+    Network *self = (Network *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    self->activation = strcmp(activation, "tanh") ? RELU : TANH;
+    long widest = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(layers); i++) {
+        if (open_layer(self, PyList_GET_ITEM(layers, i)) < 0) {
+            Py_DECREF(self);
+            return NULL;
+        }
+        struct layer *layer = &self->layers[i];
+        widest = layer->ld_out > widest ? layer->ld_out : widest;
+        widest = layer->ld_in > widest ? layer->ld_in : widest;
+    }
+    self->chunk[0] = allocate(CHUNK * widest), self->chunk[1] = allocate(CHUNK * widest);
+    if (!self->chunk[0] || !self->chunk[1]) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)self;
+}
+
+static void network_dealloc(Network *self)
+{
+    for (int i = 0; i < self->n_layers; i++) {
+        struct layer *layer = &self->layers[i];
+        PyBuffer_Release(&layer->weight), PyBuffer_Release(&layer->bias);
+        PyBuffer_Release(&layer->weight_gradient), PyBuffer_Release(&layer->bias_gradient);
+        free(layer->transposed), free(layer->rows), free(layer->padded_bias);
+        free(layer->d_weight), free(layer->d_bias), free(layer->output);
+    }
+    free(self->input), free(self->chunk[0]), free(self->chunk[1]);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+static int reserve(Network *self, long n)
+{
+    if (n <= self->capacity)
+        return 0;
+    self->capacity = self->n_kept = 0;
+    free(self->input);
+    if (!(self->input = allocate(n * self->layers[0].ld_in)))
+        return -1;
+    for (int i = 0; i < self->n_layers; i++) {
+        free(self->layers[i].output);
+        if (!(self->layers[i].output = allocate(n * self->layers[i].ld_out)))
+            return -1;
+    }
+    self->capacity = n;
+    return 0;
+}
+
+PyDoc_STRVAR(pack_doc, "pack()\n\nTake over the values of the parameters, after they have changed.");
+static PyObject *network_pack(Network *self, PyObject *nothing)
+{
+    for (int i = 0; i < self->n_layers; i++) {
+        struct layer *layer = &self->layers[i];
+        transpose(layer->weight.buf, layer->n_out, layer->n_in, layer->transposed, layer->ld_out);
+        memcpy(layer->padded_bias, layer->bias.buf, layer->n_out * sizeof(float));
+        if (i > 0 && layer->ld_in != layer->n_in)
+            copy_rows(layer->weight.buf, layer->n_in, layer->rows, layer->ld_in, layer->n_out, layer->n_in);
+    }
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(forward_doc, "forward(x, out)\n\nWrite what comes out for the rows of x, and keep what `backward` needs.");
+static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
+    Py_buffer x, out;
+    if (n_args != 2) {
+        PyErr_SetString(PyExc_TypeError, "forward takes x and out");
+        return NULL;
+    }
+    if (get_floats(args[0], &x, -1, 0, "x") < 0)
+        return NULL;
+    long n = x.len / sizeof(float) / first->n_in;
+    if (n * first->n_in * (long)sizeof(float) != x.len) {
+        PyErr_Format(PyExc_ValueError, "x must have rows of %ld numbers", first->n_in);
+        PyBuffer_Release(&x);
+        return NULL;
+    }
+    if (get_floats(args[1], &out, n * last->n_out, 1, "out") < 0) {
+        PyBuffer_Release(&x);
+        return NULL;
+    }
+    if (reserve(self, n) < 0) {
+        PyBuffer_Release(&x), PyBuffer_Release(&out);
+        return PyErr_NoMemory();
+    }
+    copy_rows(x.buf, first->n_in, self->input, first->ld_in, n, first->n_in);
+    for (long start = 0; start < n; start += CHUNK) {
+        long rows = n - start < CHUNK ? n - start : CHUNK;
+        const float *input = self->input + start * first->ld_in;
+        for (struct layer *layer = first; layer <= last; layer++) {
+            float *output = layer->output + start * layer->ld_out;
+            kernels->product(rows, layer->ld_out, layer->n_in, input, layer->ld_in, 1, layer->transposed, layer->ld_out, output,
+                             layer->ld_out, layer->padded_bias, 0);
+            if (layer < last)
+                kernels->activate(self->activation, output, rows * layer->ld_out);
+            input = output;
+        }
+    }
+    copy_rows(last->output, last->ld_out, out.buf, last->n_out, n, last->n_out);
+    self->n_kept = n;
+    PyBuffer_Release(&x), PyBuffer_Release(&out);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(backward_doc, "backward(d_out, add)\n\nWrite the gradients for those of the last `forward`'s output, or add them.");
+static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
+    Py_buffer d_out;
+    int add;
+    if (n_args != 2 || (add = PyObject_IsTrue(args[1])) < 0) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "backward takes d_out and add");
+        return NULL;
+    }
+    if (get_floats(args[0], &d_out, self->n_kept * last->n_out, 0, "d_out") < 0)
+        return NULL;
+    for (struct layer *layer = first; layer <= last; layer++) {
+        memset(layer->d_weight, 0, layer->n_out * layer->ld_in * sizeof(float));
+        memset(layer->d_bias, 0, layer->ld_out * sizeof(float));
+    }
+    for (long start = 0; start < self->n_kept; start += CHUNK) {
+        long rows = self->n_kept - start < CHUNK ? self->n_kept - start : CHUNK;
+        float *delta = self->chunk[0], *next = self->chunk[1];
+        memset(delta, 0, rows * last->ld_out * sizeof(float));
+        copy_rows((float *)d_out.buf + start * last->n_out, last->n_out, delta, last->ld_out, rows, last->n_out);
+        for (struct layer *layer = last; layer >= first; layer--) {
+            const float *input = layer > first ? layer[-1].output : self->input;
+            input += start * layer->ld_in;
+            kernels->product(layer->n_out, layer->ld_in, rows, delta, 1, layer->ld_out, input, layer->ld_in, layer->d_weight,
+                             layer->ld_in, NULL, 1);
+            kernels->add_rows(delta, rows, layer->ld_out, layer->ld_out, layer->d_bias);
+            if (layer == first)
+                break;
+            const float *weight = layer->ld_in == layer->n_in ? layer->weight.buf : layer->rows;
+            kernels->product(rows, layer->ld_in, layer->n_out, delta, layer->ld_out, 1, weight, layer->ld_in, next, layer->ld_in,
+                             NULL, 0);
+            kernels->differentiate(self->activation, next, input, rows * layer->ld_in);
+            float *swap = delta;
+            delta = next, next = swap;
+        }
+    }
+    for (struct layer *layer = first; layer <= last; layer++) {
+        float *weight = layer->weight_gradient.buf, *bias = layer->bias_gradient.buf;
+        if (add) {
+            for (long i = 0; i < layer->n_out; i++)
+                for (long j = 0; j < layer->n_in; j++)
+                    weight[i * layer->n_in + j] += layer->d_weight[i * layer->ld_in + j];
+            for (long i = 0; i < layer->n_out; i++)
+                bias[i] += layer->d_bias[i];
+        } else {
+            copy_rows(layer->d_weight, layer->ld_in, weight, layer->n_in, layer->n_out, layer->n_in);
+            memcpy(bias, layer->d_bias, layer->n_out * sizeof(float));
+        }
+    }
+    PyBuffer_Release(&d_out);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef network_methods[] = {
+    {"pack", (PyCFunction)network_pack, METH_NOARGS, pack_doc},
+    {"forward", (PyCFunction)(void (*)(void))network_forward, METH_FASTCALL, forward_doc},
+    {"backward", (PyCFunction)(void (*)(void))network_backward, METH_FASTCALL, backward_doc},
+    {NULL},
+};
+
+PyDoc_STRVAR(network_doc, "Network(layers, activation)\n\n"
+                          "Linear layers with `tanh` or `relu` between them; each a tuple of weight, bias and their gradients.");
+static PyType_Slot network_slots[] = {
+    {Py_tp_new, network_new},         {Py_tp_dealloc, network_dealloc}, {Py_tp_methods, network_methods},
+    {Py_tp_doc, (void *)network_doc}, {0, NULL},
+};
+static PyType_Spec network_spec = {"sb3_ppo_ext._mlp.Network", sizeof(Network), 0, Py_TPFLAGS_DEFAULT, network_slots};
+
+/* ---- Adam ---- */
+
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t n_tensors;
+    Py_buffer *views; /* parameter, gradient, first and second moment of each */
+} Adam;
+
+static PyObject *adam_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *tensors;
+    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &tensors))
+        return NULL;
+    Adam *self = (Adam *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(tensors);
+    if (!(self->views = PyMem_Calloc(4 * n + 1, sizeof(Py_buffer)))) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *four[4];
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(tensors, i), "OOOO", &four[0], &four[1], &four[2], &four[3]))
+            goto failed;
+        for (int j = 0; j < 4; j++) {
+            long size = j ? self->views[4 * i].len / (long)sizeof(float) : -1;
+            if (get_floats(four[j], &self->views[4 * i + j], size, j != 1, "a tensor") < 0) {
+                while (j--)
+                    PyBuffer_Release(&self->views[4 * i + j]);
+                goto failed;
+            }
+        }
+        self->n_tensors++;
+    }
+    return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+static void adam_dealloc(Adam *self)
+{
+    for (Py_ssize_t i = 0; i < 4 * self->n_tensors; i++)
+        PyBuffer_Release(&self->views[i]);
+    PyMem_Free(self->views);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+PyDoc_STRVAR(norm_doc, "norm() -> float\n\nThe Euclidean norm of all gradients.");
+static PyObject *adam_norm(Adam *self, PyObject *nothing)
+{
+    double total = 0;
+    for (Py_ssize_t i = 0; i < self->n_tensors; i++)
+        total += kernels->squares(self->views[4 * i + 1].buf, self->views[4 * i + 1].len / sizeof(float));
+    return PyFloat_FromDouble(sqrt(total));
+}
+
+PyDoc_STRVAR(step_doc, "step(n, scale, lr, beta1, beta2, eps, weight_decay)\n\nThe n-th step, for the gradients times a scale.");
+static PyObject *adam_step(Adam *self, PyObject *args)
+{
+    double n, scale, lr, beta1, beta2, eps, weight_decay;
+    if (!PyArg_ParseTuple(args, "ddddddd", &n, &scale, &lr, &beta1, &beta2, &eps, &weight_decay))
+        return NULL;
+    struct adam_step step = {
+        .scale = (float)scale,
+        .weight_decay = (float)weight_decay,
+        .weight1 = (float)(1 - beta1),
+        .weight2 = (float)(1 - beta2),
+        .beta2 = (float)beta2,
+        .step_size = (float)(lr / (1 - pow(beta1, n))),
+        .inverse_root_correction2 = (float)(1 / sqrt(1 - pow(beta2, n))),
+        .eps = (float)eps,
+    };
+    for (Py_ssize_t i = 0; i < self->n_tensors; i++) {
+        Py_buffer *view = &self->views[4 * i];
+        kernels->adam(view[0].buf, view[1].buf, view[2].buf, view[3].buf, view[0].len / sizeof(float), step);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef adam_methods[] = {
+    {"norm", (PyCFunction)adam_norm, METH_NOARGS, norm_doc},
+    {"step", (PyCFunction)adam_step, METH_VARARGS, step_doc},
+    {NULL},
+};
+
+PyDoc_STRVAR(adam_doc, "Adam(tensors)\n\nAs `torch.optim.Adam`; each a tuple of parameter, gradient, first and second moment.");
+static PyType_Slot adam_slots[] = {
+    {Py_tp_new, adam_new},         {Py_tp_dealloc, adam_dealloc}, {Py_tp_methods, adam_methods},
+    {Py_tp_doc, (void *)adam_doc}, {0, NULL},
+};
+static PyType_Spec adam_spec = {"sb3_ppo_ext._mlp.Adam", sizeof(Adam), 0, Py_TPFLAGS_DEFAULT, adam_slots};
+
+/* ---- Generalised advantage estimation ---- */
+
+PyDoc_STRVAR(gae_doc, "gae(rewards, values, episode_starts, last_values, dones, gamma, gae_lambda, advantages)\n\n"
+                      "Write the advantages of a rollout; the first three and the result have a row for each step.");
+static PyObject *gae(PyObject *module, PyObject *args)
+{
+    PyObject *arrays[6];
+    Py_buffer views[6];
+    double gamma, gae_lambda;
+    if (!PyArg_ParseTuple(args, "OOOOOddO", &arrays[0], &arrays[1], &arrays[2], &arrays[3], &arrays[4], &gamma, &gae_lambda,
+                          &arrays[5]))
+        return NULL;
+    /* The last values tell the number of environments, the rewards that of steps. */
+    static const int order[] = {3, 4, 0, 1, 2, 5};
+    long n_envs = 0, n = 0;
+    for (int i = 0; i < 6; i++) {
+        int which = order[i];
+        long size = i == 0 || i == 2 ? -1 : i == 1 ? n_envs : n;
+        if (get_floats(arrays[which], &views[which], size, which == 5, "an array") < 0) {
+            while (i--)
+                PyBuffer_Release(&views[order[i]]);
+            return NULL;
+        }
+        *(i == 0 ? &n_envs : i == 2 ? &n : &size) = views[which].len / sizeof(float);
+    }
+    const float *rewards = views[0].buf, *values = views[1].buf, *starts = views[2].buf;
+    float *advantages = views[5].buf, discount = (float)gamma, decay = (float)(gamma * gae_lambda);
+    for (long i = n - n_envs; n_envs > 0 && i >= 0; i -= n_envs)
+        for (long j = 0; j < n_envs; j++) {
+            int last = i + n_envs >= n;
+            float goes_on = 1.0f - (last ? ((float *)views[4].buf)[j] : starts[i + n_envs + j]);
+            float next = last ? ((float *)views[3].buf)[j] : values[i + n_envs + j];
+            float delta = rewards[i + j] + discount * next * goes_on - values[i + j];
+            advantages[i + j] = delta + decay * goes_on * (last ? 0.0f : advantages[i + n_envs + j]);
+        }
+    for (int i = 0; i < 6; i++)
+        PyBuffer_Release(&views[i]);
+    Py_RETURN_NONE;
+}
+
+/* ---- Module ---- */
+
+PyDoc_STRVAR(use_doc, "use(name)\n\nUse an instruction set, one of `available()`; for tests. The fastest one is the default.");
+static PyObject *use(PyObject *module, PyObject *name)
+{
+    const char *wanted = PyUnicode_AsUTF8(name);
+    if (!wanted)
+        return NULL;
+    for (size_t i = 0; i < sizeof(instruction_sets) / sizeof(*instruction_sets); i++)
+        if (!strcmp(instruction_sets[i].name, wanted) && is_supported(wanted)) {
+            kernels = instruction_sets[i].kernels;
+            Py_RETURN_NONE;
+        }
+    return PyErr_Format(PyExc_ValueError, "no instruction set %s here", wanted);
+}
+
+PyDoc_STRVAR(available_doc, "available() -> list[str]\n\nThe instruction sets of this processor, the fastest one first.");
+static PyObject *available(PyObject *module, PyObject *nothing)
+{
+    PyObject *names = PyList_New(0);
+    for (size_t i = 0; names && i < sizeof(instruction_sets) / sizeof(*instruction_sets); i++)
+        if (is_supported(instruction_sets[i].name)) {
+            PyObject *name = PyUnicode_FromString(instruction_sets[i].name);
+            if (!name || PyList_Append(names, name) < 0)
+                Py_CLEAR(names);
+            Py_XDECREF(name);
+        }
+    return names;
+}
+
+static int exec_module(PyObject *module)
+{
+    for (int i = sizeof(instruction_sets) / sizeof(*instruction_sets); i--;)
+        if (is_supported(instruction_sets[i].name))
+            kernels = instruction_sets[i].kernels;
+    PyObject *network = PyType_FromSpec(&network_spec), *adam = PyType_FromSpec(&adam_spec);
+    int failed = !network || !adam || PyModule_AddObjectRef(module, "Network", network) < 0 ||
+                 PyModule_AddObjectRef(module, "Adam", adam) < 0;
+    Py_XDECREF(network), Py_XDECREF(adam);
+    return failed ? -1 : 0;
+}
+
+static PyMethodDef functions[] = {
+    {"gae", gae, METH_VARARGS, gae_doc},
+    {"use", use, METH_O, use_doc},
+    {"available", available, METH_NOARGS, available_doc},
+    {NULL},
+};
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_mlp", "Perceptrons, Adam and GAE, on one thread.",
+                                        0, functions, module_slots};
+
+PyMODINIT_FUNC PyInit__mlp(void)
+{
+    return PyModuleDef_Init(&definition);
+}

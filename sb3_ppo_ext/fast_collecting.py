@@ -1,0 +1,169 @@
+"""
+Rollouts on the extension module: in the loop only the action is computed, values and log probabilities of all steps follow at
+once, for callbacks that might read them at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EventCallback
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_ppo_ext.collecting import stack
+from sb3_ppo_ext.fast_policy import FastPolicy, _mlp
+from sb3_ppo_ext.guards import check_finite
+
+# Callbacks of these packages read no values and log probabilities.
+KNOWN_PACKAGES = ("stable_baselines3", "sb3_contrib", "rl_zoo3", "sb3_ppo_ext")
+
+
+def collect(
+    model: Any, fast: FastPolicy, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
+) -> bool:
+    """
+    As ``collect_rollouts`` of SB3's on-policy algorithms; its random numbers are drawn for all steps at once.
+
+    :param model: A ``PPOExt``
+    :param fast: Its policy
+    :param env: The training environment
+    :param callback: Called at each step, and at the beginning and end
+    :param rollout_buffer: To fill
+    :param n_rollout_steps: Per environment
+    :return: False if the callback ended the rollout
+    """
+    model.policy.set_training_mode(False)
+    rollout_buffer.reset()
+    truncations: list[tuple[int, int, Any]] = []
+    fast.pack()
+    noise = fast.head.noise(n_rollout_steps, env.num_envs, fast.actor.n_outputs)
+    callback.on_rollout_start()
+    estimates = _reads_estimates(callback)
+    is_discrete = isinstance(model.action_space, spaces.Discrete)
+    # Callbacks find these under SB3's names.
+    shared: dict[str, Any] = {"self": model, "env": env, "callback": callback, "rollout_buffer": rollout_buffer}
+    shared["n_rollout_steps"] = n_rollout_steps
+
+    for n_steps in range(n_rollout_steps):
+        _write_observations(rollout_buffer, n_steps, model._last_obs)
+        features = fast.features(model._last_obs)
+        samples = fast.head.sample(fast.actor(features), noise[n_steps])
+        if not is_discrete:
+            samples = samples.reshape(env.num_envs, *model.action_space.shape)
+        clipped_actions = model._actions_for_env(samples)
+        actions = clipped_actions if model._samples_latents else samples
+        if estimates:
+            shared |= _estimates(model, fast, features, samples)
+
+        new_obs, rewards, dones, infos = env.step(clipped_actions)
+        check_finite(model, "observation", new_obs, n_steps)
+        check_finite(model, "reward", rewards, n_steps)
+        model.num_timesteps += env.num_envs
+
+        shared |= {"n_steps": n_steps, "actions": actions, "clipped_actions": clipped_actions, "new_obs": new_obs}
+        shared |= {"rewards": rewards, "dones": dones, "infos": infos}
+        callback.update_locals(shared)
+        if not callback.on_step():
+            return False
+
+        model._update_info_buffer(infos, dones)
+        rollout_buffer.actions[n_steps] = samples.reshape(env.num_envs, -1)
+        rollout_buffer.rewards[n_steps] = rewards
+        rollout_buffer.episode_starts[n_steps] = model._last_episode_starts
+        if dones.any():
+            truncations += [(n_steps, *truncated) for truncated in model.truncated_episodes(dones, infos, n_steps)]
+        rollout_buffer.pos += 1
+        model._last_obs = new_obs
+        model._last_episode_starts = dones
+
+    rollout_buffer.full = True
+    last_values = _estimate(model, fast, rollout_buffer, truncations)
+    shared |= {"n_steps": n_rollout_steps, "values": th.from_numpy(last_values).reshape(-1, 1)}
+    callback.update_locals(shared)
+    callback.on_rollout_end()
+    return True
+
+
+def _write_observations(buffer: RolloutBuffer, step: int, observations: Any) -> None:
+    # Before the environment's step, for it may write the next ones into the same array.
+    if isinstance(observations, dict):
+        for key, array in observations.items():
+            buffer.observations[key][step] = array.reshape(buffer.observations[key][step].shape)
+    else:
+        buffer.observations[step] = observations.reshape(buffer.observations[step].shape)
+
+
+def _estimates(model: Any, fast: FastPolicy, features: np.ndarray, samples: np.ndarray) -> dict[str, Any]:
+    """Of one step, as SB3's policy returns them."""
+    log_probs = fast.head.log_prob(fast.actor(features), samples.reshape(len(features), -1))
+    return {
+        "obs_tensor": model.policy.obs_to_tensor(model._last_obs)[0],
+        "values": th.from_numpy(fast.critic(features)),
+        "log_probs": th.from_numpy(log_probs),
+    }
+
+
+def _estimate(model: Any, fast: FastPolicy, buffer: RolloutBuffer, truncations: list[tuple[int, int, Any]]) -> np.ndarray:
+    """
+    Values, log probabilities and advantages of the rollout.
+
+    :return: Values of the last observations, shape ``(n_envs,)``
+    """
+    shape = buffer.rewards.shape
+    features = fast.features(_joined(buffer.observations))
+    actions = buffer.actions.reshape(len(features), -1).astype(np.float32, copy=False)
+    buffer.values = fast.critic(features).reshape(shape)
+    buffer.log_probs = fast.head.log_prob(fast.actor(features), actions).reshape(shape)
+    if truncations:
+        _bootstrap(model, fast, buffer, truncations)
+    last_values = fast.critic(fast.features(model._last_obs)).ravel()
+    dones = np.asarray(model._last_episode_starts)
+    if type(buffer).compute_returns_and_advantage is RolloutBuffer.compute_returns_and_advantage:
+        arrays = (buffer.rewards, buffer.values, buffer.episode_starts, last_values, dones.astype(np.float32))
+        _mlp.gae(*arrays, buffer.gamma, buffer.gae_lambda, buffer.advantages)
+        buffer.returns = buffer.advantages + buffer.values
+    else:
+        buffer.compute_returns_and_advantage(last_values=th.from_numpy(last_values), dones=dones)
+    return last_values
+
+
+def _joined(observations: Any) -> Any:
+    """Steps and environments in one dimension."""
+    if isinstance(observations, dict):
+        return {key: array.reshape(-1, *array.shape[2:]) for key, array in observations.items()}
+    return observations.reshape(-1, *observations.shape[2:])
+
+
+def _bootstrap(model: Any, fast: FastPolicy, buffer: RolloutBuffer, truncations: list[tuple[int, int, Any]]) -> None:
+    """See ``RolloutCollector._bootstrap_truncated``."""
+    steps, environments, observations = zip(*truncations, strict=True)
+    values = fast.critic(fast.features(stack(observations))).ravel()
+    np.add.at(buffer.rewards, (list(steps), list(environments)), np.float32(model.gamma) * values)
+    model.keep_truncations(steps, environments, observations, values.tolist())
+
+
+def _reads_estimates(callback: BaseCallback) -> bool:
+    """Whether a callback may read the values or log probabilities of a step: from its locals, or from the buffer."""
+    if isinstance(callback, ConvertCallback):
+        return True  # a function, which gets the locals
+    if isinstance(callback, CallbackList) and any(map(_reads_estimates, callback.callbacks)):
+        return True
+    if isinstance(callback, EventCallback) and callback.callback is not None and _reads_estimates(callback.callback):
+        return True
+    own = [cls for cls in type(callback).__mro__ if not cls.__module__.startswith((*KNOWN_PACKAGES, "builtins", "abc"))]
+    functions = [value for cls in own for value in vars(cls).values() if isinstance(value, FunctionType)]
+    return any({"locals", "rollout_buffer"} & set(_names(function.__code__)) for function in functions)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

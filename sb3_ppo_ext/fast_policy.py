@@ -1,0 +1,194 @@
+"""SB3's MLP policy on the extension module: the same parameters in the same memory, without PyTorch's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.preprocessing import is_image_space
+from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, MlpExtractor
+from stable_baselines3.common.type_aliases import PyTorchObs
+from torch import nn
+
+from sb3_ppo_ext.heads import make_head
+from sb3_ppo_ext.policies import ActionLawMixin, ScaledTanh
+
+_mlp: Any
+try:
+    from sb3_ppo_ext import _mlp
+except ImportError:  # no compiler took it
+    _mlp = None
+
+ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu"}
+# What a policy computes: one that does it in its own way stays on PyTorch.
+METHODS = (
+    "forward",
+    "evaluate_actions",
+    "predict_values",
+    "get_distribution",
+    "extract_features",
+    "_get_action_dist_from_latent",
+)
+# Multiply-adds of a layer from which on PyTorch's products are as fast
+LARGE_LAYER = 512 * 512
+
+
+class Perceptron:
+    """
+    One of the two networks of a policy.
+
+    :param hidden: Its hidden layers with their activations
+    :param last: Its last layer
+    """
+
+    def __init__(self, hidden: nn.Sequential, last: nn.Linear):
+        self.layers = [*(layer for layer in hidden if isinstance(layer, nn.Linear)), last]
+        activation = next((ACTIVATIONS[type(layer)] for layer in hidden if type(layer) in ACTIVATIONS), "tanh")
+        self.gradients = [np.zeros(p.shape, np.float32) for layer in self.layers for p in (layer.weight, layer.bias)]
+        pairs = zip(self.layers, self.gradients[::2], self.gradients[1::2], strict=True)
+        self.network = _mlp.Network(
+            [(layer.weight.detach().numpy(), layer.bias.detach().numpy(), *own) for layer, *own in pairs], activation
+        )
+        self.n_outputs = last.out_features
+
+    def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
+        """:return: Each parameter, with its gradient"""
+        yield from zip((p for layer in self.layers for p in (layer.weight, layer.bias)), self.gradients, strict=True)
+
+    def __call__(self, features: np.ndarray) -> np.ndarray:
+        """
+        :param features: Shape ``(n, n_features)``, float32
+        :return: Shape ``(n, n_outputs)``
+        """
+        outputs = np.empty((len(features), self.n_outputs), np.float32)
+        self.network.forward(features, outputs)
+        return outputs
+
+
+class FastPolicy:
+    """
+    Evaluates and differentiates a policy that :func:`why_not` has nothing against.
+
+    :param policy: It shares its parameters
+    """
+
+    def __init__(self, policy: ActorCriticPolicy):
+        self.policy = policy
+        last, transform = _split(policy.action_net)
+        self.actor = Perceptron(policy.mlp_extractor.policy_net, last)
+        self.critic = Perceptron(policy.mlp_extractor.value_net, policy.value_net)
+        self.networks = (self.actor, self.critic)
+        self.head = make_head(policy.action_dist, getattr(policy, "log_std", None), transform)
+        space = policy.observation_space
+        # Observations that are features as they are, but for their type and shape
+        self._is_flat = isinstance(space, spaces.Box) and not (policy.normalize_images and is_image_space(space))
+        self._addresses = self._find_addresses()
+
+    def __reduce__(self) -> Any:
+        # A copy of a model binds its policy anew.
+        return type(None), ()
+
+    def _find_addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.policy.parameters()]
+
+    def is_of(self, policy: ActorCriticPolicy) -> bool:
+        """
+        :param policy: As it is now
+        :return: Whether this is bound to the memory of its parameters
+        """
+        return policy is self.policy and self._find_addresses() == self._addresses
+
+    def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
+        """:return: Each parameter that is learned, with its gradient"""
+        for network in self.networks:
+            yield from network.parameters()
+        if self.head.log_std is not None and self.head.log_std.requires_grad:
+            yield self.head.log_std, self.head.d_log_std
+
+    def pack(self) -> None:
+        """Take over the values of the parameters, after they have changed."""
+        for network in self.networks:
+            network.network.pack()
+
+    def features(self, observations: Any) -> np.ndarray:
+        """
+        :param observations: A batch of them, as the environments return it
+        :return: Shape ``(n, n_features)``, float32
+        """
+        if self._is_flat:
+            return np.ascontiguousarray(observations, np.float32).reshape(len(observations), -1)
+        return self.features_of_tensor(self.policy.obs_to_tensor(observations)[0])
+
+    def features_of_tensor(self, observations: PyTorchObs) -> np.ndarray:
+        """
+        :param observations: A batch of them
+        :return: Shape ``(n, n_features)``, float32
+        """
+        with th.no_grad():
+            features = self.policy.extract_features(observations, self.policy.pi_features_extractor)
+            return np.ascontiguousarray(features.numpy())
+
+
+def why_not(policy: Any) -> str | None:
+    """
+    :param policy: Of a model
+    :return: Why it has to stay on PyTorch, ``None`` if :class:`FastPolicy` computes what it does
+    """
+    if _mlp is None:
+        return "the extension module was not built, for want of a C compiler"
+    if policy.device.type != "cpu":
+        return f"the policy is on {policy.device}"
+    known = (ActorCriticPolicy, ActionLawMixin)
+    if not isinstance(policy, ActorCriticPolicy) or any(
+        getattr(type(policy), name) not in [getattr(cls, name) for cls in known] for name in METHODS
+    ):
+        return f"{type(policy).__name__} computes in its own way"
+    if policy.use_sde:
+        return "gSDE"
+    for extractor in {policy.pi_features_extractor, policy.vf_features_extractor}:
+        if not _only_flattens(extractor):
+            return f"{type(extractor).__name__} is not a plain vector"
+    return _why_not_networks(policy)
+
+
+def _split(action_net: Any) -> tuple[Any, nn.Module | None]:
+    """The linear layer that puts out what the distribution is made of, and what bounds its outputs, if anything does."""
+    if isinstance(action_net, nn.Sequential) and len(action_net) == 2 and type(action_net[1]) is ScaledTanh:
+        return action_net[0], action_net[1]
+    return action_net, None
+
+
+def _only_flattens(extractor: nn.Module) -> bool:
+    if type(extractor) is CombinedExtractor:
+        return all(type(part) is nn.Flatten for part in extractor.extractors.values())
+    return type(extractor) is FlattenExtractor
+
+
+def _why_not_networks(policy: ActorCriticPolicy) -> str | None:
+    nets = policy.mlp_extractor
+    if type(nets) is not MlpExtractor:
+        return f"{type(nets).__name__} is not SB3's"
+    last, _ = _split(policy.action_net)
+    for hidden in (nets.policy_net, nets.value_net):
+        kinds = {type(layer) for layer in hidden[1::2]}
+        if len(kinds) > 1 or not kinds <= ACTIVATIONS.keys():
+            return f"activations {sorted(kind.__name__ for kind in kinds)}"
+    linear = [*nets.policy_net[::2], *nets.value_net[::2], last, policy.value_net]
+    if not all(type(layer) is nn.Linear and layer.bias is not None for layer in linear):
+        return "layers that are not `nn.Linear`"
+    if any(layer.in_features * layer.out_features >= LARGE_LAYER for layer in linear):
+        return "large layers, which PyTorch multiplies as fast"
+    own = {p for layer in linear for p in (layer.weight, layer.bias)} | {getattr(policy, "log_std", None)}
+    if not own >= set(policy.parameters()):
+        return "parameters of its own"
+    if any(p.dtype != th.float32 or not p.is_contiguous() for p in policy.parameters()):
+        return "parameters that are not float32"
+    if not all(layer.weight.requires_grad and layer.bias.requires_grad for layer in linear):
+        return "parameters that are frozen"
+    if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in policy.modules()):
+        return "hooks"
+    return None

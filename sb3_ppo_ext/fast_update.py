@@ -1,0 +1,324 @@
+"""The update on the extension module: networks and Adam there, the loss in NumPy, or in PyTorch where an option asks for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.type_aliases import RolloutBufferSamples
+
+from sb3_ppo_ext.buffers import shuffled
+from sb3_ppo_ext.fast_policy import FastPolicy, _mlp
+from sb3_ppo_ext.guards import refuse_gradient
+from sb3_ppo_ext.heads import TorchHead
+from sb3_ppo_ext.metrics import Metrics
+from sb3_ppo_ext.update import Update
+
+
+class FastAdam:
+    """
+    Steps of torch's Adam, on its own state.
+
+    :param optimizer: One that :meth:`takes` accepts
+    :param fast: Whose parameters it optimises
+    """
+
+    def __init__(self, optimizer: th.optim.Optimizer, fast: FastPolicy):
+        (self.group,) = optimizer.param_groups
+        parameters = list(fast.parameters())
+        for parameter, _ in parameters:
+            if not optimizer.state[parameter]:
+                zeros = {name: th.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": th.tensor(0.0), **zeros}
+        self.states = [optimizer.state[parameter] for parameter, _ in parameters]
+        self.n_steps = int(self.states[0]["step"])
+        self.adam = _mlp.Adam(
+            [
+                (parameter.detach().numpy(), gradient, state["exp_avg"].numpy(), state["exp_avg_sq"].numpy())
+                for (parameter, gradient), state in zip(parameters, self.states, strict=True)
+            ]
+        )
+
+    @staticmethod
+    def takes(optimizer: th.optim.Optimizer) -> bool:
+        """
+        :param optimizer: Of a policy
+        :return: Whether it is an Adam whose steps this can make
+        """
+        if type(optimizer) is not th.optim.Adam or len(optimizer.param_groups) != 1:
+            return False
+        group = optimizer.param_groups[0]
+        variants = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        steps = {float(state["step"]) for state in optimizer.state.values()}
+        whole = len(steps) <= 1 and len(optimizer.state) in (0, sum(p.requires_grad for p in group["params"]))
+        return whole and not any(group.get(name) for name in variants) and not any(hooks)
+
+    def norm(self) -> float:
+        """:return: Of all gradients"""
+        return float(self.adam.norm())
+
+    def step(self, scale: float = 1.0) -> None:
+        """
+        :param scale: What the gradients are multiplied by
+        """
+        self.n_steps += 1
+        group = self.group
+        self.adam.step(self.n_steps, scale, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
+
+    def close(self) -> None:
+        """Tell torch's optimiser how many steps it has made."""
+        for state in self.states:
+            state["step"].fill_(self.n_steps)
+
+
+class FastUpdate(Update):
+    """
+    An update whose networks are a :class:`FastPolicy`'s.
+
+    The loss of PPO itself is differentiated by hand here, all of its further terms and variants by PyTorch's autograd, which
+    sees no more of the networks than their outputs.
+
+    :param model: A ``PPOExt`` with a full rollout buffer
+    :param fast: Its policy
+    """
+
+    def __init__(self, model: Any, fast: FastPolicy):
+        super().__init__(model)
+        self.fast, self.head = fast, fast.head
+        optimizer = self.policy.optimizer
+        self.adam = FastAdam(optimizer, fast) if FastAdam.takes(optimizer) else None
+        self.by_hand = self.adam is not None and not (
+            model.surrogate != "clip"
+            or model.dual_clip is not None
+            or model.clip_range_vf is not None
+            or model.kl_coef > 0
+            or model.bounds_coef > 0
+            or model.accumulate_grad > 1
+            or model.max_clip_fraction is not None
+        )
+        self.torch_head = TorchHead(self.head.distribution, self.head.log_std, getattr(self.head, "transform", None))
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            if self.adam is not None:
+                self.adam.close()
+
+    # The networks, for a loss that autograd differentiates
+
+    def _zero_gradients(self) -> None:
+        for parameter, gradient in self.fast.parameters():
+            gradient.fill(0.0)
+            parameter.grad = th.from_numpy(gradient)
+
+    def _evaluate_actions(self, data: RolloutBufferSamples) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
+        features = self.fast.features_of_tensor(data.observations)
+        self.fast.pack()
+        self.outputs, self.values = (th.from_numpy(net(features)).requires_grad_() for net in self.fast.networks)
+        distribution = self.torch_head.make(self.outputs)
+        return self.values, distribution.log_prob(self._actions(data)), distribution.entropy()
+
+    def _backward(self, loss: th.Tensor) -> None:
+        super()._backward(loss)
+        for net, outputs in zip(self.fast.networks, (self.outputs, self.values), strict=True):
+            if outputs.grad is not None:
+                net.network.backward(outputs.grad.contiguous().numpy(), True)
+
+    def _step_optimizer(self) -> None:
+        if self.adam is not None and not self.actor_rests:
+            self.adam.step()
+        else:
+            super()._step_optimizer()
+
+    # The loss by hand
+
+    @cached_property
+    def rollout(self) -> _Rollout:
+        """Flat."""
+        buffer = self.buffer
+        return _Rollout(
+            self.fast.features(buffer.observations),
+            buffer.actions.astype(np.float32, copy=False),
+            *(array.ravel() for array in (buffer.log_probs, buffer.advantages, buffer.returns)),
+        )
+
+    def _epoch(self, epoch: int) -> bool:
+        if not self.by_hand:
+            return super()._epoch(epoch)
+        minibatches = self._draw()
+        try:
+            return all(self._fast_step(minibatches, part, epoch) for part in minibatches.parts())
+        finally:
+            minibatches.report(self.metrics, self.clip_range, self.ent_coef, self.model.vf_coef)
+
+    def _draw(self) -> _Minibatches:
+        """Those of a whole epoch."""
+        size = self.model.batch_size
+        draws = self.segments.epoch(size) if self.segments else shuffled(self._n_samples(), size)
+        places, weights = zip(*draws, strict=True)
+        order, rollout = np.concatenate(places), self.rollout
+        advantages = rollout.advantages if self.advantages is None else self.advantages.numpy()
+        returns = rollout.returns if self.returns is None else self.returns.numpy()
+        sizes = np.array([len(part) for part in places])
+        samples = _Rollout(
+            rollout.features[order], rollout.actions[order], rollout.log_probs[order], advantages[order], returns[order]
+        )
+        if self._normalizes_minibatches():
+            samples = samples._replace(advantages=normalize_each(samples.advantages, sizes))
+        return _Minibatches(samples, sizes, None if weights[0] is None else np.concatenate(weights))
+
+    def _fast_step(self, minibatches: _Minibatches, part: slice, epoch: int) -> bool:
+        """
+        :return: False if ``target_kl`` ends the update, and the step was not made
+        """
+        model, adam = self.model, self.adam
+        assert adam is not None
+        self._differentiate(minibatches, part)
+        if model.target_kl is not None and self._is_past_target_kl(minibatches.approximate_kl(part), epoch):
+            return False
+        norm = adam.norm()
+        if math.isfinite(norm):
+            minibatches.norms.append(norm)
+            adam.step(min(model.max_grad_norm / (norm + 1e-6), 1.0))
+        elif model.bad_gradients == "raise":
+            self._show_gradients()
+            refuse_gradient(self.policy, minibatches.terms(part), epoch, model.num_timesteps)
+        else:
+            model.n_skipped_updates += 1
+            minibatches.skip()
+        return True
+
+    def _differentiate(self, minibatches: _Minibatches, part: slice) -> None:
+        """The gradient of PPO's loss, see ``sb3_ppo_ext.losses``."""
+        m, samples, size = minibatches, minibatches.samples, part.stop - part.start
+        actor, critic = self.fast.networks
+        self.fast.pack()
+        features, advantages = samples.features[part], samples.advantages[part]
+        log_prob = self.head.log_prob(actor(features), samples.actions[part])
+        log_ratio = np.subtract(log_prob, samples.log_probs[part], out=m.log_ratios[part])
+        ratio = np.exp(log_ratio, out=m.ratios[part])
+        gain = advantages * ratio
+        limited = advantages * np.minimum(np.maximum(ratio, 1 - self.clip_range), 1 + self.clip_range)
+        np.minimum(gain, limited, out=m.objectives[part])
+        # Where the clipped one is less, it is constant.
+        d_log_prob = gain * (gain <= limited) * np.float32(-1 / size)
+        error = np.subtract(critic(features).ravel(), samples.returns[part], out=m.errors[part])
+        d_values = error * np.float32(2 * self.model.vf_coef / size)
+        if m.weights is not None:
+            d_log_prob, d_values = d_log_prob * m.weights[part], d_values * m.weights[part]
+        actor.network.backward(self.head.gradient(d_log_prob, self.ent_coef), False)
+        critic.network.backward(d_values, False)
+        m.entropy_losses.append(self.head.entropy_loss())
+        m.laws.append(self.head.law())
+
+    def _show_gradients(self) -> None:
+        for parameter, gradient in self.fast.parameters():
+            parameter.grad = th.from_numpy(gradient)
+
+
+class _Rollout(NamedTuple):
+    """Arrays whose first dimension is that of the samples."""
+
+    features: np.ndarray
+    actions: np.ndarray
+    log_probs: np.ndarray
+    advantages: np.ndarray
+    returns: np.ndarray
+
+
+class _Minibatches:
+    """
+    The minibatches of an epoch one after the other, and what is measured of them.
+
+    :param samples: In the order in which they are drawn
+    :param sizes: Of the minibatches
+    :param weights: Of the samples, ``None`` for equal ones
+    """
+
+    def __init__(self, samples: _Rollout, sizes: np.ndarray, weights: np.ndarray | None):
+        self.samples, self.sizes, self.weights = samples, sizes, weights
+        self.ends = np.cumsum(sizes)
+        self.log_ratios, self.ratios, self.objectives, self.errors = np.empty((4, len(samples.features)), np.float32)
+        # One of each minibatch that was evaluated, one of each step that was made
+        self.entropy_losses: list[float] = []
+        self.laws: list[th.Tensor | None] = []
+        self.norms: list[float] = []
+        self.skipped: list[int] = []
+
+    def parts(self) -> Iterator[slice]:
+        """:return: Where each minibatch is"""
+        return (slice(end - size, end) for end, size in zip(self.ends.tolist(), self.sizes.tolist(), strict=True))
+
+    def skip(self) -> None:
+        """Leave the last one out of what is measured."""
+        self.skipped.append(len(self.entropy_losses) - 1)
+
+    def approximate_kl(self, part: slice) -> float:
+        """:return: See :func:`sb3_ppo_ext.losses.approximate_kl`"""
+        return float(np.mean(self.ratios[part] - 1 - self.log_ratios[part]))
+
+    def terms(self, part: slice) -> dict[str, float]:
+        """:return: Those of the loss of a minibatch"""
+        weights = 1.0 if self.weights is None else self.weights[part]
+        return {
+            "policy_gradient_loss": -float(np.mean(self.objectives[part] * weights)),
+            "value_loss": float(np.mean(np.square(self.errors[part]) * weights)),
+            "entropy_loss": self.entropy_losses[-1],
+        }
+
+    def report(self, metrics: Metrics, clip_range: float, ent_coef: float, vf_coef: float) -> None:
+        """
+        :param metrics: They get the means of each minibatch
+        :param clip_range: Of the ratios
+        :param ent_coef: Coefficient of the entropy loss
+        :param vf_coef: Coefficient of the value loss
+        """
+        kept = np.setdiff1d(np.arange(len(self.entropy_losses)), self.skipped)
+        if len(kept) == 0:
+            return
+        n = self.ends[len(self.entropy_losses) - 1]
+        ratios, weights = self.ratios[:n], 1.0 if self.weights is None else self.weights[:n]
+        of_samples = {
+            "approx_kl": ratios - 1 - self.log_ratios[:n],
+            "policy_gradient_loss": -self.objectives[:n] * weights,
+            "value_loss": np.square(self.errors[:n]) * weights,
+            "clip_fraction": np.abs(ratios - 1) > clip_range,
+        }
+        sizes = self.sizes[: len(self.entropy_losses)]
+        means = {name: mean_of_each(values, sizes)[kept] for name, values in of_samples.items()}
+        means["entropy_loss"] = np.array(self.entropy_losses)[kept]
+        means["loss"] = means["policy_gradient_loss"] + ent_coef * means["entropy_loss"] + vf_coef * means["value_loss"]
+        means["grad_norm"] = np.array(self.norms)
+        for name, values in means.items():
+            metrics[name].append(th.from_numpy(values.astype(np.float32)))
+        is_kept = np.repeat(np.isin(np.arange(len(sizes)), kept), sizes)
+        metrics["ratio"].append(th.from_numpy(ratios[is_kept]))
+        metrics["law"].extend(law for law in (self.laws[index] for index in kept) if law is not None)
+
+
+def mean_of_each(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """
+    :param values: Shape ``(sizes.sum(),)``
+    :param sizes: Of its parts
+    :return: The mean of each part, in float64
+    """
+    return np.add.reduceat(values, np.cumsum(sizes) - sizes, dtype=np.float64) / sizes
+
+
+def normalize_each(advantages: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """
+    :param advantages: Shape ``(sizes.sum(),)``
+    :param sizes: Of the minibatches
+    :return: Each minibatch by itself as in :func:`sb3_ppo_ext.advantages.normalize`
+    """
+    centred = advantages - np.repeat(mean_of_each(advantages, sizes), sizes)
+    # Of the sample, that is by n - 1; a single advantage stays as it is.
+    variances = mean_of_each(np.square(centred), sizes) * sizes / np.maximum(sizes - 1, 1)
+    normalized = centred / np.repeat(np.sqrt(variances) + 1e-8, sizes)
+    return np.where(np.repeat(sizes > 1, sizes), normalized, advantages).astype(np.float32)
