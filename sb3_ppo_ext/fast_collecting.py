@@ -152,7 +152,7 @@ def _bootstrap(model: Any, fast: FastPolicy, buffer: RolloutBuffer, truncations:
 def _reads_estimates(callback: BaseCallback) -> bool:
     """Whether a callback may read the values or log probabilities of a step: from its locals, or from the buffer."""
     if isinstance(callback, ConvertCallback):
-        return True  # a function, which gets the locals
+        return callback.callback is not None  # a function, which gets the locals
     if isinstance(callback, CallbackList) and any(map(_reads_estimates, callback.callbacks)):
         return True
     if isinstance(callback, EventCallback) and callback.callback is not None and _reads_estimates(callback.callback):

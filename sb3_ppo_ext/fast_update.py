@@ -110,6 +110,10 @@ class FastUpdate(Update):
             if self.adam is not None:
                 self.adam.close()
 
+    def _at_end(self) -> None:
+        if self.by_hand:
+            self.minibatches.report_last(self.metrics)
+
     # The networks, for a loss that autograd differentiates
 
     def _zero_gradients(self) -> None:
@@ -151,27 +155,31 @@ class FastUpdate(Update):
     def _epoch(self, epoch: int) -> bool:
         if not self.by_hand:
             return super()._epoch(epoch)
-        minibatches = self._draw()
-        try:
-            return all(self._fast_step(minibatches, part, epoch) for part in minibatches.parts())
-        finally:
-            minibatches.report(self.metrics, self.clip_range, self.ent_coef, self.model.vf_coef)
+        self.minibatches = minibatches = self._draw()
+        go_on = all(self._fast_step(minibatches, part, epoch) for part in minibatches.parts())
+        minibatches.report(self.metrics, self.clip_range, self.ent_coef, self.model.vf_coef)
+        return go_on
 
     def _draw(self) -> _Minibatches:
         """Those of a whole epoch."""
-        size = self.model.batch_size
-        draws = self.segments.epoch(size) if self.segments else shuffled(self._n_samples(), size)
-        places, weights = zip(*draws, strict=True)
-        order, rollout = np.concatenate(places), self.rollout
-        advantages = rollout.advantages if self.advantages is None else self.advantages.numpy()
-        returns = rollout.returns if self.returns is None else self.returns.numpy()
-        sizes = np.array([len(part) for part in places])
-        samples = _Rollout(
-            rollout.features[order], rollout.actions[order], rollout.log_probs[order], advantages[order], returns[order]
-        )
+        rollout, (order, sizes, weights) = self.rollout, self._draw_places()
+        if self.advantages is not None:
+            rollout = rollout._replace(advantages=self.advantages.numpy())
+        if self.returns is not None:
+            rollout = rollout._replace(returns=self.returns.numpy())
+        samples = _Rollout(*(array.take(order, axis=0) for array in rollout))
         if self._normalizes_minibatches():
             samples = samples._replace(advantages=normalize_each(samples.advantages, sizes))
-        return _Minibatches(samples, sizes, None if weights[0] is None else np.concatenate(weights))
+        return _Minibatches(samples, sizes, weights)
+
+    def _draw_places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Of the samples in the rollout, the sizes of the minibatches, and the weights of the samples."""
+        size, n = self.model.batch_size, self._n_samples()
+        if self.segments is None:
+            (order, _), *_ = shuffled(n, n)
+            return order, np.diff([*range(0, n, size), n]), None
+        places, weights = zip(*self.segments.epoch(size), strict=True)
+        return np.concatenate(places), np.array([len(part) for part in places]), np.concatenate(weights)
 
     def _fast_step(self, minibatches: _Minibatches, part: slice, epoch: int) -> bool:
         """
@@ -279,27 +287,47 @@ class _Minibatches:
         :param ent_coef: Coefficient of the entropy loss
         :param vf_coef: Coefficient of the value loss
         """
-        kept = np.setdiff1d(np.arange(len(self.entropy_losses)), self.skipped)
-        if len(kept) == 0:
-            return
-        n = self.ends[len(self.entropy_losses) - 1]
-        ratios, weights = self.ratios[:n], 1.0 if self.weights is None else self.weights[:n]
-        of_samples = {
-            "approx_kl": ratios - 1 - self.log_ratios[:n],
-            "policy_gradient_loss": -self.objectives[:n] * weights,
-            "value_loss": np.square(self.errors[:n]) * weights,
-            "clip_fraction": np.abs(ratios - 1) > clip_range,
+        n, sizes, _ = self._evaluated()
+        weights = 1.0 if self.weights is None else self.weights[:n]
+        policy_loss = -self._means(self.objectives[:n] * weights, sizes)
+        value_loss = self._means(np.square(self.errors[:n]) * weights, sizes)
+        entropy_loss = self._kept(np.array(self.entropy_losses, np.float32))
+        means = {
+            "policy_gradient_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy_loss": entropy_loss,
+            "clip_fraction": self._means(np.abs(self.ratios[:n] - 1) > clip_range, sizes),
+            "loss": policy_loss + ent_coef * entropy_loss + vf_coef * value_loss,
+            "grad_norm": np.array(self.norms, np.float32),
         }
-        sizes = self.sizes[: len(self.entropy_losses)]
-        means = {name: mean_of_each(values, sizes)[kept] for name, values in of_samples.items()}
-        means["entropy_loss"] = np.array(self.entropy_losses)[kept]
-        means["loss"] = means["policy_gradient_loss"] + ent_coef * means["entropy_loss"] + vf_coef * means["value_loss"]
-        means["grad_norm"] = np.array(self.norms)
         for name, values in means.items():
-            metrics[name].append(th.from_numpy(values.astype(np.float32)))
-        is_kept = np.repeat(np.isin(np.arange(len(sizes)), kept), sizes)
-        metrics["ratio"].append(th.from_numpy(ratios[is_kept]))
-        metrics["law"].extend(law for law in (self.laws[index] for index in kept) if law is not None)
+            if len(values):
+                metrics[name].append(th.from_numpy(values))
+
+    def report_last(self, metrics: Metrics) -> None:
+        """
+        :param metrics: They get what is measured in the last epoch alone
+        """
+        n, sizes, kept = self._evaluated()
+        approx_kl = self._means(self.ratios[:n] - 1 - self.log_ratios[:n], sizes)
+        if len(approx_kl):
+            metrics["approx_kl"].append(th.from_numpy(approx_kl))
+            metrics["ratio"].append(th.from_numpy(self.ratios[:n][np.repeat(kept, sizes)]))
+        metrics["law"].extend(law for law, is_kept in zip(self.laws, kept, strict=True) if is_kept and law is not None)
+
+    def _evaluated(self) -> tuple[int, np.ndarray, np.ndarray]:
+        """How many samples were evaluated, in minibatches of which sizes, and which of these count."""
+        sizes = self.sizes[: len(self.entropy_losses)]
+        kept = np.ones(len(sizes), bool)
+        kept[self.skipped] = False
+        return int(sizes.sum()), sizes, kept
+
+    def _means(self, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Of the minibatches that count."""
+        return self._kept(mean_of_each(values, sizes).astype(np.float32))
+
+    def _kept(self, values: np.ndarray) -> np.ndarray:
+        return np.delete(values, self.skipped) if self.skipped else values
 
 
 def mean_of_each(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -308,6 +336,8 @@ def mean_of_each(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     :param sizes: Of its parts
     :return: The mean of each part, in float64
     """
+    if len(sizes) * sizes[0] == len(values) and sizes[-1] == sizes[0]:  # all are equal, for only the last one is smaller
+        return np.add.reduce(values.reshape(len(sizes), -1), axis=1, dtype=np.float64) / sizes
     return np.add.reduceat(values, np.cumsum(sizes) - sizes, dtype=np.float64) / sizes
 
 
@@ -320,5 +350,7 @@ def normalize_each(advantages: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     centred = advantages - np.repeat(mean_of_each(advantages, sizes), sizes)
     # Of the sample, that is by n - 1; a single advantage stays as it is.
     variances = mean_of_each(np.square(centred), sizes) * sizes / np.maximum(sizes - 1, 1)
-    normalized = centred / np.repeat(np.sqrt(variances) + 1e-8, sizes)
-    return np.where(np.repeat(sizes > 1, sizes), normalized, advantages).astype(np.float32)
+    centred /= np.repeat(np.sqrt(variances) + 1e-8, sizes)
+    if sizes.min() == 1:
+        centred = np.where(np.repeat(sizes > 1, sizes), centred, advantages)
+    return centred.astype(np.float32)

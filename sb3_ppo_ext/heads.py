@@ -120,27 +120,29 @@ class CategoricalHead(Head):
     def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         return (outputs + noise).argmax(axis=1)
 
+    # Arrays of shape (n_actions, batch_size): NumPy is fast along the first dimension, and slow along a short last one.
+
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
-        logits = outputs - outputs.max(axis=1, keepdims=True)
+        logits = outputs.T.copy()
+        logits -= np.maximum.reduce(logits)
         self.probabilities = np.exp(logits)
-        sums = self.probabilities.sum(axis=1, keepdims=True)
+        sums = np.add.reduce(self.probabilities)
         self.probabilities /= sums
-        self.log_probabilities = logits - np.log(sums)
-        # Where the actions are in the flat arrays
-        self.taken = np.arange(0, outputs.size, outputs.shape[1]) + actions[:, 0].astype(np.int64)
-        return self.log_probabilities.ravel()[self.taken]
+        self.log_probabilities = np.subtract(logits, np.log(sums), out=logits)
+        self.taken = (actions[:, 0].astype(np.int64), np.arange(len(actions)))
+        return self.log_probabilities[self.taken]
 
     def entropy_loss(self) -> float:
-        return float(np.vdot(self.probabilities, self.log_probabilities)) / len(self.probabilities)
+        return float(np.vdot(self.probabilities, self.log_probabilities)) / self.probabilities.shape[1]
 
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
-        gradient = self.probabilities * -d_log_prob[:, np.newaxis]
-        gradient.ravel()[self.taken] += d_log_prob
+        gradient = self.probabilities * -d_log_prob
+        gradient[self.taken] += d_log_prob
         if ent_coef != 0:
             weighted = self.probabilities * self.log_probabilities
-            weighted -= self.probabilities * weighted.sum(axis=1, keepdims=True)
-            gradient += weighted * np.float32(ent_coef / len(weighted))
-        return gradient
+            weighted -= self.probabilities * np.add.reduce(weighted)
+            gradient += weighted * np.float32(ent_coef / weighted.shape[1])
+        return np.ascontiguousarray(gradient.T)
 
 
 class TorchHead(Head):

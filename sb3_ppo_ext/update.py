@@ -88,10 +88,14 @@ class Update:
             self.model._n_updates += 1
             if not go_on:
                 break
+        self._at_end()
         if self.model.kl_coefficient is not None:
             self.model.kl_coefficient.update(self.metrics.mean("kl"))
         if self.model.adaptive_lr is not None:
             self.model.adaptive_lr.update(self.metrics.mean("approx_kl"))
+
+    def _at_end(self) -> None:
+        """For a subclass that measures in its own way."""
 
     # Estimates
 

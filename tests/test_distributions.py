@@ -31,6 +31,13 @@ from sb3_ppo_ext.distributions import (
 RNG = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers():
+    """In each test, whichever ran before it."""
+    RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
+    th.manual_seed(0)
+
+
 def tensor(*shape):
     return th.tensor(RNG.normal(size=shape))
 
