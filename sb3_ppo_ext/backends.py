@@ -12,7 +12,7 @@ BACKENDS = ("auto", "eager", "native")
 def why_not_native(model: Any, own_loss: bool) -> str | None:
     """
     :param model: A ``PPOExt`` with its policy
-    :param own_loss: Whether a subclass has a loss of its own
+    :param own_loss: Whether a subclass adds a loss of its own
     :return: What keeps the model from ``backend="native"``, ``None`` if nothing does
     """
     if own_loss:

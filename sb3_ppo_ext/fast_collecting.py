@@ -6,7 +6,6 @@ once, for callbacks that might read them at each step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EventCallback
+from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.collecting import stack
@@ -85,6 +85,8 @@ def collect(
 
     rollout_buffer.full = True
     last_values = _estimate(model, fast, rollout_buffer, truncations)
+    if is_discrete:
+        shared["actions"] = actions.reshape(-1, 1)
     shared |= {"n_steps": n_rollout_steps, "values": th.from_numpy(last_values).reshape(-1, 1)}
     callback.update_locals(shared)
     callback.on_rollout_end()
@@ -104,7 +106,7 @@ def _estimates(model: Any, fast: FastPolicy, features: np.ndarray, samples: np.n
     """Of one step, as SB3's policy returns them."""
     log_probs = fast.head.log_prob(fast.actor(features), samples.reshape(len(features), -1))
     return {
-        "obs_tensor": model.policy.obs_to_tensor(model._last_obs)[0],
+        "obs_tensor": obs_as_tensor(model._last_obs, model.device),
         "values": th.from_numpy(fast.critic(features)),
         "log_probs": th.from_numpy(log_probs),
     }

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, MlpExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
+from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
 from sb3_ppo_ext.heads import make_head
@@ -107,6 +108,7 @@ class FastPolicy:
         for network in self.networks:
             yield from network.parameters()
         if self.head.log_std is not None and self.head.log_std.requires_grad:
+            assert self.head.d_log_std is not None
             yield self.head.log_std, self.head.d_log_std
 
     def pack(self) -> None:
@@ -116,12 +118,12 @@ class FastPolicy:
 
     def features(self, observations: Any) -> np.ndarray:
         """
-        :param observations: A batch of them, as the environments return it
+        :param observations: A batch of them, as the environments return it or the buffer keeps it
         :return: Shape ``(n, n_features)``, float32
         """
         if self._is_flat:
             return np.ascontiguousarray(observations, np.float32).reshape(len(observations), -1)
-        return self.features_of_tensor(self.policy.obs_to_tensor(observations)[0])
+        return self.features_of_tensor(obs_as_tensor(observations, self.policy.device))
 
     def features_of_tensor(self, observations: PyTorchObs) -> np.ndarray:
         """
@@ -129,7 +131,7 @@ class FastPolicy:
         :return: Shape ``(n, n_features)``, float32
         """
         with th.no_grad():
-            features = self.policy.extract_features(observations, self.policy.pi_features_extractor)
+            features: Any = BasePolicy.extract_features(self.policy, observations, self.policy.pi_features_extractor)
             return np.ascontiguousarray(features.numpy())
 
 
@@ -174,10 +176,10 @@ def _why_not_networks(policy: ActorCriticPolicy) -> str | None:
         return f"{type(nets).__name__} is not SB3's"
     last, _ = _split(policy.action_net)
     for hidden in (nets.policy_net, nets.value_net):
-        kinds = {type(layer) for layer in hidden[1::2]}
+        kinds = {type(layer) for layer in list(hidden)[1::2]}
         if len(kinds) > 1 or not kinds <= ACTIVATIONS.keys():
             return f"activations {sorted(kind.__name__ for kind in kinds)}"
-    linear = [*nets.policy_net[::2], *nets.value_net[::2], last, policy.value_net]
+    linear: list[Any] = [*list(nets.policy_net)[::2], *list(nets.value_net)[::2], last, policy.value_net]
     if not all(type(layer) is nn.Linear and layer.bias is not None for layer in linear):
         return "layers that are not `nn.Linear`"
     if any(layer.in_features * layer.out_features >= LARGE_LAYER for layer in linear):

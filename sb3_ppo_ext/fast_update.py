@@ -1,4 +1,4 @@
-"""The update on the extension module: networks and Adam there, the loss in NumPy, or in PyTorch where an option asks for it."""
+"""The update on the extension module: networks and Adam there, the loss in NumPy, or in PyTorch if an option asks for it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class FastAdam:
             return False
         group = optimizer.param_groups[0]
         variants = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
-        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        # Learning rate schedulers and others put a `step` of their own into the instance.
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, "step" in vars(optimizer))
         steps = {float(state["step"]) for state in optimizer.state.values()}
         whole = len(steps) <= 1 and len(optimizer.state) in (0, sum(p.requires_grad for p in group["params"]))
         return whole and not any(group.get(name) for name in variants) and not any(hooks)
@@ -91,7 +92,9 @@ class FastUpdate(Update):
         super().__init__(model)
         self.fast, self.head = fast, fast.head
         optimizer = self.policy.optimizer
-        self.adam = FastAdam(optimizer, fast) if FastAdam.takes(optimizer) else None
+        # Of an actor at rest the optimiser must leave out some parameters.
+        takes = model.max_clip_fraction is None and FastAdam.takes(optimizer)
+        self.adam = FastAdam(optimizer, fast) if takes else None
         self.by_hand = self.adam is not None and not (
             model.surrogate != "clip"
             or model.dual_clip is not None
@@ -99,7 +102,6 @@ class FastUpdate(Update):
             or model.kl_coef > 0
             or model.bounds_coef > 0
             or model.accumulate_grad > 1
-            or model.max_clip_fraction is not None
         )
         self.torch_head = TorchHead(self.head.distribution, self.head.log_std, getattr(self.head, "transform", None))
 
@@ -135,7 +137,7 @@ class FastUpdate(Update):
                 net.network.backward(outputs.grad.contiguous().numpy(), True)
 
     def _step_optimizer(self) -> None:
-        if self.adam is not None and not self.actor_rests:
+        if self.adam is not None:
             self.adam.step()
         else:
             super()._step_optimizer()

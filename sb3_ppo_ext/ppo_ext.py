@@ -412,9 +412,8 @@ class PPOExt(RolloutCollector):
         why_not = self._why_not_native()
         if self.backend == "native" and why_not is not None:
             refuse("backend", self.backend, f'{why_not}; give "auto"')
-        if self.verbose >= 1:
-            chosen = "eager" if self.backend == "eager" or why_not is not None else "native"
-            print(f"Backend: {chosen}" + (f" ({why_not})" if self.backend == "auto" and why_not is not None else ""))
+        if self.verbose >= 1 and self.backend == "auto":
+            print("Backend: native" if why_not is None else f"Backend: eager ({why_not})")
 
     def _why_not_native(self) -> str | None:
         return why_not_native(self, type(self).extra_actor_loss is not PPOExt.extra_actor_loss)

@@ -147,6 +147,7 @@ def public_definitions(node):
 
 SAID_BY_PARENT = {"copy", "update", "learn"}
 SAID_BY_PARENT |= {"sample", "position", "latents", "parameters", "statistics", "actions_from_params", "log_prob_from_params"}
+SAID_BY_PARENT |= {"noise", "log_prob", "entropy_loss", "law", "gradient", "run"}
 
 
 def test_everything_public_has_a_docstring():

@@ -296,7 +296,7 @@ def test_trunk_that_both_networks_share():
 
 def test_same_rate_for_both_is_one_optimizer():
     """Where nothing is clipped, a critic's rate equal to the actor's changes nothing."""
-    one, two = (make(max_grad_norm=1e9, **o).learn(96) for o in ({}, dict(critic_learning_rate=3e-4)))
+    one, two = (make(max_grad_norm=1e9, backend="eager", **o).learn(96) for o in ({}, dict(critic_learning_rate=3e-4)))
     assert_equal(one.policy.state_dict(), two.policy.state_dict(), "policy")
 
 

@@ -58,6 +58,7 @@ VALUES = {
     "max_clip_fraction": [0.05],
     "accumulate_grad": [3],
     "bad_gradients": ["skip"],
+    "backend": ["eager", "native"],
     # SB3's, which meet ours
     "clip_range_vf": [0.1],
     "target_kl": [0.01],
@@ -91,7 +92,7 @@ def is_legal(options, action_space):
     box = isinstance(action_space, spaces.Box)
     return not (
         (get("bounds_coef") > 0 and not box)
-        or (get("use_sde") and not box)
+        or (get("use_sde") and (not box or get("backend") == "native"))
         or (get("action_dist") != "gaussian" and (not box or get("use_sde")))
         or (get("action_dist") == "beta" and get("bounds_coef") > 0)
         or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")
@@ -310,7 +311,7 @@ ZOO_OPTIONS = {
     **dict(priority_alpha=0.5, priority_segment=8, optimizer="adamw", weight_decay=0.01, lr_decay="cosine", lr_warmup=0.1),
     **dict(critic_learning_rate=0.002, max_clip_fraction=0.6, accumulate_grad=2, bad_gradients="skip", n_epochs=2),
     **dict(adv_ema_warm_start=False, adv_min_std=0.02, adv_shift_mean=False, vtrace_rho=1.2, vtrace_c=1.1),
-    **dict(priority_beta=0.5, lr_min_fraction=0.1, action_dist="squashed_gaussian"),
+    **dict(priority_beta=0.5, lr_min_fraction=0.1, action_dist="squashed_gaussian", backend="native"),
 }
 ADAPTIVE = dict(adaptive_lr_kl=0.01, adaptive_lr_bounds=[0.0001, 0.002], surrogate="spo", learning_rate=0.001)
 ADAPTIVE |= dict(action_dist="beta", deterministic_action="mode", use_sde=False)

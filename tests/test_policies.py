@@ -540,7 +540,7 @@ def test_without_a_law_it_is_sb3():
     model = make()
     assert type(model.policy) is ActorCriticPolicy
     for policy_class in (MlpPolicy, Mixed):
-        ours = make(policy=policy_class).learn(64)
+        ours = make(policy=policy_class, backend="eager").learn(64)
         theirs = PPO("MlpPolicy", make_toys(), **SMALL).learn(64)
         assert_equal(theirs.policy.state_dict(), ours.policy.state_dict(), "policy")
     sde = dict(use_sde=True, policy_kwargs=dict(squash_output=True))

@@ -36,11 +36,11 @@ def run(*args, timesteps=32, **kwargs):
     return make(*args, **kwargs).learn(timesteps)
 
 
-def changed(one, other):
-    """Whether actor and critic differ."""
+def changed(one, other, tolerance=0.0):
+    """Whether actor and critic differ, by more than a share of what they are."""
     of_critic = {name for name, p in one.policy.named_parameters() if p in critic_parameters(one.policy)}
     a, b = one.policy.state_dict(), other.policy.state_dict()
-    differ = {name for name in a if not th.equal(a[name], b[name])}
+    differ = {name for name in a if not (a[name] - b[name]).abs().max() <= tolerance * a[name].abs().max()}
     return " and ".join(sorted({"critic" if name in of_critic else "actor" for name in differ}))
 
 
@@ -82,18 +82,20 @@ CHANGES = [
 ]
 
 
+@pytest.mark.parametrize("backend", ["eager", "native"])
 @pytest.mark.parametrize("action_space", [BOX_ACTION, spaces.Discrete(3)], ids=["box", "discrete"])
 @pytest.mark.parametrize(("options", "base", "expected"), CHANGES, ids=str)
-def test_changes_what_it_should(options, base, expected, action_space):
+def test_changes_what_it_should(options, base, expected, action_space, backend):
     """In one update, in the middle of the training; what was collected is the same."""
     if "bounds_coef" in {**options, **base} and action_space is not BOX_ACTION:
         pytest.skip("for boxes")
     env = dict(action_space=action_space)
     recorders = [RolloutRecorder(stop_at=17) for _ in range(2)]
-    without = make(env_kwargs=env, **base).learn(64, callback=recorders[0])
-    with_option = make(env_kwargs=env, **base, **options).learn(64, callback=recorders[1])
+    without = make(env_kwargs=env, backend=backend, **base).learn(64, callback=recorders[0])
+    with_option = make(env_kwargs=env, backend=backend, **base, **options).learn(64, callback=recorders[1])
     assert_equal(recorders[0].rollouts, recorders[1].rollouts, "rollouts")
-    assert changed(without, with_option) == expected
+    # The native one differentiates some losses by hand, which rounds in another way than autograd.
+    assert changed(without, with_option, 1e-5 if backend == "native" else 0.0) == expected
 
 
 SCHEDULED = [
@@ -152,7 +154,7 @@ def test_advantage_norm_is_that_of_a_normalised_buffer(norm, monkeypatch):
     monkeypatch.setattr(NormalizingEMA, "normalizer", AdvantageNormalizer(0.05))
     buffer_class = Normalizing if norm == "rollout" else NormalizingEMA
     theirs = run(PPO, timesteps=96, rollout_buffer_class=buffer_class, normalize_advantage=False)
-    ours = run(timesteps=96, advantage_norm=norm)
+    ours = run(timesteps=96, advantage_norm=norm, backend="eager")
     assert_equal(theirs.policy.state_dict(), ours.policy.state_dict(), "policy")
 
 
@@ -695,7 +697,7 @@ def test_number_as_extra_actor_loss():
 
     model = run(Constant)
     assert logged(model)["train/extra_actor_loss"] == 3.0
-    assert_equal(run().policy.state_dict(), model.policy.state_dict(), "policy")
+    assert_equal(run(backend="eager").policy.state_dict(), model.policy.state_dict(), "policy")
 
 
 # Policies of another make
@@ -837,7 +839,8 @@ def test_ent_coef_of_a_callback():
             self.model.ent_coef = 0.3
             return True
 
-    theirs, ours = (make(algorithm).learn(96, callback=Setter()) for algorithm in (PPO, PPOExt))
+    theirs = make(PPO).learn(96, callback=Setter())
+    ours = make(backend="eager").learn(96, callback=Setter())
     assert_equal(theirs.policy.state_dict(), ours.policy.state_dict(), "policy")
 
 
