@@ -77,6 +77,9 @@ def collect(
         rollout_buffer.actions[n_steps] = samples.reshape(env.num_envs, -1)
         rollout_buffer.rewards[n_steps] = rewards
         rollout_buffer.episode_starts[n_steps] = model._last_episode_starts
+        if estimates:
+            rollout_buffer.values[n_steps] = shared["values"].numpy().ravel()
+            rollout_buffer.log_probs[n_steps] = shared["log_probs"].numpy()
         if dones.any():
             truncations += [(n_steps, *truncated) for truncated in model.truncated_episodes(dones, infos, n_steps)]
         rollout_buffer.pos += 1

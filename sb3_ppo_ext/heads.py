@@ -27,7 +27,7 @@ class Head(ABC):
         self.distribution = distribution
         self.log_std = log_std
         # The gradient of the parameter, where there is one
-        self.d_log_std = None if log_std is None else np.zeros(log_std.shape, np.float32)
+        self.d_log_std = None if log_std is None else np.zeros(log_std.shape, log_std.detach().numpy().dtype)
 
     @abstractmethod
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> Any:

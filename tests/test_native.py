@@ -1,0 +1,588 @@
+"""The native backend computes what the reference computes, to rounding, and is never taken where it does not."""
+
+import copy
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from parity import assert_equal
+from stable_baselines3 import PPO
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EveryNTimesteps
+from stable_baselines3.common.distributions import CategoricalDistribution, DiagGaussianDistribution
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.torch_layers import FlattenExtractor
+from stable_baselines3.common.vec_env import VecNormalize
+from test_options import DEFAULTS, SINGLE, VALUES, is_legal
+from torch import nn
+from toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEnv, make_toys
+
+from sb3_ppo_ext import PPOExt, fast_collecting, fast_policy
+from sb3_ppo_ext.fast_collecting import _reads_estimates
+from sb3_ppo_ext.fast_policy import FastPolicy, why_not
+from sb3_ppo_ext.fast_update import FastAdam, mean_of_each, normalize_each
+from sb3_ppo_ext.heads import make_head
+
+_mlp = pytest.importorskip("sb3_ppo_ext._mlp", reason="the extension module was not built")
+
+SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
+VECTORS = spaces.Dict({"joints": VECTOR, "gear": spaces.Discrete(3)})
+
+
+@pytest.fixture(params=_mlp.available())
+def instruction_set(request):
+    _mlp.use(request.param)
+    yield request.param
+    _mlp.use(_mlp.available()[0])
+
+
+def make(env=None, policy="MlpPolicy", backend="native", **options):
+    return PPOExt(policy, make_toys(**(env or {})), backend=backend, **{**SMALL, **options})
+
+
+def relative_error(expected, actual):
+    return ((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+# The extension module
+
+
+def network_of(sizes, activation, module):
+    """A module of torch, and the same as a network, with its gradients."""
+    layers = [nn.Linear(*ends) for ends in itertools.pairwise(sizes)]
+    torch_net = nn.Sequential(*[part for layer in layers for part in (layer, module())][:-1])
+    gradients = [np.zeros(p.shape, np.float32) for p in torch_net.parameters()]
+    arrays = [p.detach().numpy() for p in torch_net.parameters()]
+    rows = zip(arrays[::2], arrays[1::2], gradients[::2], gradients[1::2], strict=True)
+    return torch_net, _mlp.Network(list(rows), activation), gradients
+
+
+@pytest.mark.parametrize(("activation", "module"), [("tanh", nn.Tanh), ("relu", nn.ReLU)])
+@pytest.mark.parametrize("sizes", [(3, 64, 64, 1), (17, 33, 6), (5, 7), (4, 8, 19, 20, 3), (1, 1, 1), (40, 100, 16, 2)])
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 200])
+def test_network(instruction_set, sizes, activation, module, n):
+    """Outputs and gradients are those of torch in double precision; gradients can be added up."""
+    th.manual_seed(0)
+    torch_net, network, gradients = network_of(sizes, activation, module)
+    x, d_out = th.randn(n, sizes[0]), th.randn(n, sizes[-1])
+    out = np.empty((n, sizes[-1]), np.float32)
+    network.pack()
+    network.forward(x.numpy(), out)
+    torch_net.double()
+    expected = torch_net(x.double())
+    expected.backward(d_out.double())
+    np.testing.assert_allclose(out, expected.detach().numpy(), rtol=1e-5, atol=2e-6)
+    for add in (False, True):
+        network.backward(d_out.numpy(), add)
+        for parameter, gradient in zip(torch_net.parameters(), gradients, strict=True):
+            assert relative_error(parameter.grad * (1 + add), th.from_numpy(gradient)) < 1e-5
+
+
+def test_network_takes_over_parameters():
+    """When it is told to; numbers out of range and NaN come through."""
+    torch_net, network, _ = network_of((2, 4, 1), "tanh", nn.Tanh)
+    out = np.empty((3, 1), np.float32)
+    for scale in (1.0, -2.0):
+        with th.no_grad():
+            torch_net[0].weight.mul_(scale)
+        network.pack()
+        x = np.float32([[1, 2], [1e30, -1e30], [np.nan, 0]])
+        network.forward(x, out)
+        np.testing.assert_allclose(out, torch_net(th.from_numpy(x)).detach().numpy(), rtol=1e-5)
+    assert np.isnan(out[2])
+
+
+def test_network_refuses_arrays_that_do_not_fit():
+    """With a `ValueError`, and not by reading somewhere else."""
+    _, network, _ = network_of((2, 4, 1), "tanh", nn.Tanh)
+    ones = lambda *shape: np.ones(shape, np.float32)  # noqa: E731
+    for x, out in [
+        (ones(3, 3), ones(3, 1)),
+        (ones(3, 2), ones(2, 1)),
+        (ones(3, 2).astype(float), ones(3, 1)),
+        (ones(2, 3).T, ones(3, 1)),
+    ]:
+        with pytest.raises((ValueError, BufferError)):
+            network.forward(x, out)
+    network.forward(ones(3, 2), ones(3, 1))
+    with pytest.raises(ValueError, match="float32"):
+        network.backward(ones(2, 1), False)
+    with pytest.raises(ValueError, match="fit together"):
+        _mlp.Network([(ones(3, 2), ones(3), ones(3, 2), ones(3)), (ones(1, 4), ones(1), ones(1, 4), ones(1))], "tanh")
+    with pytest.raises(ValueError, match="float32"):
+        _mlp.Network([(ones(3, 2), ones(2), ones(3, 2), ones(3))], "tanh")
+    with pytest.raises(ValueError, match="activation"):
+        _mlp.Network([(ones(3, 2), ones(3), ones(3, 2), ones(3))], "sine")
+    with pytest.raises(ValueError, match="layers"):
+        _mlp.Network([], "tanh")
+    with pytest.raises(ValueError, match="float32"):
+        _mlp.Adam([(ones(3), ones(2), ones(3), ones(3))])
+    with pytest.raises(ValueError, match="float32"):
+        _mlp.gae(ones(4, 2), ones(4, 2), ones(4, 2), ones(2), ones(2), 0.9, 0.9, ones(3, 2))
+    with pytest.raises(ValueError, match="instruction set"):
+        _mlp.use("abacus")
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize("n", [1, 17, 64, 1030, 5000])
+def test_adam(instruction_set, n, weight_decay):
+    """Parameters and moments are torch's; so is the norm."""
+    rng = np.random.default_rng(0)
+    parameter, gradient, first, second = (rng.normal(size=n).astype(np.float32) for _ in range(4))
+    first[:] = second[:] = 0
+    theirs = nn.Parameter(th.tensor(parameter))
+    optimizer = th.optim.Adam([theirs], lr=1e-3, eps=1e-5, weight_decay=weight_decay)
+    ours = _mlp.Adam([(parameter, gradient, first, second)])
+    for step in range(1, 20):
+        gradient[:] = rng.normal(size=n)
+        assert ours.norm() == pytest.approx(np.linalg.norm(gradient.astype(np.float64)), rel=1e-6)
+        theirs.grad = th.tensor(gradient) * 0.5
+        optimizer.step()
+        ours.step(step, 0.5, 1e-3, 0.9, 0.999, 1e-5, weight_decay)
+    state = optimizer.state[theirs]
+    for expected, actual in [(theirs.detach(), parameter), (state["exp_avg"], first), (state["exp_avg_sq"], second)]:
+        assert relative_error(expected, th.from_numpy(actual)) < 2e-6
+
+
+@pytest.mark.parametrize("n_envs", [1, 3])
+def test_gae(n_envs):
+    """That of SB3's buffer."""
+    rng = np.random.default_rng(0)
+    buffer = RolloutBuffer(32, VECTOR, BOX_ACTION, "cpu", 0.9, 0.97, n_envs)
+    buffer.rewards, buffer.values = rng.normal(size=(2, 32, n_envs)).astype(np.float32)
+    buffer.episode_starts = (rng.random((32, n_envs)) < 0.2).astype(np.float32)
+    last_values, dones = rng.normal(size=n_envs).astype(np.float32), rng.random(n_envs) < 0.5
+    buffer.compute_returns_and_advantage(th.from_numpy(last_values), dones)
+    arrays = (buffer.rewards, buffer.values, buffer.episode_starts, last_values, dones.astype(np.float32))
+    advantages = np.empty_like(buffer.rewards)
+    _mlp.gae(*arrays, 0.97, 0.9, advantages)
+    np.testing.assert_allclose(advantages, buffer.advantages, rtol=1e-5, atol=1e-6)
+
+
+# Gradients by hand
+
+
+@pytest.mark.parametrize("ent_coef", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
+def test_heads(kind, ent_coef):
+    """Their gradients are those of autograd in double precision."""
+    th.manual_seed(0)
+    outputs, d_log_prob = th.randn(5, 3, dtype=th.float64), th.randn(5, dtype=th.float64)
+    if kind == "gaussian":
+        log_std, actions = nn.Parameter(th.randn(3, dtype=th.float64)), th.randn(5, 3, dtype=th.float64)
+        distribution, own = DiagGaussianDistribution(3), (log_std,)
+    else:
+        log_std, actions = None, th.tensor([[0.0], [2.0], [1.0], [1.0], [0.0]])
+        distribution, own = CategoricalDistribution(3), ()
+    head = make_head(distribution, log_std)
+    assert type(head).__name__ == f"{kind.capitalize()}Head"
+    log_prob = head.log_prob(outputs.numpy(), actions.numpy())
+    gradient = head.gradient(d_log_prob.numpy(), ent_coef)
+
+    outputs.requires_grad_()
+    made = distribution.proba_distribution(outputs, *own)
+    expected = made.log_prob(actions if kind == "gaussian" else actions.flatten())
+    np.testing.assert_allclose(log_prob, expected.detach().numpy(), rtol=1e-6)
+    entropy_loss = -made.entropy().mean()
+    assert head.entropy_loss() == pytest.approx(entropy_loss.item(), rel=1e-6)
+    (expected @ d_log_prob + ent_coef * entropy_loss).backward()
+    np.testing.assert_allclose(gradient, outputs.grad.numpy(), rtol=1e-8, atol=1e-8)
+    if log_std is not None:
+        np.testing.assert_allclose(head.d_log_std, log_std.grad.numpy(), rtol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
+def test_samples(kind):
+    """Follow the distribution."""
+    th.manual_seed(0)
+    outputs = np.float32([[0.5, -1.0, 2.0]])
+    log_std = nn.Parameter(th.tensor([0.0, -1.0, 0.5])) if kind == "gaussian" else None
+    head = make_head(DiagGaussianDistribution(3) if kind == "gaussian" else CategoricalDistribution(3), log_std)
+    samples = np.concatenate([head.sample(outputs, noise) for noise in head.noise(20000, 1, 3)])
+    if kind == "gaussian":
+        np.testing.assert_allclose(samples.mean(0), outputs[0], atol=0.05)
+        np.testing.assert_allclose(samples.std(0), np.exp([0.0, -1.0, 0.5]), rtol=0.03)
+    else:
+        expected = np.exp(outputs[0]) / np.exp(outputs[0]).sum()
+        np.testing.assert_allclose(np.bincount(samples) / len(samples), expected, atol=0.01)
+
+
+def test_normalize_each():
+    """Minibatch by minibatch, also where the last one is smaller, or a single sample."""
+    values = np.random.default_rng(0).normal(3, 2, size=31).astype(np.float32)
+    for sizes in ([31], [8, 8, 8, 7], [10, 10, 10, 1], [1] * 31):
+        parts = np.split(values, np.cumsum(sizes)[:-1])
+        np.testing.assert_allclose(mean_of_each(values, np.array(sizes)), [part.mean() for part in parts], rtol=1e-6)
+        expected = [(p - p.mean()) / (p.std(ddof=1) + 1e-8) if len(p) > 1 else p for p in parts]
+        np.testing.assert_allclose(normalize_each(values, np.array(sizes)), np.concatenate(expected), rtol=1e-4, atol=1e-6)
+
+
+# Updates
+
+
+def updated(model, backend):
+    """After one update, from the rollout that it has."""
+    model.backend = backend
+    np.random.seed(0)
+    th.manual_seed(0)
+    model.train()
+    return model
+
+
+def assert_same_update(rtol=1e-5, **kwargs):
+    """From the same rollout with the same minibatches: parameters, moments, and all that is logged."""
+    models = []
+    for backend in ("eager", "native"):
+        model = make(**{**kwargs, "backend": "eager"})
+        model.learn(SMALL["n_steps"] * model.n_envs)
+        models.append(updated(model, backend))
+    eager, native = models
+    for name, expected in eager.policy.state_dict().items():
+        assert relative_error(expected, native.policy.state_dict()[name]) < rtol, name
+    for expected, actual in zip(*(m.policy.optimizer.state_dict()["state"].values() for m in models), strict=True):
+        for name, value in expected.items():
+            assert relative_error(th.as_tensor(value), th.as_tensor(actual[name])) < 10 * rtol, name
+    assert eager.logger.name_to_value.keys() == native.logger.name_to_value.keys()
+    for name, expected in eager.logger.name_to_value.items():
+        if not name.startswith("time/"):
+            assert native.logger.name_to_value[name] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
+
+
+UPDATES = {
+    "box": {},
+    "box of shape (2, 2)": dict(env=dict(action_space=spaces.Box(-1, 1, (2, 2), np.float32))),
+    "box in float64": dict(env=dict(action_space=spaces.Box(-2.0, 2.0, (2,), np.float64))),
+    "discrete": dict(env=dict(action_space=spaces.Discrete(4))),
+    "multi-discrete": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
+    "multi-binary": dict(env=dict(action_space=spaces.MultiBinary(3))),
+    "discrete observations": dict(env=dict(observation_space=spaces.Discrete(5))),
+    "multi-discrete observations": dict(env=dict(observation_space=spaces.MultiDiscrete([4, 3]))),
+    "multi-binary observations": dict(env=dict(observation_space=spaces.MultiBinary(4))),
+    "float64 observations": dict(env=dict(observation_space=spaces.Box(-1.0, 1.0, (3,), np.float64))),
+    "observations of shape (2, 3)": dict(env=dict(observation_space=spaces.Box(-1.0, 1.0, (2, 3), np.float32))),
+    "flat images": dict(env=dict(observation_space=IMAGE), rtol=1e-4),
+    "dict of vectors": dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy"),
+    "one environment": dict(env=dict(n_envs=1)),
+    "a remainder": dict(batch_size=7),
+    "a single sample left": dict(batch_size=31),
+    "larger than the rollout": dict(batch_size=128),
+    "discrete, entropy": dict(env=dict(action_space=spaces.Discrete(4)), ent_coef=0.1),
+    "multi-discrete, entropy": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2])), ent_coef=0.1),
+    "entropy": dict(ent_coef=0.1),
+    "no normalisation": dict(normalize_advantage=False, vf_coef=0.9, max_grad_norm=0.1),
+    "stopped by the KL divergence": dict(target_kl=1e-4, learning_rate=1e-2),
+    "much is clipped": dict(clip_range=0.001, learning_rate=1e-3),
+    "networks": dict(policy_kwargs=dict(net_arch=dict(pi=[8], vf=[16, 17]), activation_fn=nn.ReLU)),
+    "no hidden layers": dict(policy_kwargs=dict(net_arch=[])),
+    "separate extractors": dict(policy_kwargs=dict(share_features_extractor=False)),
+    "weight decay": dict(policy_kwargs=dict(optimizer_kwargs=dict(weight_decay=0.1))),
+    "mean_tanh": dict(policy_kwargs=dict(mean_tanh=True)),
+    "learn_std": dict(policy_kwargs=dict(learn_std=False, log_std_init=-1.0)),
+    "squashed, entropy": dict(action_dist="squashed_gaussian", ent_coef=0.1),
+    "beta, entropy": dict(action_dist="beta", ent_coef=0.1),
+    "segments, EMA, V-trace": dict(priority_alpha=0.6, priority_segment=4, advantage_norm="ema", vtrace=True),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_update(name):
+    """Equals the reference's."""
+    assert_same_update(**UPDATES[name])
+
+
+@pytest.mark.parametrize("options", [o for o in SINGLE if "backend" not in o and not o.get("use_sde")], ids=str)
+def test_update_with_each_option(options):
+    """Equals the reference's."""
+    # Muon divides each matrix by its singular values, small ones included.
+    assert_same_update(rtol=1e-4 if options.get("optimizer") == "muon" else 1e-5, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in VALUES if name not in ("backend", "use_sde")])
+def test_update_with_pairs_of_options(name):
+    """Each option with each other one."""
+    values = [{other: value} for other in VALUES for value in VALUES[other] if other not in ("backend", "use_sde", name)]
+    for other in np.random.default_rng(len(name)).permutation(len(values))[:3]:
+        options = {name: VALUES[name][0], **values[other]}
+        if is_legal({**DEFAULTS, **options}, BOX_ACTION):
+            assert_same_update(**{"rtol": 1e-4, **options})
+
+
+# Rollouts
+
+
+class Steps(BaseCallback):
+    """Keeps what the environment said, without a look at values."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def _on_step(self):
+        names = ("rewards", "dones", "infos", "clipped_actions", "actions", "new_obs")
+        self.seen.append({name: copy.deepcopy(self.locals[name]) for name in names})
+        return True
+
+
+ROLLOUTS = {
+    "box": {},
+    "discrete": dict(env=dict(action_space=spaces.Discrete(4))),
+    "multi-discrete": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
+    "multi-binary": dict(env=dict(action_space=spaces.MultiBinary(3))),
+    "discrete observations": dict(env=dict(observation_space=spaces.Discrete(5))),
+    "dict of vectors": dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy"),
+    "truncated together": dict(env=dict(n_envs=5, p_end=0.0)),
+    "float64 observations": dict(env=dict(observation_space=spaces.Box(-1.0, 1.0, (3,), np.float64))),
+    "box of shape (2, 2)": dict(env=dict(action_space=spaces.Box(-1, 1, (2, 2), np.float32))),
+    "squashed": dict(action_dist="squashed_gaussian"),
+    "beta": dict(action_dist="beta"),
+}
+
+
+@pytest.mark.parametrize("estimates", [False, True])
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_rollout(name, estimates, monkeypatch):
+    """The buffer holds what SB3 would have stored for these actions: values, log probabilities, returns, bootstraps."""
+    monkeypatch.setattr(fast_collecting, "_reads_estimates", lambda callback: estimates)
+    model, steps = make(**ROLLOUTS[name]), Steps()
+    _, callback = model._setup_learn(10**6, CallbackList([steps]))
+    first = copy.deepcopy(model._last_obs)
+    model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
+    buffer, policy = model.rollout_buffer, model.policy
+    assert buffer.full
+    assert buffer.pos == model.n_steps
+
+    expected = RolloutBuffer(16, VECTOR, BOX_ACTION, gamma=0.99, gae_lambda=0.95, n_envs=model.n_envs)
+    observation, starts = first, np.ones(model.n_envs, bool)
+    for t, step in enumerate(steps.seen):
+        with th.no_grad():
+            obs_tensor, _ = policy.obs_to_tensor(observation)
+            actions = th.as_tensor(buffer.actions[t]).float()
+            actions = actions.flatten() if isinstance(model.action_space, spaces.Discrete) else actions
+            values, log_probs, _ = policy.evaluate_actions(obs_tensor, actions)
+            for index, info in enumerate(step["infos"]):
+                if info.get("TimeLimit.truncated"):
+                    terminal, _ = policy.obs_to_tensor(info["terminal_observation"])
+                    step["rewards"][index] += 0.99 * policy.predict_values(terminal).item()
+        np.testing.assert_allclose(buffer.values[t], values.numpy().flatten(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(buffer.log_probs[t], log_probs.numpy(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(buffer.rewards[t], step["rewards"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(buffer.episode_starts[t], starts)
+        np.testing.assert_allclose(
+            step["clipped_actions"], model._actions_for_env(_shaped(buffer.actions[t], model)), rtol=1e-6
+        )
+        stored = {k: v[t] for k, v in buffer.observations.items()} if isinstance(first, dict) else buffer.observations[t]
+        for key, array in (observation if isinstance(first, dict) else {"": observation}).items():
+            np.testing.assert_array_equal((stored[key] if key else stored).ravel(), array.ravel())
+        observation, starts = step["new_obs"], step["dones"]
+    expected.rewards, expected.values, expected.episode_starts = buffer.rewards, buffer.values, buffer.episode_starts
+    with th.no_grad():
+        last_values = policy.predict_values(policy.obs_to_tensor(observation)[0])
+    expected.compute_returns_and_advantage(last_values, starts)
+    np.testing.assert_allclose(buffer.advantages, expected.advantages, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(buffer.returns, expected.returns, rtol=1e-4, atol=1e-5)
+
+
+def _shaped(actions, model):
+    return (
+        actions.flatten()
+        if isinstance(model.action_space, spaces.Discrete)
+        else actions.reshape(-1, *model.action_space.shape)
+    )
+
+
+def test_callbacks_that_read_estimates_find_them():
+    """Values and log probabilities of the step, under SB3's names; the buffer has those of the steps before."""
+    model, recorder = make(), RolloutRecorder()
+    model.learn(64, callback=recorder)
+    for name in ("values", "log_probs", "actions"):
+        seen = np.stack([np.asarray(step[name]).reshape(2, -1) for step in recorder.steps])
+        stored = np.concatenate([rollout[name].reshape(16, 2, -1) for rollout in recorder.rollouts])
+        np.testing.assert_allclose(seen, stored, rtol=1e-6)
+    observed = th.cat([step["obs_tensor"] for step in recorder.steps]).numpy()
+    np.testing.assert_array_equal(
+        observed, np.concatenate([r["observations"] for r in recorder.rollouts]).reshape(observed.shape)
+    )
+    assert [step["n_steps"] for step in recorder.steps] == [*range(16)] * 2
+
+
+def test_who_reads_estimates():
+    """Those who name the locals or the buffer, directly or in a list; not SB3's own."""
+
+    class InBuffer(BaseCallback):
+        def _on_step(self):
+            return len([self.model.rollout_buffer.values for _ in range(1)]) == 1
+
+    plain = [EvalCallback(ToyEnv()), EveryNTimesteps(5, EvalCallback(ToyEnv())), CallbackList([EvalCallback(ToyEnv())])]
+    assert not any(map(_reads_estimates, plain))
+    for reader in (RolloutRecorder(), InBuffer(), EveryNTimesteps(5, InBuffer()), CallbackList([plain[0], RolloutRecorder()])):
+        assert _reads_estimates(reader)
+    seen = []
+    make().learn(16, callback=lambda local, _: seen.append(local["values"]) or True)
+    assert seen[0].shape == (2, 1)
+
+
+@pytest.mark.parametrize("stop_at", [5, 16, 20])
+def test_callback_that_stops(stop_at):
+    """At the same step as the reference, with as much counted."""
+    models = [make(backend=backend).learn(96, callback=RolloutRecorder(stop_at)) for backend in ("eager", "native")]
+    assert models[0].num_timesteps == models[1].num_timesteps
+    assert models[0]._n_updates == models[1]._n_updates
+
+
+def test_vec_normalize():
+    """It sees each step, and the rollout is normalised."""
+    model = PPOExt("MlpPolicy", VecNormalize(make_toys()), backend="native", **SMALL).learn(64)
+    assert model.env.obs_rms.count == pytest.approx(2 * 33, abs=1e-3)
+    assert abs(model.rollout_buffer.observations.mean()) < 0.5
+
+
+# One training, several engines
+
+
+def test_reproducible():
+    """The same seed gives the same bits."""
+    one, other = (make(action_dist=law).learn(96) for law in ("beta", "beta"))
+    assert_equal(one.policy.state_dict(), other.policy.state_dict(), "policy")
+
+
+@pytest.mark.parametrize("law", ["gaussian", "beta"])
+def test_engines_share_zips(law, tmp_path):
+    """A zip of one goes on in the other, moments and steps of the optimiser included; SB3 loads it as well."""
+    for first, second in [("native", "eager"), ("eager", "native")]:
+        model = make(backend=first, action_dist=law).learn(64)
+        model.save(tmp_path / "model")
+        loaded = PPOExt.load(tmp_path / "model", env=make_toys(), backend=second)
+        assert_equal(model.policy.optimizer.state_dict(), loaded.policy.optimizer.state_dict(), "optimizer")
+        loaded.learn(32, reset_num_timesteps=False)
+        steps = {int(state["step"]) for state in loaded.policy.optimizer.state.values()}
+        assert steps == {loaded._n_updates * 4}
+    if law == "gaussian":
+        assert PPO.load(tmp_path / "model").num_timesteps == 64
+
+
+def test_engine_can_change_in_the_middle():
+    """Between two updates, and after the parameters were replaced."""
+    model = make()
+    for backend in ("native", "eager", "native", "auto"):
+        model.backend = backend
+        model.learn(32, reset_num_timesteps=False)
+    assert {int(state["step"]) for state in model.policy.optimizer.state.values()} == {4 * 3 * 4}
+    other = make(seed=4)
+    with th.no_grad():
+        for parameter in model.policy.parameters():
+            parameter.data = parameter.data.clone()
+    model.set_parameters(other.get_parameters())
+    observations = VECTOR.sample()[np.newaxis]
+    fast = model._fast_policy()
+    fast.pack()
+    expected = other.policy.predict_values(th.from_numpy(observations)).detach().numpy()
+    np.testing.assert_allclose(fast.critic(fast.features(observations)), expected, rtol=1e-5)
+
+
+def test_copies():
+    """A model that has not learned is copied as with the reference; what is bound to memory is bound anew."""
+    model = make()
+    model._fast_policy()
+    model.env = model._vec_normalize_env = None
+    copied = copy.deepcopy(model)
+    assert copied._fast is None
+    assert pickle.loads(pickle.dumps(FastPolicy(model.policy))) is None
+
+
+# Which engine
+
+
+class OwnForward(ActorCriticPolicy):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class OwnExtractor(FlattenExtractor):
+    pass
+
+
+class OwnLoss(PPOExt):
+    def extra_actor_loss(self, rollout_data, distribution):
+        return 0.0, {}
+
+
+class OwnBuffer(RolloutBuffer):
+    pass
+
+
+REFUSED = {
+    "gSDE": dict(use_sde=True),
+    "CombinedExtractor": dict(env=dict(observation_space=DICT), policy="MultiInputPolicy"),
+    "NatureCNN": dict(env=dict(observation_space=IMAGE), policy="CnnPolicy"),
+    "OwnForward computes": dict(policy=OwnForward),
+    "OwnExtractor": dict(policy_kwargs=dict(features_extractor_class=OwnExtractor)),
+    "activations .*GELU": dict(policy_kwargs=dict(activation_fn=nn.GELU)),
+    "OwnBuffer": dict(rollout_buffer_class=OwnBuffer),
+    "large layers": dict(policy_kwargs=dict(net_arch=[512, 512])),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_native_does_not_support(reason, capsys):
+    """`"native"` refuses it with the reason, `"auto"` says it and takes the reference."""
+    with pytest.raises(ValueError, match=f"`backend='native'`.*{reason}.*auto"):
+        make(**REFUSED[reason])
+    model = make(backend="auto", verbose=1, **REFUSED[reason])
+    assert "Backend: eager (" in capsys.readouterr().out
+    assert model._fast_policy() is None
+
+
+def test_loss_of_a_subclass():
+    """It may differentiate what it likes."""
+    with pytest.raises(ValueError, match="extra_actor_loss"):
+        OwnLoss("MlpPolicy", ToyEnv(), backend="native")
+    assert OwnLoss("MlpPolicy", ToyEnv(), **SMALL)._fast_policy() is None
+
+
+def test_reasons_that_come_later():
+    """Parameters in double precision, frozen ones, hooks, a layer of another kind."""
+
+    def of(change):
+        policy = make().policy
+        change(policy)
+        return why_not(policy)
+
+    assert of(lambda policy: None) is None
+    assert "float32" in of(lambda policy: policy.double())
+    assert "frozen" in of(lambda policy: policy.value_net.weight.requires_grad_(False))
+    assert "hooks" in of(lambda policy: policy.value_net.register_forward_hook(lambda *args: None))
+    assert "nn.Linear" in of(lambda policy: setattr(policy, "value_net", nn.LazyLinear(1)))
+    assert "its own" in of(lambda policy: policy.register_parameter("extra", nn.Parameter(th.ones(1))))
+    assert "nn.Linear" in of(lambda policy: setattr(policy, "action_net", nn.Linear(64, 2, bias=False)))
+
+
+def test_without_the_extension_module(monkeypatch, capsys):
+    """All works, on PyTorch; a line says why."""
+    monkeypatch.setattr(fast_policy, "_mlp", None)
+    model = make(backend="auto", verbose=1)
+    assert "Backend: eager (the extension module was not built" in capsys.readouterr().out
+    model.learn(32)
+    with pytest.raises(ValueError, match="C compiler"):
+        make()
+
+
+def test_optimizers_that_torch_steps():
+    """Those that are not plainly Adam, and those whose step somebody has replaced."""
+    model = make()
+    assert FastAdam.takes(model.policy.optimizer)
+    th.optim.lr_scheduler.LambdaLR(model.policy.optimizer, lambda step: 1.0)
+    assert not FastAdam.takes(model.policy.optimizer)
+    model.learn(32)
+    assert {int(state["step"]) for state in model.policy.optimizer.state.values()} == {12}
+    for kwargs in (dict(amsgrad=True), dict(maximize=True)):
+        assert not FastAdam.takes(make(policy_kwargs=dict(optimizer_kwargs=kwargs)).policy.optimizer)
+
+
+def test_auto_takes_native(capsys):
+    """By default, and says so."""
+    PPOExt("MlpPolicy", ToyEnv(), verbose=1, **SMALL)
+    assert "Backend: native" in capsys.readouterr().out
+    assert DEFAULTS["backend"] == "auto"
