@@ -4,10 +4,19 @@ from importlib.metadata import PackageNotFoundError, version
 
 from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_ppo_ext.ppo_ext import PPOExt
+from sb3_ppo_ext.vec_env import LeanDummyVecEnv, VectorEnvAdapter
 
 try:
     __version__ = version("sb3-ppo-ext")
 except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "unknown"
 
-__all__ = ["CnnPolicy", "MlpPolicy", "MultiInputPolicy", "PPOExt", "__version__"]
+__all__ = [
+    "CnnPolicy",
+    "LeanDummyVecEnv",
+    "MlpPolicy",
+    "MultiInputPolicy",
+    "PPOExt",
+    "VectorEnvAdapter",
+    "__version__",
+]

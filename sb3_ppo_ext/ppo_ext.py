@@ -12,6 +12,8 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.env_util import is_wrapped
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
@@ -23,6 +25,7 @@ from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, RolloutBufferSamples, Schedule, TensorDict
 from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.advantages import AdvantageNormalizer
 from sb3_ppo_ext.backends import why_not_native
@@ -45,6 +48,7 @@ from sb3_ppo_ext.validation import (
     check_observation_space,
     refuse,
 )
+from sb3_ppo_ext.vec_env import LeanDummyVecEnv
 
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 # What an option learns beside the policy: saved under these names when it is there
@@ -464,6 +468,17 @@ class PPOExt(RolloutCollector):
             check_observation_space(observation_space)
         if isinstance(action_space := getattr(env, "action_space", None), spaces.Space):
             check_action_space(action_space)
+        if not isinstance(env, VecEnv):
+            # As SB3 does, with an environment that copies less
+            env = _patch_env(env)
+            if monitor_wrapper and not is_wrapped(env, Monitor):
+                if verbose >= 1:
+                    print("Wrapping the env with a `Monitor` wrapper")
+                env = Monitor(env)
+            if verbose >= 1:
+                print("Wrapping the env in a DummyVecEnv.")
+            single: Any = env
+            env = LeanDummyVecEnv([lambda: single])
         return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
     # Rollout and update

@@ -20,8 +20,11 @@ from pprint import pprint
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from stable_baselines3.common.vec_env import DummyVecEnv
+
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.schedules import make_schedule
+from sb3_ppo_ext.vec_env import LeanDummyVecEnv
 
 if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
@@ -166,7 +169,12 @@ def _preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentM
 
 
 def _setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager") -> Any:
-    """Let the hyperparameters that each trial starts from keep their ``policy_kwargs``."""
+    """
+    Let the hyperparameters that each trial starts from keep their ``policy_kwargs``, and take the vectorised environment that
+    copies less.
+    """
+    if experiment.vec_env_class is DummyVecEnv:
+        experiment.vec_env_class = LeanDummyVecEnv
     results = theirs()
     experiment._hyperparams = TrialHyperparams(experiment._hyperparams)
     return results

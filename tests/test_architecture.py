@@ -11,7 +11,8 @@ import sb3_ppo_ext
 
 PACKAGE = Path(sb3_ppo_ext.__file__).parent
 ALLOWED = {
-    "zoo": {"ppo_ext", "schedules"},
+    "zoo": {"ppo_ext", "schedules", "vec_env"},
+    "vec_env": {"validation"},
     "ppo_ext": {
         "advantages",
         "backends",
@@ -26,6 +27,7 @@ ALLOWED = {
         "schedules",
         "update",
         "validation",
+        "vec_env",
     },
     "update": {
         "advantages",
@@ -56,7 +58,7 @@ ALLOWED = {
     "losses": set(),
     "metrics": set(),
     "validation": set(),
-    "__init__": {"policies", "ppo_ext"},
+    "__init__": {"policies", "ppo_ext", "vec_env"},
 }
 ONLY_IN_ZOO = {"rl_zoo3", "optuna", "yaml"}
 

@@ -1,0 +1,227 @@
+"""Vectorised environments that cost less than SB3's, and mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
+
+from sb3_ppo_ext.validation import refuse
+
+PartialReset = Callable[[Any, np.ndarray], tuple[Any, dict[str, Any]]]
+
+
+class LeanDummyVecEnv(DummyVecEnv):
+    """
+    SB3's ``DummyVecEnv`` without its deep copy of all infos at each step: each step has dictionaries of its own, their values
+    are what the environment put there.
+
+    :param env_fns: Functions that make the environments
+    :raises ValueError: if they return the same environment twice
+    """
+
+    def step_wait(self) -> VecEnvStepReturn:
+        infos = []
+        for index, env in enumerate(self.envs):
+            observation, reward, terminated, truncated, info = env.step(self.actions[index])
+            done = terminated or truncated
+            # A copy, for an environment may return the same dictionary again.
+            info = dict(info)
+            info["TimeLimit.truncated"] = truncated and not terminated
+            if done:
+                # A copy, for an environment may write the next observation into the same array.
+                info["terminal_observation"] = deepcopy(observation)
+                observation, self.reset_infos[index] = env.reset()
+            self.buf_rews[index], self.buf_dones[index] = reward, done
+            infos.append(info)
+            self._save_obs(index, observation)
+        self.buf_infos = infos
+        return self._obs_from_buf(), self.buf_rews.copy(), self.buf_dones.copy(), infos
+
+
+class VectorEnvAdapter(VecEnv):
+    """
+    A vectorised environment of Gymnasium as one of SB3, for environments that step all of their copies in one call::
+
+        env = VecMonitor(VectorEnvAdapter(gym.make_vec("CartPole-v1", num_envs=64, vectorization_mode="vector_entry_point")))
+
+    SB3 wants the first observation of the next episode with the last step of an episode. An environment gives it by itself
+    (``AutoresetMode.SAME_STEP``), or must be able to reset some of its copies: ``SyncVectorEnv``, ``AsyncVectorEnv``,
+    Gymnasium's ``CartPoleVectorEnv`` and EnvPool's can.
+
+    Seeds are those of ``DummyVecEnv``: ``seed + index``, where the environment takes one for each copy.
+
+    :param venv: The environment
+    :param partial_reset: For one that cannot, a function that takes the unwrapped environment and a mask, shape ``(n_envs,)``,
+        resets the copies of the mask, and returns observations and infos as ``reset`` does; those of the mask count
+    :raises ValueError: if it is not a ``VectorEnv``, or cannot reset some of its copies
+    """
+
+    def __init__(self, venv: VectorEnv, partial_reset: PartialReset | None = None):
+        self.venv = venv
+        mode = _autoreset_mode(venv)
+        self._partial_reset = None if mode == AutoresetMode.SAME_STEP else partial_reset or _find_partial_reset(venv)
+        if mode != AutoresetMode.SAME_STEP and self._partial_reset is None:
+            remedy = 'make it with `autoreset_mode="SameStep"`, or give a function as `partial_reset`'
+            refuse("venv", venv, f"it cannot reset some of its copies (its mode is {mode}); {remedy}")
+        super().__init__(venv.num_envs, venv.single_observation_space, venv.single_action_space)
+
+    def reset(self) -> VecEnvObs:
+        # Without a seed Gymnasium goes on with the random numbers that it has.
+        seeds: Any = self._seeds if any(seed is not None for seed in self._seeds) else None
+        if seeds is not None and not _takes_seeds(self.venv):
+            seeds = seeds[0]
+        options: Any = self._options[0] if any(self._options) else None
+        observations, infos = self.venv.reset(seed=seeds, options=options)
+        self.reset_infos = self._split(infos)
+        self._reset_seeds()
+        self._reset_options()
+        return _copied(observations)
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self.actions = actions
+
+    def step_wait(self) -> VecEnvStepReturn:
+        observations, rewards, terminated, truncated, arrays = self.venv.step(self.actions)
+        dones = terminated | truncated
+        final = arrays.pop("final_obs", None)
+        final_info = arrays.pop("final_info", {})
+        arrays.pop("_final_obs", None), arrays.pop("_final_info", None)
+        infos = self._split(arrays)
+        for index, cut_off in enumerate((truncated & ~terminated).tolist()):
+            infos[index]["TimeLimit.truncated"] = cut_off
+        if dones.any():
+            observations = self._begin_episodes(observations, dones, final, final_info, infos)
+        return _copied(observations), rewards.astype(np.float32), dones, infos
+
+    def _begin_episodes(
+        self, observations: Any, dones: np.ndarray, final: Any, final_info: dict[str, Any], infos: list[dict[str, Any]]
+    ) -> Any:
+        """What follows the last steps of episodes; these go into the infos."""
+        if self._partial_reset is not None:
+            final, (first, arrays) = observations, self._partial_reset(self.venv.unwrapped, dones)
+            observations = _merged(observations, first, dones)
+            of_reset = self._split(arrays)
+            self.reset_infos = [new if done else old for new, old, done in zip(of_reset, self.reset_infos, dones, strict=True)]
+        else:
+            for index, last in enumerate(self._split(final_info)):
+                if dones[index]:
+                    # In this mode the infos beside it are those of the reset.
+                    self.reset_infos[index] = {key: infos[index][key] for key in infos[index] if key != "TimeLimit.truncated"}
+                    infos[index] = {**last, "TimeLimit.truncated": infos[index]["TimeLimit.truncated"]}
+        for index in np.flatnonzero(dones).tolist():
+            infos[index]["terminal_observation"] = _copied(_at(final, index))
+        return observations
+
+    def _split(self, arrays: dict[str, Any]) -> list[dict[str, Any]]:
+        """One dictionary for each copy, from Gymnasium's one with arrays and masks."""
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        for key, values in arrays.items():
+            mask = arrays.get(f"_{key}")
+            if key.startswith("_") and key[1:] in arrays:
+                continue
+            parts = self._split(values) if isinstance(values, dict) else values
+            for index in range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist():
+                infos[index][key] = parts[index]
+        return infos
+
+    def close(self) -> None:
+        self.venv.close()
+
+    def get_images(self) -> Sequence[np.ndarray | None]:
+        images: Any = self.venv.render()
+        return [None] * self.num_envs if images is None else list(images)
+
+    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+        if attr_name == "render_mode":
+            values: Any = [getattr(self.venv, "render_mode", None)] * self.num_envs
+        elif isinstance(self.venv.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+            values = self.venv.unwrapped.get_attr(attr_name)
+        else:
+            values = [getattr(self.venv.unwrapped, attr_name)] * self.num_envs
+        return [values[index] for index in self._get_indices(indices)]
+
+    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+        if isinstance(self.venv.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+            values = list(self.venv.unwrapped.get_attr(attr_name))
+            for index in self._get_indices(indices):
+                values[index] = value
+            self.venv.unwrapped.set_attr(attr_name, values)
+        else:
+            setattr(self.venv.unwrapped, attr_name, value)
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        if isinstance(self.venv.unwrapped, SyncVectorEnv | AsyncVectorEnv) and indices is None:
+            return list(self.venv.unwrapped.call(method_name, *method_args, **method_kwargs))
+        raise NotImplementedError(f"`{method_name}` cannot be called for some copies of {self.venv}")
+
+    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
+        # Wrappers around single copies are the environment's own business.
+        return [False for _ in self._get_indices(indices)]
+
+
+def _autoreset_mode(venv: Any) -> AutoresetMode:
+    if not isinstance(venv, VectorEnv):
+        refuse("venv", venv, "it is not a `gymnasium.vector.VectorEnv`; single environments go into a `DummyVecEnv`")
+    mode = venv.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+    return mode if isinstance(mode, AutoresetMode) else AutoresetMode(mode)
+
+
+def _takes_seeds(venv: VectorEnv) -> bool:
+    return isinstance(venv.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+
+
+def _find_partial_reset(venv: VectorEnv) -> PartialReset | None:
+    inner = venv.unwrapped
+    if inner is not venv:
+        # What its wrappers do to observations would be left out.
+        return None
+    if isinstance(inner, SyncVectorEnv | AsyncVectorEnv):
+        return lambda env, mask: env.reset(options={"reset_mask": mask})
+    if type(inner).__name__ == "CartPoleVectorEnv":
+        return _reset_cart_poles
+    if type(inner).__module__.split(".")[0] == "envpool":
+        return _reset_envpool
+    return None
+
+
+def _reset_cart_poles(env: Any, mask: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    # What its next step would do
+    env.state[:, mask] = env.np_random.uniform(low=env.low, high=env.high, size=(4, mask.sum()))
+    env.steps[mask] = 0
+    env.prev_done[mask] = False
+    return env.state.T.astype(np.float32), {}
+
+
+def _reset_envpool(env: Any, mask: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    places = np.flatnonzero(mask)
+    first, _ = env.reset(places)
+    observations = np.zeros((len(mask), *first.shape[1:]), first.dtype)
+    observations[places] = first
+    return observations, {}
+
+
+def _copied(observations: Any) -> Any:
+    if isinstance(observations, dict):
+        return {key: np.array(part) for key, part in observations.items()}
+    return np.array(observations)
+
+
+def _at(observations: Any, index: int) -> Any:
+    if isinstance(observations, dict):
+        return {key: part[index] for key, part in observations.items()}
+    return observations[index]
+
+
+def _merged(observations: Any, first: Any, mask: np.ndarray) -> Any:
+    if isinstance(observations, dict):
+        return {key: _merged(part, first[key], mask) for key, part in observations.items()}
+    return np.where(mask.reshape(-1, *[1] * (observations.ndim - 1)), first, observations)

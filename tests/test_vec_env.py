@@ -1,0 +1,232 @@
+"""Our vectorised environments say what SB3's say, step by step."""
+
+from copy import deepcopy
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
+from toys import DICT, IMAGE, VECTOR, ToyEnv
+
+from sb3_ppo_ext import LeanDummyVecEnv, PPOExt, VectorEnvAdapter, zoo
+
+
+class Talkative(ToyEnv):
+    """Its infos have numbers, arrays and words, not at every step; it writes its observations into one array."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        # Random numbers of its own, as in a process of its own
+        self.observation_space = deepcopy(self.observation_space)
+        self.info, self.array = {}, None
+
+    def reset(self, **kwargs):
+        observation, _ = super().reset(**kwargs)
+        return self._written(observation), {"start": float(self.np_random.random())}
+
+    def step(self, action):
+        observation, reward, terminated, truncated, _ = super().step(action)
+        self.info.clear()
+        self.info.update(t=self.t, half=np.full(2, self.t / 2), nested={"t": self.t})
+        if self.t % 3 == 0:
+            self.info["third"] = f"at {self.t}"
+        return self._written(observation), reward, terminated, truncated, self.info
+
+    def _written(self, observation):
+        if not isinstance(observation, np.ndarray):
+            return observation
+        self.array = observation.copy() if self.array is None else self.array
+        self.array[:] = observation
+        return self.array
+
+
+def rollout(env, n_steps=40):
+    """All that can be seen of an environment."""
+    env.action_space.seed(0)
+    env.seed(5)
+    seen = [env.reset(), [dict(info) for info in env.reset_infos]]
+    for _ in range(n_steps):
+        step = env.step(np.array([env.action_space.sample() for _ in range(env.num_envs)]))
+        seen += [*step, [dict(info) for info in env.reset_infos]]
+    return seen
+
+
+def without_clock(value):
+    if isinstance(value, dict):
+        return {key: without_clock(part) for key, part in value.items() if key != "t" or not isinstance(part, float)}
+    return [without_clock(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def assert_same(expected, actual, where=""):
+    if isinstance(expected, dict):
+        assert expected.keys() == actual.keys(), where
+        for key in expected:
+            assert_same(expected[key], actual[key], f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(expected) == len(actual), where
+        for index, pair in enumerate(zip(expected, actual, strict=True)):
+            assert_same(*pair, f"{where}[{index}]")
+    else:
+        assert np.asarray(expected).dtype == np.asarray(actual).dtype, where
+        np.testing.assert_array_equal(expected, actual, err_msg=where)
+
+
+class Plain(Talkative):
+    """A new array for each observation: SB3 keeps a terminal one by reference until all copies have stepped."""
+
+    def _written(self, observation):
+        return observation
+
+
+@pytest.mark.parametrize("space", [VECTOR, IMAGE, DICT], ids=["vector", "image", "dict"])
+@pytest.mark.parametrize("n_envs", [1, 3])
+def test_lean_is_dummy(space, n_envs):
+    """Observations, rewards, dones, infos, reset infos, and no later step changes them."""
+    fns = [lambda: Monitor(Plain(observation_space=space))] * n_envs
+    expected, actual = (without_clock(rollout(cls(fns))) for cls in (DummyVecEnv, LeanDummyVecEnv))
+    assert any(info.get("TimeLimit.truncated") for infos in actual[5::5] for info in infos if isinstance(info, dict))
+    assert_same(expected, actual)
+
+
+def test_lean_survives_an_environment_that_writes_in_place():
+    """What a step returned stays as it was, the terminal observation included, for which SB3 has the next episode's first."""
+    lean, plain = (rollout(LeanDummyVecEnv([cls] * 2)) for cls in (Talkative, Plain))
+    terminal = [info["terminal_observation"] for infos in lean[5::5] for info in infos if "terminal_observation" in info]
+    expected = [info["terminal_observation"] for infos in plain[5::5] for info in infos if "terminal_observation" in info]
+    assert len(terminal) > 3
+    np.testing.assert_array_equal(terminal, expected)
+    assert_same(plain[2::5], lean[2::5])
+
+
+def test_ppo_ext_takes_it():
+    """For an environment that is not vectorised."""
+    for env in ("CartPole-v1", ToyEnv()):
+        assert type(PPOExt("MlpPolicy", env, device="cpu").env) is LeanDummyVecEnv
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("space", [VECTOR, DICT], ids=["vector", "dict"])
+@pytest.mark.parametrize("vector_class", [SyncVectorEnv, AsyncVectorEnv])
+def test_adapter_is_dummy(vector_class, space, mode):
+    """In each mode of resetting: the first observation of the next episode comes with the last step, which says its own."""
+    fns = [lambda: Plain(observation_space=space)] * 3
+    adapter = VectorEnvAdapter(vector_class(fns, autoreset_mode=mode))
+    expected, actual = (without_clock(rollout(env)) for env in (DummyVecEnv(fns), adapter))
+    adapter.close()
+    assert_same(_plain(expected), _plain(actual))
+
+
+def _plain(value):
+    """Numbers as arrays of numbers: Gymnasium joins those of all copies in an array."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    array = np.asarray(value)
+    return array.astype(np.float64) if array.dtype.kind in "fiu" else array.astype(str)
+
+
+def test_cart_poles():
+    """Gymnasium's own: after each step it is as if the poles that fell had been put up again."""
+    env = VecMonitor(VectorEnvAdapter(gym.make_vec("CartPole-v1", num_envs=8, vectorization_mode="vector_entry_point")))
+    env.seed(0)
+    observations, lengths, current, n_done = env.reset(), [], np.zeros(8, int), 0
+    assert env.observation_space == gym.make("CartPole-v1").observation_space
+    single = gym.make("CartPole-v1").unwrapped
+    single.reset()
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        actions = rng.integers(2, size=8)
+        before, (observations, rewards, dones, infos) = observations, env.step(actions)
+        current += 1
+        assert (rewards == 1).all()
+        for i in range(8):
+            single.state, single.steps_beyond_terminated = before[i].astype(np.float64), None
+            expected, _, terminated, _, _ = single.step(actions[i])
+            assert terminated == dones[i]
+            last = infos[i]["terminal_observation"] if dones[i] else observations[i]
+            np.testing.assert_allclose(last, expected, rtol=1e-4, atol=1e-5)
+            if dones[i]:
+                assert abs(observations[i]).max() <= 0.05
+                assert infos[i]["episode"]["l"] == current[i]
+                assert not infos[i]["TimeLimit.truncated"]
+                lengths.append(current[i])
+                current[i] = 0
+                n_done += 1
+    assert n_done > 20
+
+
+def test_cart_poles_are_cut_off():
+    """At the limit, which is no failure."""
+    env = VectorEnvAdapter(
+        gym.make_vec("CartPole-v1", num_envs=4, vectorization_mode="vector_entry_point", max_episode_steps=5)
+    )
+    env.reset()
+    for step in range(1, 21):
+        _, _, dones, infos = env.step(np.array([0, 1, 0, 1]) if step % 2 else np.array([1, 0, 1, 0]))
+        assert (dones == (step % 5 == 0)).all()
+        assert all(info["TimeLimit.truncated"] == (step % 5 == 0) for info in infos)
+
+
+def test_ppo_ext_learns_from_an_adapter():
+    """With the wrappers of SB3 around it; its seed makes it reproducible."""
+
+    def trained():
+        venv = gym.make_vec("CartPole-v1", num_envs=8, vectorization_mode="vector_entry_point")
+        env = VecNormalize(VecMonitor(VectorEnvAdapter(venv)))
+        return PPOExt("MlpPolicy", env, n_steps=64, batch_size=128, seed=1, device="cpu").learn(3000)
+
+    one, other = trained(), trained()
+    assert len(one.ep_info_buffer) > 20
+    for a, b in zip(one.policy.parameters(), other.policy.parameters(), strict=True):
+        assert a.equal(b)
+
+
+def test_adapter_refuses():
+    """What is not vectorised, and what cannot begin an episode by itself."""
+    with pytest.raises(ValueError, match=r"`venv=.*DummyVecEnv"):
+        VectorEnvAdapter(ToyEnv())
+    unknown = gym.wrappers.vector.ClipReward(SyncVectorEnv([ToyEnv] * 2), 0, 1)
+    with pytest.raises(ValueError, match=r"`venv=.*SameStep.*partial_reset"):
+        VectorEnvAdapter(unknown)
+    calls = []
+
+    def partial_reset(env, mask):
+        calls.append(mask)
+        return env.reset(options={"reset_mask": mask})
+
+    env = VectorEnvAdapter(unknown, partial_reset)
+    env.reset()
+    for _ in range(7):
+        env.step(np.array([env.action_space.sample()] * 2))
+    assert calls
+
+
+def test_attributes_of_copies():
+    """Read, set, and called by name."""
+    env = VectorEnvAdapter(SyncVectorEnv([ToyEnv] * 3, autoreset_mode=AutoresetMode.SAME_STEP))
+    assert env.get_attr("length") == [7, 7, 7]
+    env.set_attr("length", 3, indices=[1])
+    assert env.get_attr("length", indices=[0, 1]) == [7, 3]
+    assert env.env_method("get_wrapper_attr", "length") == [7, 3, 7]
+    assert env.env_is_wrapped(Monitor) == [False] * 3
+    with pytest.raises(NotImplementedError, match="get_wrapper_attr"):
+        env.env_method("get_wrapper_attr", "length", indices=[0])
+
+
+def test_the_zoo_takes_it():
+    """For `ppo_ext`, where it would take SB3's; subprocesses stay."""
+    for before, after in [(DummyVecEnv, LeanDummyVecEnv), (SubprocVecEnv, SubprocVecEnv)]:
+        experiment = SimpleNamespace(vec_env_class=before, _hyperparams={})
+        assert zoo._setup_experiment(lambda: "results", experiment) == "results"
+        assert experiment.vec_env_class is after
+
+
+def test_make_vec_env_takes_it():
+    """As `vec_env_cls`."""
+    env = make_vec_env("CartPole-v1", 2, seed=0, vec_env_cls=LeanDummyVecEnv)
+    assert env.reset().shape == (2, 4)
