@@ -14,7 +14,7 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from sb3_ppo_ext.buffers import shuffled
 from sb3_ppo_ext.fast_policy import FastPolicy, _mlp
 from sb3_ppo_ext.guards import refuse_gradient
-from sb3_ppo_ext.heads import TorchHead
+from sb3_ppo_ext.heads import Head, TorchHead
 from sb3_ppo_ext.metrics import Metrics
 from sb3_ppo_ext.update import Update
 
@@ -103,6 +103,7 @@ class FastUpdate(Update):
             or model.bounds_coef > 0
             or model.accumulate_grad > 1
         )
+        self.log_std = None if self.head.log_std is None else self.head.log_std.detach().numpy()
         self.torch_head = TorchHead(self.head.distribution, self.head.log_std, getattr(self.head, "transform", None))
 
     def run(self) -> None:
@@ -172,7 +173,7 @@ class FastUpdate(Update):
         samples = _Rollout(*(array.take(order, axis=0) for array in rollout))
         if self._normalizes_minibatches():
             samples = samples._replace(advantages=normalize_each(samples.advantages, sizes))
-        return _Minibatches(samples, sizes, weights)
+        return _Minibatches(samples, sizes, weights, self.head, self.fast.actor.n_outputs)
 
     def _draw_places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Of the samples in the rollout, the sizes of the minibatches, and the weights of the samples."""
@@ -210,7 +211,8 @@ class FastUpdate(Update):
         actor, critic = self.fast.networks
         self.fast.pack()
         features, advantages = samples.features[part], samples.advantages[part]
-        log_prob = self.head.log_prob(actor(features), samples.actions[part])
+        m.outputs[part] = outputs = actor(features)
+        log_prob = self.head.log_prob(outputs, samples.actions[part])
         log_ratio = np.subtract(log_prob, samples.log_probs[part], out=m.log_ratios[part])
         ratio = np.exp(log_ratio, out=m.ratios[part])
         gain = advantages * ratio
@@ -220,12 +222,14 @@ class FastUpdate(Update):
         d_log_prob = gain * (gain <= limited) * np.float32(-1 / size)
         error = np.subtract(critic(features).ravel(), samples.returns[part], out=m.errors[part])
         d_values = error * np.float32(2 * self.model.vf_coef / size)
+        if m.log_stds is not None:
+            # Before the step changes them
+            m.log_stds[m.n_evaluated] = self.log_std
         if m.weights is not None:
             d_log_prob, d_values = d_log_prob * m.weights[part], d_values * m.weights[part]
         actor.network.backward(self.head.gradient(d_log_prob, self.ent_coef), False)
         critic.network.backward(d_values, False)
-        m.entropy_losses.append(self.head.entropy_loss())
-        m.laws.append(self.head.law())
+        m.n_evaluated += 1
 
     def _show_gradients(self) -> None:
         for parameter, gradient in self.fast.parameters():
@@ -249,15 +253,18 @@ class _Minibatches:
     :param samples: In the order in which they are drawn
     :param sizes: Of the minibatches
     :param weights: Of the samples, ``None`` for equal ones
+    :param head: What the outputs of the network mean
+    :param n_outputs: How many there are
     """
 
-    def __init__(self, samples: _Rollout, sizes: np.ndarray, weights: np.ndarray | None):
-        self.samples, self.sizes, self.weights = samples, sizes, weights
+    def __init__(self, samples: _Rollout, sizes: np.ndarray, weights: np.ndarray | None, head: Head, n_outputs: int):
+        self.samples, self.sizes, self.weights, self.head = samples, sizes, weights, head
         self.ends = np.cumsum(sizes)
         self.log_ratios, self.ratios, self.objectives, self.errors = np.empty((4, len(samples.features)), np.float32)
-        # One of each minibatch that was evaluated, one of each step that was made
-        self.entropy_losses: list[float] = []
-        self.laws: list[th.Tensor | None] = []
+        self.outputs = np.empty((len(samples.features), n_outputs), np.float32)
+        self.log_stds = None if head.log_std is None else np.empty((len(sizes), *head.log_std.shape), np.float32)
+        self.n_evaluated = 0
+        # Of each step that was made
         self.norms: list[float] = []
         self.skipped: list[int] = []
 
@@ -267,7 +274,7 @@ class _Minibatches:
 
     def skip(self) -> None:
         """Leave the last one out of what is measured."""
-        self.skipped.append(len(self.entropy_losses) - 1)
+        self.skipped.append(self.n_evaluated - 1)
 
     def approximate_kl(self, part: slice) -> float:
         """:return: See :func:`sb3_ppo_ext.losses.approximate_kl`"""
@@ -276,10 +283,11 @@ class _Minibatches:
     def terms(self, part: slice) -> dict[str, float]:
         """:return: Those of the loss of a minibatch"""
         weights = 1.0 if self.weights is None else self.weights[part]
+        log_stds = None if self.log_stds is None else self.log_stds[self.n_evaluated - 1 : self.n_evaluated]
         return {
             "policy_gradient_loss": -float(np.mean(self.objectives[part] * weights)),
             "value_loss": float(np.mean(np.square(self.errors[part]) * weights)),
-            "entropy_loss": self.entropy_losses[-1],
+            "entropy_loss": -float(np.mean(self.head.entropies(self.outputs[part], log_stds))),
         }
 
     def report(self, metrics: Metrics, clip_range: float, ent_coef: float, vf_coef: float) -> None:
@@ -293,7 +301,7 @@ class _Minibatches:
         weights = 1.0 if self.weights is None else self.weights[:n]
         policy_loss = -self._means(self.objectives[:n] * weights, sizes)
         value_loss = self._means(np.square(self.errors[:n]) * weights, sizes)
-        entropy_loss = self._kept(np.array(self.entropy_losses, np.float32))
+        entropy_loss = -self._means(self.head.entropies(self.outputs[:n], self._log_stds(sizes)), sizes)
         means = {
             "policy_gradient_loss": policy_loss,
             "value_loss": value_loss,
@@ -315,14 +323,20 @@ class _Minibatches:
         if len(approx_kl):
             metrics["approx_kl"].append(th.from_numpy(approx_kl))
             metrics["ratio"].append(th.from_numpy(self.ratios[:n][np.repeat(kept, sizes)]))
-        metrics["law"].extend(law for law, is_kept in zip(self.laws, kept, strict=True) if is_kept and law is not None)
+        laws = self.head.laws(self.outputs[:n], self._log_stds(sizes))
+        if laws is not None:
+            metrics["law"].append(laws[np.repeat(kept, sizes)])
 
     def _evaluated(self) -> tuple[int, np.ndarray, np.ndarray]:
         """How many samples were evaluated, in minibatches of which sizes, and which of these count."""
-        sizes = self.sizes[: len(self.entropy_losses)]
+        sizes = self.sizes[: self.n_evaluated]
         kept = np.ones(len(sizes), bool)
         kept[self.skipped] = False
         return int(sizes.sum()), sizes, kept
+
+    def _log_stds(self, sizes: np.ndarray) -> np.ndarray | None:
+        """For each sample."""
+        return None if self.log_stds is None else np.repeat(self.log_stds[: len(sizes)], sizes, axis=0)
 
     def _means(self, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Of the minibatches that count."""

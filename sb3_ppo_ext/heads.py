@@ -1,6 +1,6 @@
 """
-What the last layer of a policy says about the action: densities, samples and gradients in NumPy for SB3's Gaussian and
-categorical distributions, where PyTorch would spend most of its time on calls; any other distribution goes through PyTorch.
+What the last layer of a policy says about the action: densities, samples and gradients in NumPy for the usual distributions,
+where PyTorch would spend most of its time on calls; any other one goes through PyTorch.
 """
 
 import math
@@ -12,9 +12,15 @@ import torch as th
 from stable_baselines3.common.distributions import CategoricalDistribution, DiagGaussianDistribution, Distribution
 from torch import nn
 
-from sb3_ppo_ext.distributions import BoundedDistribution
+from sb3_ppo_ext.distributions import (
+    EDGE,
+    LOG_STD_RANGE,
+    BoundedBetaDistribution,
+    BoundedDistribution,
+    TanhGaussianDistribution,
+)
 
-LOG_2_PI = math.log(2 * math.pi)
+LOG_2, LOG_2_PI = math.log(2), math.log(2 * math.pi)
 
 
 class Head(ABC):
@@ -55,16 +61,27 @@ class Head(ABC):
         """
 
     @abstractmethod
-    def entropy_loss(self) -> float:
+    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
         """
-        :return: SB3's, for what :meth:`log_prob` was last called with
+        :param outputs: Shape ``(n, n_outputs)``
+        :param log_stds: Values of ``log_std`` for each of them, shape ``(n, action_dim)``
+        :return: In nats, shape ``(n,)``
         """
 
-    def law(self) -> th.Tensor | None:
+    def laws(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> th.Tensor | None:
         """
-        :return: The parameters of a bounded distribution, for what :meth:`log_prob` was last called with
+        :param outputs: Shape ``(n, n_outputs)``
+        :param log_stds: Values of ``log_std`` for each of them, shape ``(n, action_dim)``
+        :return: The parameters of bounded distributions, ``None`` for others
         """
-        return None
+        if not isinstance(self.distribution, BoundedDistribution):
+            return None
+        with th.no_grad():
+            return self._made(outputs, log_stds).parameters()
+
+    def _made(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> Any:
+        own = () if log_stds is None else (th.from_numpy(log_stds),)
+        return self.distribution.proba_distribution(th.from_numpy(outputs), *own)
 
     @abstractmethod
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
@@ -102,12 +119,106 @@ class GaussianHead(Head):
         self.squares = self.z * self.z
         return self.squares @ self.halves - np.float32(self.log_stds.sum() + 0.5 * len(self.log_stds) * LOG_2_PI)
 
-    def entropy_loss(self) -> float:
-        return -float(self.log_stds.sum()) - len(self.log_stds) * (0.5 + 0.5 * LOG_2_PI)
+    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
+        assert log_stds is not None
+        return np.add.reduce(log_stds + np.float32(0.5 + 0.5 * LOG_2_PI), axis=1)
 
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
         self.d_log_std[:] = d_log_prob @ self.squares - (d_log_prob.sum() + ent_coef)
         return d_log_prob[:, np.newaxis] * self.z * self.inverse_std
+
+
+class TanhGaussianHead(GaussianHead):
+    """Gaussians around the outputs, whose tanh is the action."""
+
+    distribution: TanhGaussianDistribution
+
+    def __init__(self, distribution: Distribution, log_std: nn.Parameter):
+        super().__init__(distribution, log_std)
+        self.parameter = log_std.detach().numpy()
+        self._clamp()
+
+    def _clamp(self) -> None:
+        self.log_stds = np.clip(self.parameter, *LOG_STD_RANGE)
+
+    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
+        self._clamp()
+        return super().noise(n_steps, n_envs, n_outputs)
+
+    def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        self._clamp()
+        self.outputs = outputs
+        size = np.abs(actions)
+        log_derivatives = (LOG_2 - size - np.log1p(np.exp(-2 * size))) @ (-4 * self.halves)
+        return super().log_prob(outputs, actions) - log_derivatives
+
+    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
+        with th.no_grad():
+            return self._made(outputs, log_stds).entropy().numpy()
+
+    def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
+        gradient = super().gradient(d_log_prob, 0.0)
+        if ent_coef != 0:
+            outputs = th.from_numpy(self.outputs).requires_grad_()
+            log_std = th.from_numpy(self.log_stds).requires_grad_()
+            entropy_loss = -self.distribution.proba_distribution(outputs, log_std).entropy().mean()
+            of_outputs, of_log_std = th.autograd.grad(ent_coef * entropy_loss, [outputs, log_std])
+            gradient += of_outputs.numpy()
+            self.d_log_std += of_log_std.numpy()
+        # Beyond the range only what leads back into it counts.
+        outwards = (self.parameter < LOG_STD_RANGE[0]) & (self.d_log_std > 0)
+        outwards |= (self.parameter > LOG_STD_RANGE[1]) & (self.d_log_std < 0)
+        self.d_log_std[outwards] = 0.0
+        return gradient
+
+
+class BetaHead(Head):
+    """Beta distributions, see ``BoundedBetaDistribution``: of their log densities only the digamma function is PyTorch's."""
+
+    distribution: BoundedBetaDistribution
+
+    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> list[None]:
+        return [None] * n_steps
+
+    def _excess(self, outputs: np.ndarray) -> np.ndarray:
+        """What exceeds 1 of alpha and beta, shape ``(n, 2, action_dim)``; what its derivatives need is kept."""
+        self.outputs = outputs.astype(np.float64).reshape(len(outputs), 2, -1)
+        self.softplus = np.logaddexp(0.0, self.outputs)
+        self.shrink = 1 / (1 + self.softplus.sum(axis=1, keepdims=True) / self.distribution.max_concentration)
+        self.excess = self.softplus * self.shrink
+        return self.excess
+
+    def sample(self, outputs: np.ndarray, noise: None) -> np.ndarray:
+        alpha, beta = 1 + self._excess(outputs).transpose(1, 0, 2)
+        return np.clip(np.random.beta(alpha, beta), EDGE, 1 - EDGE).astype(np.float32)
+
+    def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        x = np.clip(actions.astype(np.float64), EDGE, 1 - EDGE)
+        self.logs = np.stack([np.log(x), np.log1p(-x)], axis=1)
+        excess = self._excess(outputs)
+        # alpha and beta, and their sum
+        self.arguments = th.from_numpy(np.concatenate([1 + excess, 2 + excess.sum(axis=1, keepdims=True)], axis=1))
+        log_gammas = th.lgamma(self.arguments).numpy()
+        density = (excess * self.logs - log_gammas[:, :2]).sum(axis=1) + log_gammas[:, 2] - LOG_2
+        return density.sum(axis=1).astype(outputs.dtype)
+
+    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
+        with th.no_grad():
+            return self._made(outputs, None).entropy().numpy()
+
+    def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
+        digammas = th.digamma(self.arguments).numpy()
+        of_excess = (self.logs - digammas[:, :2] + digammas[:, 2:]) * d_log_prob[:, np.newaxis, np.newaxis]
+        if ent_coef != 0:
+            trigammas = th.polygamma(1, self.arguments).numpy()
+            sums = self.excess.sum(axis=1, keepdims=True) * trigammas[:, 2:]
+            of_excess -= (sums - self.excess * trigammas[:, :2]) * (ent_coef / len(of_excess))
+        # The excess is s / (1 + (s_alpha + s_beta) / c), where s is the softplus of the output.
+        common = (of_excess * self.excess).sum(axis=1, keepdims=True) / self.distribution.max_concentration
+        of_softplus = self.shrink * (of_excess - common)
+        # Its derivative, the logistic function
+        of_outputs = of_softplus * np.exp(self.outputs - self.softplus)
+        return of_outputs.reshape(len(of_outputs), -1).astype(d_log_prob.dtype)
 
 
 class CategoricalHead(Head):
@@ -122,18 +233,22 @@ class CategoricalHead(Head):
 
     # Arrays of shape (n_actions, batch_size): NumPy is fast along the first dimension, and slow along a short last one.
 
-    def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+    def _probabilities(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         logits = outputs.T.copy()
         logits -= np.maximum.reduce(logits)
-        self.probabilities = np.exp(logits)
-        sums = np.add.reduce(self.probabilities)
-        self.probabilities /= sums
-        self.log_probabilities = np.subtract(logits, np.log(sums), out=logits)
+        probabilities = np.exp(logits)
+        sums = np.add.reduce(probabilities)
+        probabilities /= sums
+        return probabilities, np.subtract(logits, np.log(sums), out=logits)
+
+    def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        self.probabilities, self.log_probabilities = self._probabilities(outputs)
         self.taken = (actions[:, 0].astype(np.int64), np.arange(len(actions)))
         return self.log_probabilities[self.taken]
 
-    def entropy_loss(self) -> float:
-        return float(np.vdot(self.probabilities, self.log_probabilities)) / self.probabilities.shape[1]
+    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
+        probabilities, log_probabilities = self._probabilities(outputs)
+        return -np.add.reduce(probabilities * log_probabilities)
 
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
         gradient = self.probabilities * -d_log_prob
@@ -167,7 +282,6 @@ class TorchHead(Head):
         self.outputs = th.from_numpy(outputs).requires_grad_()
         self.made = self.make(self.outputs)
         self.log_probs = self.made.log_prob(th.from_numpy(actions))
-        self.entropies = self.made.entropy()
         return self.log_probs.detach().numpy()
 
     def make(self, outputs: th.Tensor) -> Distribution:
@@ -180,22 +294,35 @@ class TorchHead(Head):
         own = () if self.log_std is None else (self.log_std,)
         return self.distribution.proba_distribution(outputs, *own)
 
-    def law(self) -> th.Tensor | None:
-        return self.made.parameters().detach() if isinstance(self.made, BoundedDistribution) else None
+    def _made(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> Any:
+        transformed = outputs if self.transform is None else self.transform(th.from_numpy(outputs)).numpy()
+        return super()._made(transformed, log_stds)
 
-    def entropy_loss(self) -> float:
-        entropies = -self.log_probs if self.entropies is None else self.entropies
-        return -entropies.mean().item()
+    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
+        with th.no_grad():
+            entropies: Any = self._made(outputs, log_stds).entropy()
+            return entropies.numpy()
 
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
         loss = self.log_probs @ th.from_numpy(d_log_prob)
         if ent_coef != 0:
-            loss = loss - ent_coef * (-self.log_probs if self.entropies is None else self.entropies).mean()
+            entropies: Any = self.made.entropy()
+            loss = loss - ent_coef * entropies.mean()
         of = [self.outputs] if self.log_std is None or not self.log_std.requires_grad else [self.outputs, self.log_std]
         gradients = th.autograd.grad(loss, of)
         if self.d_log_std is not None and len(of) > 1:
             self.d_log_std[:] = gradients[1]
         return gradients[0].numpy()
+
+
+OF_GAUSSIANS: dict[type[Distribution], type[GaussianHead]] = {
+    DiagGaussianDistribution: GaussianHead,
+    TanhGaussianDistribution: TanhGaussianHead,
+}
+OTHERS: dict[type[Distribution], type[Head]] = {
+    CategoricalDistribution: CategoricalHead,
+    BoundedBetaDistribution: BetaHead,
+}
 
 
 def make_head(distribution: Distribution, log_std: nn.Parameter | None, transform: nn.Module | None = None) -> Head:
@@ -205,8 +332,8 @@ def make_head(distribution: Distribution, log_std: nn.Parameter | None, transfor
     :param transform: What is applied to the outputs of the last layer before, if anything
     :return: The fastest that there is
     """
-    if transform is None and type(distribution) is DiagGaussianDistribution and log_std is not None:
-        return GaussianHead(distribution, log_std)
-    if transform is None and type(distribution) is CategoricalDistribution:
-        return CategoricalHead(distribution, log_std)
-    return TorchHead(distribution, log_std, transform)
+    if transform is not None:
+        return TorchHead(distribution, log_std, transform)
+    if log_std is not None and type(distribution) in OF_GAUSSIANS:
+        return OF_GAUSSIANS[type(distribution)](distribution, log_std)
+    return OTHERS.get(type(distribution), TorchHead)(distribution, log_std)

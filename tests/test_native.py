@@ -21,10 +21,11 @@ from torch import nn
 from toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEnv, make_toys
 
 from sb3_ppo_ext import PPOExt, fast_collecting, fast_policy
+from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution
 from sb3_ppo_ext.fast_collecting import _reads_estimates
 from sb3_ppo_ext.fast_policy import FastPolicy, why_not
 from sb3_ppo_ext.fast_update import FastAdam, mean_of_each, normalize_each
-from sb3_ppo_ext.heads import make_head
+from sb3_ppo_ext.heads import TorchHead, make_head
 
 _mlp = pytest.importorskip("sb3_ppo_ext._mlp", reason="the extension module was not built")
 
@@ -165,49 +166,78 @@ def test_gae(n_envs):
 # Gradients by hand
 
 
-@pytest.mark.parametrize("ent_coef", [0.0, 0.3])
-@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
-def test_heads(kind, ent_coef):
-    """Their gradients are those of autograd in double precision."""
-    th.manual_seed(0)
-    outputs, d_log_prob = th.randn(5, 3, dtype=th.float64), th.randn(5, dtype=th.float64)
-    if kind == "gaussian":
-        log_std, actions = nn.Parameter(th.randn(3, dtype=th.float64)), th.randn(5, 3, dtype=th.float64)
-        distribution, own = DiagGaussianDistribution(3), (log_std,)
-    else:
-        log_std, actions = None, th.tensor([[0.0], [2.0], [1.0], [1.0], [0.0]])
-        distribution, own = CategoricalDistribution(3), ()
+def make_law(kind, dtype=th.float64):
+    """SB3's or our distribution, its `log_std`, its head, and latents that it could have sampled."""
+    log_std = {
+        "gaussian": nn.Parameter(th.tensor([0.3, -1.0, 0.5], dtype=dtype)),
+        "squashed": nn.Parameter(th.tensor([0.3, -1.0, 0.5], dtype=dtype)),
+        "squashed, out of range": nn.Parameter(th.tensor([-6.0, 2.5, -5.0], dtype=dtype)),
+    }.get(kind)
+    distribution = {
+        "gaussian": lambda: DiagGaussianDistribution(3),
+        "categorical": lambda: CategoricalDistribution(4),
+        "beta": lambda: BoundedBetaDistribution(2),
+    }.get(kind, lambda: TanhGaussianDistribution(3))()
     head = make_head(distribution, log_std)
-    assert type(head).__name__ == f"{kind.capitalize()}Head"
-    log_prob = head.log_prob(outputs.numpy(), actions.numpy())
+    assert not isinstance(head, TorchHead)
+    return distribution, log_std, head
+
+
+LAWS = ["gaussian", "categorical", "squashed", "squashed, out of range", "beta"]
+
+
+@pytest.mark.parametrize("ent_coef", [0.0, 0.3])
+@pytest.mark.parametrize("kind", LAWS)
+def test_heads(kind, ent_coef):
+    """Log probabilities, entropies and gradients are those of autograd in double precision."""
+    th.manual_seed(0)
+    distribution, log_std, head = make_law(kind)
+    own = () if log_std is None else (log_std,)
+    outputs = 3 * th.randn(5, 4 if log_std is None else 3, dtype=th.float64)
+    d_log_prob = th.randn(5, dtype=th.float64)
+    actions = distribution.proba_distribution(outputs, *own).sample().double().detach()
+    stored = actions.unsqueeze(1) if kind == "categorical" else actions
+    log_prob = head.log_prob(outputs.numpy(), stored.numpy())
     gradient = head.gradient(d_log_prob.numpy(), ent_coef)
 
-    outputs.requires_grad_()
-    made = distribution.proba_distribution(outputs, *own)
-    expected = made.log_prob(actions if kind == "gaussian" else actions.flatten())
+    leaf = outputs.clone().requires_grad_()
+    made = distribution.proba_distribution(leaf, *own)
+    expected = made.log_prob(actions)
     np.testing.assert_allclose(log_prob, expected.detach().numpy(), rtol=1e-6)
-    entropy_loss = -made.entropy().mean()
-    assert head.entropy_loss() == pytest.approx(entropy_loss.item(), rel=1e-6)
-    (expected @ d_log_prob + ent_coef * entropy_loss).backward()
-    np.testing.assert_allclose(gradient, outputs.grad.numpy(), rtol=1e-8, atol=1e-8)
+    entropies = made.entropy()
+    log_stds = None if log_std is None else np.repeat(log_std.detach().numpy()[np.newaxis], 5, axis=0)
+    np.testing.assert_allclose(head.entropies(outputs.numpy(), log_stds), entropies.detach().numpy(), rtol=1e-6)
+    (expected @ d_log_prob - ent_coef * entropies.mean()).backward()
+    np.testing.assert_allclose(gradient, leaf.grad.numpy(), rtol=1e-8, atol=1e-8)
     if log_std is not None:
-        np.testing.assert_allclose(head.d_log_std, log_std.grad.numpy(), rtol=1e-8)
+        np.testing.assert_allclose(head.d_log_std, log_std.grad.numpy(), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
+@pytest.mark.parametrize("kind", [kind for kind in LAWS if kind != "categorical"])
 def test_samples(kind):
-    """Follow the distribution."""
+    """Follow the distribution: Kolmogorov's and Smirnov's distance to as many samples of PyTorch's."""
+    n, outputs = 20000, np.float32([[0.5, -1.0, 2.0, 0.0]])
+    np.random.seed(0)
     th.manual_seed(0)
-    outputs = np.float32([[0.5, -1.0, 2.0]])
-    log_std = nn.Parameter(th.tensor([0.0, -1.0, 0.5])) if kind == "gaussian" else None
-    head = make_head(DiagGaussianDistribution(3) if kind == "gaussian" else CategoricalDistribution(3), log_std)
-    samples = np.concatenate([head.sample(outputs, noise) for noise in head.noise(20000, 1, 3)])
-    if kind == "gaussian":
-        np.testing.assert_allclose(samples.mean(0), outputs[0], atol=0.05)
-        np.testing.assert_allclose(samples.std(0), np.exp([0.0, -1.0, 0.5]), rtol=0.03)
-    else:
-        expected = np.exp(outputs[0]) / np.exp(outputs[0]).sum()
-        np.testing.assert_allclose(np.bincount(samples) / len(samples), expected, atol=0.01)
+    distribution, log_std, head = make_law(kind, th.float32)
+    outputs = outputs[:, : 4 if log_std is None else 3]
+    samples = np.concatenate([head.sample(outputs, noise) for noise in head.noise(n, 1, outputs.shape[1])])
+    own = () if log_std is None else (log_std.detach(),)
+    expected = distribution.proba_distribution(th.from_numpy(outputs).expand(n, -1), *own).sample().numpy()
+    for ours, theirs in zip(samples.T, expected.T, strict=True):
+        both = np.sort(np.concatenate([ours, theirs]))
+        shares = [np.searchsorted(np.sort(part), both, side="right") / n for part in (ours, theirs)]
+        # Exceeded once in a thousand
+        assert np.abs(shares[0] - shares[1]).max() < 1.95 * np.sqrt(2 / n)
+
+
+def test_samples_of_categories():
+    """Are as frequent as they should be."""
+    th.manual_seed(0)
+    outputs = np.float32([[0.5, -1.0, 2.0, 0.0]])
+    head = make_law("categorical")[2]
+    samples = np.concatenate([head.sample(outputs, noise) for noise in head.noise(20000, 1, 4)])
+    np.testing.assert_allclose(np.bincount(samples) / 20000, th.from_numpy(outputs[0]).softmax(0).numpy(), atol=0.01)
 
 
 def test_normalize_each():
