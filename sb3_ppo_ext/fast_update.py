@@ -98,7 +98,6 @@ class FastUpdate(Update):
         self.by_hand = self.adam is not None and not (
             model.surrogate != "clip"
             or model.dual_clip is not None
-            or model.clip_range_vf is not None
             or model.kl_coef > 0
             or model.bounds_coef > 0
             or model.accumulate_grad > 1
@@ -152,7 +151,7 @@ class FastUpdate(Update):
         return _Rollout(
             self.fast.features(buffer.observations),
             buffer.actions.astype(np.float32, copy=False),
-            *(array.ravel() for array in (buffer.log_probs, buffer.advantages, buffer.returns)),
+            *(array.ravel() for array in (buffer.values, buffer.log_probs, buffer.advantages, buffer.returns)),
         )
 
     def _epoch(self, epoch: int) -> bool:
@@ -220,8 +219,8 @@ class FastUpdate(Update):
         np.minimum(gain, limited, out=m.objectives[part])
         # Where the clipped one is less, it is constant.
         d_log_prob = gain * (gain <= limited) * np.float32(-1 / size)
-        error = np.subtract(critic(features).ravel(), samples.returns[part], out=m.errors[part])
-        d_values = error * np.float32(2 * self.model.vf_coef / size)
+        m.errors[part], d_errors = self._value_errors(critic(features).ravel(), samples.values[part], samples.returns[part])
+        d_values = d_errors * np.float32(2 * self.model.vf_coef / size)
         if m.log_stds is not None:
             # Before the step changes them
             m.log_stds[m.n_evaluated] = self.log_std
@@ -230,6 +229,19 @@ class FastUpdate(Update):
         actor.network.backward(self.head.gradient(d_log_prob, self.ent_coef), False)
         critic.network.backward(d_values, False)
         m.n_evaluated += 1
+
+    def _value_errors(self, values: np.ndarray, old_values: np.ndarray, returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whose squares the value loss averages, and half the derivatives of these squares."""
+        errors, limit = values - returns, self.clip_range_vf
+        if limit is None:
+            return errors, errors
+        moved = values - old_values
+        clipped = old_values + np.minimum(np.maximum(moved, -limit), limit) - returns
+        derivatives = clipped * (np.abs(moved) <= limit)
+        if self.model.vf_clip_mode == "clip":
+            return clipped, derivatives
+        worse = np.abs(errors) >= np.abs(clipped)
+        return np.where(worse, errors, clipped), np.where(worse, errors, derivatives)
 
     def _show_gradients(self) -> None:
         for parameter, gradient in self.fast.parameters():
@@ -241,6 +253,7 @@ class _Rollout(NamedTuple):
 
     features: np.ndarray
     actions: np.ndarray
+    values: np.ndarray
     log_probs: np.ndarray
     advantages: np.ndarray
     returns: np.ndarray

@@ -304,6 +304,8 @@ UPDATES = {
     "entropy": dict(ent_coef=0.1),
     "no normalisation": dict(normalize_advantage=False, vf_coef=0.9, max_grad_norm=0.1),
     "stopped by the KL divergence": dict(target_kl=1e-4, learning_rate=1e-2),
+    "values are clipped": dict(clip_range_vf=0.01, learning_rate=1e-3),
+    "values are clipped, the worse counts": dict(clip_range_vf=0.01, vf_clip_mode="max", learning_rate=1e-3),
     "much is clipped": dict(clip_range=0.001, learning_rate=1e-3),
     "networks": dict(policy_kwargs=dict(net_arch=dict(pi=[8], vf=[16, 17]), activation_fn=nn.ReLU)),
     "no hidden layers": dict(policy_kwargs=dict(net_arch=[])),
