@@ -17,6 +17,7 @@ STUDIES = Path(__file__).parents[1] / "scripts" / "studies"
         ("reward_scale", 10240, []),
         ("bounds", 20480, []),
         ("adaptive_lr", 8192, []),
+        ("backends", 4096, []),
         # The others take longer, and LunarLander needs Box2D, which the tests do without.
         ("action_laws", 1024, ["--tasks", "Pendulum-v1", "MountainCarContinuous-v0", "BangBang"]),
     ],
@@ -33,4 +34,11 @@ def test_study(name, timesteps, tasks, tmp_path):
 
 def test_every_study_is_tested():
     """But for what they share."""
-    assert {path.stem for path in STUDIES.glob("*.py")} == {"reward_scale", "bounds", "adaptive_lr", "action_laws", "common"}
+    assert {path.stem for path in STUDIES.glob("*.py")} == {
+        "reward_scale",
+        "bounds",
+        "adaptive_lr",
+        "action_laws",
+        "backends",
+        "common",
+    }

@@ -193,7 +193,8 @@ def run(job: Job) -> list[Row]:
         task, make_envs(name, task.n_episodes, EVALUATION_SEED, frozen), every=math.ceil(n_updates / N_EVALUATIONS)
     )
     env = make_envs(name, n_envs, job.seed, normalize)
-    PPOExt(env=env, device="cpu", seed=job.seed, stats_window_size=20, **entry).learn(job.timesteps, callback=callback)
+    model = PPOExt(env=env, device="cpu", backend="eager", seed=job.seed, stats_window_size=20, **entry)
+    model.learn(job.timesteps, callback=callback)
     return callback.rows
 
 

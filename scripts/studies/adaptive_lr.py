@@ -45,6 +45,7 @@ def run(job: Job) -> list[Row]:
         gamma=0.9,
         stats_window_size=20,
         device="cpu",
+        backend="eager",
         seed=job.seed,
         adaptive_lr_kl=VARIANTS[job.settings["rate"]],
     )

@@ -87,6 +87,7 @@ def run(job: Job) -> list[Row]:
         gamma=0.9,
         stats_window_size=2 * N_ENVS,  # those of one rollout
         device="cpu",
+        backend="eager",
         seed=job.seed,
         bounds_coef=job.settings["bounds_coef"],
     )

@@ -95,6 +95,7 @@ def run(job: Job) -> list[Row]:
         n_epochs=3,
         gamma=0.95,
         device="cpu",
+        backend="eager",
         seed=job.seed,
         **VARIANTS[job.settings["advantage_norm"]],
     )

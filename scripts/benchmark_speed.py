@@ -1,0 +1,385 @@
+"""
+How fast PPOExt trains, as a multiple of SB3's PPO: the same hyperparameters and environments, one thread, taken in turns.
+
+Machines change their speed from second to second, so that nothing but ratios of runs that are close in time means anything:
+the contenders take turns in random order, each for a second or so, between two runs of a fixed piece of work, which tells how
+fast the machine is at the time. Printed is the median of the ratios of all rounds, with its 95 % confidence interval
+(bootstrap). SBX takes part if it is installed (`pip install sbx-rl`).
+
+Run it: python scripts/benchmark_speed.py (about 15 minutes; `--parts`, `--rounds`)
+It writes docs/performance/benchmark.json and benchmark.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import gymnasium as gym
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor
+from torch import nn
+
+from sb3_ppo_ext import LeanDummyVecEnv, PPOExt, VectorEnvAdapter
+
+OUT = Path(__file__).parents[1] / "docs" / "performance"
+PARTS = ("main", "policies", "growth", "startup")
+
+
+class Frames(gym.Env):
+    """Random images of 84 x 84, as quickly as can be."""
+
+    observation_space = spaces.Box(0, 255, (84, 84, 1), np.uint8)
+    action_space = spaces.Discrete(4)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.frames = self.np_random.integers(256, size=(16, 84, 84, 1), dtype=np.uint8)
+        self.t = 0
+        return self.frames[0], {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.t += 1
+        return self.frames[self.t % 16], float(action), False, self.t >= 100, {}
+
+
+class AsDict(gym.ObservationWrapper):
+    """The observation in two parts."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        box = env.observation_space
+        assert isinstance(box, spaces.Box)
+        parts = {"first": slice(1), "rest": slice(1, None)}
+        self.parts = parts
+        self.observation_space = spaces.Dict({k: spaces.Box(box.low[s], box.high[s]) for k, s in parts.items()})
+
+    def observation(self, observation: np.ndarray) -> dict[str, np.ndarray]:
+        return {key: observation[part] for key, part in self.parts.items()}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained: an environment, how many of it, the hyperparameters, and how many steps a turn takes."""
+
+    env: Any
+    n_envs: int
+    steps: int
+    policy: str = "MlpPolicy"
+    wrapper: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make_env(self, vec_env_cls: type[DummyVecEnv] = DummyVecEnv) -> VecEnv:
+        return make_vec_env(self.env, self.n_envs, seed=0, vec_env_cls=vec_env_cls, wrapper_class=self.wrapper)
+
+
+A = dict(n_steps=32, batch_size=256, n_epochs=20, gamma=0.98, gae_lambda=0.8, learning_rate=1e-3)
+B = dict(n_steps=1024, batch_size=64, n_epochs=10, gamma=0.9, learning_rate=1e-3)
+C = dict(n_steps=2048, batch_size=64, n_epochs=10)
+D = dict(n_steps=128, batch_size=2048, n_epochs=4)
+WIDE = dict(policy_kwargs=dict(net_arch=[256, 256]))
+MAIN = {
+    "a": Setting("CartPole-v1", 8, 4096, options=A),
+    "b": Setting("Pendulum-v1", 4, 4096, options=B),
+    "c": Setting("HalfCheetah-v5", 1, 2048, options=C),
+    "d": Setting("CartPole-v1", 64, 16384, options=D),
+}
+POLICIES: dict[str, tuple[Setting, dict[str, Any]]] = {
+    "Beta": (Setting("Pendulum-v1", 4, 4096, options=B), dict(action_dist="beta")),
+    "squashed Gaussian": (Setting("Pendulum-v1", 4, 4096, options=B), dict(action_dist="squashed_gaussian")),
+    "gSDE": (Setting("Pendulum-v1", 4, 4096, options={**B, "use_sde": True}), {}),
+    "256-256, a": (Setting("CartPole-v1", 8, 2048, options={**A, **WIDE}), {}),
+    "256-256, b": (Setting("Pendulum-v1", 4, 4096, options={**B, **WIDE}), {}),
+    "256-256, c": (Setting("HalfCheetah-v5", 1, 2048, options={**C, **WIDE}), {}),
+    "Dict": (Setting("Pendulum-v1", 4, 4096, "MultiInputPolicy", AsDict, B), {}),
+    "CNN": (Setting(Frames, 8, 512, "CnnPolicy", options=dict(n_steps=64, batch_size=256, n_epochs=4)), {}),
+    "all terms": (
+        Setting("Pendulum-v1", 4, 4096, options=B),
+        dict(bounds_coef=0.01, kl_coef=0.1, dual_clip=3.0, clip_range_vf=0.2),
+    ),
+}
+
+
+def growing(n_envs: int) -> Setting:
+    return Setting("CartPole-v1", n_envs, 4096, options=dict(n_steps=2048 // n_envs, batch_size=256, n_epochs=4))
+
+
+# Contenders: functions that train for one turn
+
+
+def trainer(algorithm: type, setting: Setting, env: VecEnv, **options: Any) -> Callable[[], None]:
+    model = algorithm(setting.policy, env, seed=0, device="cpu", **{**setting.options, **options})
+    return lambda: model.learn(setting.steps, reset_num_timesteps=False)
+
+
+def sbx_trainer(setting: Setting) -> Callable[[], None] | None:
+    try:
+        from sbx import PPO as SBX  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        print("SBX is not installed, and left out (pip install sbx-rl)")
+        return None
+    model = SBX(setting.policy, setting.make_env(), seed=0, **setting.options)
+    return lambda: model.learn(setting.steps, reset_num_timesteps=False)
+
+
+def main_contenders(name: str, setting: Setting) -> dict[str, Callable[[], None] | None]:
+    contenders = {
+        "SB3": trainer(PPO, setting, setting.make_env()),
+        "SBX": sbx_trainer(setting),
+        "CleanRL style": CleanRLStyle(setting).turn,
+        "eager": trainer(PPOExt, setting, setting.make_env(), backend="eager"),
+        "PPOExt": trainer(PPOExt, setting, setting.make_env()),
+        "PPOExt, LeanDummyVecEnv": trainer(PPOExt, setting, setting.make_env(LeanDummyVecEnv)),
+    }
+    if name == "d":
+        venv = gym.make_vec(setting.env, num_envs=setting.n_envs, vectorization_mode="vector_entry_point")
+        contenders["PPOExt, VectorEnvAdapter"] = trainer(PPOExt, setting, VecMonitor(VectorEnvAdapter(venv)))
+    return contenders
+
+
+class CleanRLStyle:
+    """PPO in one piece, with torch's distributions and no class in between, as single-file implementations have it."""
+
+    def __init__(self, setting: Setting):
+        self.o = dict(gamma=0.99, gae_lambda=0.95, learning_rate=3e-4) | setting.options
+        self.setting, self.envs = setting, setting.make_env()
+        space = self.envs.action_space
+        self.discrete = isinstance(space, spaces.Discrete)
+        sizes: Any = (self.envs.observation_space.shape, space.n if isinstance(space, spaces.Discrete) else space.shape)
+        n_in, n_out = sizes[0][0], sizes[1] if self.discrete else sizes[1][0]
+
+        def net(n: int) -> nn.Module:
+            return nn.Sequential(nn.Linear(n_in, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n))
+
+        self.actor, self.critic, self.log_std = net(n_out), net(1), nn.Parameter(th.zeros(n_out))
+        parameters = [*self.actor.parameters(), *self.critic.parameters(), *([] if self.discrete else [self.log_std])]
+        self.parameters = parameters
+        self.optimizer = th.optim.Adam(parameters, lr=self.o["learning_rate"], eps=1e-5)
+        self.obs, self.done = th.as_tensor(self.envs.reset(), dtype=th.float32), th.zeros(setting.n_envs)
+
+    def law(self, obs: th.Tensor) -> Any:
+        if self.discrete:
+            return th.distributions.Categorical(logits=self.actor(obs))
+        return th.distributions.Independent(th.distributions.Normal(self.actor(obs), self.log_std.exp()), 1)
+
+    def turn(self) -> None:
+        per_rollout = self.o["n_steps"] * self.setting.n_envs
+        for _ in range(-(-self.setting.steps // per_rollout)):
+            self.update(*self.collect())
+
+    def collect(self) -> tuple[th.Tensor, ...]:
+        n = self.o["n_steps"]
+        rows: list[tuple[th.Tensor, ...]] = []
+        for _ in range(n):
+            with th.no_grad():
+                law = self.law(self.obs)
+                action = law.sample()
+                values, log_probs = self.critic(self.obs).flatten(), law.log_prob(action)
+            space = self.envs.action_space
+            clipped = action.numpy() if self.discrete else np.clip(action.numpy(), space.low, space.high)  # type: ignore[attr-defined]
+            new_obs, rewards, dones, _ = self.envs.step(clipped)
+            rows.append((self.obs, action, log_probs, values, th.as_tensor(rewards), self.done))
+            self.obs, self.done = th.as_tensor(new_obs, dtype=th.float32), th.as_tensor(dones).float()
+        obs, actions, log_probs, values, rewards, dones = (th.stack(column) for column in zip(*rows, strict=True))
+        with th.no_grad():
+            next_values, next_done = self.critic(self.obs).flatten(), self.done
+        advantages, last = th.zeros_like(rewards), th.zeros(self.setting.n_envs)
+        for t in reversed(range(n)):
+            delta = rewards[t] + self.o["gamma"] * next_values * (1 - next_done) - values[t]
+            last = advantages[t] = delta + self.o["gamma"] * self.o["gae_lambda"] * (1 - next_done) * last
+            next_values, next_done = values[t], dones[t]
+        return tuple(x.flatten(0, 1) for x in (obs, actions, log_probs, advantages, advantages + values))
+
+    def update(self, obs: th.Tensor, actions: th.Tensor, log_probs: th.Tensor, advs: th.Tensor, returns: th.Tensor) -> None:
+        for _ in range(self.o["n_epochs"]):
+            for index in th.randperm(len(obs)).split(self.o["batch_size"]):
+                law = self.law(obs[index])
+                ratio = (law.log_prob(actions[index]) - log_probs[index]).exp()
+                adv = (advs[index] - advs[index].mean()) / (advs[index].std() + 1e-8)
+                policy_loss = th.max(-adv * ratio, -adv * ratio.clamp(0.8, 1.2)).mean()
+                value_loss = 0.5 * (self.critic(obs[index]).flatten() - returns[index]).square().mean()
+                self.optimizer.zero_grad()
+                (policy_loss + value_loss).backward()
+                nn.utils.clip_grad_norm_(self.parameters, 0.5)
+                self.optimizer.step()
+
+
+# Measuring
+
+
+def calibrate() -> float:
+    """Seconds that a fixed piece of work takes: interpreted code and small matrix products, as in training."""
+    a = np.ones((64, 64), np.float32)
+    start = time.perf_counter()
+    for _ in range(400):
+        a = np.tanh(a @ a)
+        sum(range(100))
+    return time.perf_counter() - start
+
+
+def take_turns(contenders: Mapping[str, Callable[[], None] | None], rounds: int) -> dict[str, list[float]]:
+    """Of each contender, for each round, the time of a turn in units of the calibration around it."""
+    present = {name: turn for name, turn in contenders.items() if turn is not None}
+    for turn in present.values():
+        turn()
+    times: dict[str, list[float]] = {name: [] for name in present}
+    for _ in range(rounds):
+        for name in np.random.permutation(list(present)):
+            before, start = calibrate(), time.perf_counter()
+            present[name]()
+            taken = time.perf_counter() - start
+            times[name].append(taken / (before + calibrate()) * 2)
+    return times
+
+
+def ratios(times: dict[str, list[float]], reference: str = "SB3") -> dict[str, dict[str, Any]]:
+    """Of each contender: how many times as fast as the reference, and between what it probably lies."""
+    rng, summary = np.random.default_rng(0), {}
+    for name in times:
+        if name != reference:
+            each = np.array(times[reference]) / np.array(times[name])
+            medians = np.median(rng.choice(each, (2000, len(each))), axis=1)
+            low, high = np.quantile(medians, [0.025, 0.975])
+            summary[name] = dict(ratio=float(np.median(each)), low=float(low), high=float(high), rounds=each.tolist())
+    return summary
+
+
+def measure(parts: list[str], rounds: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    if "main" in parts:
+        for name, setting in MAIN.items():
+            yield "main", name, ratios(take_turns(main_contenders(name, setting), rounds))
+    if "policies" in parts:
+        for name, (setting, options) in POLICIES.items():
+            contenders = {
+                "SB3": trainer(PPO, setting, setting.make_env()),
+                "PPOExt": trainer(PPOExt, setting, setting.make_env(), **options),
+            }
+            yield "policies", name, ratios(take_turns(contenders, rounds))
+    if "growth" in parts:
+        for n_envs in (1, 8, 64, 256):
+            setting = growing(n_envs)
+            contenders = {
+                "SB3": trainer(PPO, setting, setting.make_env()),
+                "PPOExt": trainer(PPOExt, setting, setting.make_env()),
+                "PPOExt, LeanDummyVecEnv": trainer(PPOExt, setting, setting.make_env(LeanDummyVecEnv)),
+            }
+            yield "growth", f"{n_envs} environments", ratios(take_turns(contenders, rounds))
+    if "startup" in parts:
+        yield "startup", "seconds, kB", startup()
+
+
+# Each in a process of its own, `%s` being the algorithm
+IMPORT = "import time; t = time.perf_counter(); import %s; print(time.perf_counter() - t)"
+FIRST_UPDATE = """
+import time, torch; torch.set_num_threads(1)
+from {module} import {name}; from stable_baselines3.common.env_util import make_vec_env
+model = {name}("MlpPolicy", make_vec_env("CartPole-v1", 8), n_steps=32, batch_size=256, device="cpu")
+t = time.perf_counter(); model.learn(256); print(time.perf_counter() - t)
+"""
+MEMORY = r"""
+import re, torch; torch.set_num_threads(1)
+from {module} import {name}; from stable_baselines3.common.env_util import make_vec_env
+model = {name}("MlpPolicy", make_vec_env("{env}", {n_envs}), device="cpu", **{options}).learn({steps})
+print(re.search(r"VmHWM:\s*(\d+)", open("/proc/self/status").read())[1])
+"""
+
+
+def startup(repeats: int = 5) -> dict[str, Any]:
+    """Medians over fresh processes, in turns."""
+    algorithms = {"SB3": ("stable_baselines3", "PPO"), "PPOExt": ("sb3_ppo_ext", "PPOExt")}
+    found: dict[str, dict[str, list[float]]] = {}
+    for _ in range(repeats):
+        for label, (module, name) in algorithms.items():
+            kwargs = dict(module=module, name=name)
+            scripts = {"import": IMPORT % module, "first update": FIRST_UPDATE.format(**kwargs)}
+            for setting, s in MAIN.items():
+                scripts[f"memory, {setting}"] = MEMORY.format(
+                    env=s.env, n_envs=s.n_envs, options=s.options, steps=s.steps, **kwargs
+                )
+            for what, script in scripts.items():
+                printed = subprocess.run(
+                    [sys.executable, "-W", "ignore", "-c", script], capture_output=True, check=True
+                ).stdout
+                found.setdefault(what, {}).setdefault(label, []).append(float(printed.split()[-1]))
+    return {what: {label: float(np.median(values)) for label, values in of.items()} for what, of in found.items()}
+
+
+# Report
+
+
+def show(part: str, name: str, results: dict[str, Any]) -> None:
+    print(f"\n{part}, {name}", flush=True)
+    for contender, result in results.items():
+        if part == "startup":
+            print(f"  {contender}: " + ", ".join(f"{label} {value:.3g}" for label, value in result.items()))
+        else:
+            print(f"  {contender}: {result['ratio']:.2f} ({result['low']:.2f} to {result['high']:.2f})", flush=True)
+
+
+def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    parts = [part for part in results if part != "startup"]
+    figure, axes = plt.subplots(1, len(parts), figsize=(6 * len(parts), 5), squeeze=False, layout="constrained")
+    for ax, part in zip(axes[0], parts, strict=True):
+        contenders = list(dict.fromkeys(name for result in results[part].values() for name in result))
+        height = 0.8 / len(contenders)
+        for i, contender in enumerate(contenders):
+            rows = [(y, result[contender]) for y, result in enumerate(results[part].values()) if contender in result]
+            values = np.array([[r["ratio"], r["low"], r["high"]] for _, r in rows])
+            errors = np.abs(values[:, 1:] - values[:, :1]).T
+            ax.barh([y + i * height for y, _ in rows], values[:, 0], height, xerr=errors, label=contender)
+        ax.set_yticks([y + 0.4 - height / 2 for y in range(len(results[part]))], list(results[part]))
+        ax.invert_yaxis()
+        ax.axvline(1, color="0.3", lw=1)
+        ax.set(xlabel="times as fast as SB3's PPO", title=part)
+        ax.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each contender (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder (default: docs/performance)")
+    arguments = parser.parse_args()
+    th.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / "benchmark.json"
+    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    for part in arguments.parts:
+        results.pop(part, None)
+    for part, name, result in measure(arguments.parts, arguments.rounds):
+        show(part, name, result)
+        results.setdefault(part, {})[name] = result
+    machine = dict(
+        processor=platform.processor() or platform.machine(), python=platform.python_version(), torch=th.__version__
+    )
+    results = {part: results[part] for part in PARTS if part in results}
+    path.write_text(json.dumps(dict(machine=machine, results=results), indent=1) + "\n")
+    if any(part != "startup" for part in results):
+        plot(results, arguments.out / "benchmark.png")
+
+
+if __name__ == "__main__":
+    main()
