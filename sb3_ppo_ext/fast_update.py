@@ -11,10 +11,11 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
-from sb3_ppo_ext.buffers import shuffled
+from sb3_ppo_ext.buffers import Minibatch, shuffled
 from sb3_ppo_ext.fast_policy import FastPolicy, _mlp
 from sb3_ppo_ext.guards import refuse_gradient
 from sb3_ppo_ext.heads import Head, TorchHead
+from sb3_ppo_ext.losses import SPO_MIN_RANGE
 from sb3_ppo_ext.metrics import Metrics
 from sb3_ppo_ext.update import Update
 
@@ -81,8 +82,8 @@ class FastUpdate(Update):
     """
     An update whose networks are a :class:`FastPolicy`'s.
 
-    The loss of PPO itself is differentiated by hand here, all of its further terms and variants by PyTorch's autograd, which
-    sees no more of the networks than their outputs.
+    The losses of actor and critic are differentiated by hand here, all further terms by PyTorch's autograd, which sees no more
+    of the networks than their outputs; so it is with everything where gradients are accumulated, or another optimiser steps.
 
     :param model: A ``PPOExt`` with a full rollout buffer
     :param fast: Its policy
@@ -95,13 +96,9 @@ class FastUpdate(Update):
         # Of an actor at rest the optimiser must leave out some parameters.
         takes = model.max_clip_fraction is None and FastAdam.takes(optimizer)
         self.adam = FastAdam(optimizer, fast) if takes else None
-        self.by_hand = self.adam is not None and not (
-            model.surrogate != "clip"
-            or model.dual_clip is not None
-            or model.kl_coef > 0
-            or model.bounds_coef > 0
-            or model.accumulate_grad > 1
-        )
+        self.by_hand = self.adam is not None and model.accumulate_grad == 1
+        self.minibatches: _Minibatches | None = None
+        self.has_further_terms = model.kl_coef > 0 or model.bounds_coef > 0
         self.log_std = None if self.head.log_std is None else self.head.log_std.detach().numpy()
         self.torch_head = TorchHead(self.head.distribution, self.head.log_std, getattr(self.head, "transform", None))
 
@@ -113,7 +110,7 @@ class FastUpdate(Update):
                 self.adam.close()
 
     def _at_end(self) -> None:
-        if self.by_hand:
+        if self.minibatches is not None:
             self.minibatches.report_last(self.metrics)
 
     # The networks, for a loss that autograd differentiates
@@ -155,7 +152,7 @@ class FastUpdate(Update):
         )
 
     def _epoch(self, epoch: int) -> bool:
-        if not self.by_hand:
+        if not self.by_hand or (self.model.kl_coef > 0 and self.old_distribution is None):
             return super()._epoch(epoch)
         self.minibatches = minibatches = self._draw()
         go_on = all(self._fast_step(minibatches, part, epoch) for part in minibatches.parts())
@@ -172,7 +169,7 @@ class FastUpdate(Update):
         samples = _Rollout(*(array.take(order, axis=0) for array in rollout))
         if self._normalizes_minibatches():
             samples = samples._replace(advantages=normalize_each(samples.advantages, sizes))
-        return _Minibatches(samples, sizes, weights, self.head, self.fast.actor.n_outputs)
+        return _Minibatches(order, samples, sizes, weights, self.head, self.fast.actor.n_outputs)
 
     def _draw_places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Of the samples in the rollout, the sizes of the minibatches, and the weights of the samples."""
@@ -187,7 +184,7 @@ class FastUpdate(Update):
         """
         :return: False if ``target_kl`` ends the update, and the step was not made
         """
-        model, adam = self.model, self.adam
+        model, adam, before = self.model, self.adam, self.metrics.lengths()
         assert adam is not None
         self._differentiate(minibatches, part)
         if model.target_kl is not None and self._is_past_target_kl(minibatches.approximate_kl(part), epoch):
@@ -198,9 +195,11 @@ class FastUpdate(Update):
             adam.step(min(model.max_grad_norm / (norm + 1e-6), 1.0))
         elif model.bad_gradients == "raise":
             self._show_gradients()
-            refuse_gradient(self.policy, minibatches.terms(part), epoch, model.num_timesteps)
+            further = {name: self.metrics.bad_since(before, name) for name in ("kl", "bounds_loss") if self.metrics[name]}
+            refuse_gradient(self.policy, minibatches.terms(part) | further, epoch, model.num_timesteps)
         else:
             model.n_skipped_updates += 1
+            self.metrics.forget_since(before)
             minibatches.skip()
         return True
 
@@ -214,11 +213,8 @@ class FastUpdate(Update):
         log_prob = self.head.log_prob(outputs, samples.actions[part])
         log_ratio = np.subtract(log_prob, samples.log_probs[part], out=m.log_ratios[part])
         ratio = np.exp(log_ratio, out=m.ratios[part])
-        gain = advantages * ratio
-        limited = advantages * np.minimum(np.maximum(ratio, 1 - self.clip_range), 1 + self.clip_range)
-        np.minimum(gain, limited, out=m.objectives[part])
-        # Where the clipped one is less, it is constant.
-        d_log_prob = gain * (gain <= limited) * np.float32(-1 / size)
+        m.objectives[part], d_log_prob = self._objectives(advantages, ratio)
+        d_log_prob *= np.float32(-1 / size)
         m.errors[part], d_errors = self._value_errors(critic(features).ravel(), samples.values[part], samples.returns[part])
         d_values = d_errors * np.float32(2 * self.model.vf_coef / size)
         if m.log_stds is not None:
@@ -226,9 +222,48 @@ class FastUpdate(Update):
             m.log_stds[m.n_evaluated] = self.log_std
         if m.weights is not None:
             d_log_prob, d_values = d_log_prob * m.weights[part], d_values * m.weights[part]
-        actor.network.backward(self.head.gradient(d_log_prob, self.ent_coef), False)
+        d_outputs = self.head.gradient(d_log_prob, self.ent_coef)
+        if self.has_further_terms:
+            m.further[m.n_evaluated] = self._add_further_gradients(outputs, m.order[part], d_outputs)
+        actor.network.backward(d_outputs, False)
         critic.network.backward(d_values, False)
         m.n_evaluated += 1
+
+    def _objectives(self, advantages: np.ndarray, ratio: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What the policy loss averages, and its derivatives by the log probabilities."""
+        gain, c, dual_clip = advantages * ratio, self.clip_range, self.model.dual_clip
+        if self.model.surrogate == "spo":
+            slope = np.abs(advantages) / max(c, SPO_MIN_RANGE) * (ratio - 1)
+            return gain - slope * (ratio - 1) / 2, gain - slope * ratio
+        limited = advantages * np.minimum(np.maximum(ratio, 1 - c), 1 + c)
+        # Where the clipped one is less, it is constant; the product lets what is not finite through.
+        objectives, derivatives = np.minimum(gain, limited), gain * (gain <= limited)
+        if dual_clip is not None:
+            bounded = (advantages < 0) & (objectives < dual_clip * advantages)
+            objectives = np.where(bounded, dual_clip * advantages, objectives)
+            derivatives *= ~bounded
+        return objectives, derivatives
+
+    def _add_further_gradients(self, outputs: np.ndarray, indices: np.ndarray, d_outputs: np.ndarray) -> float:
+        """
+        Those of what SB3's loss has not, to ``d_outputs`` and to that of ``log_std``.
+
+        :return: What it adds to the loss
+        """
+        leaf = th.from_numpy(outputs).requires_grad_()
+        self.torch_head.make(leaf)
+        no_data: Any = None
+        # Of the ratio, whose place the leaf takes, they ask whether it has a gradient: the KL divergence is the exact one.
+        terms = self._further_terms(Minibatch(no_data, indices=indices), leaf, leaf)
+        loss = sum((coefficient * term for coefficient, term in terms), th.zeros(()))
+        log_std = self.head.log_std
+        of = [leaf] if log_std is None or not log_std.requires_grad else [leaf, log_std]
+        gradients = th.autograd.grad(loss, of, allow_unused=True)
+        d_outputs += gradients[0].numpy()
+        if len(of) > 1 and gradients[1] is not None:
+            assert self.head.d_log_std is not None
+            self.head.d_log_std += gradients[1].numpy()
+        return loss.item()
 
     def _value_errors(self, values: np.ndarray, old_values: np.ndarray, returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Whose squares the value loss averages, and half the derivatives of these squares."""
@@ -263,15 +298,26 @@ class _Minibatches:
     """
     The minibatches of an epoch one after the other, and what is measured of them.
 
-    :param samples: In the order in which they are drawn
+    :param order: Places in the rollout in the order in which they are drawn
+    :param samples: In this order
     :param sizes: Of the minibatches
     :param weights: Of the samples, ``None`` for equal ones
     :param head: What the outputs of the network mean
     :param n_outputs: How many there are
     """
 
-    def __init__(self, samples: _Rollout, sizes: np.ndarray, weights: np.ndarray | None, head: Head, n_outputs: int):
-        self.samples, self.sizes, self.weights, self.head = samples, sizes, weights, head
+    def __init__(
+        self,
+        order: np.ndarray,
+        samples: _Rollout,
+        sizes: np.ndarray,
+        weights: np.ndarray | None,
+        head: Head,
+        n_outputs: int,
+    ):
+        self.order, self.samples, self.sizes, self.weights, self.head = order, samples, sizes, weights, head
+        # What other terms add to the loss of each minibatch
+        self.further = np.zeros(len(sizes), np.float32)
         self.ends = np.cumsum(sizes)
         self.log_ratios, self.ratios, self.objectives, self.errors = np.empty((4, len(samples.features)), np.float32)
         self.outputs = np.empty((len(samples.features), n_outputs), np.float32)
@@ -320,7 +366,7 @@ class _Minibatches:
             "value_loss": value_loss,
             "entropy_loss": entropy_loss,
             "clip_fraction": self._means(np.abs(self.ratios[:n] - 1) > clip_range, sizes),
-            "loss": policy_loss + ent_coef * entropy_loss + vf_coef * value_loss,
+            "loss": policy_loss + ent_coef * entropy_loss + vf_coef * value_loss + self._kept(self.further[: len(sizes)]),
             "grad_norm": np.array(self.norms, np.float32),
         }
         for name, values in means.items():
@@ -337,7 +383,7 @@ class _Minibatches:
             metrics["approx_kl"].append(th.from_numpy(approx_kl))
             metrics["ratio"].append(th.from_numpy(self.ratios[:n][np.repeat(kept, sizes)]))
         laws = self.head.laws(self.outputs[:n], self._log_stds(sizes))
-        if laws is not None:
+        if laws is not None and not metrics["law"]:
             metrics["law"].append(laws[np.repeat(kept, sizes)])
 
     def _evaluated(self) -> tuple[int, np.ndarray, np.ndarray]:

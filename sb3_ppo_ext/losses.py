@@ -8,6 +8,9 @@ share of the mean; ``None`` stands for equal ones.
 import torch as th
 from torch.nn import functional as F
 
+# The least range of SPO, which divides by it
+SPO_MIN_RANGE = 1e-3
+
 
 def clipped_surrogate_loss(
     advantages: th.Tensor,
@@ -36,9 +39,7 @@ def clipped_surrogate_loss(
     return -_mean(objective, weights)
 
 
-def spo_loss(
-    advantages: th.Tensor, ratio: th.Tensor, clip_range: float, weights: th.Tensor | None = None, min_range: float = 1e-3
-) -> th.Tensor:
+def spo_loss(advantages: th.Tensor, ratio: th.Tensor, clip_range: float, weights: th.Tensor | None = None) -> th.Tensor:
     """
     Simple Policy Optimization: ``-mean(r A - |A| (r - 1)^2 / (2 c))``, whose maximum lies at ``r = 1 + sign(A) c``. Unlike
     the clipped surrogate it pulls a ratio back that has gone past it.
@@ -47,12 +48,11 @@ def spo_loss(
 
     :param advantages: A
     :param ratio: r
-    :param clip_range: c
+    :param clip_range: c, which counts as at least 0.001, for a schedule ends at 0
     :param weights: Importance weights with mean 1
-    :param min_range: The least value of c, for a schedule ends at 0
     :return: Scalar
     """
-    penalty = advantages.abs() / (2 * max(clip_range, min_range)) * (ratio - 1).square()
+    penalty = advantages.abs() / (2 * max(clip_range, SPO_MIN_RANGE)) * (ratio - 1).square()
     return -_mean(ratio * advantages - penalty, weights)
 
 

@@ -196,14 +196,14 @@ class CleanRLStyle:
             new_obs, rewards, dones, _ = self.envs.step(clipped)
             rows.append((self.obs, action, log_probs, values, th.as_tensor(rewards), self.done))
             self.obs, self.done = th.as_tensor(new_obs, dtype=th.float32), th.as_tensor(dones).float()
-        obs, actions, log_probs, values, rewards, dones = (th.stack(column) for column in zip(*rows, strict=True))
+        obs, actions, log_probs, values, earned, starts = (th.stack(column) for column in zip(*rows, strict=True))
         with th.no_grad():
             next_values, next_done = self.critic(self.obs).flatten(), self.done
-        advantages, last = th.zeros_like(rewards), th.zeros(self.setting.n_envs)
+        advantages, last = th.zeros_like(earned), th.zeros(self.setting.n_envs)
         for t in reversed(range(n)):
-            delta = rewards[t] + self.o["gamma"] * next_values * (1 - next_done) - values[t]
+            delta = earned[t] + self.o["gamma"] * next_values * (1 - next_done) - values[t]
             last = advantages[t] = delta + self.o["gamma"] * self.o["gae_lambda"] * (1 - next_done) * last
-            next_values, next_done = values[t], dones[t]
+            next_values, next_done = values[t], starts[t]
         return tuple(x.flatten(0, 1) for x in (obs, actions, log_probs, advantages, advantages + values))
 
     def update(self, obs: th.Tensor, actions: th.Tensor, log_probs: th.Tensor, advs: th.Tensor, returns: th.Tensor) -> None:

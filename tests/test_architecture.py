@@ -40,7 +40,7 @@ ALLOWED = {
         "schedules",
         "validation",
     },
-    "fast_update": {"buffers", "fast_policy", "guards", "heads", "metrics", "update"},
+    "fast_update": {"buffers", "fast_policy", "guards", "heads", "losses", "metrics", "update"},
     "fast_collecting": {"collecting", "fast_policy", "guards"},
     "backends": {"fast_policy"},
     "fast_policy": {"_mlp", "heads", "policies"},

@@ -34,11 +34,5 @@ def test_study(name, timesteps, tasks, tmp_path):
 
 def test_every_study_is_tested():
     """But for what they share."""
-    assert {path.stem for path in STUDIES.glob("*.py")} == {
-        "reward_scale",
-        "bounds",
-        "adaptive_lr",
-        "action_laws",
-        "backends",
-        "common",
-    }
+    names = {"reward_scale", "bounds", "adaptive_lr", "action_laws", "backends", "common"}
+    assert {path.stem for path in STUDIES.glob("*.py")} == names

@@ -76,8 +76,8 @@ def run(job: Job) -> list[Row]:
     model.learn(job.timesteps, callback=curve)
     if isinstance(env, VecNormalize):
         env.training = env.norm_reward = False
-    evaluation, _ = evaluate_policy(model, env, EVALUATIONS)
-    return [*curve.rows, {"timesteps": model.num_timesteps, "evaluation": float(evaluation)}]
+    returns, _ = evaluate_policy(model, env, EVALUATIONS, return_episode_rewards=True)
+    return [*curve.rows, {"timesteps": model.num_timesteps, "evaluation": float(np.mean(returns))}]
 
 
 def p_value(one: np.ndarray, other: np.ndarray, n: int = 20_000) -> float:
@@ -99,7 +99,7 @@ def report(rows: list[Row]) -> None:
                 half = max(row["timesteps"] for row in kind) / 2 if column == "return" else 0
                 kinds.append(per_seed(kind, column, start=half))
             name = "deterministic, at the end" if column == "evaluation" else "training, second half"
-            lines.append([task, name, *(mean_and_std(kind, 1) for kind in kinds), f"{p_value(*kinds):.2f}"])
+            lines.append([task, name, *(mean_and_std(kind, 1) for kind in kinds), f"{p_value(kinds[0], kinds[1]):.2f}"])
     print_table("return, mean ± std over seeds", ["task", "return", *ALGORITHMS, "p"], lines)
 
 
