@@ -135,15 +135,23 @@ class FastPolicy:
             return np.ascontiguousarray(features.numpy())
 
 
+def why_no_module(policy: Any) -> str | None:
+    """
+    :param policy: Of a model
+    :return: What keeps the extension module from its parameters, ``None`` if nothing does
+    """
+    if _mlp is None:
+        return "the extension module was not built, for want of a C compiler"
+    return None if policy.device.type == "cpu" else f"the policy is on {policy.device}"
+
+
 def why_not(policy: Any) -> str | None:
     """
     :param policy: Of a model
     :return: Why it has to stay on PyTorch, ``None`` if :class:`FastPolicy` computes what it does
     """
-    if _mlp is None:
-        return "the extension module was not built, for want of a C compiler"
-    if policy.device.type != "cpu":
-        return f"the policy is on {policy.device}"
+    if (reason := why_no_module(policy)) is not None:
+        return reason
     known = (ActorCriticPolicy, ActionLawMixin)
     if not isinstance(policy, ActorCriticPolicy) or any(
         getattr(type(policy), name) not in [getattr(cls, name) for cls in known] for name in METHODS

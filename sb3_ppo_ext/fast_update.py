@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch as th
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
+from torch import nn
 
 from sb3_ppo_ext.buffers import Minibatch, shuffled
 from sb3_ppo_ext.fast_policy import FastPolicy, _mlp
@@ -25,12 +26,11 @@ class FastAdam:
     Steps of torch's Adam, on its own state.
 
     :param optimizer: One that :meth:`takes` accepts
-    :param fast: Whose parameters it optimises
+    :param parameters: Those that it optimises, with their gradients
     """
 
-    def __init__(self, optimizer: th.optim.Optimizer, fast: FastPolicy):
+    def __init__(self, optimizer: th.optim.Optimizer, parameters: list[tuple[nn.Parameter, np.ndarray]]):
         (self.group,) = optimizer.param_groups
-        parameters = list(fast.parameters())
         for parameter, _ in parameters:
             if not optimizer.state[parameter]:
                 zeros = {name: th.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -78,7 +78,57 @@ class FastAdam:
             state["step"].fill_(self.n_steps)
 
 
-class FastUpdate(Update):
+class LeanUpdate(Update):
+    """
+    An update whose networks are PyTorch's; norm, clipping and Adam are not.
+
+    :param model: A ``PPOExt`` with a full rollout buffer, whose policy is on the CPU, in float32
+    """
+
+    def __init__(self, model: Any):
+        super().__init__(model)
+        self.gradients = list(self._make_gradients())
+        # Of an actor at rest the optimiser must leave out some parameters.
+        takes = model.max_clip_fraction is None and FastAdam.takes(self.policy.optimizer)
+        self.adam = FastAdam(self.policy.optimizer, self.gradients) if takes else None
+        self.scale = 1.0
+
+    def _make_gradients(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
+        """Each parameter that is learned, with an array for its gradient."""
+        for parameter in self.policy.parameters():
+            if parameter.requires_grad:
+                yield parameter, np.zeros(parameter.shape, np.float32)
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            if self.adam is not None:
+                self.adam.close()
+
+    def _zero_gradients(self) -> None:
+        if self.adam is None:
+            super()._zero_gradients()
+        for parameter, gradient in self.gradients if self.adam is not None else ():
+            gradient.fill(0.0)
+            if parameter.grad is None or parameter.grad.data_ptr() != gradient.ctypes.data:
+                parameter.grad = th.from_numpy(gradient)
+
+    def _clip(self) -> dict[str, th.Tensor]:
+        if self.adam is None:
+            return super()._clip()
+        norm = self.adam.norm()
+        self.scale = min(self.model.max_grad_norm / (norm + 1e-6), 1.0)
+        return {"grad_norm": th.tensor(norm, dtype=th.float32)}
+
+    def _step_optimizer(self) -> None:
+        if self.adam is None:
+            super()._step_optimizer()
+        else:
+            self.adam.step(self.scale)
+
+
+class FastUpdate(LeanUpdate):
     """
     An update whose networks are a :class:`FastPolicy`'s.
 
@@ -90,24 +140,16 @@ class FastUpdate(Update):
     """
 
     def __init__(self, model: Any, fast: FastPolicy):
-        super().__init__(model)
         self.fast, self.head = fast, fast.head
-        optimizer = self.policy.optimizer
-        # Of an actor at rest the optimiser must leave out some parameters.
-        takes = model.max_clip_fraction is None and FastAdam.takes(optimizer)
-        self.adam = FastAdam(optimizer, fast) if takes else None
+        super().__init__(model)
         self.by_hand = self.adam is not None and model.accumulate_grad == 1
         self.minibatches: _Minibatches | None = None
         self.has_further_terms = model.kl_coef > 0 or model.bounds_coef > 0
         self.log_std = None if self.head.log_std is None else self.head.log_std.detach().numpy()
         self.torch_head = TorchHead(self.head.distribution, self.head.log_std, getattr(self.head, "transform", None))
 
-    def run(self) -> None:
-        try:
-            super().run()
-        finally:
-            if self.adam is not None:
-                self.adam.close()
+    def _make_gradients(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
+        return self.fast.parameters()
 
     def _at_end(self) -> None:
         if self.minibatches is not None:
@@ -116,9 +158,10 @@ class FastUpdate(Update):
     # The networks, for a loss that autograd differentiates
 
     def _zero_gradients(self) -> None:
-        for parameter, gradient in self.fast.parameters():
+        # Their own arrays whoever makes the steps, for the extension module writes into them
+        for _, gradient in self.gradients:
             gradient.fill(0.0)
-            parameter.grad = th.from_numpy(gradient)
+        self._show_gradients()
 
     def _evaluate_actions(self, data: RolloutBufferSamples) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
         features = self.fast.features_of_tensor(data.observations)
@@ -132,12 +175,6 @@ class FastUpdate(Update):
         for net, outputs in zip(self.fast.networks, (self.outputs, self.values), strict=True):
             if outputs.grad is not None:
                 net.network.backward(outputs.grad.contiguous().numpy(), True)
-
-    def _step_optimizer(self) -> None:
-        if self.adam is not None:
-            self.adam.step()
-        else:
-            super()._step_optimizer()
 
     # The loss by hand
 
@@ -279,7 +316,7 @@ class FastUpdate(Update):
         return np.where(worse, errors, clipped), np.where(worse, errors, derivatives)
 
     def _show_gradients(self) -> None:
-        for parameter, gradient in self.fast.parameters():
+        for parameter, gradient in self.gradients:
             parameter.grad = th.from_numpy(gradient)
 
 

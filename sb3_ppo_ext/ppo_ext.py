@@ -28,11 +28,11 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.advantages import AdvantageNormalizer
-from sb3_ppo_ext.backends import why_not_native
+from sb3_ppo_ext.backends import why_not_lean, why_not_native
 from sb3_ppo_ext.collecting import RolloutCollector
 from sb3_ppo_ext.fast_collecting import collect
 from sb3_ppo_ext.fast_policy import FastPolicy
-from sb3_ppo_ext.fast_update import FastUpdate
+from sb3_ppo_ext.fast_update import FastUpdate, LeanUpdate
 from sb3_ppo_ext.optimizers import adopt_state, critic_parameters, make_optimizer
 from sb3_ppo_ext.options import check_options
 from sb3_ppo_ext.policies import MlpPolicy, check_law_of_parameters, fixes_std, with_laws
@@ -147,9 +147,10 @@ class PPOExt(RolloutCollector):
     :param accumulate_grad: Minibatches per step of the optimizer, at least 1; the same as a larger ``batch_size``, in less
         memory
     :param bad_gradients: If a loss or gradient is not finite, ``"raise"`` a ``ValueError`` or ``"skip"`` the step
-    :param backend: What computes: ``"eager"`` (PyTorch, as SB3's PPO to the bit), ``"native"`` (an extension module in C, for
-        MLP policies on the CPU; equal but for rounding and the random numbers of the actions), or ``"auto"``: the fastest one
-        that supports the policy and the options
+    :param backend: What computes: ``"eager"`` (PyTorch, as SB3's PPO to the bit), ``"lean"`` (the same, but for Adam and the
+        clipping of gradients, which an extension module in C makes), ``"native"`` (all of it in that module, for MLP policies
+        on the CPU; equal but for rounding and the random numbers of the actions), or ``"auto"``: the fastest one that
+        supports the policy and the options
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
     """
 
@@ -413,18 +414,19 @@ class PPOExt(RolloutCollector):
 
     def _setup_backend(self) -> None:
         self._fast: FastPolicy | None = None
-        why_not = self._why_not_native()
-        if self.backend == "native" and why_not is not None:
-            refuse("backend", self.backend, f'{why_not}; give "auto"')
+        reasons = {"native": self._why_not_native(), "lean": why_not_lean(self)}
+        if reasons.get(self.backend) is not None:
+            refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')
         if self.verbose >= 1 and self.backend == "auto":
-            print("Backend: native" if why_not is None else f"Backend: eager ({why_not})")
+            chosen = next((name for name, reason in reasons.items() if reason is None), "eager")
+            print(f"Backend: {chosen}" + (f" (not native: {reasons['native']})" if chosen != "native" else ""))
 
     def _why_not_native(self) -> str | None:
         return why_not_native(self, type(self).extra_actor_loss is not PPOExt.extra_actor_loss)
 
     def _fast_policy(self) -> FastPolicy | None:
         """The policy on the extension module, ``None`` where it stays on PyTorch."""
-        if self.backend == "eager" or self._why_not_native() is not None:
+        if self.backend not in ("auto", "native") or self._why_not_native() is not None:
             return None
         if self._fast is None or not self._fast.is_of(self.policy):
             self._fast = FastPolicy(self.policy)
@@ -498,11 +500,17 @@ class PPOExt(RolloutCollector):
         start = time.perf_counter()
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
-        fast = self._fast_policy()
-        update = Update(self) if fast is None else FastUpdate(self, fast)
+        update = self._make_update()
         update.run()
         update.log()
         self.logger.record("time/update_seconds", time.perf_counter() - start)
+
+    def _make_update(self) -> Update:
+        fast = self._fast_policy()
+        if fast is not None:
+            return FastUpdate(self, fast)
+        is_lean = self.backend in ("auto", "lean") and why_not_lean(self) is None
+        return LeanUpdate(self) if is_lean else Update(self)
 
     def _update_learning_rate(self, optimizers: list[th.optim.Optimizer] | th.optim.Optimizer) -> None:
         super()._update_learning_rate(optimizers)

@@ -317,7 +317,7 @@ class Update:
         """
         :return: False if ``target_kl`` ends the update, and the step was not made
         """
-        policy, model = self.policy, self.model
+        model = self.model
         self._zero_gradients()
         before = self.metrics.lengths()
         sizes = [len(minibatch.data.advantages) for minibatch in minibatches]
@@ -331,7 +331,7 @@ class Update:
         if model.max_clip_fraction is not None:
             self._let_actor_rest(shares)
 
-        norms = clip_gradients(policy, model.max_grad_norm)
+        norms = self._clip()
         if not math.isfinite((sum(norms.values()) + self.metrics.weighted("loss", shares)).item()):
             self._skip(before, epoch)
             return True
@@ -355,6 +355,9 @@ class Update:
 
     def _backward(self, loss: th.Tensor) -> None:
         loss.backward()
+
+    def _clip(self) -> dict[str, th.Tensor]:
+        return clip_gradients(self.policy, self.model.max_grad_norm)
 
     def _step_optimizer(self) -> None:
         self.policy.optimizer.step()

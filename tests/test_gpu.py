@@ -48,7 +48,9 @@ def test_train_save_and_load_on_the_cpu(policy, spaces, options, tmp_path):
         assert devices(loaded.learn(48)) == {device}
 
 
-@pytest.mark.parametrize("options", [options for options in SINGLE if options.get("backend") != "native"], ids=str)
+@pytest.mark.parametrize(
+    "options", [options for options in SINGLE if options.get("backend") not in ("lean", "native")], ids=str
+)
 def test_each_option(options, tmp_path):
     """It trains there, and goes on from its zip on both devices."""
     env = dict(n_envs=2, length=5)

@@ -24,8 +24,9 @@ from sb3_ppo_ext import PPOExt, fast_collecting, fast_policy
 from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution
 from sb3_ppo_ext.fast_collecting import _reads_estimates
 from sb3_ppo_ext.fast_policy import FastPolicy, why_not
-from sb3_ppo_ext.fast_update import FastAdam, mean_of_each, normalize_each
+from sb3_ppo_ext.fast_update import FastAdam, LeanUpdate, mean_of_each, normalize_each
 from sb3_ppo_ext.heads import TorchHead, make_head
+from sb3_ppo_ext.update import Update
 
 _mlp = pytest.importorskip("sb3_ppo_ext._mlp", reason="the extension module was not built")
 
@@ -262,10 +263,10 @@ def updated(model, backend):
     return model
 
 
-def assert_same_update(rtol=1e-5, **kwargs):
+def assert_same_update(rtol=1e-5, other="native", **kwargs):
     """From the same rollout with the same minibatches: parameters, moments, and all that is logged."""
     models = []
-    for backend in ("eager", "native"):
+    for backend in ("eager", other):
         model = make(**{**kwargs, "backend": "eager"})
         model.learn(SMALL["n_steps"] * model.n_envs)
         models.append(updated(model, backend))
@@ -346,6 +347,32 @@ def test_update_with_pairs_of_options(name):
         options = {name: VALUES[name][0], **values[other]}
         if is_legal({**DEFAULTS, **options}, BOX_ACTION):
             assert_same_update(**{"rtol": 1e-4, **options})
+
+
+LEAN = {
+    "gSDE": dict(use_sde=True),
+    "images": dict(env=dict(observation_space=IMAGE), policy="CnnPolicy", rtol=1e-4),
+    "dict": dict(env=dict(observation_space=DICT), policy="MultiInputPolicy", rtol=1e-4),
+    "box": {},
+    "GELU": dict(policy_kwargs=dict(activation_fn=nn.GELU)),
+    "max_clip_fraction": dict(max_clip_fraction=0.05, learning_rate=1e-3),
+    "accumulated": dict(accumulate_grad=2),
+    "KL": dict(target_kl=1e-4, learning_rate=1e-2, kl_coef=0.1),
+    "Muon": dict(optimizer="muon"),
+}
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_lean_update(name):
+    """Equals the reference's, with any policy."""
+    assert_same_update(other="lean", **LEAN[name])
+
+
+def test_lean_is_refused():
+    """On parameters that the module cannot read."""
+    with pytest.raises(ValueError, match=r"`backend='lean'`.*float32"):
+        make(backend="lean", policy=Double)
+    assert type(make(backend="auto", policy=Double)._make_update()) is Update
 
 
 # Rollouts
@@ -533,6 +560,12 @@ def test_copies():
 # Which engine
 
 
+class Double(ActorCriticPolicy):
+    def _build(self, lr_schedule):
+        super()._build(lr_schedule)
+        self.double()
+
+
 class OwnForward(ActorCriticPolicy):
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs)
@@ -569,8 +602,8 @@ def test_what_native_does_not_support(reason, capsys):
     with pytest.raises(ValueError, match=f"`backend='native'`.*{reason}.*auto"):
         make(**REFUSED[reason])
     model = make(backend="auto", verbose=1, **REFUSED[reason])
-    assert "Backend: eager (" in capsys.readouterr().out
-    assert model._fast_policy() is None
+    assert "Backend: lean (not native: " in capsys.readouterr().out
+    assert type(model._make_update()) is LeanUpdate
 
 
 def test_loss_of_a_subclass():
@@ -601,7 +634,7 @@ def test_without_the_extension_module(monkeypatch, capsys):
     """All works, on PyTorch; a line says why."""
     monkeypatch.setattr(fast_policy, "_mlp", None)
     model = make(backend="auto", verbose=1)
-    assert "Backend: eager (the extension module was not built" in capsys.readouterr().out
+    assert "Backend: eager (not native: the extension module was not built" in capsys.readouterr().out
     model.learn(32)
     with pytest.raises(ValueError, match="C compiler"):
         make()

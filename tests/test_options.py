@@ -58,7 +58,7 @@ VALUES = {
     "max_clip_fraction": [0.05],
     "accumulate_grad": [3],
     "bad_gradients": ["skip"],
-    "backend": ["eager", "native"],
+    "backend": ["eager", "lean", "native"],
     # SB3's, which meet ours
     "clip_range_vf": [0.1],
     "target_kl": [0.01],
