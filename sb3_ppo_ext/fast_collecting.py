@@ -42,9 +42,11 @@ def collect(
     model.policy.set_training_mode(False)
     rollout_buffer.reset()
     truncations: list[tuple[int, int, Any]] = []
+    callback.on_rollout_start()
+    fast.has_changed()
     fast.pack()
     noise = fast.head.noise(n_rollout_steps, env.num_envs, fast.actor.n_outputs)
-    callback.on_rollout_start()
+    n_estimated = 0
     estimates = _reads_estimates(callback)
     is_discrete = isinstance(model.action_space, spaces.Discrete)
     # Callbacks find these under SB3's names.
@@ -54,6 +56,12 @@ def collect(
     for n_steps in range(n_rollout_steps):
         _write_observations(rollout_buffer, n_steps, model._last_obs)
         features = fast.features(model._last_obs)
+        if fast.has_changed():
+            # A callback has: the steps before have the estimates of the policy that took them.
+            _estimate(model, fast, rollout_buffer, slice(n_estimated, n_steps), truncations)
+            n_estimated = n_steps
+            fast.pack()
+            noise[n_steps:] = fast.head.noise(n_rollout_steps - n_steps, env.num_envs, fast.actor.n_outputs)
         samples = fast.head.sample(fast.actor(features), noise[n_steps])
         if not is_discrete:
             samples = samples.reshape(env.num_envs, *model.action_space.shape)
@@ -87,7 +95,8 @@ def collect(
         model._last_episode_starts = dones
 
     rollout_buffer.full = True
-    last_values = _estimate(model, fast, rollout_buffer, truncations)
+    _estimate(model, fast, rollout_buffer, slice(n_estimated, n_rollout_steps), truncations)
+    last_values = _estimate_advantages(model, fast, rollout_buffer)
     if is_discrete:
         shared["actions"] = actions.reshape(-1, 1)
     shared |= {"n_steps": n_rollout_steps, "values": th.from_numpy(last_values).reshape(-1, 1)}
@@ -115,19 +124,26 @@ def _estimates(model: Any, fast: FastPolicy, features: np.ndarray, samples: np.n
     }
 
 
-def _estimate(model: Any, fast: FastPolicy, buffer: RolloutBuffer, truncations: list[tuple[int, int, Any]]) -> np.ndarray:
+def _estimate(
+    model: Any, fast: FastPolicy, buffer: RolloutBuffer, steps: slice, truncations: list[tuple[int, int, Any]]
+) -> None:
+    """Values and log probabilities of some steps, and what follows from the truncations among them, which are then done."""
+    shape = buffer.rewards[steps].shape
+    features = fast.features(_joined(buffer.observations, steps))
+    actions = buffer.actions[steps].reshape(len(features), -1).astype(np.float32, copy=False)
+    buffer.values[steps] = fast.critic(features).reshape(shape)
+    buffer.log_probs[steps] = fast.head.log_prob(fast.actor(features), actions).reshape(shape)
+    if truncations:
+        _bootstrap(model, fast, buffer, truncations)
+        truncations.clear()
+
+
+def _estimate_advantages(model: Any, fast: FastPolicy, buffer: RolloutBuffer) -> np.ndarray:
     """
-    Values, log probabilities and advantages of the rollout.
+    And returns.
 
     :return: Values of the last observations, shape ``(n_envs,)``
     """
-    shape = buffer.rewards.shape
-    features = fast.features(_joined(buffer.observations))
-    actions = buffer.actions.reshape(len(features), -1).astype(np.float32, copy=False)
-    buffer.values = fast.critic(features).reshape(shape)
-    buffer.log_probs = fast.head.log_prob(fast.actor(features), actions).reshape(shape)
-    if truncations:
-        _bootstrap(model, fast, buffer, truncations)
     last_values = fast.critic(fast.features(model._last_obs)).ravel()
     dones = np.asarray(model._last_episode_starts)
     if type(buffer).compute_returns_and_advantage is RolloutBuffer.compute_returns_and_advantage:
@@ -139,11 +155,11 @@ def _estimate(model: Any, fast: FastPolicy, buffer: RolloutBuffer, truncations: 
     return last_values
 
 
-def _joined(observations: Any) -> Any:
-    """Steps and environments in one dimension."""
+def _joined(observations: Any, steps: slice) -> Any:
+    """Some steps, and environments, in one dimension."""
     if isinstance(observations, dict):
-        return {key: array.reshape(-1, *array.shape[2:]) for key, array in observations.items()}
-    return observations.reshape(-1, *observations.shape[2:])
+        return {key: _joined(array, steps) for key, array in observations.items()}
+    return observations[steps].reshape(-1, *observations.shape[2:])
 
 
 def _bootstrap(model: Any, fast: FastPolicy, buffer: RolloutBuffer, truncations: list[tuple[int, int, Any]]) -> None:

@@ -88,6 +88,7 @@ class FastPolicy:
         # Observations that are features as they are, but for their type and shape
         self._is_flat = isinstance(space, spaces.Box) and not (policy.normalize_images and is_image_space(space))
         self._addresses = self._find_addresses()
+        self._parameters, self._version = list(policy.parameters()), -1
 
     def __reduce__(self) -> Any:
         # A copy of a model binds its policy anew.
@@ -101,7 +102,8 @@ class FastPolicy:
         :param policy: As it is now
         :return: Whether this is bound to the memory of its parameters
         """
-        return policy is self.policy and self._find_addresses() == self._addresses
+        same_law = policy.action_dist is self.head.distribution
+        return policy is self.policy and same_law and self._find_addresses() == self._addresses
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Each parameter that is learned, with its gradient"""
@@ -115,6 +117,12 @@ class FastPolicy:
         """Take over the values of the parameters, after they have changed."""
         for network in self.networks:
             network.network.pack()
+        self.head.pack()
+
+    def has_changed(self) -> bool:
+        """:return: Whether PyTorch has written into one of them since the last call"""
+        before, self._version = self._version, sum(parameter._version for parameter in self._parameters)
+        return before != self._version
 
     def features(self, observations: Any) -> np.ndarray:
         """
@@ -154,7 +162,7 @@ def why_not(policy: Any) -> str | None:
         return reason
     known = (ActorCriticPolicy, ActionLawMixin)
     if not isinstance(policy, ActorCriticPolicy) or any(
-        getattr(type(policy), name) not in [getattr(cls, name) for cls in known] for name in METHODS
+        getattr(type(policy), name) not in [getattr(cls, name) for cls in known] or name in vars(policy) for name in METHODS
     ):
         return f"{type(policy).__name__} computes in its own way"
     if policy.use_sde:

@@ -35,6 +35,9 @@ class Head(ABC):
         # The gradient of the parameter, where there is one
         self.d_log_std = None if log_std is None else np.zeros(log_std.shape, log_std.detach().numpy().dtype)
 
+    def pack(self) -> None:  # noqa: B027  # there may be none
+        """Take over the value of the parameter, after it has changed."""
+
     @abstractmethod
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> Any:
         """
@@ -102,8 +105,12 @@ class GaussianHead(Head):
 
     def __init__(self, distribution: Distribution, log_std: nn.Parameter):
         super().__init__(distribution, log_std)
-        self.log_stds = log_std.detach().numpy()
-        self.halves = np.full(len(self.log_stds), -0.5, np.float32)
+        self.parameter = log_std.detach().numpy()
+        self.halves = np.full(len(self.parameter), -0.5, np.float32)
+        self.pack()
+
+    def pack(self) -> None:
+        self.log_stds = self.parameter.copy()
 
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
         noise = th.randn(n_steps, n_envs, n_outputs).numpy()
@@ -133,20 +140,10 @@ class TanhGaussianHead(GaussianHead):
 
     distribution: TanhGaussianDistribution
 
-    def __init__(self, distribution: Distribution, log_std: nn.Parameter):
-        super().__init__(distribution, log_std)
-        self.parameter = log_std.detach().numpy()
-        self._clamp()
-
-    def _clamp(self) -> None:
+    def pack(self) -> None:
         self.log_stds = np.clip(self.parameter, *LOG_STD_RANGE)
 
-    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
-        self._clamp()
-        return super().noise(n_steps, n_envs, n_outputs)
-
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
-        self._clamp()
         self.outputs = outputs
         size = np.abs(actions)
         log_derivatives = (LOG_2 - size - np.log1p(np.exp(-2 * size))) @ (-4 * self.halves)

@@ -149,7 +149,19 @@ def public_definitions(node):
 
 SAID_BY_PARENT = {"copy", "update", "learn"}
 SAID_BY_PARENT |= {"sample", "position", "latents", "parameters", "statistics", "actions_from_params", "log_prob_from_params"}
-SAID_BY_PARENT |= {"noise", "log_prob", "entropies", "laws", "gradient", "run", "reset", "step_async", "step_wait", "close"}
+SAID_BY_PARENT |= {
+    "pack",
+    "noise",
+    "log_prob",
+    "entropies",
+    "laws",
+    "gradient",
+    "run",
+    "reset",
+    "step_async",
+    "step_wait",
+    "close",
+}
 SAID_BY_PARENT |= {"get_images", "get_attr", "set_attr", "env_method", "env_is_wrapped"}
 
 

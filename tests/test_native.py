@@ -473,6 +473,33 @@ def test_callbacks_that_read_estimates_find_them():
     assert [step["n_steps"] for step in recorder.steps] == [*range(16)] * 2
 
 
+def test_callback_that_changes_the_policy():
+    """In the middle of a rollout: the next action is the new one's; what was taken before has the old one's estimates."""
+
+    class Setter(BaseCallback):
+        def _on_step(self):
+            if self.n_calls == 10:
+                with th.no_grad():
+                    for parameter in self.model.policy.parameters():
+                        parameter.add_(0.1)
+                    self.model.policy.action_net.bias.fill_(100.0)
+            return True
+
+    model = make(env=dict(p_end=0.0))
+    _, callback = model._setup_learn(10**6, Setter())
+    before = copy.deepcopy(model.policy)
+    model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
+    buffer = model.rollout_buffer
+    assert (buffer.actions[:10] < 50).all()
+    assert (buffer.actions[10:] > 50).all()
+    for policy, steps in ((before, slice(10)), (model.policy, slice(10, None))):
+        observations, actions = (th.from_numpy(array[steps]).flatten(0, 1) for array in (buffer.observations, buffer.actions))
+        with th.no_grad():
+            values, log_probs, _ = policy.evaluate_actions(observations, actions)
+        np.testing.assert_allclose(buffer.values[steps].ravel(), values.flatten().numpy(), rtol=1e-5)
+        np.testing.assert_allclose(buffer.log_probs[steps].ravel(), log_probs.numpy(), rtol=1e-4)
+
+
 def test_who_reads_estimates():
     """Those who name the locals or the buffer, directly or in a list; not SB3's own."""
 
@@ -626,6 +653,7 @@ def test_reasons_that_come_later():
     assert "frozen" in of(lambda policy: policy.value_net.weight.requires_grad_(False))
     assert "hooks" in of(lambda policy: policy.value_net.register_forward_hook(lambda *args: None))
     assert "nn.Linear" in of(lambda policy: setattr(policy, "value_net", nn.LazyLinear(1)))
+    assert "own way" in of(lambda policy: setattr(policy, "forward", lambda obs: None))
     assert "its own" in of(lambda policy: policy.register_parameter("extra", nn.Parameter(th.ones(1))))
     assert "nn.Linear" in of(lambda policy: setattr(policy, "action_net", nn.Linear(64, 2, bias=False)))
 
