@@ -36,6 +36,8 @@ METHODS = (
 )
 # Multiply-adds of a layer from which on PyTorch's products are as fast
 LARGE_LAYER = 512 * 512
+# Of a network, as in `csrc/mlp.c`
+MAX_LAYERS = 16
 
 
 class Perceptron:
@@ -191,11 +193,17 @@ def _why_not_networks(policy: ActorCriticPolicy) -> str | None:
     if type(nets) is not MlpExtractor:
         return f"{type(nets).__name__} is not SB3's"
     last, _ = _split(policy.action_net)
-    for hidden in (nets.policy_net, nets.value_net):
-        kinds = {type(layer) for layer in list(hidden)[1::2]}
+    parts: list[list[Any]] = [list(nets.policy_net), list(nets.value_net)]
+    for hidden in parts:
+        if len(hidden) // 2 >= MAX_LAYERS:
+            return "too many layers"
+        kinds = {type(layer) for layer in hidden[1::2]}
         if len(kinds) > 1 or not kinds <= ACTIVATIONS.keys():
             return f"activations {sorted(kind.__name__ for kind in kinds)}"
-    linear: list[Any] = [*list(nets.policy_net)[::2], *list(nets.value_net)[::2], last, policy.value_net]
+    return _why_not_layers(policy, [*parts[0][::2], *parts[1][::2], last, policy.value_net])
+
+
+def _why_not_layers(policy: ActorCriticPolicy, linear: list[Any]) -> str | None:
     if not all(type(layer) is nn.Linear and layer.bias is not None for layer in linear):
         return "layers that are not `nn.Linear`"
     if any(layer.in_features * layer.out_features >= LARGE_LAYER for layer in linear):

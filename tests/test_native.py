@@ -315,6 +315,7 @@ UPDATES = {
     "KL, discrete": dict(env=dict(action_space=spaces.Discrete(4)), kl_coef=0.5),
     "much is clipped": dict(clip_range=0.001, learning_rate=1e-3),
     "networks": dict(policy_kwargs=dict(net_arch=dict(pi=[8], vf=[16, 17]), activation_fn=nn.ReLU)),
+    "fifteen layers": dict(policy_kwargs=dict(net_arch=[8] * 15)),
     "no hidden layers": dict(policy_kwargs=dict(net_arch=[])),
     "separate extractors": dict(policy_kwargs=dict(share_features_extractor=False)),
     "weight decay": dict(policy_kwargs=dict(optimizer_kwargs=dict(weight_decay=0.1))),
@@ -619,6 +620,7 @@ REFUSED = {
     "OwnExtractor": dict(policy_kwargs=dict(features_extractor_class=OwnExtractor)),
     "activations .*GELU": dict(policy_kwargs=dict(activation_fn=nn.GELU)),
     "OwnBuffer": dict(rollout_buffer_class=OwnBuffer),
+    "too many layers": dict(policy_kwargs=dict(net_arch=[4] * 16)),
     "large layers": dict(policy_kwargs=dict(net_arch=[512, 512])),
 }
 
