@@ -20,6 +20,9 @@ from sb3_ppo_ext.losses import SPO_MIN_RANGE
 from sb3_ppo_ext.metrics import Metrics
 from sb3_ppo_ext.update import Update
 
+# Samples whose measurements are kept before they are averaged
+MAX_MEASURED = 16384
+
 
 class FastAdam:
     """
@@ -144,6 +147,8 @@ class FastUpdate(LeanUpdate):
         super().__init__(model)
         self.by_hand = self.adam is not None and model.accumulate_grad == 1
         self.minibatches: _Minibatches | None = None
+        # Of epochs that are still to be reported, together, for each report takes its time
+        self.measured: list[_Measured] = []
         self.has_further_terms = model.kl_coef > 0 or model.bounds_coef > 0
         self.log_std = None if self.head.log_std is None else self.head.log_std.detach().numpy()
         self.torch_head = TorchHead(self.head.distribution, self.head.log_std, getattr(self.head, "transform", None))
@@ -152,8 +157,9 @@ class FastUpdate(LeanUpdate):
         return self.fast.parameters()
 
     def _at_end(self) -> None:
+        self._report()
         if self.minibatches is not None:
-            self.minibatches.report_last(self.metrics)
+            self.minibatches.measured().report_last(self.metrics, self.head)
 
     # The networks, for a loss that autograd differentiates
 
@@ -193,8 +199,16 @@ class FastUpdate(LeanUpdate):
             return super()._epoch(epoch)
         self.minibatches = minibatches = self._draw()
         go_on = all(self._fast_step(minibatches, part, epoch) for part in minibatches.parts())
-        minibatches.report(self.metrics, self.clip_range, self.ent_coef, self.model.vf_coef)
+        self.measured.append(minibatches.measured())
+        if sum(len(part.ratios) for part in self.measured) > MAX_MEASURED:
+            self._report()
         return go_on
+
+    def _report(self) -> None:
+        if self.measured:
+            coefficients = (self.clip_range, self.ent_coef, self.model.vf_coef)
+            _Measured.merged(self.measured).report(self.metrics, self.head, *coefficients)
+            self.measured.clear()
 
     def _draw(self) -> _Minibatches:
         """Those of a whole epoch."""
@@ -386,60 +400,94 @@ class _Minibatches:
             "entropy_loss": -float(np.mean(self.head.entropies(self.outputs[part], log_stds))),
         }
 
-    def report(self, metrics: Metrics, clip_range: float, ent_coef: float, vf_coef: float) -> None:
+    def measured(self) -> _Measured:
+        """:return: Of the minibatches that were evaluated"""
+        sizes = self.sizes[: self.n_evaluated]
+        n = int(sizes.sum())
+        kept = np.ones(len(sizes), bool)
+        kept[self.skipped] = False
+        return _Measured(
+            sizes,
+            kept,
+            self.further[: len(sizes)],
+            None if self.log_stds is None else self.log_stds[: len(sizes)],
+            np.array(self.norms, np.float32),
+            self.outputs[:n],
+            self.objectives[:n],
+            self.errors[:n],
+            self.ratios[:n],
+            self.log_ratios[:n],
+            None if self.weights is None else self.weights[:n],
+        )
+
+
+class _Measured(NamedTuple):
+    """What was measured in some minibatches: of each, of each step that was made, and of each sample."""
+
+    sizes: np.ndarray
+    kept: np.ndarray
+    further: np.ndarray
+    log_stds: np.ndarray | None
+    norms: np.ndarray
+    outputs: np.ndarray
+    objectives: np.ndarray
+    errors: np.ndarray
+    ratios: np.ndarray
+    log_ratios: np.ndarray
+    weights: np.ndarray | None
+
+    @classmethod
+    def merged(cls, parts: list[_Measured]) -> _Measured:
+        """:return: The parts one after the other"""
+        columns: Any = zip(*parts, strict=True)
+        arrays: Any = [None if column[0] is None else np.concatenate(column) for column in columns]
+        return cls(*arrays)
+
+    def report(self, metrics: Metrics, head: Head, clip_range: float, ent_coef: float, vf_coef: float) -> None:
         """
         :param metrics: They get the means of each minibatch
+        :param head: What the outputs mean
         :param clip_range: Of the ratios
         :param ent_coef: Coefficient of the entropy loss
         :param vf_coef: Coefficient of the value loss
         """
-        n, sizes, _ = self._evaluated()
-        weights = 1.0 if self.weights is None else self.weights[:n]
-        policy_loss = -self._means(self.objectives[:n] * weights, sizes)
-        value_loss = self._means(np.square(self.errors[:n]) * weights, sizes)
-        entropy_loss = -self._means(self.head.entropies(self.outputs[:n], self._log_stds(sizes)), sizes)
+        weights = 1.0 if self.weights is None else self.weights
+        policy_loss = -self._means(self.objectives * weights)
+        value_loss = self._means(np.square(self.errors) * weights)
+        entropy_loss = -self._means(head.entropies(self.outputs, self._log_stds()))
         means = {
             "policy_gradient_loss": policy_loss,
             "value_loss": value_loss,
             "entropy_loss": entropy_loss,
-            "clip_fraction": self._means(np.abs(self.ratios[:n] - 1) > clip_range, sizes),
-            "loss": policy_loss + ent_coef * entropy_loss + vf_coef * value_loss + self._kept(self.further[: len(sizes)]),
-            "grad_norm": np.array(self.norms, np.float32),
+            "clip_fraction": self._means(np.abs(self.ratios - 1) > clip_range),
+            "loss": policy_loss + ent_coef * entropy_loss + vf_coef * value_loss + self.further[self.kept],
+            "grad_norm": self.norms,
         }
         for name, values in means.items():
             if len(values):
                 metrics[name].append(th.from_numpy(values))
 
-    def report_last(self, metrics: Metrics) -> None:
+    def report_last(self, metrics: Metrics, head: Head) -> None:
         """
         :param metrics: They get what is measured in the last epoch alone
+        :param head: What the outputs mean
         """
-        n, sizes, kept = self._evaluated()
-        approx_kl = self._means(self.ratios[:n] - 1 - self.log_ratios[:n], sizes)
+        approx_kl = self._means(self.ratios - 1 - self.log_ratios)
+        samples = np.repeat(self.kept, self.sizes)
         if len(approx_kl):
             metrics["approx_kl"].append(th.from_numpy(approx_kl))
-            metrics["ratio"].append(th.from_numpy(self.ratios[:n][np.repeat(kept, sizes)]))
-        laws = self.head.laws(self.outputs[:n], self._log_stds(sizes))
+            metrics["ratio"].append(th.from_numpy(self.ratios[samples]))
+        laws = head.laws(self.outputs, self._log_stds())
         if laws is not None and not metrics["law"]:
-            metrics["law"].append(laws[np.repeat(kept, sizes)])
+            metrics["law"].append(laws[samples])
 
-    def _evaluated(self) -> tuple[int, np.ndarray, np.ndarray]:
-        """How many samples were evaluated, in minibatches of which sizes, and which of these count."""
-        sizes = self.sizes[: self.n_evaluated]
-        kept = np.ones(len(sizes), bool)
-        kept[self.skipped] = False
-        return int(sizes.sum()), sizes, kept
-
-    def _log_stds(self, sizes: np.ndarray) -> np.ndarray | None:
+    def _log_stds(self) -> np.ndarray | None:
         """For each sample."""
-        return None if self.log_stds is None else np.repeat(self.log_stds[: len(sizes)], sizes, axis=0)
+        return None if self.log_stds is None else np.repeat(self.log_stds, self.sizes, axis=0)
 
-    def _means(self, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    def _means(self, values: np.ndarray) -> np.ndarray:
         """Of the minibatches that count."""
-        return self._kept(mean_of_each(values, sizes).astype(np.float32))
-
-    def _kept(self, values: np.ndarray) -> np.ndarray:
-        return np.delete(values, self.skipped) if self.skipped else values
+        return mean_of_each(values, self.sizes)[self.kept].astype(np.float32)
 
 
 def mean_of_each(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -448,7 +496,7 @@ def mean_of_each(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     :param sizes: Of its parts
     :return: The mean of each part, in float64
     """
-    if len(sizes) * sizes[0] == len(values) and sizes[-1] == sizes[0]:  # all are equal, for only the last one is smaller
+    if sizes.min() == sizes.max():
         return np.add.reduce(values.reshape(len(sizes), -1), axis=1, dtype=np.float64) / sizes
     return np.add.reduceat(values, np.cumsum(sizes) - sizes, dtype=np.float64) / sizes
 
