@@ -5,7 +5,7 @@ from typing import Any
 import torch as th
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
-from sb3_ppo_ext.fast_policy import why_no_module, why_not
+from sb3_ppo_ext.native_policy import why_no_module, why_not
 
 BACKENDS = ("auto", "eager", "lean", "native")
 

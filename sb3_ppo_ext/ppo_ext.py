@@ -30,9 +30,10 @@ from stable_baselines3.common.vec_env.patch_gym import _patch_env
 from sb3_ppo_ext.advantages import AdvantageNormalizer
 from sb3_ppo_ext.backends import why_not_lean, why_not_native
 from sb3_ppo_ext.collecting import RolloutCollector
-from sb3_ppo_ext.fast_collecting import collect
-from sb3_ppo_ext.fast_policy import FastPolicy
-from sb3_ppo_ext.fast_update import FastUpdate, LeanUpdate
+from sb3_ppo_ext.lean_update import LeanUpdate
+from sb3_ppo_ext.native_collecting import collect
+from sb3_ppo_ext.native_policy import NativePolicy
+from sb3_ppo_ext.native_update import NativeUpdate
 from sb3_ppo_ext.optimizers import adopt_state, critic_parameters, make_optimizer
 from sb3_ppo_ext.options import check_options
 from sb3_ppo_ext.policies import MlpPolicy, check_law_of_parameters, fixes_std, with_laws
@@ -413,7 +414,7 @@ class PPOExt(RolloutCollector):
             )
 
     def _setup_backend(self) -> None:
-        self._fast: FastPolicy | None = None
+        self._native: NativePolicy | None = None
         reasons = {"native": self._why_not_native(), "lean": why_not_lean(self)}
         if reasons.get(self.backend) is not None:
             refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')
@@ -424,13 +425,13 @@ class PPOExt(RolloutCollector):
     def _why_not_native(self) -> str | None:
         return why_not_native(self, type(self).extra_actor_loss is not PPOExt.extra_actor_loss)
 
-    def _fast_policy(self) -> FastPolicy | None:
+    def _find_native_policy(self) -> NativePolicy | None:
         """The policy on the extension module, ``None`` where it stays on PyTorch."""
         if self.backend not in ("auto", "native") or self._why_not_native() is not None:
             return None
-        if self._fast is None or not self._fast.is_of(self.policy):
-            self._fast = FastPolicy(self.policy)
-        return self._fast
+        if self._native is None or not self._native.is_of(self.policy):
+            self._native = NativePolicy(self.policy)
+        return self._native
 
     def _warn_about_truncated_minibatch(self) -> None:
         if self.env is None:
@@ -486,12 +487,12 @@ class PPOExt(RolloutCollector):
     # Rollout and update
 
     def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
-        fast = self._fast_policy()
-        if fast is None:
+        native = self._find_native_policy()
+        if native is None:
             return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
         if self._truncations is not None:
             self._truncations.clear()
-        return collect(self, fast, env, callback, rollout_buffer, n_rollout_steps)
+        return collect(self, native, env, callback, rollout_buffer, n_rollout_steps)
 
     def train(self) -> None:
         """
@@ -506,9 +507,9 @@ class PPOExt(RolloutCollector):
         self.logger.record("time/update_seconds", time.perf_counter() - start)
 
     def _make_update(self) -> Update:
-        fast = self._fast_policy()
-        if fast is not None:
-            return FastUpdate(self, fast)
+        native = self._find_native_policy()
+        if native is not None:
+            return NativeUpdate(self, native)
         is_lean = self.backend in ("auto", "lean") and why_not_lean(self) is None
         return LeanUpdate(self) if is_lean else Update(self)
 
@@ -631,7 +632,7 @@ class PPOExt(RolloutCollector):
         return [*state_dicts, *(name for name in LEARNED if getattr(self, name) is not None)], variables
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents", "_fast"]
+        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents", "_native"]
 
 
 def _law_and_policy_kwargs(saved: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:

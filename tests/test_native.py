@@ -20,12 +20,13 @@ from test_options import DEFAULTS, SINGLE, VALUES, is_legal
 from torch import nn
 from toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEnv, make_toys
 
-from sb3_ppo_ext import PPOExt, fast_collecting, fast_policy
+from sb3_ppo_ext import PPOExt, native_collecting, native_policy
 from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution
-from sb3_ppo_ext.fast_collecting import _reads_estimates
-from sb3_ppo_ext.fast_policy import FastPolicy, why_not
-from sb3_ppo_ext.fast_update import FastAdam, LeanUpdate, mean_of_each, normalize_each
 from sb3_ppo_ext.heads import TorchHead, make_head
+from sb3_ppo_ext.lean_update import LeanUpdate, NativeAdam
+from sb3_ppo_ext.native_collecting import _reads_estimates
+from sb3_ppo_ext.native_minibatches import mean_of_each, normalize_each
+from sb3_ppo_ext.native_policy import NativePolicy, why_not
 from sb3_ppo_ext.update import Update
 
 _mlp = pytest.importorskip("sb3_ppo_ext._mlp", reason="the extension module was not built")
@@ -411,7 +412,7 @@ ROLLOUTS = {
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_rollout(name, estimates, monkeypatch):
     """The buffer holds what SB3 would have stored for these actions: values, log probabilities, returns, bootstraps."""
-    monkeypatch.setattr(fast_collecting, "_reads_estimates", lambda callback: estimates)
+    monkeypatch.setattr(native_collecting, "_reads_estimates", lambda callback: estimates)
     model, steps = make(**ROLLOUTS[name]), Steps()
     _, callback = model._setup_learn(10**6, CallbackList([steps]))
     first = copy.deepcopy(model._last_obs)
@@ -569,20 +570,20 @@ def test_engine_can_change_in_the_middle():
             parameter.data = parameter.data.clone()
     model.set_parameters(other.get_parameters())
     observations = VECTOR.sample()[np.newaxis]
-    fast = model._fast_policy()
-    fast.pack()
+    native = model._find_native_policy()
+    native.pack()
     expected = other.policy.predict_values(th.from_numpy(observations)).detach().numpy()
-    np.testing.assert_allclose(fast.critic(fast.features(observations)), expected, rtol=1e-5)
+    np.testing.assert_allclose(native.critic(native.features(observations)), expected, rtol=1e-5)
 
 
 def test_copies():
     """A model that has not learned is copied as with the reference; what is bound to memory is bound anew."""
     model = make()
-    model._fast_policy()
+    model._find_native_policy()
     model.env = model._vec_normalize_env = None
     copied = copy.deepcopy(model)
-    assert copied._fast is None
-    assert pickle.loads(pickle.dumps(FastPolicy(model.policy))) is None
+    assert copied._native is None
+    assert pickle.loads(pickle.dumps(NativePolicy(model.policy))) is None
 
 
 # Which engine
@@ -639,7 +640,7 @@ def test_loss_of_a_subclass():
     """It may differentiate what it likes."""
     with pytest.raises(ValueError, match="extra_actor_loss"):
         OwnLoss("MlpPolicy", ToyEnv(), backend="native")
-    assert OwnLoss("MlpPolicy", ToyEnv(), **SMALL)._fast_policy() is None
+    assert OwnLoss("MlpPolicy", ToyEnv(), **SMALL)._find_native_policy() is None
 
 
 def test_reasons_that_come_later():
@@ -662,7 +663,7 @@ def test_reasons_that_come_later():
 
 def test_without_the_extension_module(monkeypatch, capsys):
     """All works, on PyTorch; a line says why."""
-    monkeypatch.setattr(fast_policy, "_mlp", None)
+    monkeypatch.setattr(native_policy, "_mlp", None)
     model = make(backend="auto", verbose=1)
     assert "Backend: eager (not native: the extension module was not built" in capsys.readouterr().out
     model.learn(32)
@@ -673,13 +674,13 @@ def test_without_the_extension_module(monkeypatch, capsys):
 def test_optimizers_that_torch_steps():
     """Those that are not plainly Adam, and those whose step somebody has replaced."""
     model = make()
-    assert FastAdam.takes(model.policy.optimizer)
+    assert NativeAdam.takes(model.policy.optimizer)
     th.optim.lr_scheduler.LambdaLR(model.policy.optimizer, lambda step: 1.0)
-    assert not FastAdam.takes(model.policy.optimizer)
+    assert not NativeAdam.takes(model.policy.optimizer)
     model.learn(32)
     assert {int(state["step"]) for state in model.policy.optimizer.state.values()} == {12}
     for kwargs in (dict(amsgrad=True), dict(maximize=True)):
-        assert not FastAdam.takes(make(policy_kwargs=dict(optimizer_kwargs=kwargs)).policy.optimizer)
+        assert not NativeAdam.takes(make(policy_kwargs=dict(optimizer_kwargs=kwargs)).policy.optimizer)
 
 
 def test_auto_takes_native(capsys):

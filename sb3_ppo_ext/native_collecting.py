@@ -18,21 +18,21 @@ from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.collecting import stack
-from sb3_ppo_ext.fast_policy import FastPolicy, _mlp
 from sb3_ppo_ext.guards import check_finite
+from sb3_ppo_ext.native_policy import NativePolicy, _mlp
 
 # Callbacks of these packages read no values and log probabilities.
 KNOWN_PACKAGES = ("stable_baselines3", "sb3_contrib", "rl_zoo3", "sb3_ppo_ext")
 
 
 def collect(
-    model: Any, fast: FastPolicy, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
+    model: Any, native: NativePolicy, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
 ) -> bool:
     """
     As ``collect_rollouts`` of SB3's on-policy algorithms; its random numbers are drawn for all steps at once.
 
     :param model: A ``PPOExt``
-    :param fast: Its policy
+    :param native: Its policy
     :param env: The training environment
     :param callback: Called at each step, and at the beginning and end
     :param rollout_buffer: To fill
@@ -43,9 +43,9 @@ def collect(
     rollout_buffer.reset()
     truncations: list[tuple[int, int, Any]] = []
     callback.on_rollout_start()
-    fast.has_changed()
-    fast.pack()
-    noise = fast.head.noise(n_rollout_steps, env.num_envs, fast.actor.n_outputs)
+    native.has_changed()
+    native.pack()
+    noise = native.head.noise(n_rollout_steps, env.num_envs, native.actor.n_outputs)
     n_estimated = 0
     estimates = _reads_estimates(callback)
     is_discrete = isinstance(model.action_space, spaces.Discrete)
@@ -55,20 +55,20 @@ def collect(
 
     for n_steps in range(n_rollout_steps):
         _write_observations(rollout_buffer, n_steps, model._last_obs)
-        features = fast.features(model._last_obs)
-        if fast.has_changed():
+        features = native.features(model._last_obs)
+        if native.has_changed():
             # A callback has: the steps before have the estimates of the policy that took them.
-            _estimate(model, fast, rollout_buffer, slice(n_estimated, n_steps), truncations)
+            _estimate(model, native, rollout_buffer, slice(n_estimated, n_steps), truncations)
             n_estimated = n_steps
-            fast.pack()
-            noise[n_steps:] = fast.head.noise(n_rollout_steps - n_steps, env.num_envs, fast.actor.n_outputs)
-        samples = fast.head.sample(fast.actor(features), noise[n_steps])
+            native.pack()
+            noise[n_steps:] = native.head.noise(n_rollout_steps - n_steps, env.num_envs, native.actor.n_outputs)
+        samples = native.head.sample(native.actor(features), noise[n_steps])
         if not is_discrete:
             samples = samples.reshape(env.num_envs, *model.action_space.shape)
         clipped_actions = model._actions_for_env(samples)
         actions = clipped_actions if model._samples_latents else samples
         if estimates:
-            shared |= _estimates(model, fast, features, samples)
+            shared |= _estimates(model, native, features, samples)
 
         new_obs, rewards, dones, infos = env.step(clipped_actions)
         check_finite(model, "observation", new_obs, n_steps)
@@ -95,8 +95,8 @@ def collect(
         model._last_episode_starts = dones
 
     rollout_buffer.full = True
-    _estimate(model, fast, rollout_buffer, slice(n_estimated, n_rollout_steps), truncations)
-    last_values = _estimate_advantages(model, fast, rollout_buffer)
+    _estimate(model, native, rollout_buffer, slice(n_estimated, n_rollout_steps), truncations)
+    last_values = _estimate_advantages(model, native, rollout_buffer)
     if is_discrete:
         shared["actions"] = actions.reshape(-1, 1)
     shared |= {"n_steps": n_rollout_steps, "values": th.from_numpy(last_values).reshape(-1, 1)}
@@ -114,37 +114,37 @@ def _write_observations(buffer: RolloutBuffer, step: int, observations: Any) -> 
         buffer.observations[step] = observations.reshape(buffer.observations[step].shape)
 
 
-def _estimates(model: Any, fast: FastPolicy, features: np.ndarray, samples: np.ndarray) -> dict[str, Any]:
+def _estimates(model: Any, native: NativePolicy, features: np.ndarray, samples: np.ndarray) -> dict[str, Any]:
     """Of one step, as SB3's policy returns them."""
-    log_probs = fast.head.log_prob(fast.actor(features), samples.reshape(len(features), -1))
+    log_probs = native.head.log_prob(native.actor(features), samples.reshape(len(features), -1))
     return {
         "obs_tensor": obs_as_tensor(model._last_obs, model.device),
-        "values": th.from_numpy(fast.critic(features)),
+        "values": th.from_numpy(native.critic(features)),
         "log_probs": th.from_numpy(log_probs),
     }
 
 
 def _estimate(
-    model: Any, fast: FastPolicy, buffer: RolloutBuffer, steps: slice, truncations: list[tuple[int, int, Any]]
+    model: Any, native: NativePolicy, buffer: RolloutBuffer, steps: slice, truncations: list[tuple[int, int, Any]]
 ) -> None:
     """Values and log probabilities of some steps, and what follows from the truncations among them, which are then done."""
     shape = buffer.rewards[steps].shape
-    features = fast.features(_joined(buffer.observations, steps))
+    features = native.features(_joined(buffer.observations, steps))
     actions = buffer.actions[steps].reshape(len(features), -1).astype(np.float32, copy=False)
-    buffer.values[steps] = fast.critic(features).reshape(shape)
-    buffer.log_probs[steps] = fast.head.log_prob(fast.actor(features), actions).reshape(shape)
+    buffer.values[steps] = native.critic(features).reshape(shape)
+    buffer.log_probs[steps] = native.head.log_prob(native.actor(features), actions).reshape(shape)
     if truncations:
-        _bootstrap(model, fast, buffer, truncations)
+        _bootstrap(model, native, buffer, truncations)
         truncations.clear()
 
 
-def _estimate_advantages(model: Any, fast: FastPolicy, buffer: RolloutBuffer) -> np.ndarray:
+def _estimate_advantages(model: Any, native: NativePolicy, buffer: RolloutBuffer) -> np.ndarray:
     """
     And returns.
 
     :return: Values of the last observations, shape ``(n_envs,)``
     """
-    last_values = fast.critic(fast.features(model._last_obs)).ravel()
+    last_values = native.critic(native.features(model._last_obs)).ravel()
     dones = np.asarray(model._last_episode_starts)
     if type(buffer).compute_returns_and_advantage is RolloutBuffer.compute_returns_and_advantage:
         arrays = (buffer.rewards, buffer.values, buffer.episode_starts, last_values, dones.astype(np.float32))
@@ -162,10 +162,10 @@ def _joined(observations: Any, steps: slice) -> Any:
     return observations[steps].reshape(-1, *observations.shape[2:])
 
 
-def _bootstrap(model: Any, fast: FastPolicy, buffer: RolloutBuffer, truncations: list[tuple[int, int, Any]]) -> None:
+def _bootstrap(model: Any, native: NativePolicy, buffer: RolloutBuffer, truncations: list[tuple[int, int, Any]]) -> None:
     """See ``RolloutCollector._bootstrap_truncated``."""
     steps, environments, observations = zip(*truncations, strict=True)
-    values = fast.critic(fast.features(stack(observations))).ravel()
+    values = native.critic(native.features(stack(observations))).ravel()
     np.add.at(buffer.rewards, (list(steps), list(environments)), np.float32(model.gamma) * values)
     model.keep_truncations(steps, environments, observations, values.tolist())
 

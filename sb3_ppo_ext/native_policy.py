@@ -72,7 +72,7 @@ class Perceptron:
         return outputs
 
 
-class FastPolicy:
+class NativePolicy:
     """
     Evaluates and differentiates a policy that :func:`why_not` has nothing against.
 
@@ -158,7 +158,7 @@ def why_no_module(policy: Any) -> str | None:
 def why_not(policy: Any) -> str | None:
     """
     :param policy: Of a model
-    :return: Why it has to stay on PyTorch, ``None`` if :class:`FastPolicy` computes what it does
+    :return: Why it has to stay on PyTorch, ``None`` if :class:`NativePolicy` computes what it does
     """
     if (reason := why_no_module(policy)) is not None:
         return reason
