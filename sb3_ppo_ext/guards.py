@@ -18,6 +18,10 @@ class NonFiniteDataError(ValueError):
     """The environment returned NaN or infinity."""
 
 
+class NonFinitePolicyError(ValueError):
+    """The policy puts out NaN or infinity."""
+
+
 class NonFiniteGradientError(ValueError):
     """A loss or a gradient is NaN or infinite."""
 
@@ -70,6 +74,23 @@ def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_
     )
 
 
+def check_outputs(model: OnPolicyAlgorithm, outputs: np.ndarray, step: int) -> None:
+    """
+    :param model: Whose policy it is
+    :param outputs: Of its last layer, shape ``(n_envs, n_outputs)``
+    :param step: Of the rollout
+    :raises NonFinitePolicyError: if there is NaN or infinity
+    """
+    if _is_surely_finite(outputs) or np.isfinite(outputs).all():
+        return
+    bad = [name for name, parameter in model.policy.named_parameters() if not th.isfinite(parameter).all()]
+    where = f"parameters that are not finite: {', '.join(bad)}" if bad else "its parameters are finite, but too large"
+    raise NonFinitePolicyError(
+        f"The outputs of the policy are not finite at step {step} of the rollout, after {model.num_timesteps} timesteps "
+        f"({where}). Nothing was learned from this rollout. Go on from an earlier checkpoint, with a lower learning rate."
+    )
+
+
 def _is_surely_finite(data: Any) -> bool:
     """A test of a float array that takes a third of the time of the whole one, for it is made at each step."""
     if type(data) is not np.ndarray or data.dtype.kind != "f":
@@ -81,7 +102,7 @@ def _is_surely_finite(data: Any) -> bool:
 @contextmanager
 def restored_if_not_finite(model: OnPolicyAlgorithm) -> Iterator[None]:
     """
-    Take back what the steps of the environment have changed if :func:`check_finite` refuses one of them.
+    Take back what the steps of the environment have changed if one of the checks above refuses what it sees.
 
     :param model: Whose timesteps, statistics of episodes and of ``VecNormalize`` are restored
     """
@@ -91,7 +112,7 @@ def restored_if_not_finite(model: OnPolicyAlgorithm) -> Iterator[None]:
     statistics = [{k: deepcopy(v) for k, v in vars(n).items() if k in ("obs_rms", "ret_rms")} for n in normalizers]
     try:
         yield
-    except NonFiniteDataError:
+    except (NonFiniteDataError, NonFinitePolicyError):
         vars(model).update(before)
         for normalizer, values in zip(normalizers, statistics, strict=True):
             vars(normalizer).update(values)

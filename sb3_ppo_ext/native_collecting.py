@@ -13,12 +13,12 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EventCallback
+from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.collecting import stack
-from sb3_ppo_ext.guards import check_finite
+from sb3_ppo_ext.guards import check_finite, check_outputs
 from sb3_ppo_ext.native_policy import NativePolicy, _mlp
 
 # Callbacks of these packages read no values and log probabilities.
@@ -62,7 +62,9 @@ def collect(
             n_estimated = n_steps
             native.pack()
             noise[n_steps:] = native.head.noise(n_rollout_steps - n_steps, env.num_envs, native.actor.n_outputs)
-        samples = native.head.sample(native.actor(features), noise[n_steps])
+        outputs = native.actor(features)
+        check_outputs(model, outputs, n_steps)
+        samples = native.head.sample(outputs, noise[n_steps])
         if not is_discrete:
             samples = samples.reshape(env.num_envs, *model.action_space.shape)
         clipped_actions = model._actions_for_env(samples)
@@ -174,13 +176,29 @@ def _reads_estimates(callback: BaseCallback) -> bool:
     """Whether a callback may read the values or log probabilities of a step: from its locals, or from the buffer."""
     if isinstance(callback, ConvertCallback):
         return callback.callback is not None  # a function, which gets the locals
-    if isinstance(callback, CallbackList) and any(map(_reads_estimates, callback.callbacks)):
+    if any(_reads_estimates(child) for child in _children(callback)):
         return True
-    if isinstance(callback, EventCallback) and callback.callback is not None and _reads_estimates(callback.callback):
-        return True
-    own = [cls for cls in type(callback).__mro__ if not cls.__module__.startswith((*KNOWN_PACKAGES, "builtins", "abc"))]
-    functions = [value for cls in own for value in vars(cls).values() if isinstance(value, FunctionType)]
+    own = [cls for cls in type(callback).__mro__ if cls.__module__.split(".")[0] not in (*KNOWN_PACKAGES, "builtins", "abc")]
+    functions = (function for cls in own for value in vars(cls).values() for function in _functions(value))
     return any({"locals", "rollout_buffer"} & set(_names(function.__code__)) for function in functions)
+
+
+def _children(callback: BaseCallback) -> Iterator[BaseCallback]:
+    """Those that SB3's lists and events call, under whatever name; ``parent`` leads back."""
+    for name, value in vars(callback).items():
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, BaseCallback) and name != "parent":
+                yield child
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """Those in an attribute of a class: methods of every kind, and properties."""
+    if isinstance(value, property):
+        value = [value.fget, value.fset]
+    for function in value if isinstance(value, list) else [value]:
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType):
+            yield function
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import pickle
 
 import numpy as np
@@ -22,6 +23,7 @@ from toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEnv, make_
 
 from sb3_ppo_ext import PPOExt, native_collecting, native_policy
 from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution
+from sb3_ppo_ext.guards import NonFinitePolicyError
 from sb3_ppo_ext.heads import TorchHead, make_head
 from sb3_ppo_ext.lean_update import LeanUpdate, NativeAdam
 from sb3_ppo_ext.native_collecting import _reads_estimates
@@ -511,8 +513,31 @@ def test_who_reads_estimates():
 
     plain = [EvalCallback(ToyEnv()), EveryNTimesteps(5, EvalCallback(ToyEnv())), CallbackList([EvalCallback(ToyEnv())])]
     assert not any(map(_reads_estimates, plain))
-    for reader in (RolloutRecorder(), InBuffer(), EveryNTimesteps(5, InBuffer()), CallbackList([plain[0], RolloutRecorder()])):
-        assert _reads_estimates(reader)
+
+    class InProperty(BaseCallback):
+        @property
+        def value(self):
+            return self.locals["values"]
+
+        def _on_step(self):
+            return True
+
+    class InStaticMethod(InProperty):
+        @staticmethod
+        def value(callback):
+            return callback.locals["values"]
+
+    class InFunctionOfAnother(InProperty):
+        value = None
+        __module__ = "stable_baselines3_of_mine"
+
+        def _on_step(self):
+            return self.locals is not None
+
+    nested = EvalCallback(ToyEnv(), callback_on_new_best=InBuffer()), EvalCallback(ToyEnv(), callback_after_eval=InBuffer())
+    own = RolloutRecorder(), InBuffer(), InProperty(), InStaticMethod(), InFunctionOfAnother()
+    for reader in (*own, *nested, EveryNTimesteps(5, InBuffer()), CallbackList([plain[0], RolloutRecorder()])):
+        assert _reads_estimates(reader), reader
     seen = []
     make().learn(16, callback=lambda local, _: seen.append(local["values"]) or True)
     assert seen[0].shape == (2, 1)
@@ -524,6 +549,24 @@ def test_callback_that_stops(stop_at):
     models = [make(backend=backend).learn(96, callback=RolloutRecorder(stop_at)) for backend in ("eager", "native")]
     assert models[0].num_timesteps == models[1].num_timesteps
     assert models[0]._n_updates == models[1]._n_updates
+
+
+@pytest.mark.parametrize("action_dist", ["gaussian", "beta", None])
+def test_policy_that_is_not_finite(action_dist):
+    """The environment never gets an action of it, and what the rollout counted is taken back."""
+    space = None if action_dist else spaces.Discrete(3)
+    model = make(dict(action_space=space) if space else {}, action_dist=action_dist or "gaussian").learn(32)
+
+    class Break(BaseCallback):
+        def _on_step(self):
+            if self.n_calls == 4:
+                with th.no_grad():
+                    self.model.policy.action_net.bias[0] = math.nan
+            return True
+
+    with pytest.raises(NonFinitePolicyError, match=r"step 4 of the rollout.*action_net.bias"):
+        model.learn(32, callback=Break(), reset_num_timesteps=False)
+    assert model.num_timesteps == 32
 
 
 def test_vec_normalize():
