@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_ppo_ext.ppo_ext import PPOExt
+from sb3_ppo_ext.transformer_policies import CnnTransformerPolicy, MlpTransformerPolicy, MultiInputTransformerPolicy
 from sb3_ppo_ext.vec_env import LeanDummyVecEnv, VectorEnvAdapter
 
 try:
@@ -13,9 +14,12 @@ except PackageNotFoundError:  # run from a checkout that is not installed
 
 __all__ = [
     "CnnPolicy",
+    "CnnTransformerPolicy",
     "LeanDummyVecEnv",
     "MlpPolicy",
+    "MlpTransformerPolicy",
     "MultiInputPolicy",
+    "MultiInputTransformerPolicy",
     "PPOExt",
     "VectorEnvAdapter",
     "__version__",

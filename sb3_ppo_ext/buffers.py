@@ -8,6 +8,8 @@ import torch as th
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
+from sb3_ppo_ext.sequences import SequenceBufferMixin
+
 # A minibatch is drawn as the places of its samples in the flattened rollout (``env * n_steps + step``), with their weights.
 Draw = tuple[np.ndarray, np.ndarray | None]
 
@@ -38,11 +40,12 @@ def flatten(buffer: RolloutBuffer) -> None:
     """
     Join steps and environments to one dimension, as ``get`` does when it is first called.
 
-    :param buffer: Changed in place, but for its rewards and episode starts
+    :param buffer: Changed in place, but for its rewards and episode starts, and observations that are read as sequences
     """
     if buffer.generator_ready:
         return
-    for name in ("observations", "actions", "values", "log_probs", "advantages", "returns"):
+    names = ("actions", "values", "log_probs", "advantages", "returns")
+    for name in names if isinstance(buffer, SequenceBufferMixin) else ("observations", *names):
         array = getattr(buffer, name)
         if isinstance(array, dict):
             flat: Any = {key: buffer.swap_and_flatten(part) for key, part in array.items()}
@@ -71,6 +74,20 @@ def shuffled(n_samples: int, batch_size: int) -> Iterator[Draw]:
     indices = np.random.permutation(n_samples)
     for start in range(0, n_samples, batch_size):
         yield indices[start : start + batch_size], None
+
+
+def shuffled_segments(n_steps: int, n_envs: int, length: int, batch_size: int) -> Iterator[Draw]:
+    """
+    One epoch of successive steps: every sample once.
+
+    :param n_steps: Of the rollout
+    :param n_envs: Environments
+    :param length: Steps of one environment that stay together, the last ones of a rollout may be fewer
+    :param batch_size: In samples; a minibatch holds as many whole segments as fit in, at least one
+    """
+    starts = np.random.permutation(np.add.outer(np.arange(n_envs) * n_steps, np.arange(0, n_steps, length)).flatten())
+    for drawn in np.array_split(starts, -(-len(starts) // max(batch_size // length, 1))):
+        yield np.concatenate([np.arange(first, first + min(length, n_steps - first % n_steps)) for first in drawn]), None
 
 
 class PrioritizedSegments:

@@ -11,10 +11,13 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.guards import check_finite, restored_if_not_finite
+from sb3_ppo_ext.memory import RolloutMemory
+from sb3_ppo_ext.sequences import SequenceBufferMixin
 
 
 class RolloutCollector(OnPolicyAlgorithm):
@@ -61,6 +64,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             self.policy.reset_noise(env.num_envs)
 
         callback.on_rollout_start()
+        memory = self._make_memory()
 
         while n_steps < n_rollout_steps:
             if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
@@ -68,7 +72,10 @@ class RolloutCollector(OnPolicyAlgorithm):
 
             with th.no_grad():
                 obs_tensor = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
-                samples, values, log_probs = self.policy(obs_tensor)
+                if memory is None:
+                    samples, values, log_probs = self.policy(obs_tensor)
+                else:
+                    samples, values, log_probs = memory.act(obs_tensor, self._last_episode_starts, n_steps)  # type: ignore[arg-type]
             samples = samples.cpu().numpy()
             clipped_actions = self._actions_for_env(samples)
             actions = clipped_actions if self._samples_latents else samples
@@ -84,6 +91,8 @@ class RolloutCollector(OnPolicyAlgorithm):
                 return False
 
             self._update_info_buffer(infos, dones)
+            if memory is not None:
+                memory.keep_outcome(clipped_actions, rewards, n_steps)
             n_steps += 1
 
             if isinstance(self.action_space, spaces.Discrete):
@@ -103,7 +112,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             self._last_episode_starts = dones
 
         with th.no_grad():
-            values = self.policy.predict_values(obs_as_tensor(new_obs, self.device))  # type: ignore[arg-type]
+            values = self.predict_last_values()
 
         rollout_buffer.compute_returns_and_advantage(last_values=values, dones=dones)
 
@@ -111,6 +120,33 @@ class RolloutCollector(OnPolicyAlgorithm):
         callback.on_rollout_end()
 
         return True
+
+    def _make_memory(self) -> RolloutMemory | None:
+        """What a policy with a memory is evaluated with, ``None`` for one without."""
+        buffer = self.rollout_buffer
+        return RolloutMemory(self.policy, buffer) if isinstance(buffer, SequenceBufferMixin) else None
+
+    def predict_last_values(self) -> th.Tensor:
+        """
+        :return: Values of the observations after the rollout, shape ``(n_envs, 1)``
+        """
+        n_envs, n_steps = self.n_envs, self.n_steps
+        observations = obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
+        steps = np.full(n_envs, n_steps - 1)
+        return self.policy.predict_values(self._after(observations, steps, np.arange(n_envs), self._last_episode_starts))
+
+    def _after(self, observations: PyTorchObs, steps: Any, environments: Any, starts: Any) -> Any:
+        """
+        What the policy reads of observations.
+
+        :param observations: A batch of them
+        :param steps: Of the rollout, after which they came
+        :param environments: In which
+        :param starts: Whether they begin an episode
+        """
+        if not isinstance(buffer := self.rollout_buffer, SequenceBufferMixin):
+            return observations
+        return buffer.sequences_after(np.array(steps), np.array(environments), observations, np.array(starts, bool))
 
     def _actions_for_env(self, actions: np.ndarray) -> np.ndarray:
         """
@@ -140,10 +176,11 @@ class RolloutCollector(OnPolicyAlgorithm):
         environments, observations = zip(*truncated, strict=True)
         # A batch changes the last bit of most values (it multiplies matrices, not vectors), so that the CPU takes them
         # one by one as SB3 does. Elsewhere one call for all saves a wait for the device per environment.
-        values = self._terminal_values(observations, batched=self.device.type != "cpu")
+        steps = [step] * len(truncated)
+        values = self._terminal_values(steps, environments, observations, batched=self.device.type != "cpu")
         for idx, value in zip(environments, values, strict=True):
             rewards[idx] += self.gamma * value
-        self.keep_truncations([step] * len(truncated), environments, observations, values.flatten().tolist())
+        self.keep_truncations(steps, environments, observations, values.flatten().tolist())
 
     def truncated_episodes(self, dones: np.ndarray, infos: list[dict[str, Any]], step: int) -> Iterator[tuple[int, Any]]:
         """
@@ -179,19 +216,26 @@ class RolloutCollector(OnPolicyAlgorithm):
         change = np.zeros_like(self.rollout_buffer.rewards)
         if self._truncations:
             steps, environments, observations, old_values = zip(*self._truncations, strict=True)
-            values = self._terminal_values(observations, batched=True).numpy().flatten()
+            values = self._terminal_values(steps, environments, observations, batched=True).numpy().flatten()
             change[list(steps), list(environments)] = self.gamma * (values - np.array(old_values))
         return change
 
-    def _terminal_values(self, observations: Sequence[Any], batched: bool) -> th.Tensor:
+    def _terminal_values(
+        self, steps: Sequence[int], environments: Sequence[int], observations: Sequence[Any], batched: bool
+    ) -> th.Tensor:
         """
-        :param observations: As the environments returned them
+        :param steps: Of the rollout, at which episodes were cut off
+        :param environments: In which
+        :param observations: Their last ones, as the environments returned them
         :param batched: Whether to evaluate all of them in one call
         :return: Their values, shape ``(len(observations), 1)``, on the CPU
         """
-        batches = [stack(observations)] if batched else observations
-        with th.no_grad():
-            values = [self.policy.predict_values(self.policy.obs_to_tensor(batch)[0]) for batch in batches]
+        n, values = len(observations), []
+        for part in [slice(n)] if batched else [slice(i, i + 1) for i in range(n)]:
+            tensors = self.policy.obs_to_tensor(stack(observations[part]))[0]
+            going_on = [False] * len(steps[part])
+            with th.no_grad():
+                values.append(self.policy.predict_values(self._after(tensors, steps[part], environments[part], going_on)))
         return th.cat(values).cpu()
 
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:

@@ -170,9 +170,9 @@ def critic_parameters(policy: ActorCriticPolicy) -> set[th.Tensor]:
     :param policy: An actor-critic policy of SB3
     :return: What is the critic's alone; what it shares belongs to the actor
     """
-    return _parameters(policy, "value_net", "mlp_extractor.value_net", "vf_features_extractor") - _parameters(
-        policy, "action_net", "mlp_extractor.policy_net", "pi_features_extractor"
-    )
+    of_critic = ("value_net", "mlp_extractor.value_net", "vf_features_extractor", "vf_transformer")
+    of_actor = ("action_net", "mlp_extractor.policy_net", "pi_features_extractor", "pi_transformer")
+    return _parameters(policy, *of_critic) - _parameters(policy, *of_actor)
 
 
 def _parameters(policy: nn.Module, *names: str) -> set[th.Tensor]:
@@ -184,7 +184,8 @@ def hidden_matrices(policy: ActorCriticPolicy) -> set[th.Tensor]:
     :param policy: An actor-critic policy of SB3
     :return: Weights of its hidden linear layers: neither of those that read the observation, nor of the heads
     """
-    extractors = [_layers(policy, name) for name in ("pi_features_extractor", "vf_features_extractor")]
+    readers = ("pi_features_extractor", "vf_features_extractor", "pi_transformer", "vf_transformer")
+    extractors = [_layers(policy, name) for name in readers]
     networks = [_layers(policy, f"mlp_extractor.{name}") for name in ("policy_net", "value_net")]
     if not any(extractors):
         # Then it is the networks that read the observation.

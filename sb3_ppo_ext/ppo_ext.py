@@ -39,6 +39,13 @@ from sb3_ppo_ext.options import check_options
 from sb3_ppo_ext.policies import MlpPolicy, check_law_of_parameters, fixes_std, with_laws
 from sb3_ppo_ext.saving import SavedModel, check_saved_ppo, read_policy_kwargs
 from sb3_ppo_ext.schedules import DecaySchedule, KLAdaptive, ScheduleLike, make_schedule, value_of
+from sb3_ppo_ext.sequences import SequenceDictRolloutBuffer, SequenceRolloutBuffer
+from sb3_ppo_ext.transformer_policies import (
+    CnnTransformerPolicy,
+    MlpTransformerPolicy,
+    MultiInputTransformerPolicy,
+    TransformerPolicyMixin,
+)
 from sb3_ppo_ext.update import Update
 from sb3_ppo_ext.validation import (
     SUPPORTED_SPACES,
@@ -160,6 +167,9 @@ class PPOExt(RolloutCollector):
         "MlpPolicy": ActorCriticPolicy,
         "CnnPolicy": ActorCriticCnnPolicy,
         "MultiInputPolicy": MultiInputActorCriticPolicy,
+        "MlpTransformerPolicy": MlpTransformerPolicy,
+        "CnnTransformerPolicy": CnnTransformerPolicy,
+        "MultiInputTransformerPolicy": MultiInputTransformerPolicy,
     }
 
     def __init__(
@@ -325,6 +335,7 @@ class PPOExt(RolloutCollector):
                 super()._setup_model()
         finally:
             self.policy_kwargs = given
+        self._setup_memory()
         self._setup_latents()
         self._setup_optimizer()
         self._setup_advantages()
@@ -340,6 +351,26 @@ class PPOExt(RolloutCollector):
         self.policy_class = with_laws(self.policy_class)
         law = {"action_dist": self.action_dist, "deterministic_action": self.deterministic_action}
         return {**policy_kwargs, **law}
+
+    def _setup_memory(self) -> None:
+        """The buffer for a policy that reads sequences."""
+        policy = self.policy
+        if not isinstance(policy, TransformerPolicyMixin):
+            return
+        is_dict = isinstance(self.observation_space, spaces.Dict)
+        buffer_class: Any = SequenceDictRolloutBuffer if is_dict else SequenceRolloutBuffer
+        self.rollout_buffer = buffer_class(
+            self.n_steps,
+            self.observation_space,
+            self.action_space,
+            device=self.device,
+            gamma=self.gamma,
+            gae_lambda=self.gae_lambda,
+            n_envs=self.n_envs,
+            context_length=policy.context_length,
+            n_action_features=policy.n_action_features,
+            keeps_rewards=policy.use_last_reward,
+        )
 
     def _setup_latents(self) -> None:
         made = getattr(self.policy, "action_law", "gaussian")

@@ -10,10 +10,19 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
-from stable_baselines3.common.utils import explained_variance, obs_as_tensor
+from stable_baselines3.common.utils import explained_variance
 
 from sb3_ppo_ext.advantages import normalize, vtrace
-from sb3_ppo_ext.buffers import Minibatch, PrioritizedSegments, flatten, knows_indices, shuffled, time_major
+from sb3_ppo_ext.buffers import (
+    Draw,
+    Minibatch,
+    PrioritizedSegments,
+    flatten,
+    knows_indices,
+    shuffled,
+    shuffled_segments,
+    time_major,
+)
 from sb3_ppo_ext.distributions import BoundedDistribution, kl_divergence, parameters, unsquashed_mean
 from sb3_ppo_ext.guards import refuse_gradient
 from sb3_ppo_ext.losses import (
@@ -28,6 +37,7 @@ from sb3_ppo_ext.losses import (
 from sb3_ppo_ext.metrics import Metrics
 from sb3_ppo_ext.optimizers import clip_gradients, critic_parameters
 from sb3_ppo_ext.schedules import is_constant, value_of
+from sb3_ppo_ext.sequences import SequenceBufferMixin
 from sb3_ppo_ext.validation import refuse
 
 # Metrics of which the last epoch alone counts, as for SB3
@@ -39,6 +49,8 @@ RESERVED = {*LOGGED_OTHERWISE, *LOSS_TERMS, "actor_rests", "grad_norm", "critic_
 RESERVED |= {"actions_at_bounds", "mass_near_bounds", "std", "concentration"}
 # Samples that are evaluated at once where no gradient is needed
 EVALUATION_BATCH = 1024
+# Steps that stay together in minibatches of a policy with a memory
+MIN_SEGMENT = 16
 
 
 class Update:
@@ -141,7 +153,7 @@ class Update:
 
         with self._as_while_collecting():
             evaluated = self._evaluate(values_and_log_probs)
-            last_values = self.policy.predict_values(obs_as_tensor(model._last_obs, model.device)).cpu().numpy().flatten()
+            last_values = model.predict_last_values().cpu().numpy().flatten()
             rewards = buffer.rewards + model.change_of_terminal_values()
         assert evaluated is not None
         values, log_probs = (time_major(part, buffer) for part in evaluated.cpu().numpy().T)
@@ -193,9 +205,18 @@ class Update:
                 yield _normalize_together([Minibatch(data)]) if self._normalizes_minibatches() else [Minibatch(data)]
             return
         step_size = self.model.batch_size * self.model.accumulate_grad
-        draws = self.segments.epoch(step_size) if self.segments else shuffled(self._n_samples(), step_size)
-        for draw in draws:
+        for draw in self._draws(step_size):
             yield self._split(*draw)
+
+    def _draws(self, step_size: int) -> Iterator[Draw]:
+        if self.segments is not None:
+            return self.segments.epoch(step_size)
+        buffer = self.buffer
+        if isinstance(buffer, SequenceBufferMixin):
+            # Long enough that what is before them, and is computed anew for each of them, is no more than they are
+            length = min(max(buffer.n_before, MIN_SEGMENT), buffer.buffer_size, step_size)
+            return shuffled_segments(buffer.buffer_size, buffer.n_envs, length, step_size)
+        return shuffled(self._n_samples(), step_size)
 
     def _n_samples(self) -> int:
         return self.buffer.buffer_size * self.buffer.n_envs

@@ -1,0 +1,329 @@
+"""Policies with a memory: what they do depends on the last observations of the episode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.policies import (
+    ActorCriticCnnPolicy,
+    ActorCriticPolicy,
+    BasePolicy,
+    MultiInputActorCriticPolicy,
+)
+from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
+from stable_baselines3.common.torch_layers import MlpExtractor
+from stable_baselines3.common.type_aliases import PyTorchObs
+from torch import nn
+
+from sb3_ppo_ext.policies import ActionLawMixin
+from sb3_ppo_ext.sequences import Sequences, map_observations
+from sb3_ppo_ext.transformer import Cache, Transformer
+from sb3_ppo_ext.validation import BadArgumentError, check_number, check_type, refuse
+
+
+class Memory(NamedTuple):
+    """
+    What ``predict`` returns, to be given back at the next step: what each environment has shown last. The policy reads it anew
+    at each step, with the parameters that it has then.
+
+    :param observations: The last ones, shape ``(n_envs, context_length - 1, *obs_shape)``
+    :param known: Which of them belong to the present episode, shape ``(n_envs, context_length - 1)``
+    :param starts: Which of them began an episode, the same shape
+    :param last_actions: What the policy did before each of them and before the present one, shape
+        ``(n_envs, context_length, size)``, ``None`` without ``use_last_action``
+    :param last_rewards: What it got for that, shape ``(n_envs, context_length)``, NaN where nobody has said, ``None`` without
+        ``use_last_reward``
+    """
+
+    observations: Any
+    known: np.ndarray
+    starts: np.ndarray
+    last_actions: np.ndarray | None
+    last_rewards: np.ndarray | None
+
+    def with_rewards(self, rewards: np.ndarray) -> Memory:
+        """
+        :param rewards: Of the last step, shape ``(n_envs,)``
+        :return: For the next step of a policy with ``use_last_reward``
+        """
+        if self.last_rewards is None:
+            return self
+        last_rewards = self.last_rewards.copy()
+        last_rewards[:, -1] = rewards
+        return self._replace(last_rewards=last_rewards)
+
+
+class TransformerPolicyMixin(ActionLawMixin):
+    """
+    Stands before an actor-critic policy of SB3 among the parents of a class, and gives it a memory: a transformer reads the
+    features of the last observations of the episode, and what it makes of them goes to the networks of actor and critic.
+
+    ``evaluate_actions``, ``get_distribution`` and ``predict_values`` take :class:`~sb3_ppo_ext.sequences.Sequences`, as the
+    rollout buffer has them. ``predict`` takes and returns a :class:`Memory` as its state.
+
+    :param args: As for SB3's policy
+    :param context_length: How many observations the policy sees, the present one included
+    :param d_model: Size of what the transformer knows of each step, a multiple of ``n_heads``
+    :param n_heads: Heads of its attention
+    :param n_layers: Its layers. Each of them looks back an equal share of ``context_length - 1`` steps
+    :param ffn_dim: Hidden size of its linear layers, ``2 * d_model`` by default
+    :param gate: Whether its layers are joined by the gates of GTrXL; else they are added
+    :param use_last_action: Whether it sees the last action as well: scaled to [-1, 1] if the action space has bounds, as ones
+        and zeros if it is discrete
+    :param use_last_reward: Whether it sees the last reward as well. Then ``predict`` must be told, see
+        :meth:`Memory.with_rewards`, which SB3's ``evaluate_policy`` and RL Zoo's ``enjoy`` do not
+    :param kwargs: As for SB3's policy, and :class:`~sb3_ppo_ext.policies.ActionLawMixin`. With
+        ``share_features_extractor=False`` actor and critic have transformers of their own
+    :raises ValueError: if a keyword is not valid
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        context_length: int = 32,
+        d_model: int = 64,
+        n_heads: int = 4,
+        n_layers: int = 1,
+        ffn_dim: int | None = None,
+        gate: bool = True,
+        use_last_action: bool = False,
+        use_last_reward: bool = False,
+        **kwargs: Any,
+    ):
+        ffn_dim = 2 * d_model if ffn_dim is None else ffn_dim
+        sizes = dict(context_length=context_length, d_model=d_model, n_heads=n_heads, n_layers=n_layers, ffn_dim=ffn_dim)
+        for name, value in sizes.items():
+            check_number(name, value, 1, integer=True)
+        flags = dict(gate=gate, use_last_action=use_last_action, use_last_reward=use_last_reward)
+        for name, flag in flags.items():
+            check_type(name, flag, (bool, np.bool_), "give True or False")
+        if d_model % n_heads != 0:
+            refuse("d_model", d_model, f"it must be a multiple of n_heads={n_heads}")
+        self.memory_kwargs: dict[str, Any] = {**sizes, **flags}
+        self.context_length = context_length
+        self.use_last_action, self.use_last_reward = use_last_action, use_last_reward
+        super().__init__(*args, **kwargs)
+
+    # Networks
+
+    def _build_mlp_extractor(self) -> None:
+        self.pi_transformer = self.vf_transformer = self._make_transformer()
+        if not self.share_features_extractor:
+            self.vf_transformer = self._make_transformer()
+        self.mlp_extractor = MlpExtractor(
+            self.pi_transformer.d_model, net_arch=self.net_arch, activation_fn=self.activation_fn, device=self.device
+        )
+
+    def _make_transformer(self) -> Transformer:
+        size = self.features_dim + self.n_action_features + self.use_last_reward
+        names = ("context_length", "d_model", "n_heads", "n_layers", "ffn_dim", "gate")
+        return Transformer(size, **{name: self.memory_kwargs[name] for name in names})
+
+    @property
+    def n_action_features(self) -> int:
+        """How many numbers it sees of the last action."""
+        return get_flattened_obs_dim(self.action_space) if self.use_last_action else 0
+
+    def _get_constructor_parameters(self) -> dict[str, Any]:
+        return {**super()._get_constructor_parameters(), **self.memory_kwargs}
+
+    # From sequences to features
+
+    def inputs(self, sequences: Sequences, extractor: nn.Module) -> th.Tensor:
+        """
+        :param sequences: Observations with what was done before
+        :param extractor: Features extractor, the actor's or the critic's
+        :return: What the transformer reads of each step, shape ``(n_sequences, n_steps, size)``
+        """
+        shape = sequences.episodes.shape
+        flat = map_observations(lambda part: part.flatten(0, 1), sequences.observations)
+        features: Any = BasePolicy.extract_features(self, flat, extractor)  # type: ignore[arg-type]
+        parts = [features.unflatten(0, shape)]
+        begins = sequences.starts.unsqueeze(-1)
+        if sequences.last_actions is not None:
+            parts.append(sequences.last_actions.masked_fill(begins, 0.0))
+        if sequences.last_rewards is not None:
+            parts.append(sequences.last_rewards.unsqueeze(-1).masked_fill(begins, 0.0))
+        return th.cat(parts, dim=-1)
+
+    def encode_actions(self, actions: np.ndarray) -> np.ndarray:
+        """
+        :param actions: As the environments got them, shape ``(n_envs, *action_shape)``
+        :return: As the policy sees them: scaled to [-1, 1] where there are bounds, discrete ones as ones and zeros, shape
+            ``(n_envs, size)``, float32
+        """
+        encoded: Any = preprocess_obs(th.as_tensor(actions), self.action_space, normalize_images=False)
+        flat = encoded.reshape(len(actions), -1).double().numpy()
+        if isinstance(space := self.action_space, spaces.Box):
+            low, high = (bound.flatten().astype(np.float64) for bound in (space.low, space.high))
+            bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
+            middle, half = np.where(bounded, [(low / 2 + high / 2), (high / 2 - low / 2)], [[0.0], [1.0]])
+            flat = (flat - middle) / half
+        return flat.astype(np.float32)
+
+    def _features(self, sequences: PyTorchObs, extractor: nn.Module, transformer: Transformer) -> th.Tensor:
+        """Of the samples, shape ``(n_samples, d_model)``."""
+        if not isinstance(sequences, Sequences):
+            raise BadArgumentError(
+                f"A {type(self).__name__} reads `Sequences` (as its rollout buffer has them), not single observations, which "
+                "do not tell what was before: use `predict` with its `state`."
+            )
+        features = transformer(self.inputs(sequences, extractor), sequences.episodes).flatten(0, 1)
+        return features if sequences.samples is None else features[sequences.samples]
+
+    def extract_features(self, obs: Any, features_extractor: Any = None) -> Any:
+        """
+        :param obs: Sequences
+        :param features_extractor: Not used, for the transformers have their own
+        :return: What they know at the time of the samples, shape ``(n_samples, d_model)``, the actor's and the critic's if
+            each has one
+        """
+        of_actor = self._features(obs, self.pi_features_extractor, self.pi_transformer)
+        if self.share_features_extractor:
+            return of_actor
+        return of_actor, self._features(obs, self.vf_features_extractor, self.vf_transformer)
+
+    def get_distribution(self, obs: Any) -> Distribution:
+        """
+        :param obs: Sequences
+        :return: The distribution of the actions of the samples
+        """
+        features = self._features(obs, self.pi_features_extractor, self.pi_transformer)
+        return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(features))
+
+    def predict_values(self, obs: Any) -> th.Tensor:
+        """
+        :param obs: Sequences
+        :return: The values of the samples, shape ``(n_samples, 1)``
+        """
+        features = self._features(obs, self.vf_features_extractor, self.vf_transformer)
+        return self.value_net(self.mlp_extractor.forward_critic(features))
+
+    # Step by step
+
+    def act(self, sequences: Sequences, caches: Sequence[Cache]) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        """
+        As ``forward`` of SB3's policies, for one further step of each environment.
+
+        :param sequences: This step, shape ``(n_envs, 1, ...)``
+        :param caches: What the transformers have computed of those before, see :meth:`transformers`
+        :return: Actions, values and log probabilities
+        """
+        episodes, known = sequences.episodes[:, 0], []
+        for (extractor, transformer), cache in zip(self.transformers(), caches, strict=True):
+            known.append(transformer.step(self.inputs(sequences, extractor)[:, 0], episodes, cache))
+        distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(known[0]))
+        values = self.value_net(self.mlp_extractor.forward_critic(known[-1]))
+        actions = distribution.get_actions()
+        return actions.reshape(-1, *self.action_space.shape), values, distribution.log_prob(actions)
+
+    def transformers(self) -> list[tuple[nn.Module, Transformer]]:
+        """:return: The actor's and the critic's, each with its features extractor; one if they share it"""
+        pairs: Any = [(self.pi_features_extractor, self.pi_transformer), (self.vf_features_extractor, self.vf_transformer)]
+        return pairs[:1] if self.share_features_extractor else pairs
+
+    def predict(
+        self,
+        observation: np.ndarray | dict[str, np.ndarray],
+        state: Any = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[np.ndarray, Any]:
+        """
+        Get the policy's action from an observation and what was before.
+
+        :param observation: Of one environment, or of several, shape ``(n_envs, *obs_shape)``
+        :param state: What the last call returned, ``None`` at first
+        :param episode_start: Which environments have begun an episode with this observation, shape ``(n_envs,)``; ``None`` if
+            none has since the last call
+        :param deterministic: Whether to return the likeliest action or a sample
+        :return: The action, and a :class:`Memory` as the next state
+        :raises ValueError: if the state is that of another number of environments, or lacks a reward
+        """
+        self.set_training_mode(False)
+        tensor, is_vectorized = self.obs_to_tensor(observation)
+        now = map_observations(lambda part: part.unsqueeze(1).cpu().numpy(), tensor)
+        n_envs = len(next(iter(now.values()))) if isinstance(now, dict) else len(now)
+        begins = np.zeros(n_envs, bool) if episode_start is None else np.asarray(episode_start, bool).reshape(n_envs)
+        if state is None:
+            state, begins = self._empty_memory(now, n_envs), np.ones(n_envs, bool)
+        self._check_memory(state, n_envs, begins)
+        memory = _append(state, now, begins[:, np.newaxis])
+        with th.no_grad():
+            samples = self.get_distribution(self._sequences(memory)).get_actions(deterministic=deterministic)
+        actions = self._within_bounds(samples.cpu().numpy().reshape(n_envs, *self.action_space.shape))
+        memory = self._forget_oldest(memory, actions)
+        return (actions if is_vectorized else actions.squeeze(axis=0)), memory
+
+    def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
+        """As SB3's ``predict`` does."""
+        space = self.action_space
+        if not isinstance(space, spaces.Box):
+            return actions
+        return self.unscale_action(actions) if self.squash_output else np.clip(actions, space.low, space.high)
+
+    def _empty_memory(self, now: Any, n_envs: int) -> Memory:
+        n_before = self.context_length - 1
+        return Memory(
+            map_observations(lambda part: np.zeros((n_envs, n_before, *part.shape[2:]), part.dtype), now),
+            np.zeros((n_envs, n_before), bool),
+            np.zeros((n_envs, n_before), bool),
+            np.zeros((n_envs, self.context_length, self.n_action_features), np.float32) if self.use_last_action else None,
+            np.zeros((n_envs, self.context_length), np.float32) if self.use_last_reward else None,
+        )
+
+    def _check_memory(self, state: Any, n_envs: int, begins: np.ndarray) -> None:
+        if not isinstance(state, Memory):
+            refuse("state", type(state).__name__, "give what `predict` has returned, or None at first")
+        if len(state.known) != n_envs:
+            refuse("state", f"of {len(state.known)} environments", f"there are {n_envs} observations; give None to begin anew")
+        if state.known.shape[1] != self.context_length - 1:
+            refuse("state", f"of {state.known.shape[1] + 1} steps", f"this policy has context_length={self.context_length}")
+        if state.last_rewards is not None and np.isnan(state.last_rewards[~begins, -1]).any():
+            remedy = "`use_last_reward` needs the last rewards: give `state.with_rewards(rewards)`"
+            refuse("state", "without rewards", remedy)
+
+    def _sequences(self, memory: Memory) -> Sequences:
+        # 0 for what was before the episode, which nothing in it can see
+        tensors = (memory.known.astype(np.int64), memory.starts, memory.last_actions, memory.last_rewards)
+        to_device = self._to_device
+        return Sequences(map_observations(to_device, memory.observations), *map(to_device, tensors))
+
+    def _to_device(self, array: np.ndarray | None) -> Any:
+        return None if array is None else th.as_tensor(array, device=self.device)
+
+    def _forget_oldest(self, memory: Memory, actions: np.ndarray) -> Memory:
+        """What the next step needs, with what was done at this one."""
+        last_actions, last_rewards = memory.last_actions, memory.last_rewards
+        if last_actions is not None:
+            last_actions = np.concatenate([last_actions[:, 1:], self.encode_actions(actions)[:, np.newaxis]], axis=1)
+        if last_rewards is not None:
+            last_rewards = np.concatenate([last_rewards[:, 1:], np.full((len(actions), 1), np.nan, np.float32)], axis=1)
+        observations = map_observations(lambda part: part[:, 1:], memory.observations)
+        return Memory(observations, memory.known[:, 1:], memory.starts[:, 1:], last_actions, last_rewards)
+
+
+def _append(memory: Memory, observations: Any, begins: np.ndarray) -> Memory:
+    """The memory, with the present observation; where it begins an episode, nothing before it is known any more."""
+    return memory._replace(
+        observations=map_observations(lambda *parts: np.concatenate(parts, axis=1), memory.observations, observations),
+        known=np.concatenate([memory.known & ~begins, np.ones_like(begins)], axis=1),
+        starts=np.concatenate([memory.starts, begins], axis=1),
+    )
+
+
+class MlpTransformerPolicy(TransformerPolicyMixin, ActorCriticPolicy):
+    """For vectors, see :class:`TransformerPolicyMixin`."""
+
+
+class CnnTransformerPolicy(TransformerPolicyMixin, ActorCriticCnnPolicy):
+    """For images, see :class:`TransformerPolicyMixin`."""
+
+
+class MultiInputTransformerPolicy(TransformerPolicyMixin, MultiInputActorCriticPolicy):
+    """For dictionaries, see :class:`TransformerPolicyMixin`."""

@@ -1,0 +1,494 @@
+"""Transformer policies see the last observations of the episode, and the same ones wherever they are evaluated."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from toys import BOX_ACTION, DICT, IMAGE, VECTOR, ToyEnv, make_toys
+
+from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.sequences import Sequences, map_observations
+from sb3_ppo_ext.transformer import Block, Cache, GRUGate, Transformer
+from sb3_ppo_ext.transformer_policies import Memory
+
+SIZES = dict(d_model=16, n_heads=2, ffn_dim=16)
+SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=3, device="cpu")
+
+
+def make(policy="MlpTransformerPolicy", env=None, n_envs=2, context_length=5, keywords=None, **options):
+    policy_kwargs = {**SIZES, "context_length": context_length, **(keywords or {})}
+    return PPOExt(policy, make_toys(n_envs, **(env or {})), policy_kwargs=policy_kwargs, **{**SMALL, **options})
+
+
+def loud(policy):
+    """Parameters that are not small, so that what the memory holds shows."""
+    with th.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "features_extractor" not in name:
+                parameter.add_(th.randn_like(parameter), alpha=0.3)
+
+
+# The network
+
+
+def make_network(context_length, n_layers, gate):
+    th.manual_seed(0)
+    network = Transformer(3, context_length, **SIZES, n_layers=n_layers, gate=gate)
+    loud(network)
+    return network.double()
+
+
+def random_episodes(n_sequences, n_steps, p=0.2):
+    return th.from_numpy(np.cumsum(np.random.default_rng(0).random((n_sequences, n_steps)) < p, axis=1))
+
+
+NETWORKS = [(1, 1, True), (2, 1, False), (5, 1, True), (5, 2, True), (5, 2, False), (7, 3, True), (3, 4, True)]
+
+
+@pytest.mark.parametrize(("context_length", "n_layers", "gate"), NETWORKS)
+def test_each_window_by_itself(context_length, n_layers, gate):
+    """A sequence gives what each of its windows gives alone, whatever stands outside of the window and the episode."""
+    network, before = make_network(context_length, n_layers, gate), context_length - 1
+    features, episodes = th.randn(3, before + 12, 3).double(), random_episodes(3, before + 12)
+    outputs = network(features, episodes)
+    assert outputs.shape == (3, 12, 16)
+    for i in range(3):
+        for t in range(12):
+            window, numbers = features[i, t : t + context_length].clone(), episodes[i, t : t + context_length]
+            window[numbers != numbers[-1]] = 100.0
+            alone = network(window[None], (numbers == numbers[-1])[None].long())
+            th.testing.assert_close(outputs[i, t], alone[0, 0])
+
+
+@pytest.mark.parametrize(("context_length", "n_layers", "gate"), NETWORKS)
+def test_cache(context_length, n_layers, gate):
+    """Step by step it gives the same."""
+    network, before = make_network(context_length, n_layers, gate), context_length - 1
+    features, episodes = th.randn(3, before + 12, 3).double(), random_episodes(3, before + 12)
+    cache = Cache(network.layers, 3, before + 12, features)
+    network(features[:, :before], episodes[:, :before], cache)
+    steps = [network.step(features[:, t], episodes[:, t], cache) for t in range(before, before + 12)]
+    th.testing.assert_close(th.stack(steps, dim=1), network(features, episodes))
+
+
+@pytest.mark.parametrize(("context_length", "n_layers", "gate"), NETWORKS)
+def test_what_it_sees(context_length, n_layers, gate):
+    """Each step depends on the last `context_length` steps of its episode, all of them, and on nothing else."""
+    network, before = make_network(context_length, n_layers, gate), context_length - 1
+    features = th.randn(2, before + 9, 3).double().requires_grad_()
+    episodes = random_episodes(2, before + 9, p=0.1)
+    outputs = network(features, episodes)
+    for i in range(2):
+        for t in range(9):
+            gradient = th.autograd.grad(outputs[i, t].square().sum(), features, retain_graph=True)[0].abs().sum(dim=2) > 0
+            expected = th.zeros_like(gradient)
+            window = slice(t, t + context_length)
+            expected[i, window] = episodes[i, window] == episodes[i, t + before]
+            assert (gradient == expected).all()
+
+
+def test_attention_by_hand():
+    """One head, one layer: a softmax of scaled products and scores of distances, over what it may see."""
+    block = Block(2, 4, 1, 4, gate=False).double()
+    loud(block)
+    tokens = th.randn(1, 4, 4).double()
+    keys, values = block.keys_values(tokens)
+    visible = th.tensor([[[True, True, True, True], [True, False, True, True]]])
+    attended = th.zeros(1, 2, 4).double()
+    query = block.query(block.norm(tokens))
+    for i, seen in [(0, [0, 1, 2]), (1, [2, 3])]:
+        scores = [query[0, i + 2] @ keys[0, j] / 2 + block.distance_scores[0, i + 2 - j] for j in seen]
+        weights = th.softmax(th.stack(scores), dim=0)
+        attended[0, i] = sum(weight * values[0, j] for weight, j in zip(weights, seen, strict=True))
+    after = tokens[:, 2:] + block.out(attended)
+    th.testing.assert_close(block(tokens[:, 2:], keys, values, visible), after + block.ffn(after))
+
+
+def test_gate_prefers_its_input():
+    """At the start it lets through what it had, as its paper has it: z = sigmoid(... - bias)."""
+    gate = GRUGate(3)
+    x, y = th.randn(2, 4, 3)
+    z = th.sigmoid(gate.of_input(x)[:, 3:] + gate.of_output(y)[:, 3:6] - 2.0)
+    r = th.sigmoid(gate.of_input(x)[:, :3] + gate.of_output(y)[:, :3])
+    candidate = th.tanh(gate.of_output(y)[:, 6:] + gate.of_reset(r * x))
+    th.testing.assert_close(gate(x, y), (1 - z) * x + z * candidate)
+
+
+# The same windows everywhere
+
+
+class Stream(BaseCallback):
+    """All that the policy has seen and done, over several rollouts."""
+
+    def __init__(self, n_calls=None):
+        super().__init__()
+        self.n_most = n_calls
+        self.steps, self.rollouts = [], []
+
+    def _on_step(self):
+        of = self.locals
+        observation = map_observations(lambda part: part.numpy().copy(), of["obs_tensor"])
+        starts = np.array(self.model._last_episode_starts)
+        outcome = self.model.policy.encode_actions(of["clipped_actions"]), of["rewards"].copy()
+        values, log_probs = (of[name].detach().numpy().ravel() for name in ("values", "log_probs"))
+        self.steps.append((observation, starts, outcome, values, log_probs, np.array(of["actions"])))
+        return self.n_most is None or self.n_calls < self.n_most
+
+    def window(self, step, env, context_length, final=None):
+        """The window of a step, built from what was recorded alone; `final` is an observation after it."""
+        first = step
+        while first > 0 and not self.steps[first][1][env]:
+            first -= 1
+        length = context_length if final is None else context_length - 1
+        seen = [t for t in range(max(first, step - length + 1), step + 1)]
+        frames = [map_observations(lambda part: part[env], self.steps[t][0]) for t in seen]
+        before = [None if t == first else t - 1 for t in seen]
+        if final is not None:
+            frames.append(map_observations(lambda part, like: np.reshape(part, like.shape), final, frames[-1]) if frames else final)
+            before.append(step)
+        return frames, before, first
+
+
+def naive(model, stream, step, env, final=None):
+    """Value and distribution of a window alone, padded at its beginning with nonsense of another episode."""
+    policy, context_length = model.policy, model.policy.context_length
+    frames, before, _ = stream.window(step, env, context_length, final)
+    n_missing = context_length - len(frames)
+    frames = [map_observations(np.ones_like, frames[0])] * n_missing + frames
+    before = [None] * n_missing + before
+    actions = rewards = None
+    if policy.use_last_action:
+        zero = np.zeros(policy.n_action_features, np.float32)
+        actions = th.tensor(np.stack([zero if t is None else stream.steps[t][2][0][env] for t in before]))[None]
+    if policy.use_last_reward:
+        rewards = th.tensor([[0.0 if t is None else stream.steps[t][2][1][env] for t in before]]).float()
+    episodes = th.tensor([[0] * n_missing + [1] * (context_length - n_missing)])
+    starts = th.tensor([[t is None for t in before]])
+    batch = map_observations(lambda *parts: th.from_numpy(np.stack(parts))[None], *frames)
+    sequences = Sequences(batch, episodes, starts, actions, rewards)
+    with th.no_grad():
+        return policy.predict_values(sequences).item(), policy.get_distribution(sequences)
+
+
+SETTINGS = {
+    "plain": dict(),
+    "two layers": dict(keywords=dict(n_layers=2)),
+    "longer than a rollout": dict(context_length=23, n_steps=4, batch_size=8),
+    "as long as a rollout": dict(context_length=16),
+    "no memory": dict(context_length=1),
+    "one environment": dict(n_envs=1, keywords=dict(gate=False)),
+    "own critic": dict(keywords=dict(share_features_extractor=False)),
+    "last action and reward": dict(keywords=dict(use_last_action=True, use_last_reward=True)),
+    "discrete": dict(env=dict(action_space=spaces.Discrete(3)), keywords=dict(use_last_action=True)),
+    "multi-discrete": dict(env=dict(action_space=spaces.MultiDiscrete([2, 3])), keywords=dict(use_last_action=True)),
+    "multi-binary": dict(env=dict(action_space=spaces.MultiBinary(3)), keywords=dict(use_last_action=True)),
+    "discrete observations": dict(env=dict(observation_space=spaces.Discrete(4))),
+    "beta": dict(action_dist="beta", keywords=dict(use_last_action=True)),
+    "squashed": dict(action_dist="squashed_gaussian", keywords=dict(use_last_reward=True)),
+    "images": dict(policy="CnnTransformerPolicy", env=dict(observation_space=IMAGE), n_steps=8, batch_size=8),
+    "dictionaries": dict(policy="MultiInputTransformerPolicy", env=dict(observation_space=DICT), n_steps=8, batch_size=8),
+    "gSDE": dict(use_sde=True),
+}
+
+
+def trained(setting, n_rollouts=3, **options):
+    """A model whose parameters stay as they are, and what it has seen."""
+    model = make(**{**SETTINGS[setting], **options}, learning_rate=1e-30, gamma=0.9)
+    loud(model.policy)
+    stream = Stream()
+    model.learn(n_rollouts * model.n_steps * model.n_envs, callback=stream)
+    return model, stream
+
+
+def evaluated(model):
+    """Values and log probabilities as the update computes them, shape ``(n_steps, n_envs)``."""
+    buffer, n_envs = model.rollout_buffer, model.n_envs
+    data = buffer._get_samples(np.arange(buffer.buffer_size * n_envs))
+    actions = data.actions.long().flatten() if isinstance(model.action_space, spaces.Discrete) else data.actions
+    with th.no_grad():
+        values, log_probs, _ = model.policy.evaluate_actions(data.observations, actions)
+    return [x.reshape(n_envs, -1).T.numpy() for x in (values, log_probs)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_same_windows_everywhere(setting):
+    """
+    While collecting and in the update the policy sees what an observer would give it who has written down all that happened.
+    """
+    model, stream = trained(setting)
+    collected = [np.array(column) for column in list(zip(*stream.steps, strict=True))[3:5]]
+    for of_update, while_collecting in zip(evaluated(model), collected, strict=True):
+        np.testing.assert_allclose(of_update, while_collecting[-model.n_steps :], rtol=1e-4, atol=1e-5)
+    for step in range(0, len(stream.steps), 3):
+        for env in range(model.n_envs):
+            value, _ = naive(model, stream, step, env)
+            assert value == pytest.approx(stream.steps[step][3][env], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("setting", ["plain", "longer than a rollout", "last action and reward", "own critic", "dictionaries"])
+def test_bootstrapped_values(setting):
+    """The terminal observation of a truncated episode, and the last one of a rollout, follow the window that was."""
+    model = make(**{**SETTINGS[setting], "env": {"length": 5, **SETTINGS[setting].get("env", {})}}, learning_rate=1e-30)
+    loud(model.policy)
+    stream, truncations, rewards = Stream(), [], []
+    keep = model.keep_truncations
+
+    def spy(steps, environments, observations, values):
+        truncations.extend(zip([len(stream.steps) - 1] * len(steps), environments, observations, values, strict=True))
+        keep(steps, environments, observations, values)
+
+    model.keep_truncations = spy
+    estimate = model.rollout_buffer.compute_returns_and_advantage
+    last = []
+    model.rollout_buffer.compute_returns_and_advantage = lambda last_values, dones: last.append(
+        (len(stream.steps) - 1, last_values.flatten().tolist(), dones)
+    ) or estimate(last_values, dones)
+    model.learn(3 * model.n_steps * model.n_envs, callback=stream)
+    assert len(truncations) > 2
+    for step, env, observation, value in truncations:
+        assert naive(model, stream, step, env, final=observation)[0] == pytest.approx(value, rel=1e-4, abs=1e-5)
+    for step, values, dones in last[:-1]:
+        for env in np.flatnonzero(~dones):
+            expected, _ = naive(model, stream, step + 1, env)
+            assert expected == pytest.approx(values[env], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_predict_sees_the_same(setting):
+    """Given what the environments have shown, `predict` acts as the policy that sees these windows."""
+    model, stream = trained(setting)
+    state = None
+    for step, (observation, starts, (last_actions, rewards), *_) in enumerate(stream.steps):
+        actions, state = model.predict(observation, state, starts, deterministic=True)
+        for env in range(model.n_envs):
+            _, law = naive(model, stream, step, env)
+            expected = model.policy._within_bounds(law.get_actions(deterministic=True).numpy().reshape(1, *actions.shape[1:]))
+            np.testing.assert_allclose(actions[env], expected[0], rtol=1e-4, atol=1e-5)
+        if state.last_actions is not None:
+            # Not what `predict` said, but what was done
+            state.last_actions[:, -1] = last_actions
+        state = state.with_rewards(rewards)
+
+
+def test_predict_step_by_step():
+    """It takes no state at first, a single observation or several; an episode's start makes it forget."""
+    model = make(env=dict(action_space=spaces.Discrete(3)), keywords=dict(use_last_action=True))
+    loud(model.policy)
+    rng = np.random.default_rng(0)
+    observations = rng.uniform(-1, 1, (8, 3, 3)).astype(np.float32)
+
+    def run(frames, starts=None):
+        state, actions = None, []
+        for t, frame in enumerate(frames):
+            action, state = model.predict(frame, state, None if starts is None else starts[t], deterministic=True)
+            actions.append(action)
+        return np.array(actions), state
+
+    together, state = run(observations)
+    assert isinstance(state, Memory)
+    assert state.observations.shape == (3, 4, 3)
+    assert together.shape == (8, 3)
+    alone = np.stack([run(observations[:, env])[0] for env in range(3)], axis=1)
+    np.testing.assert_array_equal(together, alone)
+    starts = np.zeros((8, 3), bool)
+    starts[0], starts[5, 1] = True, True
+    with_start, _ = run(observations, starts)
+    np.testing.assert_array_equal(with_start[:, [0, 2]], together[:, [0, 2]])
+    np.testing.assert_array_equal(with_start[5:, 1], run(observations[5:, 1])[0])
+    assert any((run(o := rng.uniform(-1, 1, (6, 20, 3)).astype(np.float32))[0][5] != run(o[5:])[0][0]).tolist())
+
+
+def test_bad_states():
+    """A state of another number of environments, of another policy, without rewards; observations without a state."""
+    model = make(keywords=dict(use_last_reward=True))
+    observations = np.zeros((2, 3), np.float32)
+    _, state = model.predict(observations)
+    with pytest.raises(ValueError, match="of 2 environments.*3 observations"):
+        model.predict(np.zeros((3, 3), np.float32), state)
+    with pytest.raises(ValueError, match="with_rewards"):
+        model.predict(observations, state)
+    model.predict(observations, state.with_rewards(np.ones(2)))
+    model.predict(observations, state, episode_start=np.ones(2, bool))
+    with pytest.raises(ValueError, match="context_length=4"):
+        make(context_length=4).predict(observations, state)
+    with pytest.raises(ValueError, match="state='tuple'"):
+        model.predict(observations, (np.zeros(2),))
+    with pytest.raises(ValueError, match="reads `Sequences`"):
+        model.policy.predict_values(th.zeros(2, 3))
+
+
+# Learning
+
+
+def first_ratios(model):
+    """Those of the first minibatch of the next update."""
+    ratios = []
+
+    def surrogate(self, minibatch, ratio):
+        ratios.append(ratio.detach().numpy().copy())
+        return original(self, minibatch, ratio)
+
+    update = model._make_update
+    original = type(update())._surrogate
+    model._make_update = lambda: type("Spy", (type(update()),), {"_surrogate": surrogate})(model)
+    model.learn(model.n_steps * model.n_envs, reset_num_timesteps=False)
+    return ratios[0]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_first_ratio_is_one(setting):
+    """Also in the second rollout, whose first windows reach back into the one before."""
+    model = make(**SETTINGS[setting])
+    loud(model.policy)
+    model.learn(model.n_steps * model.n_envs)
+    np.testing.assert_allclose(first_ratios(model), 1.0, atol=1e-5)
+
+
+def test_episode_of_no_interest():
+    """What was before `learn` began anew is not seen, nor what was before a zip was saved."""
+    model = make(env=dict(p_end=0.0, length=1000), n_steps=4, batch_size=8)
+    model.learn(16)
+    stream = Stream()
+    model.learn(8, callback=stream)
+    assert naive(model, stream, 3, 0)
+
+
+OPTIONS = {
+    "eager": dict(backend="eager"),
+    "EMA": dict(advantage_norm="ema"),
+    "V-trace": dict(vtrace=True, env=dict(length=5)),
+    "segments": dict(priority_alpha=0.6, priority_segment=4),
+    "long segments": dict(priority_alpha=0.6, vtrace=True, priority_segment=32),
+    "accumulation": dict(accumulate_grad=3),
+    "critic's rate": dict(critic_learning_rate=1e-3, keywords=dict(share_features_extractor=False)),
+    "Muon": dict(optimizer="muon"),
+    "KL": dict(kl_coef=0.1, kl_target=0.01),
+    "bounds": dict(bounds_coef=0.1, surrogate="spo"),
+    "clip fraction": dict(max_clip_fraction=0.01),
+    "schedules": dict(lr_decay="cosine", ent_coef="lin_0.01", clip_range="lin_0.2"),
+    "small batches": dict(batch_size=5),
+    "remainder": dict(batch_size=12),
+    "large batch": dict(batch_size=64),
+    "one environment": dict(n_envs=1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, tmp_path):
+    """They act on all samples and change the policy; training, saving and training again is training straight on."""
+    options = OPTIONS[name]
+    model = make(**options)
+    model.learn(2 * model.n_steps * model.n_envs)
+    model.save(tmp_path / "model")
+    loaded = PPOExt.load(tmp_path / "model", env=model.env)
+    observations = np.stack([VECTOR.sample() for _ in range(4)])
+    np.testing.assert_array_equal(*(m.predict(observations, deterministic=True)[0] for m in (model, loaded)))
+    after = []
+    for m in (model, loaded):
+        before = {key: value.clone() for key, value in m.policy.state_dict().items()}
+        m.set_random_seed(5)
+        m.learn(2 * m.n_steps * m.n_envs)
+        assert all(th.isfinite(value).all() for value in m.policy.state_dict().values())
+        changed = {key for key, value in m.policy.state_dict().items() if not th.equal(value, before[key])}
+        assert {"action_net.weight", "pi_transformer.embedding.weight", "pi_transformer.blocks.0.distance_scores"} <= changed
+        after.append(m.policy.state_dict())
+    for key, value in after[0].items():
+        assert th.equal(value, after[1][key]), key
+
+
+def test_every_sample_once():
+    """An epoch draws each sample once, in whole segments."""
+    from sb3_ppo_ext.buffers import shuffled_segments
+
+    for n_steps, n_envs, length, size in [(16, 2, 4, 16), (10, 3, 4, 8), (7, 1, 16, 7), (5, 4, 2, 3)]:
+        draws = [indices for indices, _ in shuffled_segments(n_steps, n_envs, length, size)]
+        assert sorted(np.concatenate(draws)) == list(range(n_steps * n_envs))
+        assert all(len(draw) <= max(size, length) for draw in draws)
+
+
+def test_accumulated_gradients():
+    """Those of two halves are those of the whole minibatch."""
+    one, two = make(batch_size=16), make(batch_size=8, accumulate_grad=2)
+    for model in (one, two):
+        model.learn(32)
+    # Not the same draws: segments are no longer than a minibatch
+    assert one._n_updates == two._n_updates
+
+
+def test_callback_that_changes_the_policy():
+    """In the middle of a rollout: what follows is what the new parameters make of all that can be seen."""
+    model = make(learning_rate=1e-30)
+
+    class Change(Stream):
+        def _on_step(self):
+            if self.n_calls == 20:
+                loud(self.model.policy)
+            return super()._on_step()
+
+    stream = Change()
+    model.learn(64, callback=stream)
+    for step in (20, 23, 31):
+        assert naive(model, stream, step, 0)[0] == pytest.approx(stream.steps[step][3][0], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("stop_at", [20, 33])
+def test_stopped_and_continued(stop_at):
+    """A callback ends the rollout in the middle; the next one goes on with what was kept of it."""
+    model = make(learning_rate=1e-30, env=dict(p_end=0.0, length=1000))
+    loud(model.policy)
+    stream = Stream(stop_at)
+    model.learn(96, callback=stream)
+    # SB3 does not keep the step at which it was stopped
+    stream.steps.pop()
+    stream.n_most = None
+    model.learn(64, callback=stream, reset_num_timesteps=False)
+    for step in range(len(stream.steps) - 32, len(stream.steps)):
+        assert naive(model, stream, step, 0)[0] == pytest.approx(stream.steps[step][3][0], rel=1e-4, abs=1e-5)
+
+
+def test_tools_of_sb3(tmp_path):
+    """Evaluation in other numbers of environments, `EvalCallback`, `VecNormalize`, a zip."""
+    env = VecNormalize(make_toys(3))
+    model = PPOExt("MlpTransformerPolicy", env, policy_kwargs=dict(SIZES, context_length=5), **SMALL)
+    evaluation = EvalCallback(VecNormalize(make_toys(2), training=False), eval_freq=8, n_eval_episodes=3, verbose=0)
+    model.learn(96, callback=evaluation)
+    assert len(evaluation.evaluations_results) >= 3
+    rewards, lengths = evaluate_policy(model, make_toys(1), 4, return_episode_rewards=True)
+    assert len(rewards) == 4
+    assert max(lengths) <= 7
+    model.policy.save(tmp_path / "policy")
+    loaded = type(model.policy).load(tmp_path / "policy")
+    assert loaded.memory_kwargs == model.policy.memory_kwargs
+    observation = VECTOR.sample()
+    np.testing.assert_array_equal(loaded.predict(observation, deterministic=True)[0], model.predict(observation, deterministic=True)[0])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        (dict(context_length=0), "context_length=0.*at least 1"),
+        (dict(d_model=10, n_heads=4), "d_model=10.*multiple of n_heads=4"),
+        (dict(n_layers=1.5), "n_layers=1.5.*an integer"),
+        (dict(gate="yes"), "gate='yes'.*True or False"),
+        (dict(contextlength=3), "context_length"),
+    ],
+)
+def test_bad_keywords(keywords, message):
+    """They are refused before anything is made."""
+    with pytest.raises(ValueError, match=message):
+        PPOExt("MlpTransformerPolicy", ToyEnv(), policy_kwargs=keywords)
+
+
+def test_memory_of_images():
+    """A rollout holds each image once, but for the few that lie before it."""
+    space = spaces.Box(0, 255, (36, 36, 1), np.uint8)
+    model = make("CnnTransformerPolicy", dict(observation_space=space), context_length=32, n_steps=128, batch_size=128)
+    buffer = model.rollout_buffer
+    assert np.shares_memory(buffer.observations, buffer.rows)
+    images = 128 * 2 * 36 * 36
+    assert buffer.rows.nbytes <= 1.3 * images
