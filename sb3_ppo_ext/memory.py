@@ -53,7 +53,7 @@ class RolloutMemory:
         capacity = self.buffer.n_before + self.buffer.buffer_size - step
         self.caches = []
         for extractor, transformer in self.policy.transformers():
-            cache = Cache(transformer.layers, self.buffer.n_envs, capacity, like=self.parameters[0])
+            cache = Cache(transformer, self.buffer.n_envs, capacity)
             if self.buffer.n_before > 0:
                 transformer(self.policy.inputs(before, extractor), before.episodes, cache)
             self.caches.append(cache)

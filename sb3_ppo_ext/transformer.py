@@ -1,7 +1,4 @@
-"""
-A transformer over the last observations. Each of its layers looks back a number of steps of its own; together they look back
-``context_length - 1`` steps, so that what a token becomes depends on the last ``context_length`` tokens, and on no other.
-"""
+"""A transformer that sees the last steps of an episode, exactly as many as it is told to."""
 
 from __future__ import annotations
 
@@ -129,21 +126,50 @@ class Block(nn.Module):
         return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
 
 
+class Stem(nn.Module):
+    """
+    Makes a token of the features of the last few steps, so that a token knows about velocities from the start.
+
+    :param span: How many steps it looks back
+    :param features_dim: Size of the features of one step
+    :param d_model: Size of a token
+    """
+
+    def __init__(self, span: int, features_dim: int, d_model: int):
+        super().__init__()
+        self.span = span
+        self.linear = nn.Linear((span + 1) * features_dim, d_model)
+
+    def forward(self, features: th.Tensor, episodes: th.Tensor) -> th.Tensor:
+        """
+        :param features: Shape ``(batch_size, span + n, features_dim)``
+        :param episodes: A number for each, see :class:`Transformer`, shape ``(batch_size, span + n)``
+        :return: Tokens, shape ``(batch_size, n, d_model)``; steps of other episodes count as zero
+        """
+        n = features.shape[1] - self.span
+        now = episodes[:, self.span :]
+        frames = []
+        for first in range(self.span + 1):
+            is_other = episodes[:, first : first + n] != now
+            frames.append(features[:, first : first + n].masked_fill(is_other.unsqueeze(2), 0.0))
+        return self.linear(th.cat(frames, dim=2))
+
+
 class Cache:
     """
-    What the layers have computed of the tokens so far. It holds as long as the weights stay the same.
+    What has been computed of the steps so far. It holds as long as the weights stay the same.
 
-    :param layers: Of a :class:`Transformer`
-    :param batch_size: Sequences
-    :param capacity: Tokens
-    :param like: A tensor of the dtype and on the device that it shall have
+    :param transformer: For which it is
+    :param n_sequences: How many
+    :param capacity: Steps of each
     """
 
-    def __init__(self, layers: list[Block], batch_size: int, capacity: int, like: th.Tensor):
-        size = layers[0].norm.normalized_shape[0] if layers else 0
-        shape = (batch_size, capacity, size)
-        self.keys, self.values = ([like.new_zeros(shape) for _ in layers] for _ in range(2))
-        self.episodes = like.new_zeros(batch_size, capacity, dtype=th.long)
+    def __init__(self, transformer: Transformer, n_sequences: int, capacity: int):
+        weight = transformer.stem.linear.weight
+        self.features = weight.new_zeros(n_sequences, capacity, transformer.features_dim)
+        self.episodes = weight.new_zeros(n_sequences, capacity, dtype=th.long)
+        shape = (n_sequences, capacity, transformer.d_model)
+        self.keys, self.values = ([weight.new_zeros(shape) for _ in transformer.blocks] for _ in range(2))
         self.length = 0
 
 
@@ -151,17 +177,21 @@ class Transformer(nn.Module):
     """
     Turns a sequence of features into what a policy with a memory knows at each step.
 
-    A layer computes nothing for the first tokens of a sequence, of which it does not know what was before: a sequence becomes
-    shorter by ``context_length - 1`` in all, as by convolutions without padding.
+    A :class:`Stem` makes a token of each step, and the blocks add to it what they find in earlier ones. Each of them looks
+    back some steps, all together ``context_length - 1``. Nothing is computed of the first steps of a sequence, of which is not
+    known what was before: a sequence becomes shorter, as by convolutions without padding.
 
     :param features_dim: Size of the features of one step
     :param context_length: Steps that it sees, the present one included, at least 1
     :param d_model: Size of a token, a multiple of ``n_heads``
     :param n_heads: Heads of the attention
-    :param n_layers: Layers, which share the steps that there are to look back: the more layers, the less each of them
+    :param n_layers: Blocks, among which the steps to look back are shared out
     :param ffn_dim: Hidden size of the linear layers
-    :param gate: Whether the layers are gated
+    :param gate: Whether the blocks are gated
     """
+
+    # Steps of which the stem makes a token, if the context is as long
+    N_STACKED = 4
 
     def __init__(
         self,
@@ -174,66 +204,69 @@ class Transformer(nn.Module):
         gate: bool = True,
     ):
         super().__init__()
-        self.context_length, self.d_model = context_length, d_model
-        back = context_length - 1
+        self.features_dim, self.d_model = features_dim, d_model
+        self.stem = Stem(min(self.N_STACKED, context_length) - 1, features_dim, d_model)
+        back = context_length - 1 - self.stem.span
         spans = [back * (i + 1) // n_layers - back * i // n_layers for i in range(n_layers)]
-        self.embedding = nn.Linear(features_dim, d_model)
         self.blocks = nn.ModuleList(Block(span, d_model, n_heads, ffn_dim, gate) for span in spans)
-        self.norm = nn.LayerNorm(d_model)
-        self.init_weights()
+        nn.init.orthogonal_(self.stem.linear.weight, gain=math.sqrt(2))
+        nn.init.zeros_(self.stem.linear.bias)
+        for block in self.layers:
+            block.init_weights()
 
     @property
     def layers(self) -> list[Block]:
         """The blocks."""
         return list(self.blocks)  # type: ignore[arg-type]
 
-    def init_weights(self) -> None:
-        """Orthogonal."""
-        nn.init.orthogonal_(self.embedding.weight, gain=math.sqrt(2))
-        nn.init.zeros_(self.embedding.bias)
-        for block in self.layers:
-            block.init_weights()
+    @property
+    def n_outputs(self) -> int:
+        """How many numbers it knows at each step."""
+        return 2 * self.d_model
 
     def forward(self, features: th.Tensor, episodes: th.Tensor, cache: Cache | None = None) -> th.Tensor:
         """
-        :param features: Of successive steps, shape ``(batch_size, context_length - 1 + n, features_dim)``
+        :param features: Of successive steps, shape ``(n_sequences, context_length - 1 + n, features_dim)``
         :param episodes: A number for each, the same for two steps if one may see the other, shape
-            ``(batch_size, context_length - 1 + n)``
+            ``(n_sequences, context_length - 1 + n)``
         :param cache: An empty one, to be filled with them
-        :return: Of the last n steps, shape ``(batch_size, n, d_model)``
+        :return: Of the last n steps, shape ``(n_sequences, n, n_outputs)``
         """
-        tokens, start = self.embedding(features), 0
+        tokens, start = self.stem(features, episodes), self.stem.span
+        present = tokens
         for layer, block in enumerate(self.layers):
             keys, values = block.keys_values(tokens)
             if cache is not None:
-                end = start + tokens.shape[1]
-                cache.keys[layer][:, start:end], cache.values[layer][:, start:end] = keys, values
+                cache.keys[layer][:, start : episodes.shape[1]] = keys
+                cache.values[layer][:, start : episodes.shape[1]] = values
             visible = _same(episodes[:, start + block.span :], episodes[:, start:])
             tokens = block(tokens[:, block.span :], keys, values, visible)
             start += block.span
         if cache is not None:
             cache.length = episodes.shape[1]
-            cache.episodes[:, : cache.length] = episodes
-        return self.norm(tokens)
+            cache.features[:, : cache.length], cache.episodes[:, : cache.length] = features, episodes
+        return th.cat([present[:, start - self.stem.span :], tokens], dim=2)
 
     def step(self, features: th.Tensor, episodes: th.Tensor, cache: Cache) -> th.Tensor:
         """
         As :meth:`forward` for the step after those in the cache, to which it is added.
 
-        :param features: Shape ``(batch_size, features_dim)``
-        :param episodes: Shape ``(batch_size,)``
+        :param features: Shape ``(n_sequences, features_dim)``
+        :param episodes: Shape ``(n_sequences,)``
         :param cache: Of at least ``context_length - 1`` steps
-        :return: Shape ``(batch_size, d_model)``
+        :return: Shape ``(n_sequences, n_outputs)``
         """
-        tokens, now = self.embedding(features).unsqueeze(1), cache.length
-        cache.episodes[:, now] = episodes
+        now = cache.length
+        cache.features[:, now], cache.episodes[:, now] = features, episodes
+        seen = slice(now - self.stem.span, now + 1)
+        tokens = present = self.stem(cache.features[:, seen], cache.episodes[:, seen])
         for layer, block in enumerate(self.layers):
             cache.keys[layer][:, now : now + 1], cache.values[layer][:, now : now + 1] = block.keys_values(tokens)
             seen = slice(now - block.span, now + 1)
             visible = _same(cache.episodes[:, now : now + 1], cache.episodes[:, seen])
             tokens = block(tokens, cache.keys[layer][:, seen], cache.values[layer][:, seen], visible)
         cache.length += 1
-        return self.norm(tokens).squeeze(1)
+        return th.cat([present, tokens], dim=2).squeeze(1)
 
 
 def _same(ones: th.Tensor, others: th.Tensor) -> th.Tensor:

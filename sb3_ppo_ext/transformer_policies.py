@@ -70,7 +70,8 @@ class TransformerPolicyMixin(ActionLawMixin):
     :param context_length: How many observations the policy sees, the present one included
     :param d_model: Size of what the transformer knows of each step, a multiple of ``n_heads``
     :param n_heads: Heads of its attention
-    :param n_layers: Its layers. Each of them looks back an equal share of ``context_length - 1`` steps
+    :param n_layers: Its layers, which share out the steps to look back: the more layers, the less far each of them sees, and
+        what is long ago must pass from one to the next
     :param ffn_dim: Hidden size of its linear layers, ``2 * d_model`` by default
     :param gate: Whether its layers are joined by the gates of GTrXL; else they are added
     :param use_last_action: Whether it sees the last action as well: scaled to [-1, 1] if the action space has bounds, as ones
@@ -116,7 +117,7 @@ class TransformerPolicyMixin(ActionLawMixin):
         if not self.share_features_extractor:
             self.vf_transformer = self._make_transformer()
         self.mlp_extractor = MlpExtractor(
-            self.pi_transformer.d_model, net_arch=self.net_arch, activation_fn=self.activation_fn, device=self.device
+            self.pi_transformer.n_outputs, net_arch=self.net_arch, activation_fn=self.activation_fn, device=self.device
         )
 
     def _make_transformer(self) -> Transformer:
@@ -167,7 +168,7 @@ class TransformerPolicyMixin(ActionLawMixin):
         return flat.astype(np.float32)
 
     def _features(self, sequences: PyTorchObs, extractor: nn.Module, transformer: Transformer) -> th.Tensor:
-        """Of the samples, shape ``(n_samples, d_model)``."""
+        """Of the samples, shape ``(n_samples, 2 * d_model)``."""
         if not isinstance(sequences, Sequences):
             raise BadArgumentError(
                 f"A {type(self).__name__} reads `Sequences` (as its rollout buffer has them), not single observations, which "
@@ -180,7 +181,7 @@ class TransformerPolicyMixin(ActionLawMixin):
         """
         :param obs: Sequences
         :param features_extractor: Not used, for the transformers have their own
-        :return: What they know at the time of the samples, shape ``(n_samples, d_model)``, the actor's and the critic's if
+        :return: What they know at the time of the samples, shape ``(n_samples, 2 * d_model)``, the actor's and the critic's if
             each has one
         """
         of_actor = self._features(obs, self.pi_features_extractor, self.pi_transformer)
