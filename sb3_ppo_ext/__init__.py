@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from sb3_ppo_ext.extractors import TransformerExtractor
 from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.transformer_policies import CnnTransformerPolicy, MlpTransformerPolicy, MultiInputTransformerPolicy
@@ -21,6 +22,7 @@ __all__ = [
     "MultiInputPolicy",
     "MultiInputTransformerPolicy",
     "PPOExt",
+    "TransformerExtractor",
     "VectorEnvAdapter",
     "__version__",
 ]

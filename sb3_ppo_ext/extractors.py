@@ -1,0 +1,118 @@
+"""A features extractor for observations that are sequences or sets already, for any algorithm of SB3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.preprocessing import get_flattened_obs_dim
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from torch import nn
+
+from sb3_ppo_ext.validation import check_number, refuse
+
+
+class TransformerExtractor(BaseFeaturesExtractor):
+    """
+    Reads a sequence of frames, or a set of entities, by attention: ``features_extractor_class=TransformerExtractor``.
+
+    The observation space is one of
+
+    - a ``Box`` of shape ``(n_tokens, token_dim)``, a sequence;
+    - a ``Box`` of one dimension, which ``VecFrameStack`` has made of ``n_frames`` frames;
+    - a ``Dict``, of which ``tokens_key`` names a ``Box`` of shape ``(n_tokens, token_dim)``: a set, whose order does not
+      count. ``mask_key`` may name a part that tells which of them are there. All others are flattened, and read beside it.
+
+    :param observation_space: Observation space
+    :param d_model: Size of what is known of a token, and of the features, a multiple of ``n_heads``
+    :param n_heads: Heads of the attention
+    :param n_layers: Layers
+    :param ffn_dim: Hidden size of their linear layers, ``2 * d_model`` by default
+    :param n_frames: How many frames a ``Box`` of one dimension holds
+    :param tokens_key: Of a ``Dict``: the part that is a set
+    :param mask_key: Of a ``Dict``: the part that is 1 for those that are there and 0 for the others, shape ``(n_tokens,)``;
+        all are, if it is ``None``
+    :raises ValueError: if an argument is not valid, or the space is another one
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space,
+        d_model: int = 64,
+        n_heads: int = 4,
+        n_layers: int = 1,
+        ffn_dim: int | None = None,
+        n_frames: int | None = None,
+        tokens_key: str = "entities",
+        mask_key: str | None = None,
+    ):
+        ffn_dim = 2 * d_model if ffn_dim is None else ffn_dim
+        for name, value in dict(d_model=d_model, n_heads=n_heads, n_layers=n_layers, ffn_dim=ffn_dim).items():
+            check_number(name, value, 1, integer=True)
+        if d_model % n_heads != 0:
+            refuse("d_model", d_model, f"it must be a multiple of n_heads={n_heads}")
+        super().__init__(observation_space, features_dim=d_model)
+        self.tokens_key, self.mask_key = tokens_key, mask_key
+        self.n_tokens, token_dim = self._find_tokens(observation_space, n_frames)
+        self.other_keys: list[str] = []
+        other_dim = 0
+        if isinstance(observation_space, spaces.Dict):
+            self.other_keys = [key for key in observation_space.spaces if key not in (tokens_key, mask_key)]
+            other_dim = sum(get_flattened_obs_dim(observation_space[key]) for key in self.other_keys)
+        self.embedding = nn.Linear(token_dim, d_model)
+        # Of a set, the order does not count.
+        n_places = 1 if isinstance(observation_space, spaces.Dict) else self.n_tokens
+        self.places = nn.Parameter(th.randn(n_places, d_model) / d_model**0.5)
+        # A token of its own reads all others, and is what comes out.
+        self.reader = nn.Parameter(th.randn(1, d_model) / d_model**0.5)
+        self.read_others = nn.Linear(other_dim, d_model) if other_dim > 0 else None
+        layer = nn.TransformerEncoderLayer(d_model, n_heads, ffn_dim, dropout=0.0, norm_first=True, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, n_layers, enable_nested_tensor=False)
+
+    def _find_tokens(self, space: spaces.Space, n_frames: int | None) -> tuple[int, int]:
+        """How many there are, and their size."""
+        if isinstance(space, spaces.Dict):
+            if self.tokens_key not in space.spaces:
+                refuse("tokens_key", self.tokens_key, f"the observation has {', '.join(space.spaces)}")
+            if self.mask_key is not None and self.mask_key not in space.spaces:
+                refuse("mask_key", self.mask_key, f"the observation has {', '.join(space.spaces)}; give one of them, or None")
+            space = space[self.tokens_key]
+        shape = space.shape if isinstance(space, spaces.Box) else None
+        if shape is not None and len(shape) == 2:
+            return shape
+        if shape is None or len(shape) != 1:
+            refuse("observation_space", space, "a `Box` of shape (n_tokens, token_dim) is read, or stacked vectors")
+        if n_frames is None or shape[0] % n_frames != 0:
+            refuse("n_frames", n_frames, f"{shape[0]} numbers are stacked vectors; say how many vectors")
+        return n_frames, shape[0] // n_frames
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> TransformerExtractor:
+        """
+        SB3's policies make all linear layers of an extractor orthogonal by this, as those of a perceptron. A transformer stays
+        as it is.
+
+        :param fn: Not called
+        :return: Itself
+        """
+        return self
+
+    def forward(self, observations: Any) -> th.Tensor:
+        """
+        :param observations: As SB3 preprocesses them
+        :return: Features, shape ``(batch_size, d_model)``
+        """
+        tokens, hidden, reader = observations, None, self.reader
+        if isinstance(observations, dict):
+            tokens = observations[self.tokens_key]
+            if self.read_others is not None:
+                others = [observations[key].flatten(start_dim=1) for key in self.other_keys]
+                reader = reader + self.read_others(th.cat(others, dim=1)).unsqueeze(1)
+            if self.mask_key is not None:
+                hidden = observations[self.mask_key].reshape(-1, self.n_tokens) < 0.5
+                # The reader itself is always there.
+                hidden = th.cat([hidden, hidden.new_zeros(len(hidden), 1)], dim=1)
+        tokens = self.embedding(tokens.reshape(len(tokens), self.n_tokens, -1)) + self.places
+        sequence = th.cat([tokens, reader.expand(len(tokens), 1, -1)], dim=1)
+        return self.encoder(sequence, src_key_padding_mask=hidden)[:, -1]
