@@ -374,6 +374,19 @@ static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(latents_doc, "latents(out)\n\nWrite what the last layer was given in the last `forward`.");
+static PyObject *network_latents(Network *self, PyObject *array)
+{
+    struct layer *last = &self->layers[self->n_layers - 1];
+    Py_buffer out;
+    if (get_floats(array, &out, self->n_kept * last->n_in, 1, "out") < 0)
+        return NULL;
+    const float *latents = self->n_layers > 1 ? last[-1].output : self->input;
+    copy_rows(latents, last->ld_in, out.buf, last->n_in, self->n_kept, last->n_in);
+    PyBuffer_Release(&out);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(backward_doc, "backward(d_out, add)\n\nWrite the gradients for those of the last `forward`'s output, or add them.");
 static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize_t n_args)
 {
@@ -432,6 +445,7 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
 static PyMethodDef network_methods[] = {
     {"pack", (PyCFunction)network_pack, METH_NOARGS, pack_doc},
     {"forward", (PyCFunction)(void (*)(void))network_forward, METH_FASTCALL, forward_doc},
+    {"latents", (PyCFunction)network_latents, METH_O, latents_doc},
     {"backward", (PyCFunction)(void (*)(void))network_backward, METH_FASTCALL, backward_doc},
     {NULL},
 };
