@@ -41,8 +41,9 @@ class Head(ABC):
     def __init__(self, distribution: Distribution, log_std: nn.Parameter | None):
         self.distribution = distribution
         self.log_std = log_std
-        # The gradient of the parameter, where there is one
-        self.d_log_std = None if log_std is None else np.zeros(log_std.shape, log_std.detach().numpy().dtype)
+        # Its value and its gradient, where there is one
+        self.parameter: Any = None if log_std is None else log_std.detach().numpy()
+        self.d_log_std: Any = None if log_std is None else np.zeros_like(self.parameter)
 
     def pack(self) -> None:  # noqa: B027  # there may be none
         """Take over the value of the parameter, after it has changed."""
@@ -82,7 +83,7 @@ class Head(ABC):
             return outputs
         described = np.empty((len(outputs), 2 * outputs.shape[1]), outputs.dtype)
         described[:, : outputs.shape[1]] = outputs
-        described[:, outputs.shape[1] :] = self.log_std.detach().numpy()
+        described[:, outputs.shape[1] :] = self.parameter
         return described
 
     def entropies(self, described: np.ndarray) -> np.ndarray:
@@ -132,11 +133,8 @@ class Head(ABC):
 class GaussianHead(Head):
     """Independent Gaussians around the outputs."""
 
-    d_log_std: np.ndarray
-
     def __init__(self, distribution: Distribution, log_std: nn.Parameter):
         super().__init__(distribution, log_std)
-        self.parameter = log_std.detach().numpy()
         self.halves = np.full(len(self.parameter), -0.5, np.float32)
         self.pack()
 
@@ -206,18 +204,16 @@ class StateDependentHead(Head):
     """
 
     distribution: StateDependentNoiseDistribution
-    d_log_std: np.ndarray
     needs_latents = True
 
     def __init__(self, distribution: StateDependentNoiseDistribution, log_std: nn.Parameter):
         super().__init__(distribution, log_std)
-        self.parameter = log_std.detach().numpy()
         self.n_actions = distribution.action_dim
         self.halves = np.full(self.n_actions, 0.5, np.float32)
         self.pack()
 
     def pack(self) -> None:
-        # The standard deviations of the coefficients, and their derivatives by the parameter
+        # See `get_std`: the standard deviations of the coefficients, and their derivatives by the parameter
         self.stds = self.slopes = np.exp(self.parameter)
         if self.distribution.use_expln:
             positive, shifted = self.parameter > 0, 1 + self.distribution.epsilon + np.maximum(self.parameter, 0)
@@ -236,9 +232,9 @@ class StateDependentHead(Head):
         return actions if self.distribution.bijector is None else np.tanh(actions)
 
     def make(self, outputs: th.Tensor, log_std: th.Tensor | None = None) -> Distribution:
-        assert self.log_std is not None
         means, latents = self._split(outputs)
-        return self.distribution.proba_distribution(means, self.log_std, latents)
+        own: Any = self.log_std if log_std is None else log_std
+        return self.distribution.proba_distribution(means, own, latents)
 
     def _split(self, outputs: Any) -> tuple[Any, Any]:
         return outputs[:, : self.n_actions], outputs[:, self.n_actions :]

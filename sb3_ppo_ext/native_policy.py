@@ -77,15 +77,6 @@ class Perceptron:
         self.network.latents(latents)
         return np.concatenate([outputs, latents], axis=1)
 
-    def backward(self, d_outputs: np.ndarray, add: bool) -> None:
-        """
-        Write the gradients of the parameters, for the features of the last call.
-
-        :param d_outputs: Gradient of what it returned, float32; that of the latents does not count
-        :param add: Whether to add them to those that are there
-        """
-        self.network.backward(np.ascontiguousarray(d_outputs[:, : self.n_outputs]), add)
-
 
 class NativePolicy:
     """
@@ -127,7 +118,6 @@ class NativePolicy:
         for network in self.networks:
             yield from network.parameters()
         if self.head.log_std is not None and self.head.log_std.requires_grad:
-            assert self.head.d_log_std is not None
             yield self.head.log_std, self.head.d_log_std
 
     def pack(self) -> None:

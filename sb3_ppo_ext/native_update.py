@@ -68,7 +68,7 @@ class NativeUpdate(LeanUpdate):
         super()._backward(loss)
         for net, outputs in zip(self.native.networks, (self.outputs, self.values), strict=True):
             if outputs.grad is not None:
-                net.backward(outputs.grad.numpy(), True)
+                net.network.backward(outputs.grad[:, : net.n_outputs].contiguous().numpy(), True)
 
     # The loss by hand
 
@@ -162,7 +162,7 @@ class NativeUpdate(LeanUpdate):
         d_outputs = self.head.gradient(d_log_prob, self.ent_coef)
         if self.has_further_terms:
             m.further[len(m.described) - 1] = self._add_further_gradients(outputs, m.order[part], d_outputs)
-        actor.backward(d_outputs, False)
+        actor.network.backward(d_outputs, False)
         critic.network.backward(d_values, False)
 
     def _objectives(self, advantages: np.ndarray, ratio: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -197,7 +197,6 @@ class NativeUpdate(LeanUpdate):
         gradients = th.autograd.grad(loss, of, allow_unused=True)
         d_outputs += gradients[0].numpy()[:, : d_outputs.shape[1]]
         if len(of) > 1 and gradients[1] is not None:
-            assert self.head.d_log_std is not None
             self.head.d_log_std += gradients[1].numpy()
         return loss.item()
 
