@@ -5,11 +5,17 @@ where PyTorch would spend most of its time on calls; any other one goes through 
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.distributions import CategoricalDistribution, DiagGaussianDistribution, Distribution
+from stable_baselines3.common.distributions import (
+    CategoricalDistribution,
+    DiagGaussianDistribution,
+    Distribution,
+    StateDependentNoiseDistribution,
+)
 from torch import nn
 
 from sb3_ppo_ext.distributions import (
@@ -29,11 +35,15 @@ class Head(ABC):
     :param log_std: The policy's parameter of this name, if its distribution has one
     """
 
+    # Whether the outputs are to be followed, in the same rows, by the latents that the last layer makes them of
+    needs_latents = False
+
     def __init__(self, distribution: Distribution, log_std: nn.Parameter | None):
         self.distribution = distribution
         self.log_std = log_std
-        # The gradient of the parameter, where there is one
-        self.d_log_std = None if log_std is None else np.zeros(log_std.shape, log_std.detach().numpy().dtype)
+        # Its value and its gradient, where there is one
+        self.parameter: Any = None if log_std is None else log_std.detach().numpy()
+        self.d_log_std: Any = None if log_std is None else np.zeros_like(self.parameter)
 
     def pack(self) -> None:  # noqa: B027  # there may be none
         """Take over the value of the parameter, after it has changed."""
@@ -63,28 +73,50 @@ class Head(ABC):
         :return: Shape ``(batch_size,)``
         """
 
-    @abstractmethod
-    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
+    def described(self, outputs: np.ndarray) -> np.ndarray:
         """
-        :param outputs: Shape ``(n, n_outputs)``
-        :param log_stds: Values of ``log_std`` for each of them, shape ``(n, action_dim)``
+        :param outputs: Those whose log probabilities were asked for last, shape ``(batch_size, n_outputs)``
+        :return: What :meth:`entropies` and :meth:`laws` need of their distributions when the parameters have changed, one row
+            for each
+        """
+        if self.log_std is None:
+            return outputs
+        described = np.empty((len(outputs), 2 * outputs.shape[1]), outputs.dtype)
+        described[:, : outputs.shape[1]] = outputs
+        described[:, outputs.shape[1] :] = self.parameter
+        return described
+
+    def entropies(self, described: np.ndarray) -> np.ndarray:
+        """
+        :param described: What :meth:`described` returned, any number of rows
         :return: In nats, shape ``(n,)``
         """
+        with th.no_grad():
+            entropies: Any = self._restored(described).entropy()
+            return entropies.numpy()
 
-    def laws(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> th.Tensor | None:
+    def laws(self, described: np.ndarray) -> th.Tensor | None:
         """
-        :param outputs: Shape ``(n, n_outputs)``
-        :param log_stds: Values of ``log_std`` for each of them, shape ``(n, action_dim)``
+        :param described: What :meth:`described` returned, any number of rows
         :return: The parameters of bounded distributions, ``None`` for others
         """
         if not isinstance(self.distribution, BoundedDistribution):
             return None
         with th.no_grad():
-            return self._made(outputs, log_stds).parameters()
+            return self._restored(described).parameters()
 
-    def _made(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> Any:
-        own = () if log_stds is None else (th.from_numpy(log_stds),)
-        return self.distribution.proba_distribution(th.from_numpy(outputs), *own)
+    def _restored(self, described: np.ndarray) -> Any:
+        rows = th.from_numpy(described)
+        return self.make(rows) if self.log_std is None else self.make(*rows.chunk(2, dim=1))
+
+    def make(self, outputs: th.Tensor, log_std: th.Tensor | None = None) -> Distribution:
+        """
+        :param outputs: Of the last layer, shape ``(batch_size, n_outputs)``
+        :param log_std: Instead of the parameter's value
+        :return: The distribution
+        """
+        own = () if self.log_std is None else (self.log_std if log_std is None else log_std,)
+        return self.distribution.proba_distribution(outputs, *own)
 
     @abstractmethod
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
@@ -101,11 +133,8 @@ class Head(ABC):
 class GaussianHead(Head):
     """Independent Gaussians around the outputs."""
 
-    d_log_std: np.ndarray
-
     def __init__(self, distribution: Distribution, log_std: nn.Parameter):
         super().__init__(distribution, log_std)
-        self.parameter = log_std.detach().numpy()
         self.halves = np.full(len(self.parameter), -0.5, np.float32)
         self.pack()
 
@@ -126,8 +155,8 @@ class GaussianHead(Head):
         self.squares = self.z * self.z
         return self.squares @ self.halves - np.float32(self.log_stds.sum() + 0.5 * len(self.log_stds) * LOG_2_PI)
 
-    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
-        assert log_stds is not None
+    def entropies(self, described: np.ndarray) -> np.ndarray:
+        log_stds = described[:, len(self.log_stds) :]
         return np.add.reduce(log_stds + np.float32(0.5 + 0.5 * LOG_2_PI), axis=1)
 
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
@@ -149,9 +178,8 @@ class TanhGaussianHead(GaussianHead):
         log_derivatives = (LOG_2 - size - np.log1p(np.exp(-2 * size))) @ (-4 * self.halves)
         return super().log_prob(outputs, actions) - log_derivatives
 
-    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
-        with th.no_grad():
-            return self._made(outputs, log_stds).entropy().numpy()
+    def entropies(self, described: np.ndarray) -> np.ndarray:
+        return Head.entropies(self, described)
 
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
         gradient = super().gradient(d_log_prob, 0.0)
@@ -167,6 +195,84 @@ class TanhGaussianHead(GaussianHead):
         outwards |= (self.parameter > LOG_STD_RANGE[1]) & (self.d_log_std < 0)
         self.d_log_std[outwards] = 0.0
         return gradient
+
+
+class StateDependentHead(Head):
+    """
+    gSDE: Gaussians around the first outputs. The others are the latents: the noise is a linear function of them, whose
+    coefficients the distribution keeps until SB3 draws new ones. No gradient goes through them.
+    """
+
+    distribution: StateDependentNoiseDistribution
+    needs_latents = True
+
+    def __init__(self, distribution: StateDependentNoiseDistribution, log_std: nn.Parameter):
+        super().__init__(distribution, log_std)
+        self.n_actions = distribution.action_dim
+        self.halves = np.full(self.n_actions, 0.5, np.float32)
+        self.pack()
+
+    def pack(self) -> None:
+        # See `get_std`: the standard deviations of the coefficients, and their derivatives by the parameter
+        self.stds = self.slopes = np.exp(self.parameter)
+        if self.distribution.use_expln:
+            positive, shifted = self.parameter > 0, 1 + self.distribution.epsilon + np.maximum(self.parameter, 0)
+            self.stds = np.where(positive, 1 + np.log(shifted), self.stds)
+            self.slopes = np.where(positive, 1 / shifted, self.slopes)
+        # Without `full_std` there is one for all actions.
+        self.coefficient_variances = np.repeat(np.square(self.stds), self.n_actions // self.stds.shape[1], axis=1)
+
+    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> list[None]:
+        return [None] * n_steps
+
+    def sample(self, outputs: np.ndarray, noise: None) -> np.ndarray:
+        means, latents = self._split(outputs)
+        with th.no_grad():
+            actions = means + self.distribution.get_noise(th.from_numpy(latents)).numpy()
+        return actions if self.distribution.bijector is None else np.tanh(actions)
+
+    def make(self, outputs: th.Tensor, log_std: th.Tensor | None = None) -> Distribution:
+        means, latents = self._split(outputs)
+        own: Any = self.log_std if log_std is None else log_std
+        return self.distribution.proba_distribution(means, own, latents)
+
+    def _split(self, outputs: Any) -> tuple[Any, Any]:
+        return outputs[:, : self.n_actions], outputs[:, self.n_actions :]
+
+    def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        bijector = self.distribution.bijector
+        log_derivatives: Any = 0.0
+        if bijector is not None:
+            unsquashed = bijector.inverse(th.from_numpy(actions))
+            actions, log_derivatives = unsquashed.numpy(), bijector.log_prob_correction(unsquashed).sum(dim=1).numpy()
+        means, latents = self._split(outputs)
+        self.squares = np.square(latents)
+        self.variances = self.squares @ self.coefficient_variances + self.distribution.epsilon
+        self.errors = actions - means
+        self.z_squares = np.square(self.errors) / self.variances
+        log_stds, constant = np.log(self.variances) @ self.halves, 0.5 * self.n_actions * LOG_2_PI
+        log_prob = -(self.z_squares @ self.halves) - log_stds - constant - log_derivatives
+        # That of a squashed action has no closed form; SB3 estimates it from the action that was taken.
+        self.last_entropies = -log_prob if bijector is not None else log_stds + (constant + 0.5 * self.n_actions)
+        return log_prob
+
+    def described(self, outputs: np.ndarray) -> np.ndarray:
+        return self.last_entropies[:, np.newaxis]
+
+    def entropies(self, described: np.ndarray) -> np.ndarray:
+        return described[:, 0]
+
+    def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
+        d_entropy = -ent_coef / len(d_log_prob)
+        if self.distribution.bijector is not None:
+            d_log_prob, d_entropy = d_log_prob - d_entropy, 0.0
+        of_each = d_log_prob[:, np.newaxis]
+        d_variances = (of_each * (self.z_squares - 1) + d_entropy) / (2 * self.variances)
+        of_coefficients = self.squares.T @ d_variances
+        if not self.distribution.full_std:
+            of_coefficients = of_coefficients.sum(axis=1, keepdims=True)
+        self.d_log_std[:] = of_coefficients * (2 * self.stds * self.slopes)
+        return of_each * self.errors / self.variances
 
 
 class BetaHead(Head):
@@ -198,10 +304,6 @@ class BetaHead(Head):
         log_gammas = th.lgamma(self.arguments).numpy()
         density = (excess * self.logs - log_gammas[:, :2]).sum(axis=1) + log_gammas[:, 2] - LOG_2
         return density.sum(axis=1).astype(outputs.dtype)
-
-    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
-        with th.no_grad():
-            return self._made(outputs, None).entropy().numpy()
 
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
         digammas = th.digamma(self.arguments).numpy()
@@ -243,8 +345,8 @@ class CategoricalHead(Head):
         self.taken = (actions[:, 0].astype(np.int64), np.arange(len(actions)))
         return self.log_probabilities[self.taken]
 
-    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
-        probabilities, log_probabilities = self._probabilities(outputs)
+    def entropies(self, described: np.ndarray) -> np.ndarray:
+        probabilities, log_probabilities = self._probabilities(described)
         return -np.add.reduce(probabilities * log_probabilities)
 
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
@@ -281,24 +383,8 @@ class TorchHead(Head):
         self.log_probs = self.made.log_prob(th.from_numpy(actions))
         return self.log_probs.detach().numpy()
 
-    def make(self, outputs: th.Tensor) -> Distribution:
-        """
-        :param outputs: Of the last layer, shape ``(batch_size, n_outputs)``
-        :return: The distribution
-        """
-        if self.transform is not None:
-            outputs = self.transform(outputs)
-        own = () if self.log_std is None else (self.log_std,)
-        return self.distribution.proba_distribution(outputs, *own)
-
-    def _made(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> Any:
-        transformed = outputs if self.transform is None else self.transform(th.from_numpy(outputs)).numpy()
-        return super()._made(transformed, log_stds)
-
-    def entropies(self, outputs: np.ndarray, log_stds: np.ndarray | None) -> np.ndarray:
-        with th.no_grad():
-            entropies: Any = self._made(outputs, log_stds).entropy()
-            return entropies.numpy()
+    def make(self, outputs: th.Tensor, log_std: th.Tensor | None = None) -> Distribution:
+        return super().make(outputs if self.transform is None else self.transform(outputs), log_std)
 
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
         loss = self.log_probs @ th.from_numpy(d_log_prob)
@@ -312,9 +398,10 @@ class TorchHead(Head):
         return gradients[0].numpy()
 
 
-OF_GAUSSIANS: dict[type[Distribution], type[GaussianHead]] = {
+OF_GAUSSIANS: dict[type[Distribution], Callable[[Any, nn.Parameter], Head]] = {
     DiagGaussianDistribution: GaussianHead,
     TanhGaussianDistribution: TanhGaussianHead,
+    StateDependentNoiseDistribution: StateDependentHead,
 }
 OTHERS: dict[type[Distribution], type[Head]] = {
     CategoricalDistribution: CategoricalHead,

@@ -42,6 +42,8 @@ def collect(
     model.policy.set_training_mode(False)
     rollout_buffer.reset()
     truncations: list[tuple[int, int, Any]] = []
+    if model.use_sde:
+        model.policy.reset_noise(env.num_envs)
     callback.on_rollout_start()
     native.has_changed()
     native.pack()
@@ -54,6 +56,7 @@ def collect(
     shared["n_rollout_steps"] = n_rollout_steps
 
     for n_steps in range(n_rollout_steps):
+        _resample_exploration(model, env.num_envs, n_steps)
         _write_observations(rollout_buffer, n_steps, model._last_obs)
         features = native.features(model._last_obs)
         if native.has_changed():
@@ -105,6 +108,11 @@ def collect(
     callback.update_locals(shared)
     callback.on_rollout_end()
     return True
+
+
+def _resample_exploration(model: Any, n_envs: int, step: int) -> None:
+    if model.use_sde and model.sde_sample_freq > 0 and step % model.sde_sample_freq == 0:
+        model.policy.reset_noise(n_envs)
 
 
 def _write_observations(buffer: RolloutBuffer, step: int, observations: Any) -> None:

@@ -32,7 +32,6 @@ class NativeMinibatches:
     :param sizes: Of the minibatches
     :param weights: Of the samples, ``None`` for equal ones
     :param head: What the outputs of the network mean
-    :param n_outputs: How many there are
     """
 
     def __init__(
@@ -42,16 +41,14 @@ class NativeMinibatches:
         sizes: np.ndarray,
         weights: np.ndarray | None,
         head: Head,
-        n_outputs: int,
     ):
         self.order, self.samples, self.sizes, self.weights, self.head = order, samples, sizes, weights, head
         # What other terms add to the loss of each minibatch
         self.further = np.zeros(len(sizes), np.float32)
         self.ends = np.cumsum(sizes)
         self.log_ratios, self.ratios, self.objectives, self.errors = np.empty((4, len(samples.features)), np.float32)
-        self.outputs = np.empty((len(samples.features), n_outputs), np.float32)
-        self.log_stds = None if head.log_std is None else np.empty((len(sizes), *head.log_std.shape), np.float32)
-        self.n_evaluated = 0
+        # Of the minibatches that were evaluated
+        self.described: list[np.ndarray] = []
         # Of each step that was made
         self.norms: list[float] = []
         self.skipped: list[int] = []
@@ -62,7 +59,7 @@ class NativeMinibatches:
 
     def skip(self) -> None:
         """Leave the last one out of what is measured."""
-        self.skipped.append(self.n_evaluated - 1)
+        self.skipped.append(len(self.described) - 1)
 
     def approximate_kl(self, part: slice) -> float:
         """
@@ -77,16 +74,15 @@ class NativeMinibatches:
         :return: The terms of its loss
         """
         weights = 1.0 if self.weights is None else self.weights[part]
-        log_stds = None if self.log_stds is None else self.log_stds[self.n_evaluated - 1 : self.n_evaluated]
         return {
             "policy_gradient_loss": -float(np.mean(self.objectives[part] * weights)),
             "value_loss": float(np.mean(np.square(self.errors[part]) * weights)),
-            "entropy_loss": -float(np.mean(self.head.entropies(self.outputs[part], log_stds))),
+            "entropy_loss": -float(np.mean(self.head.entropies(self.described[-1]))),
         }
 
     def measured(self) -> Measured:
         """:return: Of the minibatches that were evaluated"""
-        sizes = self.sizes[: self.n_evaluated]
+        sizes = self.sizes[: len(self.described)]
         n = int(sizes.sum())
         kept = np.ones(len(sizes), bool)
         kept[self.skipped] = False
@@ -94,9 +90,8 @@ class NativeMinibatches:
             sizes,
             kept,
             self.further[: len(sizes)],
-            None if self.log_stds is None else self.log_stds[: len(sizes)],
             np.array(self.norms, np.float32),
-            self.outputs[:n],
+            np.concatenate(self.described),
             self.objectives[:n],
             self.errors[:n],
             self.ratios[:n],
@@ -111,9 +106,8 @@ class Measured(NamedTuple):
     sizes: np.ndarray
     kept: np.ndarray
     further: np.ndarray
-    log_stds: np.ndarray | None
     norms: np.ndarray
-    outputs: np.ndarray
+    described: np.ndarray
     objectives: np.ndarray
     errors: np.ndarray
     ratios: np.ndarray
@@ -141,7 +135,7 @@ class Measured(NamedTuple):
         weights = 1.0 if self.weights is None else self.weights
         policy_loss = -self._means(self.objectives * weights)
         value_loss = self._means(np.square(self.errors) * weights)
-        entropy_loss = -self._means(head.entropies(self.outputs, self._log_stds()))
+        entropy_loss = -self._means(head.entropies(self.described))
         means = {
             "policy_gradient_loss": policy_loss,
             "value_loss": value_loss,
@@ -164,13 +158,9 @@ class Measured(NamedTuple):
         if len(approx_kl):
             metrics["approx_kl"].append(th.from_numpy(approx_kl))
             metrics["ratio"].append(th.from_numpy(self.ratios[samples]))
-        laws = head.laws(self.outputs, self._log_stds())
+        laws = head.laws(self.described)
         if laws is not None and not metrics["law"]:
             metrics["law"].append(laws[samples])
-
-    def _log_stds(self) -> np.ndarray | None:
-        """For each sample."""
-        return None if self.log_stds is None else np.repeat(self.log_stds, self.sizes, axis=0)
 
     def _means(self, values: np.ndarray) -> np.ndarray:
         """Of the minibatches that count."""

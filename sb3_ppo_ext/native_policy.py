@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.distributions import StateDependentNoiseDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, MlpExtractor
@@ -15,7 +16,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
-from sb3_ppo_ext.heads import make_head
+from sb3_ppo_ext.heads import OF_GAUSSIANS, make_head
 from sb3_ppo_ext.policies import ActionLawMixin, ScaledTanh
 
 _mlp: Any
@@ -46,9 +47,10 @@ class Perceptron:
 
     :param hidden: Its hidden layers with their activations
     :param last: Its last layer
+    :param with_latents: Whether to put out what the last layer is given as well
     """
 
-    def __init__(self, hidden: nn.Sequential, last: nn.Linear):
+    def __init__(self, hidden: nn.Sequential, last: nn.Linear, with_latents: bool = False):
         self.layers = [*(layer for layer in hidden if isinstance(layer, nn.Linear)), last]
         activation = next((ACTIVATIONS[type(layer)] for layer in hidden if type(layer) in ACTIVATIONS), "tanh")
         self.gradients = [np.zeros(p.shape, np.float32) for layer in self.layers for p in (layer.weight, layer.bias)]
@@ -56,7 +58,7 @@ class Perceptron:
         self.network = _mlp.Network(
             [(layer.weight.detach().numpy(), layer.bias.detach().numpy(), *own) for layer, *own in pairs], activation
         )
-        self.n_outputs = last.out_features
+        self.n_outputs, self.n_latents, self.with_latents = last.out_features, last.in_features, with_latents
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Each parameter, with its gradient"""
@@ -65,11 +67,15 @@ class Perceptron:
     def __call__(self, features: np.ndarray) -> np.ndarray:
         """
         :param features: Shape ``(n, n_features)``, float32
-        :return: Shape ``(n, n_outputs)``
+        :return: Shape ``(n, n_outputs)``, with the latents ``(n, n_outputs + n_latents)``
         """
         outputs = np.empty((len(features), self.n_outputs), np.float32)
         self.network.forward(features, outputs)
-        return outputs
+        if not self.with_latents:
+            return outputs
+        latents = np.empty((len(features), self.n_latents), np.float32)
+        self.network.latents(latents)
+        return np.concatenate([outputs, latents], axis=1)
 
 
 class NativePolicy:
@@ -82,10 +88,10 @@ class NativePolicy:
     def __init__(self, policy: ActorCriticPolicy):
         self.policy = policy
         last, transform = _split(policy.action_net)
-        self.actor = Perceptron(policy.mlp_extractor.policy_net, last)
+        self.head = make_head(policy.action_dist, getattr(policy, "log_std", None), transform)
+        self.actor = Perceptron(policy.mlp_extractor.policy_net, last, self.head.needs_latents)
         self.critic = Perceptron(policy.mlp_extractor.value_net, policy.value_net)
         self.networks = (self.actor, self.critic)
-        self.head = make_head(policy.action_dist, getattr(policy, "log_std", None), transform)
         space = policy.observation_space
         # Observations that are features as they are, but for their type and shape
         self._is_flat = isinstance(space, spaces.Box) and not (policy.normalize_images and is_image_space(space))
@@ -112,7 +118,6 @@ class NativePolicy:
         for network in self.networks:
             yield from network.parameters()
         if self.head.log_std is not None and self.head.log_std.requires_grad:
-            assert self.head.d_log_std is not None
             yield self.head.log_std, self.head.d_log_std
 
     def pack(self) -> None:
@@ -167,8 +172,9 @@ def why_not(policy: Any) -> str | None:
         getattr(type(policy), name) not in [getattr(cls, name) for cls in known] or name in vars(policy) for name in METHODS
     ):
         return f"{type(policy).__name__} computes in its own way"
-    if policy.use_sde:
-        return "gSDE"
+    law = policy.action_dist
+    if isinstance(law, StateDependentNoiseDistribution) and (law.learn_features or type(law) not in OF_GAUSSIANS):
+        return "gSDE of another kind than that of SB3's policies"
     for extractor in {policy.pi_features_extractor, policy.vf_features_extractor}:
         if not _only_flattens(extractor):
             return f"{type(extractor).__name__} is not a plain vector"

@@ -12,7 +12,6 @@ from torch import nn
 
 from sb3_ppo_ext.buffers import Minibatch, shuffled
 from sb3_ppo_ext.guards import refuse_gradient
-from sb3_ppo_ext.heads import TorchHead
 from sb3_ppo_ext.lean_update import LeanUpdate
 from sb3_ppo_ext.losses import SPO_MIN_RANGE
 from sb3_ppo_ext.native_minibatches import FlatRollout, Measured, NativeMinibatches, normalize_each
@@ -41,8 +40,6 @@ class NativeUpdate(LeanUpdate):
         # Of epochs that are still to be reported, together, for each report takes its time
         self.measured: list[Measured] = []
         self.has_further_terms = model.kl_coef > 0 or model.bounds_coef > 0
-        self.log_std = None if self.head.log_std is None else self.head.log_std.detach().numpy()
-        self.torch_head = TorchHead(self.head.distribution, self.head.log_std, getattr(self.head, "transform", None))
 
     def _make_gradients(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         return self.native.parameters()
@@ -64,14 +61,14 @@ class NativeUpdate(LeanUpdate):
         features = self.native.features_of_tensor(data.observations)
         self.native.pack()
         self.outputs, self.values = (th.from_numpy(net(features)).requires_grad_() for net in self.native.networks)
-        distribution = self.torch_head.make(self.outputs)
+        distribution = self.head.make(self.outputs)
         return self.values, distribution.log_prob(self._actions(data)), distribution.entropy()
 
     def _backward(self, loss: th.Tensor) -> None:
         super()._backward(loss)
         for net, outputs in zip(self.native.networks, (self.outputs, self.values), strict=True):
             if outputs.grad is not None:
-                net.network.backward(outputs.grad.contiguous().numpy(), True)
+                net.network.backward(outputs.grad[:, : net.n_outputs].contiguous().numpy(), True)
 
     # The loss by hand
 
@@ -111,7 +108,7 @@ class NativeUpdate(LeanUpdate):
         samples = FlatRollout(*(array.take(order, axis=0) for array in rollout))
         if self._normalizes_minibatches():
             samples = samples._replace(advantages=normalize_each(samples.advantages, sizes))
-        return NativeMinibatches(order, samples, sizes, weights, self.head, self.native.actor.n_outputs)
+        return NativeMinibatches(order, samples, sizes, weights, self.head)
 
     def _draw_places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Of the samples in the rollout, the sizes of the minibatches, and the weights of the samples."""
@@ -151,25 +148,22 @@ class NativeUpdate(LeanUpdate):
         actor, critic = self.native.networks
         self.native.pack()
         features, advantages = samples.features[part], samples.advantages[part]
-        m.outputs[part] = outputs = actor(features)
+        outputs = actor(features)
         log_prob = self.head.log_prob(outputs, samples.actions[part])
+        m.described.append(self.head.described(outputs))
         log_ratio = np.subtract(log_prob, samples.log_probs[part], out=m.log_ratios[part])
         ratio = np.exp(log_ratio, out=m.ratios[part])
         m.objectives[part], d_log_prob = self._objectives(advantages, ratio)
         d_log_prob *= np.float32(-1 / size)
         m.errors[part], d_errors = self._value_errors(critic(features).ravel(), samples.values[part], samples.returns[part])
         d_values = d_errors * np.float32(2 * self.model.vf_coef / size)
-        if m.log_stds is not None:
-            # Before the step changes them
-            m.log_stds[m.n_evaluated] = self.log_std
         if m.weights is not None:
             d_log_prob, d_values = d_log_prob * m.weights[part], d_values * m.weights[part]
         d_outputs = self.head.gradient(d_log_prob, self.ent_coef)
         if self.has_further_terms:
-            m.further[m.n_evaluated] = self._add_further_gradients(outputs, m.order[part], d_outputs)
+            m.further[len(m.described) - 1] = self._add_further_gradients(outputs, m.order[part], d_outputs)
         actor.network.backward(d_outputs, False)
         critic.network.backward(d_values, False)
-        m.n_evaluated += 1
 
     def _objectives(self, advantages: np.ndarray, ratio: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What the policy loss averages, and its derivatives by the log probabilities."""
@@ -193,7 +187,7 @@ class NativeUpdate(LeanUpdate):
         :return: What it adds to the loss
         """
         leaf = th.from_numpy(outputs).requires_grad_()
-        self.torch_head.make(leaf)
+        self.head.make(leaf)
         no_data: Any = None
         # Of the ratio, whose place the leaf takes, they ask whether it has a gradient: the KL divergence is the exact one.
         terms = self._further_terms(Minibatch(no_data, indices=indices), leaf, leaf)
@@ -201,9 +195,8 @@ class NativeUpdate(LeanUpdate):
         log_std = self.head.log_std
         of = [leaf] if log_std is None or not log_std.requires_grad else [leaf, log_std]
         gradients = th.autograd.grad(loss, of, allow_unused=True)
-        d_outputs += gradients[0].numpy()
+        d_outputs += gradients[0].numpy()[:, : d_outputs.shape[1]]
         if len(of) > 1 and gradients[1] is not None:
-            assert self.head.d_log_std is not None
             self.head.d_log_std += gradients[1].numpy()
         return loss.item()
 

@@ -94,8 +94,8 @@ class VectorEnvAdapter(VecEnv):
         final_info = arrays.pop("final_info", {})
         arrays.pop("_final_obs", None), arrays.pop("_final_info", None)
         infos = self._split(arrays)
-        for index, cut_off in enumerate((truncated & ~terminated).tolist()):
-            infos[index]["TimeLimit.truncated"] = cut_off
+        for info, cut_off in zip(infos, (truncated & ~terminated).tolist(), strict=True):
+            info["TimeLimit.truncated"] = cut_off
         if dones.any():
             observations = self._begin_episodes(observations, dones, final, final_info, infos)
         return _copied(observations), rewards.astype(np.float32), dones, infos
@@ -104,18 +104,20 @@ class VectorEnvAdapter(VecEnv):
         self, observations: Any, dones: np.ndarray, final: Any, final_info: dict[str, Any], infos: list[dict[str, Any]]
     ) -> Any:
         """What follows the last steps of episodes; these go into the infos."""
+        ended = np.flatnonzero(dones).tolist()
         if self._partial_reset is not None:
             final, (first, arrays) = observations, self._partial_reset(self.venv.unwrapped, dones)
             observations = _merged(observations, first, dones)
             of_reset = self._split(arrays)
-            self.reset_infos = [new if done else old for new, old, done in zip(of_reset, self.reset_infos, dones, strict=True)]
+            for index in ended:
+                self.reset_infos[index] = of_reset[index]
         else:
-            for index, last in enumerate(self._split(final_info)):
-                if dones[index]:
-                    # In this mode the infos beside it are those of the reset.
-                    self.reset_infos[index] = {key: infos[index][key] for key in infos[index] if key != "TimeLimit.truncated"}
-                    infos[index] = {**last, "TimeLimit.truncated": infos[index]["TimeLimit.truncated"]}
-        for index in np.flatnonzero(dones).tolist():
+            of_last = self._split(final_info)
+            for index in ended:
+                # In this mode the infos beside it are those of the reset.
+                self.reset_infos[index] = {key: infos[index][key] for key in infos[index] if key != "TimeLimit.truncated"}
+                infos[index] = {**of_last[index], "TimeLimit.truncated": infos[index]["TimeLimit.truncated"]}
+        for index in ended:
             infos[index]["terminal_observation"] = _copied(_at(final, index))
         return observations
 

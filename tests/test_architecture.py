@@ -172,6 +172,8 @@ SAID_BY_PARENT |= {
     "pack",
     "noise",
     "log_prob",
+    "described",
+    "make",
     "entropies",
     "laws",
     "gradient",

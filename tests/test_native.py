@@ -13,7 +13,11 @@ from parity import assert_equal
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EveryNTimesteps
-from stable_baselines3.common.distributions import CategoricalDistribution, DiagGaussianDistribution
+from stable_baselines3.common.distributions import (
+    CategoricalDistribution,
+    DiagGaussianDistribution,
+    StateDependentNoiseDistribution,
+)
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import VecNormalize
@@ -73,13 +77,15 @@ def test_network(instruction_set, sizes, activation, module, n):
     th.manual_seed(0)
     torch_net, network, gradients = network_of(sizes, activation, module)
     x, d_out = th.randn(n, sizes[0]), th.randn(n, sizes[-1])
-    out = np.empty((n, sizes[-1]), np.float32)
+    out, latents = np.empty((n, sizes[-1]), np.float32), np.empty((n, sizes[-2]), np.float32)
     network.pack()
     network.forward(x.numpy(), out)
+    network.latents(latents)
     torch_net.double()
     expected = torch_net(x.double())
     expected.backward(d_out.double())
     np.testing.assert_allclose(out, expected.detach().numpy(), rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(latents, torch_net[:-1](x.double()).detach().numpy(), rtol=1e-5, atol=2e-6)
     for add in (False, True):
         network.backward(d_out.numpy(), add)
         for parameter, gradient in zip(torch_net.parameters(), gradients, strict=True):
@@ -115,6 +121,8 @@ def test_network_refuses_arrays_that_do_not_fit():
     network.forward(ones(3, 2), ones(3, 1))
     with pytest.raises(ValueError, match="float32"):
         network.backward(ones(2, 1), False)
+    with pytest.raises(ValueError, match="float32"):
+        network.latents(ones(3, 5))
     with pytest.raises(ValueError, match="fit together"):
         _mlp.Network([(ones(3, 2), ones(3), ones(3, 2), ones(3)), (ones(1, 4), ones(1), ones(1, 4), ones(1))], "tanh")
     with pytest.raises(ValueError, match="float32"):
@@ -170,8 +178,21 @@ def test_gae(n_envs):
 # Gradients by hand
 
 
+GSDE = {
+    "gSDE": {},
+    "gSDE, one std for all actions": dict(full_std=False),
+    "gSDE, expln": dict(use_expln=True),
+    "gSDE, squashed": dict(squash_output=True),
+}
+
+
 def make_law(kind, dtype=th.float64):
-    """SB3's or our distribution, its `log_std`, its head, and latents that it could have sampled."""
+    """SB3's or our distribution, its `log_std`, and its head."""
+    if kind in GSDE:
+        distribution = StateDependentNoiseDistribution(3, **GSDE[kind])
+        _, log_std = distribution.proba_distribution_net(4)
+        log_std.data = th.linspace(-1, 0.5, log_std.numel(), dtype=dtype).reshape(log_std.shape)
+        return distribution, log_std, make_head(distribution, log_std)
     log_std = {
         "gaussian": nn.Parameter(th.tensor([0.3, -1.0, 0.5], dtype=dtype)),
         "squashed": nn.Parameter(th.tensor([0.3, -1.0, 0.5], dtype=dtype)),
@@ -190,29 +211,39 @@ def make_law(kind, dtype=th.float64):
 LAWS = ["gaussian", "categorical", "squashed", "squashed, out of range", "beta"]
 
 
+def law_of(distribution, outputs, log_std):
+    if isinstance(distribution, StateDependentNoiseDistribution):
+        return distribution.proba_distribution(outputs[:, :3], log_std, outputs[:, 3:])
+    return distribution.proba_distribution(outputs, *(() if log_std is None else (log_std,)))
+
+
 @pytest.mark.parametrize("ent_coef", [0.0, 0.3])
-@pytest.mark.parametrize("kind", LAWS)
+@pytest.mark.parametrize("kind", [*LAWS, *GSDE])
 def test_heads(kind, ent_coef):
     """Log probabilities, entropies and gradients are those of autograd in double precision."""
     th.manual_seed(0)
     distribution, log_std, head = make_law(kind)
-    own = () if log_std is None else (log_std,)
-    outputs = 3 * th.randn(5, 4 if log_std is None else 3, dtype=th.float64)
+    if kind in GSDE:
+        distribution.sample_weights(log_std, 5)
+    # With gSDE three means and four latents
+    size = 4 if log_std is None else 7 if kind in GSDE else 3
+    outputs = 3 * th.randn(5, size, dtype=th.float64)
     d_log_prob = th.randn(5, dtype=th.float64)
-    actions = distribution.proba_distribution(outputs, *own).sample().double().detach()
+    actions = law_of(distribution, outputs, log_std).sample().double().detach()
     stored = actions.unsqueeze(1) if kind == "categorical" else actions
     log_prob = head.log_prob(outputs.numpy(), stored.numpy())
     gradient = head.gradient(d_log_prob.numpy(), ent_coef)
 
     leaf = outputs.clone().requires_grad_()
-    made = distribution.proba_distribution(leaf, *own)
+    made = law_of(distribution, leaf, log_std)
     expected = made.log_prob(actions)
     np.testing.assert_allclose(log_prob, expected.detach().numpy(), rtol=1e-6)
-    entropies = made.entropy()
-    log_stds = None if log_std is None else np.repeat(log_std.detach().numpy()[np.newaxis], 5, axis=0)
-    np.testing.assert_allclose(head.entropies(outputs.numpy(), log_stds), entropies.detach().numpy(), rtol=1e-6)
+    entropies = made.entropy() if kind != "gSDE, squashed" else -expected
+    np.testing.assert_allclose(head.entropies(head.described(outputs.numpy())), entropies.detach().numpy(), rtol=1e-6)
     (expected @ d_log_prob - ent_coef * entropies.mean()).backward()
-    np.testing.assert_allclose(gradient, leaf.grad.numpy(), rtol=1e-8, atol=1e-8)
+    n_outputs = gradient.shape[1]
+    np.testing.assert_allclose(gradient, leaf.grad[:, :n_outputs].numpy(), rtol=1e-8, atol=1e-8)
+    assert not leaf.grad[:, n_outputs:].any()
     if log_std is not None:
         np.testing.assert_allclose(head.d_log_std, log_std.grad.numpy(), rtol=1e-8, atol=1e-10)
 
@@ -326,6 +357,13 @@ UPDATES = {
     "learn_std": dict(policy_kwargs=dict(learn_std=False, log_std_init=-1.0)),
     "squashed, entropy": dict(action_dist="squashed_gaussian", ent_coef=0.1),
     "beta, entropy": dict(action_dist="beta", ent_coef=0.1),
+    "gSDE": dict(use_sde=True, ent_coef=0.1),
+    "gSDE, one environment": dict(env=dict(n_envs=1), use_sde=True, sde_sample_freq=4),
+    "gSDE, no hidden layers": dict(use_sde=True, policy_kwargs=dict(net_arch=[])),
+    "gSDE, squashed": dict(use_sde=True, ent_coef=0.1, policy_kwargs=dict(squash_output=True, log_std_init=-2.0), rtol=1e-4),
+    "gSDE, expln": dict(use_sde=True, policy_kwargs=dict(use_expln=True, full_std=False, log_std_init=0.1)),
+    "gSDE, all terms": dict(use_sde=True, bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, ent_coef=0.01, learning_rate=1e-3),
+    "gSDE, V-trace, accumulated": dict(env=dict(n_envs=5), use_sde=True, vtrace=True, accumulate_grad=2, ent_coef=0.1),
     "segments, EMA, V-trace": dict(priority_alpha=0.6, priority_segment=4, advantage_norm="ema", vtrace=True),
 }
 
@@ -336,17 +374,17 @@ def test_update(name):
     assert_same_update(**UPDATES[name])
 
 
-@pytest.mark.parametrize("options", [o for o in SINGLE if "backend" not in o and not o.get("use_sde")], ids=str)
+@pytest.mark.parametrize("options", [o for o in SINGLE if "backend" not in o], ids=str)
 def test_update_with_each_option(options):
     """Equals the reference's."""
     # Muon divides each matrix by its singular values, small ones included.
     assert_same_update(rtol=1e-4 if options.get("optimizer") == "muon" else 1e-5, **options)
 
 
-@pytest.mark.parametrize("name", [name for name in VALUES if name not in ("backend", "use_sde")])
+@pytest.mark.parametrize("name", [name for name in VALUES if name != "backend"])
 def test_update_with_pairs_of_options(name):
     """Each option with each other one."""
-    values = [{other: value} for other in VALUES for value in VALUES[other] if other not in ("backend", "use_sde", name)]
+    values = [{other: value} for other in VALUES for value in VALUES[other] if other not in ("backend", name)]
     for other in np.random.default_rng(len(name)).permutation(len(values))[:3]:
         options = {name: VALUES[name][0], **values[other]}
         if is_legal({**DEFAULTS, **options}, BOX_ACTION):
@@ -407,6 +445,8 @@ ROLLOUTS = {
     "box of shape (2, 2)": dict(env=dict(action_space=spaces.Box(-1, 1, (2, 2), np.float32))),
     "squashed": dict(action_dist="squashed_gaussian"),
     "beta": dict(action_dist="beta"),
+    "gSDE": dict(use_sde=True),
+    "gSDE, squashed": dict(use_sde=True, policy_kwargs=dict(squash_output=True, log_std_init=-2.0)),
 }
 
 
@@ -502,6 +542,43 @@ def test_callback_that_changes_the_policy():
             values, log_probs, _ = policy.evaluate_actions(observations, actions)
         np.testing.assert_allclose(buffer.values[steps].ravel(), values.flatten().numpy(), rtol=1e-5)
         np.testing.assert_allclose(buffer.log_probs[steps].ravel(), log_probs.numpy(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("n_envs", [1, 5])
+@pytest.mark.parametrize("options", [dict(), dict(sde_sample_freq=4), dict(policy_kwargs=dict(squash_output=True))], ids=str)
+def test_exploration_of_gsde(n_envs, options):
+    """The whole rollout is the reference's, although a callback changes the noise in the middle; so is what follows it."""
+
+    class Wider(BaseCallback):
+        def _on_step(self):
+            if self.n_calls == 6:
+                with th.no_grad():
+                    self.model.policy.log_std.fill_(-1.0)
+            return True
+
+    models = []
+    for backend in ("eager", "native"):
+        model = make(env=dict(n_envs=n_envs), backend=backend, use_sde=True, n_epochs=1, batch_size=16 * n_envs, **options)
+        model.policy.log_std.data.fill_(-2.0)
+        _, callback = model._setup_learn(10**6, Wider())
+        th.manual_seed(0)
+        model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
+        models.append(model)
+    eager, native = models
+    for name in RolloutRecorder.ARRAYS:
+        expected, actual = (getattr(model.rollout_buffer, name) for model in models)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4, err_msg=name)
+    for name in ("exploration_mat", "exploration_matrices"):
+        assert th.equal(*(getattr(model.policy.action_dist, name) for model in models)), name
+    np.testing.assert_allclose(native.predict(native._last_obs)[0], eager.predict(eager._last_obs)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_first_ratios_of_gsde():
+    """Are 1, for rollout and update evaluate the same law."""
+    model = make(use_sde=True, n_epochs=1, batch_size=32).learn(32)
+    logged = model.logger.name_to_value
+    assert logged["train/ratio_mean"] == pytest.approx(1, abs=1e-6)
+    assert logged["train/ratio_max"] == pytest.approx(1, abs=1e-5)
 
 
 def test_who_reads_estimates():
@@ -647,6 +724,12 @@ class OwnExtractor(FlattenExtractor):
     pass
 
 
+class OwnNoise(ActorCriticPolicy):
+    def _build(self, lr_schedule):
+        self.action_dist.learn_features = True
+        super()._build(lr_schedule)
+
+
 class OwnLoss(PPOExt):
     def extra_actor_loss(self, rollout_data, distribution):
         return 0.0, {}
@@ -657,7 +740,7 @@ class OwnBuffer(RolloutBuffer):
 
 
 REFUSED = {
-    "gSDE": dict(use_sde=True),
+    "gSDE of another kind": dict(policy=OwnNoise, use_sde=True),
     "CombinedExtractor": dict(env=dict(observation_space=DICT), policy="MultiInputPolicy"),
     "NatureCNN": dict(env=dict(observation_space=IMAGE), policy="CnnPolicy"),
     "OwnForward computes": dict(policy=OwnForward),

@@ -92,7 +92,7 @@ def is_legal(options, action_space):
     box = isinstance(action_space, spaces.Box)
     return not (
         (get("bounds_coef") > 0 and not box)
-        or (get("use_sde") and (not box or get("backend") == "native"))
+        or (get("use_sde") and not box)
         or (get("action_dist") != "gaussian" and (not box or get("use_sde")))
         or (get("action_dist") == "beta" and get("bounds_coef") > 0)
         or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")

@@ -134,8 +134,8 @@ static int get_floats(PyObject *array, Py_buffer *view, long n, int writable, co
     return 0;
 }
 
-/* target (columns x ld) = the transpose of source (rows x columns) */
-static void transpose(const float *source, long rows, long columns, float *target, long ld)
+/* target (columns x ldt) = the transpose of source (rows x columns, lds) */
+static void transpose(const float *source, long lds, long rows, long columns, float *target, long ldt)
 {
     typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
     typedef int four_of __attribute__((vector_size(16)));
@@ -143,34 +143,33 @@ static void transpose(const float *source, long rows, long columns, float *targe
     for (; i + 4 <= rows; i += 4) {
         long j = 0;
         for (; j + 4 <= columns; j += 4) {
-            const float *from = source + i * columns + j;
-            float *to = target + j * ld + i;
-            four a = *(four *)from, b = *(four *)(from + columns), c = *(four *)(from + 2 * columns),
-                 d = *(four *)(from + 3 * columns);
+            const float *from = source + i * lds + j;
+            float *to = target + j * ldt + i;
+            four a = *(four *)from, b = *(four *)(from + lds), c = *(four *)(from + 2 * lds), d = *(four *)(from + 3 * lds);
 #if defined(__clang__)
             four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
             four AB = __builtin_shufflevector(a, b, 2, 6, 3, 7), CD = __builtin_shufflevector(c, d, 2, 6, 3, 7);
             *(four *)to = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
-            *(four *)(to + ld) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
-            *(four *)(to + 2 * ld) = __builtin_shufflevector(AB, CD, 0, 1, 4, 5);
-            *(four *)(to + 3 * ld) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
+            *(four *)(to + ldt) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+            *(four *)(to + 2 * ldt) = __builtin_shufflevector(AB, CD, 0, 1, 4, 5);
+            *(four *)(to + 3 * ldt) = __builtin_shufflevector(AB, CD, 2, 3, 6, 7);
 #else
             four_of low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, first = {0, 1, 4, 5}, second = {2, 3, 6, 7};
             four ab = __builtin_shuffle(a, b, low), cd = __builtin_shuffle(c, d, low);
             four AB = __builtin_shuffle(a, b, high), CD = __builtin_shuffle(c, d, high);
             *(four *)to = __builtin_shuffle(ab, cd, first);
-            *(four *)(to + ld) = __builtin_shuffle(ab, cd, second);
-            *(four *)(to + 2 * ld) = __builtin_shuffle(AB, CD, first);
-            *(four *)(to + 3 * ld) = __builtin_shuffle(AB, CD, second);
+            *(four *)(to + ldt) = __builtin_shuffle(ab, cd, second);
+            *(four *)(to + 2 * ldt) = __builtin_shuffle(AB, CD, first);
+            *(four *)(to + 3 * ldt) = __builtin_shuffle(AB, CD, second);
 #endif
         }
         for (; j < columns; j++)
             for (int k = 0; k < 4; k++)
-                target[j * ld + i + k] = source[(i + k) * columns + j];
+                target[j * ldt + i + k] = source[(i + k) * lds + j];
     }
     for (; i < rows; i++)
         for (long j = 0; j < columns; j++)
-            target[j * ld + i] = source[i * columns + j];
+            target[j * ldt + i] = source[i * lds + j];
 }
 
 static void copy_rows(const float *source, long lds, float *target, long ldt, long rows, long columns)
@@ -191,8 +190,9 @@ struct layer {
     Py_buffer weight, bias, weight_gradient, bias_gradient;
     /* transposed and padded; padded, if that makes a difference; padded */
     float *transposed, *rows, *padded_bias;
-    /* of the parameters, padded */
+    /* of the parameters, padded; that of the weight transposed, where this leaves less to pad */
     float *d_weight, *d_bias;
+    int is_d_weight_transposed;
     /* what came out for the last minibatch, padded rows */
     float *output;
 };
@@ -221,6 +221,7 @@ static int open_layer(Network *self, PyObject *arrays)
     }
     layer->n_out = layer->weight.shape[0], layer->n_in = layer->weight.shape[1];
     layer->ld_out = padded(layer->n_out), layer->ld_in = padded(layer->n_in);
+    layer->is_d_weight_transposed = layer->n_in * layer->ld_out < layer->n_out * layer->ld_in;
     if (self->n_layers && layer->n_in != layer[-1].n_out) {
         PyErr_SetString(PyExc_ValueError, "the layers do not fit together");
         PyBuffer_Release(&layer->weight);
@@ -236,7 +237,7 @@ static int open_layer(Network *self, PyObject *arrays)
     layer->transposed = allocate(layer->n_in * layer->ld_out);
     layer->rows = allocate(layer->n_out * layer->ld_in);
     layer->padded_bias = allocate(layer->ld_out);
-    layer->d_weight = allocate(layer->n_out * layer->ld_in);
+    layer->d_weight = allocate(layer->ld_out * layer->ld_in);
     layer->d_bias = allocate(layer->ld_out);
     if (!layer->transposed || !layer->rows || !layer->padded_bias || !layer->d_weight || !layer->d_bias) {
         PyErr_NoMemory();
@@ -322,7 +323,7 @@ static PyObject *network_pack(Network *self, PyObject *nothing)
 {
     for (int i = 0; i < self->n_layers; i++) {
         struct layer *layer = &self->layers[i];
-        transpose(layer->weight.buf, layer->n_out, layer->n_in, layer->transposed, layer->ld_out);
+        transpose(layer->weight.buf, layer->n_in, layer->n_out, layer->n_in, layer->transposed, layer->ld_out);
         memcpy(layer->padded_bias, layer->bias.buf, layer->n_out * sizeof(float));
         if (i > 0 && layer->ld_in != layer->n_in)
             copy_rows(layer->weight.buf, layer->n_in, layer->rows, layer->ld_in, layer->n_out, layer->n_in);
@@ -374,6 +375,19 @@ static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(latents_doc, "latents(out)\n\nWrite what the last layer was given in the last `forward`.");
+static PyObject *network_latents(Network *self, PyObject *array)
+{
+    struct layer *last = &self->layers[self->n_layers - 1];
+    Py_buffer out;
+    if (get_floats(array, &out, self->n_kept * last->n_in, 1, "out") < 0)
+        return NULL;
+    const float *latents = self->n_layers > 1 ? last[-1].output : self->input;
+    copy_rows(latents, last->ld_in, out.buf, last->n_in, self->n_kept, last->n_in);
+    PyBuffer_Release(&out);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(backward_doc, "backward(d_out, add)\n\nWrite the gradients for those of the last `forward`'s output, or add them.");
 static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize_t n_args)
 {
@@ -388,7 +402,7 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
     if (get_floats(args[0], &d_out, self->n_kept * last->n_out, 0, "d_out") < 0)
         return NULL;
     for (struct layer *layer = first; layer <= last; layer++) {
-        memset(layer->d_weight, 0, layer->n_out * layer->ld_in * sizeof(float));
+        memset(layer->d_weight, 0, layer->ld_out * layer->ld_in * sizeof(float));
         memset(layer->d_bias, 0, layer->ld_out * sizeof(float));
     }
     for (long start = 0; start < self->n_kept; start += CHUNK) {
@@ -399,8 +413,12 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
         for (struct layer *layer = last; layer >= first; layer--) {
             const float *input = layer > first ? layer[-1].output : self->input;
             input += start * layer->ld_in;
-            kernels->product(layer->n_out, layer->ld_in, rows, delta, 1, layer->ld_out, input, layer->ld_in, layer->d_weight,
-                             layer->ld_in, NULL, 1);
+            if (layer->is_d_weight_transposed)
+                kernels->product(layer->n_in, layer->ld_out, rows, input, 1, layer->ld_in, delta, layer->ld_out, layer->d_weight,
+                                 layer->ld_out, NULL, 1);
+            else
+                kernels->product(layer->n_out, layer->ld_in, rows, delta, 1, layer->ld_out, input, layer->ld_in, layer->d_weight,
+                                 layer->ld_in, NULL, 1);
             kernels->add_rows(delta, rows, layer->ld_out, layer->ld_out, layer->d_bias);
             if (layer == first)
                 break;
@@ -415,13 +433,19 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
     for (struct layer *layer = first; layer <= last; layer++) {
         float *weight = layer->weight_gradient.buf, *bias = layer->bias_gradient.buf;
         if (add) {
+            long row = layer->ld_in, column = 1;
+            if (layer->is_d_weight_transposed)
+                row = 1, column = layer->ld_out;
             for (long i = 0; i < layer->n_out; i++)
                 for (long j = 0; j < layer->n_in; j++)
-                    weight[i * layer->n_in + j] += layer->d_weight[i * layer->ld_in + j];
+                    weight[i * layer->n_in + j] += layer->d_weight[i * row + j * column];
             for (long i = 0; i < layer->n_out; i++)
                 bias[i] += layer->d_bias[i];
         } else {
-            copy_rows(layer->d_weight, layer->ld_in, weight, layer->n_in, layer->n_out, layer->n_in);
+            if (layer->is_d_weight_transposed)
+                transpose(layer->d_weight, layer->ld_out, layer->n_in, layer->n_out, weight, layer->n_in);
+            else
+                copy_rows(layer->d_weight, layer->ld_in, weight, layer->n_in, layer->n_out, layer->n_in);
             memcpy(bias, layer->d_bias, layer->n_out * sizeof(float));
         }
     }
@@ -432,6 +456,7 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
 static PyMethodDef network_methods[] = {
     {"pack", (PyCFunction)network_pack, METH_NOARGS, pack_doc},
     {"forward", (PyCFunction)(void (*)(void))network_forward, METH_FASTCALL, forward_doc},
+    {"latents", (PyCFunction)network_latents, METH_O, latents_doc},
     {"backward", (PyCFunction)(void (*)(void))network_backward, METH_FASTCALL, backward_doc},
     {NULL},
 };
