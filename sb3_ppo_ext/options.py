@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
 from sb3_ppo_ext.backends import BACKENDS
 from sb3_ppo_ext.buffers import knows_indices
 from sb3_ppo_ext.optimizers import OPTIMIZERS
 from sb3_ppo_ext.policies import BOUNDED, ActionLawMixin, check_action_law, with_laws
 from sb3_ppo_ext.schedules import is_constant, make_schedule, value_of
+from sb3_ppo_ext.transformer_policies import TransformerPolicyMixin
 from sb3_ppo_ext.validation import check_choice, check_dictionary, check_kwargs, check_number, check_type, keywords_of, refuse
 
 Check = Callable[[str, Any], None]
@@ -229,6 +230,12 @@ def _check_classes(model: Any) -> None:
 
 def _check_buffer(model: Any) -> None:
     buffer_class = model.rollout_buffer_class or RolloutBuffer
+    if isinstance(model.policy_class, type) and issubclass(model.policy_class, TransformerPolicyMixin):
+        own = {"rollout_buffer_class": buffer_class not in (RolloutBuffer, DictRolloutBuffer)}
+        own["rollout_buffer_kwargs"] = bool(model.rollout_buffer_kwargs)
+        for name, is_given in own.items():
+            if is_given:
+                refuse(name, getattr(model, name), f"{model.policy_class.__name__} has a buffer of its own; leave it out")
     if not knows_indices(buffer_class):
         for name, needs_indices in {
             "advantage_norm": model.advantage_norm != "minibatch" and model.normalize_advantage,

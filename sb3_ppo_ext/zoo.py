@@ -27,6 +27,7 @@ from sb3_ppo_ext.schedules import make_schedule
 from sb3_ppo_ext.vec_env import LeanDummyVecEnv
 
 if TYPE_CHECKING:
+    import optuna
     from rl_zoo3.exp_manager import ExperimentManager
 
 # As they are used and as they are saved
@@ -74,9 +75,9 @@ def _add_algorithm(utils: Any) -> None:
 
 def _add_tuning(hyperparams_opt: Any) -> None:
     for name in NAMES:
-        hyperparams_opt.HYPERPARAMS_SAMPLER.setdefault(name, hyperparams_opt.sample_ppo_params)
+        hyperparams_opt.HYPERPARAMS_SAMPLER.setdefault(name, sample_ppo_ext_params)
         # `--trial-id` needs the converter
-        hyperparams_opt.HYPERPARAMS_CONVERTER.setdefault(name, hyperparams_opt.convert_onpolicy_params)
+        hyperparams_opt.HYPERPARAMS_CONVERTER.setdefault(name, convert_ppo_ext_params)
 
 
 def _add_experiment(exp_manager: Any) -> None:
@@ -91,6 +92,67 @@ EXTENSIONS = {
     "rl_zoo3.hyperparams_opt": _add_tuning,
     "rl_zoo3.exp_manager": _add_experiment,
 }
+
+
+# Tuning
+
+
+def sample_ppo_ext_params(
+    trial: "optuna.Trial", n_actions: int, n_envs: int, additional_args: dict[str, Any]
+) -> dict[str, Any]:
+    """
+    The Zoo's sampler for PPO; for policies with a memory the size of that, too.
+
+    :param trial: Which knows the policy by its attribute ``policy``
+    :param n_actions: See the Zoo's samplers
+    :param n_envs: See the Zoo's samplers
+    :param additional_args: See the Zoo's samplers
+    :return: Hyperparameters
+    """
+    theirs = sys.modules["rl_zoo3.hyperparams_opt"].sample_ppo_params(trial, n_actions, n_envs, additional_args)
+    if not _has_memory(trial.user_attrs.get("policy")):
+        return theirs
+    sampled = {
+        "context_length_pow": trial.suggest_int("context_length_pow", 2, 6),
+        "d_model": trial.suggest_categorical("d_model", [32, 64, 128]),
+        "n_heads": trial.suggest_categorical("n_heads", [1, 2, 4]),
+        "n_layers": trial.suggest_int("n_layers", 1, 2),
+        "gate": trial.suggest_categorical("gate", [False, True]),
+    }
+    return {**theirs, "policy_kwargs": {**theirs["policy_kwargs"], **_convert_memory(sampled)}}
+
+
+def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
+    """
+    :param sampled_params: As Optuna keeps those of :func:`sample_ppo_ext_params`
+    :return: Hyperparameters
+    """
+    of_memory = {name: value for name, value in sampled_params.items() if name in MEMORY_PARAMS}
+    others = {name: value for name, value in sampled_params.items() if name not in MEMORY_PARAMS}
+    theirs = sys.modules["rl_zoo3.hyperparams_opt"].convert_onpolicy_params(others)
+    return {**theirs, "policy_kwargs": {**theirs["policy_kwargs"], **_convert_memory(of_memory)}}
+
+
+MEMORY_PARAMS = ("context_length_pow", "d_model", "n_heads", "n_layers", "gate")
+
+
+def _convert_memory(sampled: dict[str, Any]) -> dict[str, Any]:
+    converted = dict(sampled)
+    if "context_length_pow" in converted:
+        converted["context_length"] = 2 ** converted.pop("context_length_pow")
+    return converted
+
+
+def _has_memory(policy: Any) -> bool:
+    """By its name, or its class."""
+    return getattr(policy, "__name__", str(policy)).endswith("TransformerPolicy")
+
+
+def _objective(theirs: Callable[..., float], experiment: "ExperimentManager", trial: "optuna.Trial") -> float:
+    """Tell the sampler which policy is tuned."""
+    policy = experiment._hyperparams.get("policy")
+    trial.set_user_attr("policy", getattr(policy, "__name__", str(policy)))
+    return theirs(trial)
 
 
 # What the Zoo's ExperimentManager does otherwise for `ppo_ext`. Its class stays the same object, for the Zoo's scripts and
@@ -118,7 +180,8 @@ def _read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experi
     env_name, trial_id = experiment.env_name, experiment.trial_id
     if _is_default(experiment.config, experiment.algo):
         zoo_file = Path(experiment.config).with_name("ppo.yml")
-        path, key = find_hyperparams(env_name.gym_id, experiment.entry_point(env_name.gym_id), zoo_file)
+        policy = (experiment.custom_hyperparams or {}).get("policy")
+        path, key = find_hyperparams(env_name.gym_id, experiment.entry_point(env_name.gym_id), zoo_file, _has_memory(policy))
         experiment.config = str(path)
         if key != env_name.gym_id:
             print(f"No hyperparameters for {env_name.gym_id}, using those of {key}")
@@ -184,6 +247,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "read_hyperparameters": _read_hyperparameters,
     "_preprocess_hyperparams": _preprocess_hyperparams,
     "setup_experiment": _setup_experiment,
+    "objective": _objective,
 }
 
 
@@ -198,7 +262,7 @@ class TrialHyperparams(dict[str, Any]):
         super().update({**sampled, "policy_kwargs": policy_kwargs})
 
 
-def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path) -> tuple[Path, str]:
+def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, memory: bool = False) -> tuple[Path, str]:
     """
     Our entry for the environment goes before the Zoo's for PPO. A MuJoCo environment in version 5 that has neither
     takes that of version 4: the tasks are alike, and the Zoo's ``default`` was tuned for neither.
@@ -206,6 +270,8 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path) -> tuple[Pat
     :param env_id: Gymnasium's id
     :param entry_point: Gymnasium's entry point, which tells MuJoCo's environments
     :param zoo_file: The Zoo's ``ppo.yml``
+    :param memory: Whether the user asks for a policy with a memory, for which our entry ``memory`` is, unless that of the
+        environment has one too
     :return: The file to read and the key of the entry in it; the file is the Zoo's and the key ``env_id`` if there is
         no entry, and the Zoo then chooses ``atari`` or ``default``
     """
@@ -215,6 +281,8 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path) -> tuple[Pat
     if "mujoco" in entry_point and env_id.endswith("-v5"):
         keys.append(re.sub("-v5$", "-v4", env_id))
     entries = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (HYPERPARAMS, zoo_file)}
+    if memory and not _has_memory(entries[HYPERPARAMS].get(env_id, {}).get("policy")):
+        return HYPERPARAMS, "memory"
     for key in keys:
         for path, listed in entries.items():
             if key in listed:

@@ -65,7 +65,7 @@ ALLOWED = {
     "native_policy": {"_mlp", "heads", "policies"},
     "heads": {"distributions"},
     "collecting": {"guards", "memory", "sequences"},
-    "options": {"backends", "buffers", "optimizers", "policies", "schedules", "validation"},
+    "options": {"backends", "buffers", "optimizers", "policies", "schedules", "transformer_policies", "validation"},
     "optimizers": {"validation"},
     "policies": {"distributions", "validation"},
     "schedules": {"validation"},

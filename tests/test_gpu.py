@@ -7,6 +7,9 @@ import torch as th
 from parity import assert_equal
 from stable_baselines3.common.vec_env import VecNormalize
 from test_options import SINGLE
+from test_transformer import SETTINGS as WINDOWS
+from test_transformer import evaluated
+from test_transformer import make as make_transformer
 from test_zoo import manager, saved
 from test_zoo import train as zoo_train
 from toys import DICT, IMAGE, make_toys
@@ -25,6 +28,10 @@ POLICIES = [
     ("MlpPolicy", {}, dict(use_sde=True)),
     ("CnnPolicy", dict(observation_space=IMAGE), {}),
     ("MultiInputPolicy", dict(observation_space=DICT), {}),
+    ("MlpTransformerPolicy", {}, dict(policy_kwargs=dict(context_length=6, use_last_action=True))),
+    ("MlpTransformerPolicy", {}, dict(policy_kwargs=dict(context_length=23), vtrace=True)),
+    ("CnnTransformerPolicy", dict(observation_space=IMAGE), dict(policy_kwargs=dict(context_length=6))),
+    ("MultiInputTransformerPolicy", dict(observation_space=DICT), dict(policy_kwargs=dict(share_features_extractor=False))),
 ]
 
 
@@ -75,6 +82,16 @@ def test_first_rollout_equals_the_cpu(tmp_path):
             values.append([part.cpu() for part in model.policy.evaluate_actions(observations, actions)])
     for on_cpu, on_cuda in zip(*values, strict=True):
         th.testing.assert_close(on_cpu, on_cuda, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("setting", WINDOWS)
+def test_memory_sees_the_same_windows(setting):
+    """While collecting, with the cache, and in the update."""
+    model = make_transformer(**{**WINDOWS[setting], "device": "cuda", "learning_rate": 1e-30}).learn(64)
+    buffer = model.rollout_buffer
+    collected = (array.reshape(model.n_envs, -1).T for array in (buffer.values, buffer.log_probs))
+    for of_update, while_collecting in zip(evaluated(model), collected, strict=True):
+        np.testing.assert_allclose(of_update, while_collecting, rtol=1e-3, atol=1e-4)
 
 
 def test_bootstrap_in_one_batch():

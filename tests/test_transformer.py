@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecNormalize
@@ -216,7 +217,7 @@ def evaluated(model):
     actions = data.actions.long().flatten() if isinstance(model.action_space, spaces.Discrete) else data.actions
     with th.no_grad():
         values, log_probs, _ = model.policy.evaluate_actions(data.observations, actions)
-    return [x.reshape(n_envs, -1).T.numpy() for x in (values, log_probs)]
+    return [x.reshape(n_envs, -1).T.cpu().numpy() for x in (values, log_probs)]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -480,6 +481,17 @@ def test_bad_keywords(keywords, message):
     """They are refused before anything is made."""
     with pytest.raises(ValueError, match=message):
         PPOExt("MlpTransformerPolicy", ToyEnv(), policy_kwargs=keywords)
+
+
+def test_own_buffers_are_refused():
+    """They would not know what was before."""
+
+    class OwnBuffer(RolloutBuffer):
+        pass
+
+    for name, value in dict(rollout_buffer_class=OwnBuffer, rollout_buffer_kwargs=dict(context_length=3)).items():
+        with pytest.raises(ValueError, match=f"{name}=.*has a buffer of its own"):
+            make(**{name: value})
 
 
 def test_memory_of_images():

@@ -1,0 +1,268 @@
+"""
+Which policy remembers: none, one that sees several frames, an LSTM, or a transformer.
+
+Tasks: two T-mazes and RepeatPrevious (see memory_tasks.py), and control without velocities. Where RL Zoo has tuned
+hyperparameters for RecurrentPPO (the control tasks), PPO with and without frames and RecurrentPPO take those; the transformer
+takes its entry in ppo_ext.yml. In the other tasks all four have the same ones. Evaluated is the deterministic policy.
+
+Run it: python scripts/studies/memory.py (hours on two cores, most of them for RecurrentPPO; it needs RL Zoo and sb3-contrib)
+It writes docs/studies/memory.csv, after each task, and docs/studies/memory.png; with `--tasks` it runs some of the tasks, and
+keeps the rows of the others. `--times` measures the time per step instead, the four in turns in one process.
+"""
+
+import argparse
+import importlib.util
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch as th
+import yaml
+from common import (
+    Job,
+    Row,
+    grid_of_axes,
+    mean_and_std,
+    parse_arguments,
+    plot_curve,
+    print_table,
+    read_csv,
+    run_grid,
+    save_plot,
+    select,
+    write_csv,
+)
+from matplotlib.figure import Figure
+from memory_tasks import RepeatPrevious, TMaze
+from sb3_contrib import RecurrentPPO
+from stable_baselines3 import PPO
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import VecEnv, VecFrameStack, VecNormalize, sync_envs_normalization
+from torch import nn
+
+import sb3_ppo_ext
+from sb3_ppo_ext import PPOExt
+
+ARMS = ("PPO", "PPO, frames", "RecurrentPPO", "transformer")
+COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0"), strict=True))
+N_EVALUATIONS, EVALUATION_SEED = 10, 1000
+# Of the tasks that the Zoo has not
+OWN = {"n_envs": 8, "n_steps": 128, "batch_size": 256, "n_epochs": 10, "learning_rate": 1e-3, "gamma": 0.99, "ent_coef": 0.01}
+# The Zoo's, for its RecurrentPPO
+LSTM = dict(
+    lstm_hidden_size=64, enable_critic_lstm=True, ortho_init=False, activation_fn=nn.ReLU, net_arch=dict(pi=[64], vf=[64])
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    :param env: Factory, or id in Gymnasium
+    :param timesteps: Of a run
+    :param n_frames: For the arm with frames
+    :param context_length: For the transformer, ``None`` if an entry says it
+    """
+
+    env: Callable[..., gym.Env] | str
+    timesteps: int
+    n_frames: int = 4
+    context_length: int | None = None
+
+
+TASKS = {
+    "T-maze 10": Task(partial(TMaze, 10), 100_000, 16, 16),
+    "T-maze 30": Task(partial(TMaze, 30), 200_000, 32, 32),
+    "RepeatPrevious": Task(RepeatPrevious, 100_000, 8, 8),
+    "CartPoleNoVel-v1": Task("CartPoleNoVel-v1", 100_000),
+    "PendulumNoVel-v1": Task("PendulumNoVel-v1", 100_000),
+    "MountainCarContinuousNoVel-v0": Task("MountainCarContinuousNoVel-v0", 300_000),
+}
+
+
+@cache
+def entries(name: str) -> dict[str, dict[str, Any]]:
+    """The Zoo's, or ours."""
+    import rl_zoo3.import_envs  # noqa: F401  # registers the tasks without velocities
+
+    if name == "ppo_ext":
+        path = Path(sb3_ppo_ext.__file__).parent / "hyperparams" / "ppo_ext.yml"
+    else:
+        zoo = importlib.util.find_spec("rl_zoo3")
+        assert zoo is not None
+        assert zoo.origin is not None
+        path = Path(zoo.origin).parent / "hyperparams" / f"{name}.yml"
+    return yaml.safe_load(path.read_text())
+
+
+def hyperparameters(task: str, arm: str) -> dict[str, Any]:
+    entry = dict(entries("ppo_ext" if arm == "transformer" else "ppo_lstm").get(task, OWN))
+    entry.pop("n_timesteps", None)
+    policy_kwargs = entry.pop("policy_kwargs", {})
+    if isinstance(policy_kwargs, str):
+        policy_kwargs = eval(policy_kwargs, {"nn": nn, "dict": dict})
+    if arm == "RecurrentPPO":
+        entry |= {"policy": "MlpLstmPolicy", "policy_kwargs": policy_kwargs or LSTM}
+    elif arm == "transformer":
+        context = TASKS[task].context_length
+        entry |= {"policy": "MlpTransformerPolicy", "policy_kwargs": policy_kwargs or {"context_length": context}}
+    else:
+        kwargs = {name: value for name, value in policy_kwargs.items() if "lstm" not in name}
+        entry |= {"policy": "MlpPolicy", "policy_kwargs": kwargs}
+    for name in ("learning_rate", "clip_range"):
+        if isinstance(entry.get(name), str):
+            entry[name] = linear(float(entry[name].removeprefix("lin_")))
+    return entry
+
+
+def linear(start: float) -> Callable[[float], float]:
+    return lambda progress: start * progress
+
+
+def make_envs(task: Task, n_envs: int, seed: int, normalize: dict[str, Any] | None, n_frames: int | None) -> VecEnv:
+    env = make_vec_env(task.env, n_envs, seed=seed)
+    env = env if normalize is None else VecNormalize(env, **normalize)
+    return env if n_frames is None else VecFrameStack(env, n_frames)
+
+
+def make_model(name: str, arm: str, seed: int, n_eval: int | None = None) -> tuple[BaseAlgorithm, VecEnv]:
+    """The model, and environments to evaluate it in."""
+    task, entry = TASKS[name], hyperparameters(name, arm)
+    n_envs = entry.pop("n_envs", 1)
+    normalize: dict[str, Any] | None = {"gamma": entry["gamma"]} if entry.pop("normalize", False) else None
+    frozen = None if normalize is None else {"norm_reward": False, "training": False}
+    n_frames = task.n_frames if arm == "PPO, frames" else None
+    algorithm: Any = {"RecurrentPPO": RecurrentPPO, "transformer": PPOExt}.get(arm, PPO)
+    env = make_envs(task, n_envs, seed, normalize, n_frames)
+    model = algorithm(env=env, seed=seed, device="cpu", **entry)
+    return model, make_envs(task, n_eval or 10, EVALUATION_SEED, frozen, n_frames)
+
+
+class Evaluations(BaseCallback):
+    """
+    Records the mean return of the deterministic policy, ten times in a training; the last time, at its end, of twice as many
+    episodes.
+
+    :param env: For the evaluation
+    :param every: Steps of each environment between two of them
+    """
+
+    def __init__(self, env: VecEnv, every: int):
+        super().__init__()
+        self.env, self.every, self.rows = env, every, list[Row]()
+
+    def _on_step(self) -> bool:
+        if self.n_calls % self.every == 0:
+            self._record(10)
+        return True
+
+    def _on_training_end(self) -> None:
+        self._record(20)
+
+    def _record(self, n_episodes: int) -> None:
+        sync_envs_normalization(self.training_env, self.env)
+        self.env.seed(EVALUATION_SEED)
+        returns, _ = evaluate_policy(self.model, self.env, n_episodes, return_episode_rewards=True)
+        assert isinstance(returns, list)
+        self.rows.append({"timesteps": self.num_timesteps, "evaluation": float(np.mean(returns))})
+
+
+def run(job: Job) -> list[Row]:
+    model, env = make_model(job.settings["task"], job.settings["arm"], job.seed)
+    callback = Evaluations(env, math.ceil(job.timesteps / N_EVALUATIONS / model.n_envs))
+    start = time.process_time()
+    model.learn(job.timesteps, callback=callback)
+    callback.rows[-1]["cpu_seconds"] = time.process_time() - start
+    return callback.rows
+
+
+def finals(rows: list[Row], task: str, arm: str) -> np.ndarray:
+    """Mean returns at the end of the training, one per seed."""
+    kind = select(rows, task=task, arm=arm)
+    end = max(row["timesteps"] for row in kind)
+    return np.array([row["evaluation"] for row in select(kind, timesteps=end) if "cpu_seconds" in row])
+
+
+def report(rows: list[Row]) -> None:
+    """As Markdown."""
+    print("\nReturn at the end of the training, mean ± std over seeds\n")
+    print(f"| task | {' | '.join(ARMS)} |\n|---" + "|---" * len(ARMS) + "|")
+    for task in tasks_of(rows):
+        cells = [mean_and_std(finals(rows, task, arm)) if select(rows, task=task, arm=arm) else "-" for arm in ARMS]
+        print(f"| {task} | {' | '.join(cells)} |")
+
+
+def tasks_of(rows: list[Row]) -> list[str]:
+    return [task for task in TASKS if select(rows, task=task)]
+
+
+def plot(rows: list[Row]) -> Figure:
+    figure, axes = grid_of_axes(2, 3)
+    for ax in axes.flat[len(tasks_of(rows)) :]:
+        ax.set_axis_off()
+    for ax, task in zip(axes.flat, tasks_of(rows), strict=False):
+        for arm in ARMS:
+            kind = select(rows, task=task, arm=arm)
+            if kind:
+                plot_curve(ax, kind, "evaluation", label=arm, color=COLORS[arm])
+        ax.set(title=task, xlabel="1000 timesteps")
+    axes[0, 0].legend(fontsize=7)
+    return figure
+
+
+def measure_times(task: str = "CartPoleNoVel-v1", n_rounds: int = 7) -> None:
+    """CPU time per step, all in the loop of SB3's speed measurements: 8 x 128 steps, batches of 128, 10 epochs."""
+    loop = dict(n_steps=128, batch_size=128, n_epochs=10)
+    models, times = {}, {arm: list[float]() for arm in ARMS}
+    for arm in ARMS:
+        entry = hyperparameters(task, arm)
+        env = make_envs(TASKS[task], 8, 0, None, 4 if arm == "PPO, frames" else None)
+        algorithm: Any = {"RecurrentPPO": RecurrentPPO, "transformer": PPOExt}.get(arm, PPO)
+        models[arm] = algorithm(entry["policy"], env, policy_kwargs=entry["policy_kwargs"], device="cpu", **loop)
+    for _ in range(n_rounds + 1):
+        for arm, model in models.items():
+            start = time.process_time()
+            model.learn(1024, reset_num_timesteps=False)
+            times[arm].append((time.process_time() - start) / 1.024)
+    reference = np.array(times["RecurrentPPO"][1:])
+    lines = [
+        [arm, f"{1000 * np.median(of[1:]):.0f}", f"{np.median(reference / np.array(of[1:])):.1f}"] for arm, of in times.items()
+    ]
+    print_table(f"{task}, ms per 1000 steps", ["", "ms", "RecurrentPPO's over it"], lines)
+
+
+def run_task(task: str, arguments: argparse.Namespace) -> None:
+    """Its rows replace those which the table has of it."""
+    timesteps = min(TASKS[task].timesteps, arguments.timesteps or TASKS[task].timesteps)
+    print(f"{task}, {timesteps} steps", flush=True)
+    settings = [{"task": task, "arm": arm} for arm in ARMS]
+    done = run_grid(run, settings, argparse.Namespace(**{**vars(arguments), "timesteps": timesteps}))
+    path = arguments.out / "memory.csv"
+    rows = [row for row in read_csv(path) if row["task"] != task] + done
+    write_csv(path, sorted(rows, key=lambda row: list(TASKS).index(row["task"])))
+
+
+def main() -> None:
+    if "--times" in sys.argv:
+        th.set_num_threads(1)
+        measure_times()
+        return
+    arguments = parse_arguments(__doc__, timesteps=None, seeds=3, tasks=tuple(TASKS))
+    for task in arguments.tasks:
+        run_task(task, arguments)
+    rows = read_csv(arguments.out / "memory.csv")
+    save_plot(plot(rows), arguments.out / "memory.png")
+    report(rows)
+
+
+if __name__ == "__main__":
+    main()
