@@ -376,6 +376,13 @@ def test_lean_update(name):
     assert_same_update(other="lean", **LEAN[name])
 
 
+def test_actor_rests_in_the_first_update():
+    """When the optimiser has made no steps that differ from parameter to parameter."""
+    options = dict(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001)
+    eager, lean = (make(backend=backend, **options).learn(32).policy.state_dict() for backend in ("eager", "lean"))
+    assert all(relative_error(eager[name], lean[name]) < 1e-5 for name in eager)
+
+
 def test_lean_is_refused():
     """On parameters that the module cannot read."""
     with pytest.raises(ValueError, match=r"`backend='lean'`.*float32"):
