@@ -328,7 +328,7 @@ print(int(re.search(r"VmHWM:\s*(\d+)", open("/proc/self/status").read())[1]) / 1
 
 
 def startup(repeats: int = 5) -> dict[str, Any]:
-    """Medians over fresh processes, in turns."""
+    """The least of fresh processes, in turns."""
     algorithms = {"SB3": ("stable_baselines3", "PPO"), "PPOExt": ("sb3_ppo_ext", "PPOExt")}
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(repeats):
@@ -344,7 +344,7 @@ def startup(repeats: int = 5) -> dict[str, Any]:
                     [sys.executable, "-W", "ignore", "-c", script], capture_output=True, check=True
                 ).stdout
                 found.setdefault(what, {}).setdefault(label, []).append(float(printed.split()[-1]))
-    return {what: {label: float(np.median(values)) for label, values in of.items()} for what, of in found.items()}
+    return {what: {label: min(values) for label, values in of.items()} for what, of in found.items()}
 
 
 # Report
