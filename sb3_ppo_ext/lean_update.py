@@ -7,7 +7,9 @@ import numpy as np
 import torch as th
 from torch import nn
 
+from sb3_ppo_ext.buffers import Minibatch
 from sb3_ppo_ext.native_policy import _mlp
+from sb3_ppo_ext.sequences import in_channels_last, map_observations
 from sb3_ppo_ext.update import Update
 
 
@@ -95,6 +97,11 @@ class LeanUpdate(Update):
         finally:
             if self.adam is not None:
                 self.adam.close()
+
+    def _gather(self, indices: np.ndarray) -> Minibatch:
+        minibatch = super()._gather(indices)
+        data: Any = minibatch.data
+        return minibatch._replace(data=data._replace(observations=map_observations(in_channels_last, data.observations)))
 
     def _zero_gradients(self) -> None:
         if self.adam is None:

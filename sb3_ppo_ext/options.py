@@ -230,12 +230,10 @@ def _check_classes(model: Any) -> None:
 
 def _check_buffer(model: Any) -> None:
     buffer_class = model.rollout_buffer_class or RolloutBuffer
-    if isinstance(model.policy_class, type) and issubclass(model.policy_class, TransformerPolicyMixin):
-        own = {"rollout_buffer_class": buffer_class not in (RolloutBuffer, DictRolloutBuffer)}
-        own["rollout_buffer_kwargs"] = bool(model.rollout_buffer_kwargs)
-        for name, is_given in own.items():
-            if is_given:
-                refuse(name, getattr(model, name), f"{model.policy_class.__name__} has a buffer of its own; leave it out")
+    reads_sequences = isinstance(model.policy_class, type) and issubclass(model.policy_class, TransformerPolicyMixin)
+    if reads_sequences and buffer_class not in (RolloutBuffer, DictRolloutBuffer):
+        remedy = f"{model.policy_class.__name__} has a buffer of its own; give None"
+        refuse("rollout_buffer_class", buffer_class, remedy)
     if not knows_indices(buffer_class):
         for name, needs_indices in {
             "advantage_norm": model.advantage_norm != "minibatch" and model.normalize_advantage,

@@ -46,6 +46,16 @@ def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
     return function(*observations)
 
 
+def in_channels_last(images: Any) -> Any:
+    """
+    :param images: A batch of them, or something else
+    :return: On the CPU, the same in the layout in which convolutions are faster
+    """
+    if not isinstance(images, th.Tensor) or images.ndim != 4 or images.device.type != "cpu":
+        return images
+    return images.contiguous(memory_format=th.channels_last)
+
+
 class SequenceBufferMixin(RolloutBuffer):
     """
     A rollout buffer which keeps the last steps before the rollout, and whose samples are :class:`Sequences`. Those of its

@@ -21,7 +21,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
 from sb3_ppo_ext.policies import ActionLawMixin
-from sb3_ppo_ext.sequences import Sequences, map_observations
+from sb3_ppo_ext.sequences import Sequences, in_channels_last, map_observations
 from sb3_ppo_ext.transformer import Cache, Transformer
 from sb3_ppo_ext.validation import BadArgumentError, check_number, check_type, refuse
 
@@ -142,7 +142,7 @@ class TransformerPolicyMixin(ActionLawMixin):
         :return: What the transformer reads of each step, shape ``(n_sequences, n_steps, size)``
         """
         shape = sequences.episodes.shape
-        flat = map_observations(lambda part: part.flatten(0, 1), sequences.observations)
+        flat = map_observations(lambda part: in_channels_last(part.flatten(0, 1)), sequences.observations)
         features: Any = BasePolicy.extract_features(self, flat, extractor)  # type: ignore[arg-type]
         parts = [features.unflatten(0, shape)]
         begins = sequences.starts.unsqueeze(-1)

@@ -89,6 +89,8 @@ class VectorEnvAdapter(VecEnv):
 
     def step_wait(self) -> VecEnvStepReturn:
         observations, rewards, terminated, truncated, arrays = self.venv.step(self.actions)
+        # An environment may write the next ones, also those of a reset, into the same array.
+        observations = _copied(observations)
         dones = terminated | truncated
         final = arrays.pop("final_obs", None)
         final_info = arrays.pop("final_info", {})
@@ -98,7 +100,7 @@ class VectorEnvAdapter(VecEnv):
             info["TimeLimit.truncated"] = cut_off
         if dones.any():
             observations = self._begin_episodes(observations, dones, final, final_info, infos)
-        return _copied(observations), rewards.astype(np.float32), dones, infos
+        return observations, rewards.astype(np.float32), dones, infos
 
     def _begin_episodes(
         self, observations: Any, dones: np.ndarray, final: Any, final_info: dict[str, Any], infos: list[dict[str, Any]]

@@ -6,8 +6,9 @@ the contenders take turns in random order, each for a second or so, between two 
 fast the machine is at the time. Printed is the median of the ratios of all rounds, with its 95 % confidence interval
 (bootstrap). SBX takes part if it is installed (`pip install sbx-rl`).
 
-Run it: python scripts/benchmark_speed.py (about 15 minutes; `--parts`, `--rounds`)
-It writes docs/performance/benchmark.json and benchmark.png.
+Run it: python scripts/benchmark_speed.py (about 20 minutes; `--parts`, `--rounds`)
+It writes docs/performance/benchmark.json and benchmark.png; with `--markdown` it measures nothing, and prints the tables of
+docs/performance.md from the former.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import benchmark_profile as profile
 import gymnasium as gym
 import numpy as np
 import torch as th
+from benchmark_tables import tables
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
@@ -39,18 +42,19 @@ from torch import nn
 from sb3_ppo_ext import LeanDummyVecEnv, PPOExt, VectorEnvAdapter
 
 OUT = Path(__file__).parents[1] / "docs" / "performance"
-PARTS = ("main", "policies", "growth", "startup")
+PARTS = ("main", "policies", "growth", "startup", "profile")
+IN_RATIOS = PARTS[:3]
 
 
 class Frames(gym.Env):
-    """Random images of 84 x 84, as quickly as can be."""
+    """Random images of 84 x 84, four of them stacked, as quickly as can be."""
 
-    observation_space = spaces.Box(0, 255, (84, 84, 1), np.uint8)
+    observation_space = spaces.Box(0, 255, (84, 84, 4), np.uint8)
     action_space = spaces.Discrete(4)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
-        self.frames = self.np_random.integers(256, size=(16, 84, 84, 1), dtype=np.uint8)
+        self.frames = self.np_random.integers(256, size=(16, 84, 84, 4), dtype=np.uint8)
         self.t = 0
         return self.frames[0], {}
 
@@ -123,9 +127,18 @@ def growing(n_envs: int) -> Setting:
 # Contenders: functions that train for one turn
 
 
+def make(algorithm: type, setting: Setting, env: VecEnv, **options: Any) -> Any:
+    return algorithm(setting.policy, env, seed=0, device="cpu", **{**setting.options, **options})
+
+
 def trainer(algorithm: type, setting: Setting, env: VecEnv, **options: Any) -> Callable[[], None]:
-    model = algorithm(setting.policy, env, seed=0, device="cpu", **{**setting.options, **options})
+    model = make(algorithm, setting, env, **options)
     return lambda: model.learn(setting.steps, reset_num_timesteps=False)
+
+
+def all_in_one_call(setting: Setting) -> VecEnv:
+    venv = gym.make_vec(setting.env, num_envs=setting.n_envs, vectorization_mode="vector_entry_point")
+    return VecMonitor(VectorEnvAdapter(venv))
 
 
 def sbx_trainer(setting: Setting) -> Callable[[], None] | None:
@@ -148,8 +161,7 @@ def main_contenders(name: str, setting: Setting) -> dict[str, Callable[[], None]
         "PPOExt, LeanDummyVecEnv": trainer(PPOExt, setting, setting.make_env(LeanDummyVecEnv)),
     }
     if name == "d":
-        venv = gym.make_vec(setting.env, num_envs=setting.n_envs, vectorization_mode="vector_entry_point")
-        contenders["PPOExt, VectorEnvAdapter"] = trainer(PPOExt, setting, VecMonitor(VectorEnvAdapter(venv)))
+        contenders["PPOExt, VectorEnvAdapter"] = trainer(PPOExt, setting, all_in_one_call(setting))
     return contenders
 
 
@@ -281,7 +293,22 @@ def measure(parts: list[str], rounds: int) -> Iterator[tuple[str, str, dict[str,
             }
             yield "growth", f"{n_envs} environments", ratios(take_turns(contenders, rounds))
     if "startup" in parts:
-        yield "startup", "seconds, kB", startup()
+        yield from (("startup", what, found) for what, found in startup().items())
+    if "profile" in parts:
+        yield from (("profile", name, found) for name, found in profiles(rounds // 2 + 1))
+
+
+def profiles(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    def watch(algorithm: type, setting: Setting, env: VecEnv | None = None) -> profile.Stopwatch:
+        return profile.Stopwatch(make(algorithm, setting, env or setting.make_env()), setting.steps)
+
+    both = {"SB3": PPO, "PPOExt": PPOExt}
+    pairs = {name: {label: watch(cls, setting) for label, cls in both.items()} for name, setting in MAIN.items()}
+    yield "minibatch", profile.minibatches(pairs["b"]["SB3"], pairs["b"]["PPOExt"], rounds)
+    yield "operations", profile.throughput(pairs["b"]["PPOExt"].model.policy, rounds)
+    pairs["d, VectorEnvAdapter"] = {label: watch(cls, MAIN["d"], all_in_one_call(MAIN["d"])) for label, cls in both.items()}
+    yield "shares", {name: profile.shares(pair, rounds) for name, pair in pairs.items()}
+    yield "images", profile.images(watch(PPO, POLICIES["CNN"][0]), rounds)
 
 
 # Each in a process of its own, `%s` being the algorithm
@@ -296,20 +323,20 @@ MEMORY = r"""
 import re, torch; torch.set_num_threads(1)
 from {module} import {name}; from stable_baselines3.common.env_util import make_vec_env
 model = {name}("MlpPolicy", make_vec_env("{env}", {n_envs}), device="cpu", **{options}).learn({steps})
-print(re.search(r"VmHWM:\s*(\d+)", open("/proc/self/status").read())[1])
+print(int(re.search(r"VmHWM:\s*(\d+)", open("/proc/self/status").read())[1]) / 1024)
 """
 
 
 def startup(repeats: int = 5) -> dict[str, Any]:
-    """Medians over fresh processes, in turns."""
+    """The least of fresh processes, in turns."""
     algorithms = {"SB3": ("stable_baselines3", "PPO"), "PPOExt": ("sb3_ppo_ext", "PPOExt")}
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(repeats):
         for label, (module, name) in algorithms.items():
             kwargs = dict(module=module, name=name)
-            scripts = {"import": IMPORT % module, "first update": FIRST_UPDATE.format(**kwargs)}
+            scripts = {"import, s": IMPORT % module, "first rollout and update, s": FIRST_UPDATE.format(**kwargs)}
             for setting, s in MAIN.items():
-                scripts[f"memory, {setting}"] = MEMORY.format(
+                scripts[f"peak memory, {setting}, MB"] = MEMORY.format(
                     env=s.env, n_envs=s.n_envs, options=s.options, steps=s.steps, **kwargs
                 )
             for what, script in scripts.items():
@@ -317,7 +344,7 @@ def startup(repeats: int = 5) -> dict[str, Any]:
                     [sys.executable, "-W", "ignore", "-c", script], capture_output=True, check=True
                 ).stdout
                 found.setdefault(what, {}).setdefault(label, []).append(float(printed.split()[-1]))
-    return {what: {label: float(np.median(values)) for label, values in of.items()} for what, of in found.items()}
+    return {what: {label: min(values) for label, values in of.items()} for what, of in found.items()}
 
 
 # Report
@@ -325,11 +352,11 @@ def startup(repeats: int = 5) -> dict[str, Any]:
 
 def show(part: str, name: str, results: dict[str, Any]) -> None:
     print(f"\n{part}, {name}", flush=True)
-    for contender, result in results.items():
-        if part == "startup":
-            print(f"  {contender}: " + ", ".join(f"{label} {value:.3g}" for label, value in result.items()))
-        else:
+    if part in IN_RATIOS:
+        for contender, result in results.items():
             print(f"  {contender}: {result['ratio']:.2f} ({result['low']:.2f} to {result['high']:.2f})", flush=True)
+    else:
+        print(*tables({part: {name: results}}), flush=True)
 
 
 def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
@@ -338,7 +365,7 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    parts = [part for part in results if part != "startup"]
+    parts = [part for part in IN_RATIOS if part in results]
     figure, axes = plt.subplots(1, len(parts), figsize=(6 * len(parts), 5), squeeze=False, layout="constrained")
     for ax, part in zip(axes[0], parts, strict=True):
         contenders = list(dict.fromkeys(name for result in results[part].values() for name in result))
@@ -361,12 +388,16 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=12, help="turns of each contender (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder (default: docs/performance)")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/performance.md, and measure nothing")
     arguments = parser.parse_args()
     th.set_num_threads(1)
     warnings.simplefilter("ignore")
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "benchmark.json"
     results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    if arguments.markdown:
+        print(*tables(results), sep="\n\n")
+        return
     for part in arguments.parts:
         results.pop(part, None)
     for part, name, result in measure(arguments.parts, arguments.rounds):
@@ -377,7 +408,7 @@ def main() -> None:
     )
     results = {part: results[part] for part in PARTS if part in results}
     path.write_text(json.dumps(dict(machine=machine, results=results), indent=1) + "\n")
-    if any(part != "startup" for part in results):
+    if any(part in IN_RATIOS for part in results):
         plot(results, arguments.out / "benchmark.png")
 
 

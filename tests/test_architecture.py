@@ -59,7 +59,7 @@ ALLOWED = {
     "extractors": {"validation"},
     "transformer": set(),
     "sequences": set(),
-    "lean_update": {"native_policy", "update"},
+    "lean_update": {"buffers", "native_policy", "sequences", "update"},
     "native_collecting": {"collecting", "native_policy", "guards"},
     "backends": {"native_policy"},
     "native_policy": {"_mlp", "heads", "policies"},

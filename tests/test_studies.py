@@ -1,13 +1,16 @@
-"""The studies run, short of what makes them studies."""
+"""The studies run, short of what makes them studies; what the documentation says of speed is what the benchmark measured."""
 
+import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-STUDIES = Path(__file__).parents[1] / "scripts" / "studies"
+ROOT = Path(__file__).parents[1]
+STUDIES = ROOT / "scripts" / "studies"
 
 
 @pytest.mark.slow
@@ -36,3 +39,16 @@ def test_every_study_is_tested():
     """But for what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_laws", "backends", "common"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
+
+
+def test_performance_is_what_was_measured():
+    """The tables are those that `scripts/benchmark_speed.py --markdown` prints, and no others but that of the study."""
+    results = json.loads((ROOT / "docs/performance/benchmark.json").read_text())["results"]
+    tables = list(runpy.run_path(str(ROOT / "scripts/benchmark_tables.py"))["tables"](results))
+    text = (ROOT / "docs/performance.md").read_text()
+    missing = [table for table in tables if table not in text]
+    assert not missing, "paste what `python scripts/benchmark_speed.py --markdown` prints:\n\n" + "\n\n".join(missing)
+    assert set(results) == {"main", "policies", "growth", "startup", "profile"}
+    lines = {line for table in tables for line in table.splitlines()}
+    rest = [line for line in text.splitlines() if line.startswith("|") and line not in lines]
+    assert rest[0] == "| return, mean ± std | | SB3 | `native` | *p* |"

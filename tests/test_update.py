@@ -560,10 +560,11 @@ def test_bad_gradients_name_the_bad_part():
 
 
 def test_bad_gradients_skip_everything():
-    """What cannot be measured is NaN in the log, and the training goes on."""
-    model = huge(bad_gradients="skip", batch_size=16).learn(16)
+    """What cannot be measured is NaN in the log, or missing, and the training goes on."""
+    model = huge(bad_gradients="skip", batch_size=16, kl_coef=0.1, bounds_coef=0.1).learn(16)
     assert model.n_skipped_updates == 3
     values = logged(model)
+    assert not {"train/kl", "train/bounds_loss"} & values.keys()
     assert math.isnan(values["train/loss"])
     assert math.isnan(values["train/approx_kl"])
     model.learn(16)

@@ -120,6 +120,38 @@ def test_adapter_is_dummy(vector_class, space, mode):
     assert_same(_plain(expected), _plain(actual))
 
 
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("space", [VECTOR, DICT], ids=["vector", "dict"])
+def test_adapter_copies_what_gymnasium_does_not(space, mode):
+    """No later step changes an observation, and no reset the last one of an episode."""
+    seen = []
+    for copy in (True, False):
+        fns = [lambda: Plain(observation_space=space)] * 3
+        seen.append(without_clock(rollout(VectorEnvAdapter(SyncVectorEnv(fns, copy=copy, autoreset_mode=mode)))))
+    assert_same(*seen)
+
+
+class Asked(ToyEnv):
+    """Remembers how it was reset."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def reset(self, *, seed=None, options=None):
+        self.asked.append((seed, options))
+        return super().reset(seed=seed)
+
+
+def test_seeds_and_options_are_for_one_reset():
+    """As SB3's: the next one has none."""
+    for env in (DummyVecEnv([Asked] * 2), LeanDummyVecEnv([Asked] * 2), VectorEnvAdapter(SyncVectorEnv([Asked] * 2))):
+        env.seed(5)
+        env.set_options({"level": 1})
+        env.reset(), env.reset()
+        assert env.get_attr("asked") == [[(seed, {"level": 1}), (None, None)] for seed in (5, 6)]
+
+
 def _plain(value):
     """Numbers as arrays of numbers: Gymnasium joins those of all copies in an array."""
     if isinstance(value, dict):
