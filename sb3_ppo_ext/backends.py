@@ -7,7 +7,7 @@ from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
 from sb3_ppo_ext.native_policy import why_no_module, why_not
 
-BACKENDS = ("auto", "eager", "lean", "native")
+BACKENDS = ("auto", "eager", "lean", "native", "compile")
 
 
 def why_not_native(model: Any, own_loss: bool) -> str | None:
@@ -32,3 +32,24 @@ def why_not_lean(model: Any) -> str | None:
     if any(parameter.dtype != th.float32 or not parameter.is_contiguous() for parameter in parameters):
         return "the policy has parameters that are not float32"
     return why_no_module(model.policy)
+
+
+def why_not_compile(model: Any) -> str | None:
+    """
+    :param model: A ``PPOExt`` with its policy
+    :return: What keeps the model from ``backend="compile"``, ``None`` if nothing is known that does
+    """
+    # Not at the top, for it takes seconds.
+    from torch._dynamo import is_dynamo_supported
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.utils._triton import has_triton
+
+    if not is_dynamo_supported():
+        return "`torch.compile` does not support this platform"
+    if model.policy.device.type == "cuda":
+        return None if has_triton() else f"{model.policy.device} has no Triton, which `torch.compile` needs there"
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        return f"`torch.compile` needs a C++ compiler ({str(error).splitlines()[0]})"
+    return None

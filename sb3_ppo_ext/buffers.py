@@ -20,12 +20,13 @@ class Minibatch(NamedTuple):
 
     :param data: SB3's samples, with the advantages as the policy loss uses them
     :param weights: Importance weights, shape ``(batch_size,)``, ``None`` for equal ones
-    :param indices: Places of the samples in the flattened rollout, ``None`` if only the buffer knows them
+    :param old_distribution: Parameters of the distributions that the policy had before the update, shape
+        ``(batch_size, n)``, ``None`` if nobody asks for them
     """
 
     data: RolloutBufferSamples
     weights: th.Tensor | None = None
-    indices: np.ndarray | None = None
+    old_distribution: th.Tensor | None = None
 
 
 def knows_indices(buffer_class: object) -> bool:

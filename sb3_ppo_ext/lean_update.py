@@ -21,7 +21,7 @@ class NativeAdam:
     :param parameters: Those that it optimises, with their gradients
     """
 
-    def __init__(self, optimizer: th.optim.Optimizer, parameters: list[tuple[nn.Parameter, np.ndarray]]):
+    def __init__(self, optimizer: th.optim.Optimizer, parameters: list[tuple[nn.Parameter, th.Tensor]]):
         (self.group,) = optimizer.param_groups
         for parameter, _ in parameters:
             if not optimizer.state[parameter]:
@@ -31,7 +31,7 @@ class NativeAdam:
         self.n_steps = int(self.states[0]["step"])
         self.adam = _mlp.Adam(
             [
-                (parameter.detach().numpy(), gradient, state["exp_avg"].numpy(), state["exp_avg_sq"].numpy())
+                (parameter.detach().numpy(), gradient.numpy(), state["exp_avg"].numpy(), state["exp_avg_sq"].numpy())
                 for (parameter, gradient), state in zip(parameters, self.states, strict=True)
             ]
         )
@@ -45,6 +45,10 @@ class NativeAdam:
         if type(optimizer) is not th.optim.Adam or len(optimizer.param_groups) != 1:
             return False
         group = optimizer.param_groups[0]
+        if _mlp is None or not all(
+            p.device.type == "cpu" and p.dtype == th.float32 and p.is_contiguous() for p in group["params"]
+        ):
+            return False
         variants = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
         # Learning rate schedulers and others put a `step` of their own into the instance.
         hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, "step" in vars(optimizer))
@@ -85,11 +89,11 @@ class LeanUpdate(Update):
         self.adam = NativeAdam(self.policy.optimizer, self.gradients) if takes else None
         self.scale = 1.0
 
-    def _make_gradients(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
-        """Each parameter that is learned, with an array for its gradient."""
+    def _make_gradients(self) -> Iterator[tuple[nn.Parameter, th.Tensor]]:
+        """Each parameter that is learned, with the memory of its gradient."""
         for parameter in self.policy.parameters():
             if parameter.requires_grad:
-                yield parameter, np.zeros(parameter.shape, np.float32)
+                yield parameter, th.zeros_like(parameter)
 
     def run(self) -> None:
         try:
@@ -105,11 +109,17 @@ class LeanUpdate(Update):
 
     def _zero_gradients(self) -> None:
         if self.adam is None:
-            return super()._zero_gradients()
+            super()._zero_gradients()
+        else:
+            self._zero_own_gradients()
+
+    def _zero_own_gradients(self) -> None:
+        th._foreach_zero_([gradient for _, gradient in self.gradients])
+        self._show_gradients()
+
+    def _show_gradients(self) -> None:
         for parameter, gradient in self.gradients:
-            gradient.fill(0.0)
-            if parameter.grad is None or parameter.grad.data_ptr() != gradient.ctypes.data:
-                parameter.grad = th.from_numpy(gradient)
+            parameter.grad = gradient
 
     def _clip(self) -> dict[str, th.Tensor]:
         if self.adam is None:

@@ -39,7 +39,9 @@ def clipped_surrogate_loss(
     return -_mean(objective, weights)
 
 
-def spo_loss(advantages: th.Tensor, ratio: th.Tensor, clip_range: float, weights: th.Tensor | None = None) -> th.Tensor:
+def spo_loss(
+    advantages: th.Tensor, ratio: th.Tensor, clip_range: float | th.Tensor, weights: th.Tensor | None = None
+) -> th.Tensor:
     """
     Simple Policy Optimization: ``-mean(r A - |A| (r - 1)^2 / (2 c))``, whose maximum lies at ``r = 1 + sign(A) c``. Unlike
     the clipped surrogate it pulls a ratio back that has gone past it.
@@ -52,7 +54,8 @@ def spo_loss(advantages: th.Tensor, ratio: th.Tensor, clip_range: float, weights
     :param weights: Importance weights with mean 1
     :return: Scalar
     """
-    penalty = advantages.abs() / (2 * max(clip_range, SPO_MIN_RANGE)) * (ratio - 1).square()
+    clip_range = th.as_tensor(clip_range, dtype=advantages.dtype).clamp(min=SPO_MIN_RANGE)
+    penalty = advantages.abs() / (2 * clip_range) * (ratio - 1).square()
     return -_mean(ratio * advantages - penalty, weights)
 
 

@@ -15,6 +15,13 @@ class Metrics(defaultdict[str, list[th.Tensor]]):
     def __init__(self) -> None:
         super().__init__(list)
 
+    def add(self, measured: dict[str, th.Tensor]) -> None:
+        """
+        :param measured: Of one more minibatch, by name
+        """
+        for name, value in measured.items():
+            self[name].append(value)
+
     def numbers(self, name: str) -> np.ndarray:
         """
         :param name: Of the metric

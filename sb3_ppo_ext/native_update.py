@@ -41,8 +41,8 @@ class NativeUpdate(LeanUpdate):
         self.measured: list[Measured] = []
         self.has_further_terms = model.kl_coef > 0 or model.bounds_coef > 0
 
-    def _make_gradients(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
-        return self.native.parameters()
+    def _make_gradients(self) -> Iterator[tuple[nn.Parameter, th.Tensor]]:
+        return ((parameter, th.from_numpy(gradient)) for parameter, gradient in self.native.parameters())
 
     def _at_end(self) -> None:
         self._report()
@@ -52,10 +52,8 @@ class NativeUpdate(LeanUpdate):
     # The networks, for a loss that autograd differentiates
 
     def _zero_gradients(self) -> None:
-        # Their own arrays whoever makes the steps, for the extension module writes into them
-        for _, gradient in self.gradients:
-            gradient.fill(0.0)
-        self._show_gradients()
+        # Whoever makes the steps, for the extension module writes into them
+        self._zero_own_gradients()
 
     def _evaluate_actions(self, data: RolloutBufferSamples) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
         features = self.native.features_of_tensor(data.observations)
@@ -189,9 +187,12 @@ class NativeUpdate(LeanUpdate):
         leaf = th.from_numpy(outputs).requires_grad_()
         self.head.make(leaf)
         no_data: Any = None
+        old = None if self.old_distribution is None else self.old_distribution[indices]
+        measured: dict[str, th.Tensor] = {}
         # Of the ratio, whose place the leaf takes, they ask whether it has a gradient: the KL divergence is the exact one.
-        terms = self._further_terms(Minibatch(no_data, indices=indices), leaf, leaf)
+        terms = self._further_terms(Minibatch(no_data, old_distribution=old), leaf, leaf, measured)
         loss = sum((coefficient * term for coefficient, term in terms), th.zeros(()))
+        self.metrics.add(measured)
         log_std = self.head.log_std
         of = [leaf] if log_std is None or not log_std.requires_grad else [leaf, log_std]
         gradients = th.autograd.grad(loss, of, allow_unused=True)
@@ -212,7 +213,3 @@ class NativeUpdate(LeanUpdate):
             return clipped, derivatives
         worse = np.abs(errors) >= np.abs(clipped)
         return np.where(worse, errors, clipped), np.where(worse, errors, derivatives)
-
-    def _show_gradients(self) -> None:
-        for parameter, gradient in self.gradients:
-            parameter.grad = th.from_numpy(gradient)

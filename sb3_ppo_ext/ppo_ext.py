@@ -28,8 +28,9 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.advantages import AdvantageNormalizer
-from sb3_ppo_ext.backends import why_not_lean, why_not_native
+from sb3_ppo_ext.backends import why_not_compile, why_not_lean, why_not_native
 from sb3_ppo_ext.collecting import RolloutCollector
+from sb3_ppo_ext.compiled_update import CompiledLoss, CompiledUpdate
 from sb3_ppo_ext.lean_update import LeanUpdate
 from sb3_ppo_ext.native_collecting import collect
 from sb3_ppo_ext.native_policy import NativePolicy
@@ -157,8 +158,9 @@ class PPOExt(RolloutCollector):
     :param bad_gradients: If a loss or gradient is not finite, ``"raise"`` a ``ValueError`` or ``"skip"`` the step
     :param backend: What computes: ``"eager"`` (PyTorch, as SB3's PPO to the bit), ``"lean"`` (the same, but for Adam and the
         clipping of gradients, which an extension module in C makes), ``"native"`` (all of it in that module, for MLP policies
-        on the CPU; equal but for rounding and the random numbers of the actions), or ``"auto"``: the fastest one that
-        supports the policy and the options
+        on the CPU; equal but for rounding and the random numbers of the actions), ``"compile"`` (``torch.compile`` makes one
+        function of the loss and its gradient, which takes seconds at the start; equal but for rounding), or ``"auto"``: the
+        fastest of the first three that supports the policy and the options
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
     """
 
@@ -446,12 +448,17 @@ class PPOExt(RolloutCollector):
 
     def _setup_backend(self) -> None:
         self._native: NativePolicy | None = None
+        self._compiled: CompiledLoss | None = None
         reasons = {"native": self._why_not_native(), "lean": why_not_lean(self)}
+        if self.backend == "compile":
+            reasons["compile"] = why_not_compile(self)
         if reasons.get(self.backend) is not None:
             refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')
         if self.verbose >= 1 and self.backend == "auto":
             chosen = next((name for name, reason in reasons.items() if reason is None), "eager")
             print(f"Backend: {chosen}" + (f" (not native: {reasons['native']})" if chosen != "native" else ""))
+        elif self.verbose >= 1 and self.backend != "eager":
+            print(f"Backend: {self.backend}")
 
     def _why_not_native(self) -> str | None:
         return why_not_native(self, type(self).extra_actor_loss is not PPOExt.extra_actor_loss)
@@ -463,6 +470,11 @@ class PPOExt(RolloutCollector):
         if self._native is None or not self._native.is_of(self.policy):
             self._native = NativePolicy(self.policy)
         return self._native
+
+    def _find_compiled_loss(self) -> CompiledLoss:
+        if self._compiled is None or self._compiled.policy is not self.policy:
+            self._compiled = CompiledLoss(self.policy)
+        return self._compiled
 
     def _warn_about_truncated_minibatch(self) -> None:
         if self.env is None:
@@ -541,6 +553,8 @@ class PPOExt(RolloutCollector):
         native = self._find_native_policy()
         if native is not None:
             return NativeUpdate(self, native)
+        if self.backend == "compile":
+            return CompiledUpdate(self, self._find_compiled_loss())
         is_lean = self.backend in ("auto", "lean") and why_not_lean(self) is None
         return LeanUpdate(self) if is_lean else Update(self)
 
@@ -663,7 +677,7 @@ class PPOExt(RolloutCollector):
         return [*state_dicts, *(name for name in LEARNED if getattr(self, name) is not None)], variables
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents", "_native"]
+        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents", "_native", "_compiled"]
 
 
 def _law_and_policy_kwargs(saved: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:

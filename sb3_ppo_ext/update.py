@@ -68,6 +68,7 @@ class Update:
         self.clip_range_vf = None if model.clip_range_vf is None else value_of(model.clip_range_vf, progress)
         # The last rollout may end past the end; SB3's own schedules see that, ours do not.
         self.ent_coef = value_of(model.ent_coef, max(progress, 0.0))
+        self.vf_coef, self.bounds_coef = model.vf_coef, model.bounds_coef
         self.kl_coef = model.kl_coef if model.kl_coefficient is None else model.kl_coefficient.value
         self.metrics = Metrics()
         self.n_epochs_begun = 0
@@ -241,7 +242,8 @@ class Update:
             data = data._replace(advantages=self.advantages[indices])
         if self.returns is not None:
             data = data._replace(returns=self.returns[indices])
-        return Minibatch(data, indices=indices)
+        old = None if self.old_distribution is None else self.old_distribution[indices]
+        return Minibatch(data, old_distribution=old)
 
     def _actions(self, data: RolloutBufferSamples) -> th.Tensor:
         if isinstance(self.model.action_space, spaces.Discrete):
@@ -253,8 +255,13 @@ class Update:
 
     def _loss(self, minibatch: Minibatch) -> th.Tensor:
         """The loss, a scalar; its terms are measured on the way."""
-        model, metrics = self.model, self.metrics
-        data, weights, _ = minibatch
+        loss, measured = self._measured_loss(minibatch)
+        self.metrics.add(measured)
+        return loss
+
+    def _measured_loss(self, minibatch: Minibatch) -> tuple[th.Tensor, dict[str, th.Tensor]]:
+        """The loss, and what is measured on the way: changes nothing, so that it can be compiled."""
+        model, data, weights = self.model, minibatch.data, minibatch.weights
         values, log_prob, entropy = self._evaluate_actions(data)
         log_ratio = log_prob - data.old_log_prob
         ratio = th.exp(log_ratio)
@@ -264,19 +271,20 @@ class Update:
             values.flatten(), data.old_values, data.returns, self.clip_range_vf, model.vf_clip_mode, weights
         )
         entropy_term = entropy_loss(entropy, log_prob)
-        loss = policy_term + self.ent_coef * entropy_term + model.vf_coef * value_term
-        for coefficient, term in self._further_terms(minibatch, ratio, log_ratio):
+        loss = policy_term + self.ent_coef * entropy_term + self.vf_coef * value_term
+        measured: dict[str, th.Tensor] = {}
+        for coefficient, term in self._further_terms(minibatch, ratio, log_ratio, measured):
             loss = loss + coefficient * term
 
         ratio, log_ratio = ratio.detach(), log_ratio.detach()
-        metrics["approx_kl"].append(approximate_kl(ratio, log_ratio))
-        metrics["policy_gradient_loss"].append(policy_term.detach())
-        metrics["value_loss"].append(value_term.detach())
-        metrics["entropy_loss"].append(entropy_term.detach())
-        metrics["clip_fraction"].append(clip_fraction(ratio, self.clip_range))
-        metrics["loss"].append(loss.detach())
-        metrics["ratio"].append(ratio)
-        return loss
+        measured["approx_kl"] = approximate_kl(ratio, log_ratio)
+        measured["policy_gradient_loss"] = policy_term.detach()
+        measured["value_loss"] = value_term.detach()
+        measured["entropy_loss"] = entropy_term.detach()
+        measured["clip_fraction"] = clip_fraction(ratio, self.clip_range)
+        measured["loss"] = loss.detach()
+        measured["ratio"] = ratio
+        return loss, measured
 
     def _surrogate(self, minibatch: Minibatch, ratio: th.Tensor) -> th.Tensor:
         advantages, weights = minibatch.data.advantages, minibatch.weights
@@ -285,36 +293,36 @@ class Update:
         return clipped_surrogate_loss(advantages, ratio, self.clip_range, self.model.dual_clip, weights)
 
     def _further_terms(
-        self, minibatch: Minibatch, ratio: th.Tensor, log_ratio: th.Tensor
+        self, minibatch: Minibatch, ratio: th.Tensor, log_ratio: th.Tensor, measured: dict[str, th.Tensor]
     ) -> Iterator[tuple[float, th.Tensor]]:
-        """What SB3's loss has not: coefficients and terms."""
+        """What SB3's loss has not: coefficients and terms, which are ``measured`` on the way."""
         model = self.model
         # `evaluate_actions` of SB3's policies has just set it. A copy, for the next call for a distribution sets it anew.
         distribution: Any = copy(getattr(self.policy, "action_dist", None))
         if isinstance(distribution, BoundedDistribution):
-            self.metrics["law"].append(distribution.parameters().detach())
+            measured["law"] = distribution.parameters().detach()
         if model.kl_coef > 0:
-            if self.old_distribution is None:
+            if minibatch.old_distribution is None:
                 term = approximate_kl(ratio, log_ratio)
             else:
                 self._check_distribution("kl_coef", distribution, ratio)
-                term = kl_divergence(self.old_distribution[minibatch.indices], distribution).mean()
-            self.metrics["kl"].append(term.detach())
+                term = kl_divergence(minibatch.old_distribution, distribution).mean()
+            measured["kl"] = term.detach()
             yield self.kl_coef, term
         if model.bounds_coef > 0:
             self._check_distribution("bounds_coef", distribution, ratio)
             low, high = self.action_bounds
             term = bounds_loss(unsquashed_mean(distribution), low, high, model.bounds_limit)
-            self.metrics["bounds_loss"].append(term.detach())
-            yield model.bounds_coef, term
+            measured["bounds_loss"] = term.detach()
+            yield self.bounds_coef, term
         extra, logs = model.extra_actor_loss(minibatch.data, distribution)
         for name, value in logs.items():
             if name in RESERVED:
                 refuse("extra_actor_loss", name, "PPOExt logs something else under this name; give it another one")
-            self.metrics[name].append(th.as_tensor(value, device=model.device).detach())
+            measured[name] = th.as_tensor(value, device=model.device).detach()
         if isinstance(extra, th.Tensor) or extra != 0:
             extra = th.as_tensor(extra, device=model.device)
-            self.metrics["extra_actor_loss"].append(extra.detach())
+            measured["extra_actor_loss"] = extra.detach()
             yield 1.0, extra
 
     def _check_distribution(self, option: str, distribution: Any, ratio: th.Tensor) -> None:
@@ -344,8 +352,7 @@ class Update:
         sizes = [len(minibatch.data.advantages) for minibatch in minibatches]
         shares = [size / sum(sizes) for size in sizes]
         for minibatch, share in zip(minibatches, shares, strict=True):
-            loss = self._loss(minibatch)
-            self._backward(loss if share == 1 else share * loss)
+            self._add_gradient(minibatch, share)
 
         if model.target_kl is not None and self._is_past_target_kl(self.metrics.weighted("approx_kl", shares).item(), epoch):
             return False
@@ -373,6 +380,11 @@ class Update:
 
     def _evaluate_actions(self, data: RolloutBufferSamples) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
         return self.policy.evaluate_actions(data.observations, self._actions(data))
+
+    def _add_gradient(self, minibatch: Minibatch, share: float) -> None:
+        """That of a minibatch, which makes so large a share of the step."""
+        loss = self._loss(minibatch)
+        self._backward(loss if share == 1 else share * loss)
 
     def _backward(self, loss: th.Tensor) -> None:
         loss.backward()

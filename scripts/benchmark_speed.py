@@ -157,6 +157,7 @@ def main_contenders(name: str, setting: Setting) -> dict[str, Callable[[], None]
         "SBX": sbx_trainer(setting),
         "CleanRL style": CleanRLStyle(setting).turn,
         "eager": trainer(PPOExt, setting, setting.make_env(), backend="eager"),
+        "compile": trainer(PPOExt, setting, setting.make_env(), backend="compile"),
         "PPOExt": trainer(PPOExt, setting, setting.make_env()),
         "PPOExt, LeanDummyVecEnv": trainer(PPOExt, setting, setting.make_env(LeanDummyVecEnv)),
     }
@@ -280,6 +281,7 @@ def measure(parts: list[str], rounds: int) -> Iterator[tuple[str, str, dict[str,
         for name, (setting, options) in POLICIES.items():
             contenders = {
                 "SB3": trainer(PPO, setting, setting.make_env()),
+                "compile": trainer(PPOExt, setting, setting.make_env(), backend="compile", **options),
                 "PPOExt": trainer(PPOExt, setting, setting.make_env(), **options),
             }
             yield "policies", name, ratios(take_turns(contenders, rounds))

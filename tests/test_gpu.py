@@ -70,6 +70,40 @@ def test_each_option(options, tmp_path):
         assert all(th.isfinite(parameter).all() for parameter in loaded.policy.parameters())
 
 
+COMPILED = [
+    *(
+        (policy, spaces, options, 1e-2 if "Cnn" in policy or "Multi" in policy else 1e-3)
+        for policy, spaces, options in POLICIES
+    ),
+    ("MlpPolicy", {}, dict(accumulate_grad=2, batch_size=5, max_clip_fraction=0.5, optimizer="adamw"), 1e-3),
+    ("MlpPolicy", {}, dict(action_dist="beta", kl_coef=0.5, clip_range_vf=0.1, bounds_coef=0.0, ent_coef=0.1), 1e-3),
+    ("MlpPolicy", {}, dict(bounds_coef=0.1, bounds_limit=0.0, surrogate="spo", target_kl=0.1, priority_alpha=0.5), 1e-3),
+]
+
+
+@pytest.mark.parametrize(("policy", "spaces", "options", "rtol"), COMPILED)
+def test_compiled_update(policy, spaces, options, rtol):
+    """Equals the reference's there, what is logged included, although each run of a CUDA graph writes over the last one."""
+    from test_native import assert_same_update  # which needs the extension module
+
+    skipped = th._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    assert_same_update(rtol, "compile", policy=policy, env=spaces, device="cuda", **options)
+    assert th._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skipped
+
+
+def test_compiled_training(tmp_path):
+    """Several updates with one compilation, a remainder among the minibatches, and on from the zip on both devices."""
+    options = dict(backend="compile", n_steps=16, n_epochs=2, batch_size=12, clip_range="lin_0.2", ent_coef="lin_0.01")
+    model = PPOExt("MlpPolicy", make_toys(), device="cuda", **options).learn(64)
+    before = th._dynamo.utils.counters["stats"]["unique_graphs"]
+    model.learn(96, reset_num_timesteps=False)
+    assert th._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    model.save(tmp_path / "model")
+    for device in ("cpu", "cuda"):
+        loaded = PPOExt.load(tmp_path / "model", env=make_toys(), device=device, backend="eager").learn(32)
+        assert devices(loaded) == {device}
+
+
 def test_first_rollout_equals_the_cpu(tmp_path):
     """The same policy and actions give the same values, log-probabilities and advantages, to float rounding."""
     PPOExt("MlpPolicy", make_toys(), device="cpu", **SMALL).save(tmp_path / "model")

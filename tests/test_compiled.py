@@ -1,0 +1,225 @@
+"""`backend="compile"` computes what the reference computes, compiles once, and leaves nothing behind in what is saved."""
+
+import copy
+import pickle
+import zipfile
+from functools import partial
+
+import pytest
+import torch as th
+from gymnasium import spaces
+from parity import assert_equal
+from test_native import LEAN, SMALL, UPDATES, VECTORS, assert_same_update, make, relative_error, updated
+from test_options import assert_continues
+from torch import nn
+from toys import DICT, IMAGE, make_toys
+
+from sb3_ppo_ext import PPOExt, lean_update
+from sb3_ppo_ext.compiled_update import CompiledLoss, CompiledUpdate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """All of the compilation, but for the C++ at its end, which takes most of the time."""
+    monkeypatch.setattr(th, "compile", partial(th.compile, backend="aot_eager"))
+
+
+def n_compiled():
+    """Graphs that torch has compiled in this process."""
+    return th._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def compiled(**options):
+    return make(backend="compile", **options)
+
+
+# Updates
+
+EVERYTHING = dict(
+    **dict(action_dist="squashed_gaussian", bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, dual_clip=3.0, ent_coef=0.01),
+    **dict(clip_range_vf=0.01, vf_clip_mode="max", advantage_norm="ema", vtrace=True, priority_alpha=0.6, priority_segment=4),
+    **dict(max_clip_fraction=0.9, accumulate_grad=2, learning_rate=1e-3),
+)
+
+
+def check_update(**kwargs):
+    before = n_compiled()
+    assert_same_update(other="compile", **kwargs)
+    assert n_compiled() > before
+
+
+def test_update(quick):
+    """Equals the reference's."""
+    check_update(**EVERYTHING)
+
+
+def test_update_in_cpp():
+    """All the way."""
+    check_update(**MANY["box"])
+
+
+IMAGES = dict(env=dict(observation_space=IMAGE), policy="CnnPolicy", rtol=1e-4)
+MANY = {
+    "Dict, Beta, AdamW": dict(
+        **dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy", action_dist="beta", optimizer="adamw"),
+        **dict(weight_decay=0.01, critic_learning_rate=1e-3, ent_coef=0.1),
+    ),
+    "gSDE": dict(use_sde=True, target_kl=1e-3, learning_rate=3e-3),
+    **UPDATES,
+    **LEAN,
+    "Muon": dict(optimizer="muon", rtol=1e-4),
+    "SGD": dict(optimizer="sgd"),
+    "gSDE, squashed": dict(use_sde=True, policy_kwargs=dict(squash_output=True), kl_coef=0.1),
+    "gSDE, all terms": dict(
+        use_sde=True, kl_coef=0.1, bounds_coef=0.1, policy_kwargs=dict(full_std=False, use_expln=True), ent_coef=0.1
+    ),
+    "images, squashed": {**IMAGES, **dict(action_dist="squashed_gaussian", kl_coef=0.5, ent_coef=0.1)},
+    "images, two extractors": {**IMAGES, **dict(policy_kwargs=dict(share_features_extractor=False))},
+    "dict, Beta": dict(env=dict(observation_space=DICT), policy="MultiInputPolicy", rtol=1e-4, action_dist="beta"),
+    "KL, multi-discrete": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2])), kl_coef=0.5),
+    "KL, multi-binary": dict(env=dict(action_space=spaces.MultiBinary(3)), kl_coef=0.5),
+    "accumulated, a remainder": dict(accumulate_grad=3, batch_size=5),
+    "the actor rests": dict(max_clip_fraction=0.01, clip_range=0.01, learning_rate=1e-3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY)
+def test_many_updates(name, recwarn):
+    """Equal the reference's, each as one function."""
+    check_update(**MANY[name])
+    assert not [warning for warning in recwarn if "stays eager" in str(warning.message)]
+
+
+@pytest.mark.slow
+def test_goes_on_from_a_zip():
+    """To the bit."""
+    assert_continues(dict(backend="compile"))
+
+
+def test_tied_parameters_and_frozen_ones(quick):
+    """A parameter with two places gets the gradient of both; what is frozen stays."""
+    models = []
+    for backend in ("eager", "compile"):
+        model = make(backend="eager", policy_kwargs=dict(net_arch=[8, 8])).learn(32)
+        net = model.policy.mlp_extractor
+        net.value_net[2].weight = net.policy_net[2].weight
+        net.value_net[0].bias.requires_grad_(False)
+        models.append(updated(model, backend))
+    for name, expected in models[0].policy.state_dict().items():
+        assert relative_error(expected, models[1].policy.state_dict()[name]) < 1e-5, name
+
+
+# Compilation
+
+
+def test_compiles_once(tmp_path, capsys, quick):
+    """Whatever changes from update to update; and nothing of it, nor a global setting, is left behind."""
+    options = dict(clip_range="lin_0.2", clip_range_vf="lin_0.2", ent_coef="lin_0.1", kl_coef=0.1, kl_target=1e-9)
+    model = compiled(env=dict(action_space=spaces.Discrete(4)), batch_size=12, adaptive_lr_kl=0.01, verbose=1, **options)
+    assert "Backend: compile" in capsys.readouterr().out
+    settings = (th._dynamo.config.get_config_copy(), th._inductor.config.get_config_copy(), th.get_float32_matmul_precision())
+    names = model.policy.state_dict().keys()
+    model.learn(96, callback=lambda local, _: local["self"].num_timesteps <= 64)
+    before = n_compiled()
+    assert type(model._make_update()) is CompiledUpdate
+    model.vf_coef = 0.7
+    model.learn(96, reset_num_timesteps=False)
+    for backend in ("eager", "compile", "lean", "compile"):
+        model.backend = backend
+        model.learn(32, reset_num_timesteps=False)
+    assert n_compiled() == before
+    after = (th._dynamo.config.get_config_copy(), th._inductor.config.get_config_copy(), th.get_float32_matmul_precision())
+    assert settings == after
+    assert model.policy.state_dict().keys() == names
+    assert model.policy.action_dist.distribution is None or not model.policy.action_dist.distribution.logits.requires_grad
+
+    model.save(tmp_path / "model")
+    with zipfile.ZipFile(tmp_path / "model.zip") as file:
+        assert "_compiled" not in file.read("data").decode()
+    loaded = PPOExt.load(tmp_path / "model", env=make_toys(action_space=spaces.Discrete(4)), backend="eager")
+    assert_equal(model.policy.state_dict(), loaded.policy.state_dict(), "policy")
+    assert_equal(model.policy.optimizer.state_dict(), loaded.policy.optimizer.state_dict(), "optimizer")
+    loaded.learn(32, reset_num_timesteps=False)
+
+    assert copy.deepcopy(model._compiled) is None
+    assert pickle.loads(pickle.dumps(model._compiled)) is None
+
+
+class Hooked(PPOExt):
+    """A loss that torch can trace, two that it cannot, or one whose log has a name that is taken."""
+
+    kind = "traced"
+
+    def extra_actor_loss(self, rollout_data, distribution):
+        mirrored = self.policy.get_distribution(-rollout_data.observations).distribution.mean
+        term = 0.1 * (distribution.distribution.mean + mirrored).square().mean()
+        self.n_calls = getattr(self, "n_calls", 0) + 1
+        if self.kind == "number":
+            return term, dict(asymmetry=float(term.detach().numpy()))
+        if self.kind == "slope":
+            observations = rollout_data.observations.clone().requires_grad_()
+            values = self.policy.predict_values(observations)
+            (slope,) = th.autograd.grad(values.sum(), observations, create_graph=True)
+            term = term + slope.square().mean()
+        return term, {"loss" if self.kind == "taken" else "asymmetry": term}
+
+
+@pytest.mark.parametrize("kind", [pytest.param("traced", marks=pytest.mark.slow), "number", "slope"])
+def test_loss_of_a_subclass(kind, monkeypatch, recwarn, quick):
+    """Equals the reference's; where torch cannot trace it, with a warning; what it must not do is refused as usual."""
+    monkeypatch.setattr(Hooked, "kind", kind)
+    models = []
+    for backend in ("eager", "compile"):
+        models.append(Hooked("MlpPolicy", make_toys(), backend="eager", **SMALL).learn(32))
+        updated(models[-1], backend)
+    for name, expected in models[0].policy.state_dict().items():
+        assert relative_error(expected, models[1].policy.state_dict()[name]) < 1e-5, name
+    logs = [model.logger.name_to_value["train/asymmetry"] for model in models]
+    assert logs[0] == pytest.approx(logs[1], rel=1e-4)
+    assert models[0].n_calls == models[1].n_calls
+    assert (models[1]._compiled.differentiate is not None) == (kind == "traced")
+    assert any("stays eager" in str(warning.message) for warning in recwarn) == (kind != "traced")
+    monkeypatch.setattr(Hooked, "kind", "taken")
+    with pytest.raises(ValueError, match="`extra_actor_loss='loss'`"):
+        models[1].learn(32, reset_num_timesteps=False)
+
+
+# Where it cannot serve
+
+
+def test_without_a_compiler(monkeypatch, capsys):
+    """Refused before anything is trained; by `"auto"` never taken."""
+
+    def fail():
+        raise RuntimeError("No working C++ compiler found")
+
+    make(backend="auto", verbose=1, policy_kwargs=dict(activation_fn=nn.GELU))
+    assert "Backend: lean" in capsys.readouterr().out
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", fail)
+    with pytest.raises(ValueError, match=r"`backend='compile'` is not valid: .*needs a C\+\+ compiler.*auto"):
+        compiled()
+
+
+def test_compiler_that_fails(monkeypatch):
+    """The first update says so, and changes nothing."""
+    from torch._inductor.exc import InductorError
+
+    def fail(*args):
+        raise InductorError(RuntimeError("Python.h: no such file\nand more"), None)
+
+    monkeypatch.setattr("torch.compile", lambda *args, **kwargs: fail)
+    model = compiled()
+    before = copy.deepcopy(model.policy.state_dict())
+    with pytest.raises(ValueError, match=r"the compiler has failed.*auto.*Python\.h"):
+        model.learn(32)
+    assert_equal(before, model.policy.state_dict(), "policy")
+
+
+def test_without_the_extension_module(monkeypatch):
+    """PyTorch makes the steps of Adam."""
+    monkeypatch.setattr(lean_update, "_mlp", None)
+    model = compiled()
+    assert CompiledUpdate(model, CompiledLoss(model.policy)).adam is None
