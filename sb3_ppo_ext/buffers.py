@@ -8,7 +8,7 @@ import torch as th
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
-from sb3_ppo_ext.sequences import SequenceBufferMixin
+from sb3_ppo_ext.sequences import SequenceBufferMixin, map_observations
 
 # A minibatch is drawn as the places of its samples in the flattened rollout (``env * n_steps + step``), with their weights.
 Draw = tuple[np.ndarray, np.ndarray | None]
@@ -54,6 +54,27 @@ def flatten(buffer: RolloutBuffer) -> None:
             flat = buffer.swap_and_flatten(array)
         setattr(buffer, name, flat)
     buffer.generator_ready = True
+
+
+class SamplesOnDevice:
+    """
+    The samples of a rollout, copied to the device of the policy once, where minibatches are then gathered.
+
+    :param buffer: Flattened
+    """
+
+    def __init__(self, buffer: RolloutBuffer):
+        self.device = buffer.device
+        self.samples = buffer._get_samples(np.arange(buffer.buffer_size * buffer.n_envs))
+
+    def __call__(self, indices: np.ndarray) -> RolloutBufferSamples:
+        """
+        :param indices: Places of samples in the flattened rollout
+        :return: As ``_get_samples`` of the buffer
+        """
+        places = th.as_tensor(indices, device=self.device)
+        parts: Any = (map_observations(lambda tensor: tensor[places], part) for part in self.samples)
+        return type(self.samples)(*parts)
 
 
 def time_major(flat: np.ndarray, buffer: RolloutBuffer) -> np.ndarray:

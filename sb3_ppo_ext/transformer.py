@@ -166,7 +166,8 @@ class Cache:
 
     def __init__(self, transformer: Transformer, n_sequences: int, capacity: int):
         weight = transformer.stem.linear.weight
-        self.features = weight.new_zeros(n_sequences, capacity, transformer.features_dim)
+        # Of the last steps that the stem still needs
+        self.features = weight.new_zeros(n_sequences, transformer.stem.span, transformer.features_dim)
         self.episodes = weight.new_zeros(n_sequences, capacity, dtype=th.long)
         shape = (n_sequences, capacity, transformer.d_model)
         self.keys, self.values = ([weight.new_zeros(shape) for _ in transformer.blocks] for _ in range(2))
@@ -244,7 +245,7 @@ class Transformer(nn.Module):
             start += block.span
         if cache is not None:
             cache.length = episodes.shape[1]
-            cache.features[:, : cache.length], cache.episodes[:, : cache.length] = features, episodes
+            cache.features, cache.episodes[:, : cache.length] = features[:, cache.length - self.stem.span :], episodes
         return th.cat([present[:, start - self.stem.span :], tokens], dim=2)
 
     def step(self, features: th.Tensor, episodes: th.Tensor, cache: Cache) -> th.Tensor:
@@ -257,9 +258,10 @@ class Transformer(nn.Module):
         :return: Shape ``(n_sequences, n_outputs)``
         """
         now = cache.length
-        cache.features[:, now], cache.episodes[:, now] = features, episodes
-        seen = slice(now - self.stem.span, now + 1)
-        tokens = present = self.stem(cache.features[:, seen], cache.episodes[:, seen])
+        cache.episodes[:, now] = episodes
+        stacked = th.cat([cache.features, features.unsqueeze(1)], dim=1)
+        cache.features = stacked[:, 1:]
+        tokens = present = self.stem(stacked, cache.episodes[:, now - self.stem.span : now + 1])
         for layer, block in enumerate(self.layers):
             cache.keys[layer][:, now : now + 1], cache.values[layer][:, now : now + 1] = block.keys_values(tokens)
             seen = slice(now - block.span, now + 1)

@@ -17,6 +17,7 @@ from sb3_ppo_ext.buffers import (
     Draw,
     Minibatch,
     PrioritizedSegments,
+    SamplesOnDevice,
     flatten,
     knows_indices,
     shuffled,
@@ -76,6 +77,8 @@ class Update:
         self.actor_rests = False
         self.knows_indices = knows_indices(type(self.buffer))
         self.action_bounds = self._action_bounds()
+        # What gathers some samples of the rollout
+        self.samples: Callable[[np.ndarray], RolloutBufferSamples] = self.buffer._get_samples
         # Of the whole rollout, flat; None where minibatches take the buffer's
         self.advantages: th.Tensor | None = None
         self.returns: th.Tensor | None = None
@@ -86,6 +89,8 @@ class Update:
         """Make all epochs."""
         if self.knows_indices:
             flatten(self.buffer)
+            if self._copies_at_once():
+                self.samples = SamplesOnDevice(self.buffer)
         if self.model.kl_coef > 0:
             with self._as_while_collecting():
                 self.old_distribution = self._evaluate(
@@ -106,6 +111,10 @@ class Update:
             self.model.kl_coefficient.update(self.metrics.mean("kl"))
         if self.model.adaptive_lr is not None:
             self.model.adaptive_lr.update(self.metrics.mean("approx_kl"))
+
+    def _copies_at_once(self) -> bool:
+        """Whether the rollout is copied to another device once, and not minibatch by minibatch; sequences would overlap."""
+        return self.model.device.type != "cpu" and not isinstance(self.buffer, SequenceBufferMixin)
 
     def _at_end(self) -> None:
         """For a subclass that measures in its own way."""
@@ -177,7 +186,7 @@ class Update:
         places = np.arange(self._n_samples())
         parts = []
         for start in range(0, len(places), EVALUATION_BATCH):
-            part = function(self.buffer._get_samples(places[start : start + EVALUATION_BATCH]))
+            part = function(self.samples(places[start : start + EVALUATION_BATCH]))
             if part is None:
                 return None
             parts.append(part)
@@ -237,7 +246,7 @@ class Update:
         return self.model.normalize_advantage and self.model.advantage_norm == "minibatch"
 
     def _gather(self, indices: np.ndarray) -> Minibatch:
-        data = self.buffer._get_samples(indices)
+        data = self.samples(indices)
         if self.advantages is not None:
             data = data._replace(advantages=self.advantages[indices])
         if self.returns is not None:

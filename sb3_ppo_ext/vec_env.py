@@ -77,8 +77,9 @@ class VectorEnvAdapter(VecEnv):
         seeds: Any = self._seeds if any(seed is not None for seed in self._seeds) else None
         if seeds is not None and not _takes_seeds(self.venv):
             seeds = seeds[0]
-        options: Any = self._options[0] if any(self._options) else None
-        observations, infos = self.venv.reset(seed=seeds, options=options)
+        if any(options != self._options[0] for options in self._options):
+            refuse("options", self._options, "Gymnasium's vectorised environments reset all copies with the same; give one")
+        observations, infos = self.venv.reset(seed=seeds, options=self._options[0] or None)
         self.reset_infos = self._split(infos)
         self._reset_seeds()
         self._reset_options()

@@ -218,7 +218,7 @@ def ways_of_images(channels: int) -> Parts:
 
 def images(sb3: Stopwatch, rounds: int) -> dict[str, dict[str, float]]:
     """
-    :param sb3: PPO with ``CnnPolicy`` on one frame, in minibatches of 256
+    :param sb3: PPO with ``CnnPolicy`` on four frames, in minibatches of 256
     :return: For 256 images of one frame, and of four: what SB3's features extractor takes in several ways, and its share of a
         minibatch of SB3's
     """
@@ -229,10 +229,10 @@ def images(sb3: Stopwatch, rounds: int) -> dict[str, dict[str, float]]:
             ways["as SB3"]()
         work = counter.get_total_flops()
         measurements = {way: partial(seconds, function, 1) for way, function in ways.items()}
-        taken = least({**measurements, "SB3's minibatch": sb3.minibatch} if channels == 1 else measurements, rounds)
+        taken = least({**measurements, "SB3's minibatch": sb3.minibatch} if channels == 4 else measurements, rounds)
         result = {f"{what}, ms": 1e3 * value for what, value in taken.items()}
         result |= {f"{way}, 10⁹ operations/s": work / taken[way] / 1e9 for way in ways}
-        if channels == 1:
+        if channels == 4:
             result["as SB3, share of SB3's minibatch"] = taken["as SB3"] / taken["SB3's minibatch"]
         results[name] = result
     return results

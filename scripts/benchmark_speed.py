@@ -19,6 +19,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -42,8 +43,9 @@ from torch import nn
 from sb3_ppo_ext import LeanDummyVecEnv, PPOExt, VectorEnvAdapter
 
 OUT = Path(__file__).parents[1] / "docs" / "performance"
-PARTS = ("main", "policies", "growth", "startup", "profile")
-IN_RATIOS = PARTS[:3]
+# The compiler comes last, for the process is slower once it is loaded.
+PARTS = ("main", "policies", "growth", "startup", "profile", "compile")
+IN_RATIOS = ("main", "policies", "growth", "compile")
 
 
 class Frames(gym.Env):
@@ -120,6 +122,14 @@ POLICIES: dict[str, tuple[Setting, dict[str, Any]]] = {
 }
 
 
+COMPILED = {
+    "b": MAIN["b"],
+    "GELU, b": Setting("Pendulum-v1", 4, 4096, options={**B, "policy_kwargs": dict(activation_fn=nn.GELU)}),
+    "256-256, b": POLICIES["256-256, b"][0],
+    "CNN": POLICIES["CNN"][0],
+}
+
+
 def growing(n_envs: int) -> Setting:
     return Setting("CartPole-v1", n_envs, 4096, options=dict(n_steps=2048 // n_envs, batch_size=256, n_epochs=4))
 
@@ -157,7 +167,6 @@ def main_contenders(name: str, setting: Setting) -> dict[str, Callable[[], None]
         "SBX": sbx_trainer(setting),
         "CleanRL style": CleanRLStyle(setting).turn,
         "eager": trainer(PPOExt, setting, setting.make_env(), backend="eager"),
-        "compile": trainer(PPOExt, setting, setting.make_env(), backend="compile"),
         "PPOExt": trainer(PPOExt, setting, setting.make_env()),
         "PPOExt, LeanDummyVecEnv": trainer(PPOExt, setting, setting.make_env(LeanDummyVecEnv)),
     }
@@ -281,7 +290,6 @@ def measure(parts: list[str], rounds: int) -> Iterator[tuple[str, str, dict[str,
         for name, (setting, options) in POLICIES.items():
             contenders = {
                 "SB3": trainer(PPO, setting, setting.make_env()),
-                "compile": trainer(PPOExt, setting, setting.make_env(), backend="compile", **options),
                 "PPOExt": trainer(PPOExt, setting, setting.make_env(), **options),
             }
             yield "policies", name, ratios(take_turns(contenders, rounds))
@@ -298,6 +306,14 @@ def measure(parts: list[str], rounds: int) -> Iterator[tuple[str, str, dict[str,
         yield from (("startup", what, found) for what, found in startup().items())
     if "profile" in parts:
         yield from (("profile", name, found) for name, found in profiles(rounds // 2 + 1))
+    if "compile" in parts:
+        for name, setting in COMPILED.items():
+            contenders = {
+                "SB3": trainer(PPO, setting, setting.make_env()),
+                "compile": trainer(PPOExt, setting, setting.make_env(), backend="compile"),
+                "PPOExt": trainer(PPOExt, setting, setting.make_env()),
+            }
+            yield "compile", name, ratios(take_turns(contenders, rounds))
 
 
 def profiles(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -330,7 +346,9 @@ print(int(re.search(r"VmHWM:\s*(\d+)", open("/proc/self/status").read())[1]) / 1
 
 
 def startup(repeats: int = 5) -> dict[str, Any]:
-    """The least of fresh processes, in turns."""
+    """The least of fresh processes, in turns, which find their modules compiled to bytecode."""
+    bytecode = tempfile.TemporaryDirectory()
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode.name, "PYTHONDONTWRITEBYTECODE": ""}
     algorithms = {"SB3": ("stable_baselines3", "PPO"), "PPOExt": ("sb3_ppo_ext", "PPOExt")}
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(repeats):
@@ -342,9 +360,8 @@ def startup(repeats: int = 5) -> dict[str, Any]:
                     env=s.env, n_envs=s.n_envs, options=s.options, steps=s.steps, **kwargs
                 )
             for what, script in scripts.items():
-                printed = subprocess.run(
-                    [sys.executable, "-W", "ignore", "-c", script], capture_output=True, check=True
-                ).stdout
+                command = [sys.executable, "-W", "ignore", "-c", script]
+                printed = subprocess.run(command, capture_output=True, check=True, env=environment).stdout
                 found.setdefault(what, {}).setdefault(label, []).append(float(printed.split()[-1]))
     return {what: {label: min(values) for label, values in of.items()} for what, of in found.items()}
 

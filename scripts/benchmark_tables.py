@@ -21,6 +21,8 @@ LABELS = {
     "256-256, a": "networks of 256-256, a",
     "256-256, b": "networks of 256-256, b",
     "256-256, c": "networks of 256-256, c",
+    "GELU, b": "GELU, b",
+    "compile": '`backend="compile"`',
     "Dict": "Dict observations, b",
     "CNN": "CNN on four frames of 84 x 84 (`lean`)",
     "all terms": "`bounds_coef`, `kl_coef`, `dual_clip`, `clip_range_vf`, b",
@@ -69,6 +71,7 @@ PARTS: dict[str, tuple[str, bool, Callable[[Any], str]]] = {
     "policies": ("other policies and options", True, ratio),
     "growth": ("CartPole-v1, 2048 steps a rollout, batch 256, 4 epochs", False, ratio),
     "startup": ("", True, number),
+    "compile": ("steps/s over SB3's", False, ratio),
 }
 PROFILE: dict[str, tuple[str, bool, Callable[[Any], str]]] = {
     "minibatch": ("µs for 64 samples, 3 inputs, 64-64 tanh twice, Gaussian", False, number),

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import warnings
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from toys import BOX_ACTION, DICT, IMAGE, Brittle, LogRecorder, RolloutRecorder,
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.advantages import AdvantageNormalizer, normalize, vtrace
-from sb3_ppo_ext.buffers import PrioritizedSegments
+from sb3_ppo_ext.buffers import PrioritizedSegments, SamplesOnDevice
 from sb3_ppo_ext.optimizers import clip_gradients, critic_parameters
+from sb3_ppo_ext.update import Update
 
 # Nothing is clipped, so that actor and critic do not influence each other.
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu", max_grad_norm=1e9)
@@ -80,6 +82,27 @@ CHANGES = [
     (dict(max_clip_fraction=0.01), dict(learning_rate=0.05), "actor"),
     (dict(accumulate_grad=2), {}, BOTH),
 ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(batch_size=7, accumulate_grad=2),
+        dict(vtrace=True, priority_alpha=0.6, kl_coef=0.1, advantage_norm="ema"),
+        dict(env_kwargs=dict(observation_space=DICT, action_space=spaces.Discrete(3)), policy="MultiInputPolicy"),
+    ],
+    ids=str,
+)
+def test_rollout_that_is_copied_to_its_device_once(options, monkeypatch):
+    """As on a GPU: the same minibatches."""
+    expected = run(backend="eager", timesteps=64, **options)
+    monkeypatch.setattr(Update, "_copies_at_once", lambda self: True)
+    update = run(backend="eager", timesteps=64, **options)
+    assert_equal(expected.policy.state_dict(), update.policy.state_dict(), "policy")
+    assert isinstance(update._make_update().samples, MethodType)
+    made = update._make_update()
+    made.run()
+    assert isinstance(made.samples, SamplesOnDevice)
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])

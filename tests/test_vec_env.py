@@ -150,6 +150,9 @@ def test_seeds_and_options_are_for_one_reset():
         env.set_options({"level": 1})
         env.reset(), env.reset()
         assert env.get_attr("asked") == [[(seed, {"level": 1}), (None, None)] for seed in (5, 6)]
+    env.set_options([{"level": 1}, {"level": 2}])
+    with pytest.raises(ValueError, match=r"options=.*reset all copies with the same"):
+        env.reset()
 
 
 def _plain(value):

@@ -63,7 +63,7 @@ def config(folder, env_id, algo="ppo_ext"):
         ("CartPole-v1", ["-n", "600"]),  # in our YAML
         ("Pendulum-v1", ["-n", "8192", "-params", "n_steps:128", "n_epochs:2"]),
         ("HalfCheetah-v4", ["-n", "600", "-params", "n_epochs:1"]),  # in the Zoo's: normalised, with policy_kwargs
-        ("CartPoleNoVel-v1", ["-n", "300", "-params", "n_steps:128"]),  # the Zoo's default
+        ("MountainCarNoVel-v0", ["-n", "300", "-params", "n_steps:128"]),  # the Zoo's default
     ],
 )
 def test_same_numbers_as_ppo(env_id, arguments, tmp_path):
@@ -348,17 +348,71 @@ ZOO_FILE = Path(sys.modules["rl_zoo3"].__file__).parent / "hyperparams" / "ppo.y
         ("Hopper-v5", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", (ZOO_FILE, "Hopper-v4")),
         ("Hopper-v5", "mine:Hopper", (ZOO_FILE, "Hopper-v5")),
         ("Pusher-v5", "gymnasium.envs.mujoco.pusher_v5:PusherEnv", (ZOO_FILE, "Pusher-v5")),
+        ("CartPoleNoVel-v1", "", (zoo.HYPERPARAMS, "CartPoleNoVel-v1")),
     ],
 )
 def test_find_hyperparams(env_id, entry_point, expected):
     assert zoo.find_hyperparams(env_id, entry_point, ZOO_FILE) == expected
 
 
+@pytest.mark.parametrize(
+    ("env_id", "key"),
+    [("CartPoleNoVel-v1", "CartPoleNoVel-v1"), ("CartPole-v1", "memory"), ("Acrobot-v1", "memory"), ("Nothing-v0", "memory")],
+)
+def test_find_hyperparams_for_a_memory(env_id, key):
+    """Those of a policy without a memory are not for one with it."""
+    assert zoo.find_hyperparams(env_id, "", ZOO_FILE, memory=True) == (zoo.HYPERPARAMS, key)
+
+
 def test_every_entry_is_legal(tmp_path):
     """Each entry of our YAML builds a model."""
-    for env_id in yaml.safe_load(zoo.HYPERPARAMS.read_text()):
+    for env_id in yaml.safe_load(zoo.HYPERPARAMS.read_text()).keys() - {"memory"}:
         model, _ = manager(env_id=env_id, folder=tmp_path, eval_freq=-1).setup_experiment()
         assert type(model) is PPOExt
+
+
+def test_memory(tmp_path):
+    """A policy with a memory is trained with hyperparameters for it, and watched."""
+    policy = "policy:'MlpTransformerPolicy'"
+    printed = train("--env", "Acrobot-v1", "-n", "256", "-params", policy, "n_steps:32", "n_epochs:1", cwd=tmp_path)
+    assert "No hyperparameters for Acrobot-v1, using those of memory" in printed
+    model = PPOExt.load(saved(tmp_path, "Acrobot-v1"))
+    assert (model.policy.context_length, model.n_envs, model.batch_size) == (32, 8, 256)
+    enjoy = ["enjoy", "--algo", "ppo_ext", "--env", "Acrobot-v1", "-f", "logs", "-n", "600", "--no-render"]
+    assert "Mean reward" in run(*RL_ZOO3, *enjoy, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy"])
+def test_size_of_a_memory_is_sampled(policy):
+    """For policies that have one; `--trial-id` finds the same again."""
+    trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask()
+    trial.set_user_attr("policy", policy)
+    sampled = HYPERPARAMS_SAMPLER["ppo_ext"](trial, 1, 2, {})
+    assert HYPERPARAMS_CONVERTER["ppo_ext"](trial.params) == sampled
+    of_memory = {"context_length", "d_model", "n_heads", "n_layers", "gate"}
+    assert of_memory & sampled["policy_kwargs"].keys() == (of_memory if policy == "MlpTransformerPolicy" else set())
+
+
+def test_trials_of_a_memory(tmp_path, monkeypatch):
+    """They build networks of the sampled size."""
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    class Spy(PPOExt):
+        def learn(self, *args, **kwargs):
+            seen.append((self.policy.context_length, self.policy.memory_kwargs["d_model"]))
+            raise Stop
+
+    monkeypatch.setitem(ALGOS, "ppo_ext", Spy)
+    experiment = manager(env_id="CartPoleNoVel-v1", folder=tmp_path, eval_freq=-1, optimize_hyperparameters=True)
+    experiment.setup_experiment()
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    trial = study.ask()
+    with pytest.raises(Stop):
+        experiment.objective(trial)
+    assert seen == [(2 ** trial.params["context_length_pow"], trial.params["d_model"])]
 
 
 def test_sampled_policy_kwargs_are_merged():
