@@ -171,8 +171,8 @@ class TransformerPolicyMixin(ActionLawMixin):
         """Of the samples, shape ``(n_samples, 2 * d_model)``."""
         if not isinstance(sequences, Sequences):
             raise BadArgumentError(
-                f"A {type(self).__name__} reads `Sequences`, as PPOExt's rollout buffer has them, not single observations, which "
-                "do not tell what was before: use `predict` with its `state`."
+                f"A {type(self).__name__} reads `Sequences`, as PPOExt's rollout buffer has them, not single observations, "
+                "which do not tell what was before: use `predict` with its `state`."
             )
         features = transformer(self.inputs(sequences, extractor), sequences.episodes).flatten(0, 1)
         return features if sequences.samples is None else features[sequences.samples]

@@ -282,38 +282,34 @@ def ratios(times: dict[str, list[float]], reference: str = "SB3") -> dict[str, d
     return summary
 
 
-def measure(parts: list[str], rounds: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    if "main" in parts:
+def contests(part: str) -> Iterator[tuple[str, Mapping[str, Callable[[], None] | None]]]:
+    """Names, and who takes turns."""
+    if part == "main":
         for name, setting in MAIN.items():
-            yield "main", name, ratios(take_turns(main_contenders(name, setting), rounds))
-    if "policies" in parts:
+            yield name, main_contenders(name, setting)
+    elif part == "policies":
         for name, (setting, options) in POLICIES.items():
-            contenders = {
-                "SB3": trainer(PPO, setting, setting.make_env()),
-                "PPOExt": trainer(PPOExt, setting, setting.make_env(), **options),
-            }
-            yield "policies", name, ratios(take_turns(contenders, rounds))
-    if "growth" in parts:
-        for n_envs in (1, 8, 64, 256):
-            setting = growing(n_envs)
-            contenders = {
-                "SB3": trainer(PPO, setting, setting.make_env()),
-                "PPOExt": trainer(PPOExt, setting, setting.make_env()),
-                "PPOExt, LeanDummyVecEnv": trainer(PPOExt, setting, setting.make_env(LeanDummyVecEnv)),
-            }
-            yield "growth", f"{n_envs} environments", ratios(take_turns(contenders, rounds))
-    if "startup" in parts:
-        yield from (("startup", what, found) for what, found in startup().items())
-    if "profile" in parts:
-        yield from (("profile", name, found) for name, found in profiles(rounds // 2 + 1))
-    if "compile" in parts:
+            ours = trainer(PPOExt, setting, setting.make_env(), **options)
+            yield name, {"SB3": trainer(PPO, setting, setting.make_env()), "PPOExt": ours}
+    elif part == "growth":
+        for setting in map(growing, (1, 8, 64, 256)):
+            both = {"SB3": trainer(PPO, setting, setting.make_env()), "PPOExt": trainer(PPOExt, setting, setting.make_env())}
+            lean = trainer(PPOExt, setting, setting.make_env(LeanDummyVecEnv))
+            yield f"{setting.n_envs} environments", {**both, "PPOExt, LeanDummyVecEnv": lean}
+    elif part == "compile":
         for name, setting in COMPILED.items():
-            contenders = {
-                "SB3": trainer(PPO, setting, setting.make_env()),
-                "compile": trainer(PPOExt, setting, setting.make_env(), backend="compile"),
-                "PPOExt": trainer(PPOExt, setting, setting.make_env()),
-            }
-            yield "compile", name, ratios(take_turns(contenders, rounds))
+            both = {"SB3": trainer(PPO, setting, setting.make_env()), "PPOExt": trainer(PPOExt, setting, setting.make_env())}
+            yield name, {**both, "compile": trainer(PPOExt, setting, setting.make_env(), backend="compile")}
+
+
+def measure(parts: list[str], rounds: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for part in (part for part in PARTS if part in parts):
+        if part == "startup":
+            yield from (("startup", what, found) for what, found in startup().items())
+        elif part == "profile":
+            yield from (("profile", name, found) for name, found in profiles(rounds // 2 + 1))
+        for name, contenders in contests(part):
+            yield part, name, ratios(take_turns(contenders, rounds))
 
 
 def profiles(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
