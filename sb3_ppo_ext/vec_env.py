@@ -193,7 +193,8 @@ def _find_partial_reset(venv: VectorEnv) -> PartialReset | None:
         return lambda env, mask: env.reset(options={"reset_mask": mask})
     if type(inner).__name__ == "CartPoleVectorEnv":
         return _reset_cart_poles
-    if type(inner).__module__.split(".")[0] == "envpool":
+    # EnvPool makes its classes by a metaclass, and they are not of its modules.
+    if any(cls.__module__.split(".")[0] == "envpool" for cls in type(inner).__mro__):
         return _reset_envpool
     return None
 

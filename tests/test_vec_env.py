@@ -165,6 +165,35 @@ def _plain(value):
     return array.astype(np.float64) if array.dtype.kind in "fiu" else array.astype(str)
 
 
+def test_envpool():
+    """Each step is that of Gymnasium's CartPole from the state before, the last of an episode included."""
+    envpool = pytest.importorskip("envpool")
+    env = VectorEnvAdapter(envpool.make("CartPole-v1", env_type="gymnasium", num_envs=4, seed=0))
+    single = gym.make("CartPole-v1").unwrapped
+    single.reset()
+    observations, lengths, n_cut_off = env.reset(), np.zeros(4, int), 0
+    rng = np.random.default_rng(0)
+    for _ in range(700):
+        actions = rng.integers(2, size=4)
+        # The first one is balanced, until its time is up.
+        actions[0] = observations[0] @ [0.05, 0.1, 1.0, 0.3] > 0
+        following, _, dones, infos = env.step(actions)
+        lengths += 1
+        for i in range(4):
+            single.state, single.steps_beyond_terminated = observations[i].astype(np.float64), None
+            expected, _, terminated, _, _ = single.step(int(actions[i]))
+            last = infos[i]["terminal_observation"] if dones[i] else following[i]
+            np.testing.assert_allclose(last, expected, atol=1e-5)
+            cut_off = infos[i]["TimeLimit.truncated"]
+            assert terminated == (dones[i] and not cut_off)
+            assert not cut_off or lengths[i] == 500
+            assert not dones[i] or np.abs(following[i]).max() <= 0.05
+            n_cut_off += cut_off
+        lengths[dones] = 0
+        observations = following
+    assert n_cut_off > 0
+
+
 def test_cart_poles():
     """Gymnasium's own: after each step it is as if the poles that fell had been put up again."""
     env = VecMonitor(VectorEnvAdapter(gym.make_vec("CartPole-v1", num_envs=8, vectorization_mode="vector_entry_point")))
