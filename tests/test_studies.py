@@ -22,6 +22,7 @@ STUDIES = ROOT / "scripts" / "studies"
         ("adaptive_lr", 8192, []),
         ("backends", 4096, []),
         # The others take longer, and LunarLander needs Box2D, which the tests do without.
+        ("memory", 2048, ["--tasks", "T-maze 10", "CartPoleNoVel-v1"]),
         ("action_laws", 1024, ["--tasks", "Pendulum-v1", "MountainCarContinuous-v0", "BangBang"]),
     ],
 )
@@ -37,7 +38,7 @@ def test_study(name, timesteps, tasks, tmp_path):
 
 def test_every_study_is_tested():
     """But for what they share."""
-    names = {"reward_scale", "bounds", "adaptive_lr", "action_laws", "backends", "common"}
+    names = {"reward_scale", "bounds", "adaptive_lr", "action_laws", "backends", "common", "memory", "memory_tasks"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 
@@ -48,7 +49,7 @@ def test_performance_is_what_was_measured():
     text = (ROOT / "docs/performance.md").read_text()
     missing = [table for table in tables if table not in text]
     assert not missing, "paste what `python scripts/benchmark_speed.py --markdown` prints:\n\n" + "\n\n".join(missing)
-    assert set(results) == {"main", "policies", "growth", "startup", "profile"}
+    assert set(results) == {"main", "policies", "growth", "startup", "profile", "compile"}
     lines = {line for table in tables for line in table.splitlines()}
     rest = [line for line in text.splitlines() if line.startswith("|") and line not in lines]
     assert rest[0] == "| return, mean ± std | | SB3 | `native` | *p* |"
