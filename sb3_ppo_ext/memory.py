@@ -49,11 +49,16 @@ class RolloutMemory:
         self.buffer.keep_outcome(step, encoded, rewards)
 
     def _begin(self, step: int) -> None:
-        before = self.buffer.sequences_before(step)
-        capacity = self.buffer.n_before + self.buffer.buffer_size - step
-        self.caches = []
-        for extractor, transformer in self.policy.transformers():
-            cache = Cache(transformer, self.buffer.n_envs, capacity)
-            if self.buffer.n_before > 0:
-                transformer(self.policy.inputs(before, extractor), before.episodes, cache)
-            self.caches.append(cache)
+        buffer, transformers = self.buffer, self.policy.transformers()
+        capacity = buffer.n_before + buffer.buffer_size - step
+        self.caches = [Cache(transformer, buffer.n_envs, capacity) for _, transformer in transformers]
+        if buffer.n_before == 0:
+            return
+        inputs: list[list[th.Tensor]] = [[] for _ in transformers]
+        episodes = []
+        for sequences in buffer.sequences_before(step):
+            episodes.append(sequences.episodes)
+            for parts, (extractor, _) in zip(inputs, transformers, strict=True):
+                parts.append(self.policy.inputs(sequences, extractor))
+        for parts, (_, transformer), cache in zip(inputs, transformers, self.caches, strict=True):
+            transformer(th.cat(parts), th.cat(episodes), cache)

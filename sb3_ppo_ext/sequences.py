@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,9 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
+
+# Of observations that are copied at once to compute what a policy remembers
+MAX_BYTES = 2**23
 
 
 class Sequences(NamedTuple):
@@ -176,12 +179,19 @@ class SequenceBufferMixin(RolloutBuffer):
         """
         return self._sequences((np.array([[self.n_before + step]]), np.arange(self.n_envs)[:, None]))
 
-    def sequences_before(self, step: int) -> Sequences:
+    def sequences_before(self, step: int) -> Iterator[Sequences]:
         """
         :param step: Of the rollout
-        :return: The ``context_length - 1`` steps before it, of all environments
+        :return: The ``context_length - 1`` steps before it, of some environments after the others, so that not many images are
+            copied at once
         """
-        return self._sequences((step + np.arange(self.n_before)[None], np.arange(self.n_envs)[:, None]))
+        row: list[np.ndarray] = []
+        map_observations(lambda rows: row.append(rows[0]), self.rows)
+        n_bytes = sum(part.nbytes for part in row) * self.n_before // self.n_envs
+        size = max(MAX_BYTES // max(n_bytes, 1), 1)
+        for first in range(0, self.n_envs, size):
+            environments = np.arange(first, min(first + size, self.n_envs))
+            yield self._sequences((step + np.arange(self.n_before)[None], environments[:, None]))
 
     def sequences_after(
         self, steps: np.ndarray, environments: np.ndarray, observations: PyTorchObs, starts: np.ndarray
@@ -209,7 +219,7 @@ class SequenceBufferMixin(RolloutBuffer):
     def _sequences(self, at: tuple[np.ndarray, np.ndarray], samples: th.Tensor | None = None) -> Sequences:
         """Of some rows and environments, as indices that are broadcast."""
         return Sequences(
-            map_observations(lambda rows: self.to_torch(rows[at]), self.rows),
+            map_observations(lambda rows: self.to_torch(rows[at], copy=False), self.rows),
             self.to_torch(self.episodes[at]),
             self.to_torch(self.starts[at] > 0),
             *self._outcomes(at),

@@ -202,7 +202,7 @@ class Transformer(nn.Module):
         n_heads: int = 4,
         n_layers: int = 1,
         ffn_dim: int = 128,
-        gate: bool = True,
+        gate: bool = False,
     ):
         super().__init__()
         self.features_dim, self.d_model = features_dim, d_model

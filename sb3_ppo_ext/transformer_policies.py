@@ -25,6 +25,9 @@ from sb3_ppo_ext.sequences import Sequences, in_channels_last, map_observations
 from sb3_ppo_ext.transformer import Cache, Transformer
 from sb3_ppo_ext.validation import BadArgumentError, check_number, check_type, refuse
 
+# That are preprocessed at once where no gradient is needed
+MAX_IMAGES = 64
+
 
 class Memory(NamedTuple):
     """
@@ -73,7 +76,7 @@ class TransformerPolicyMixin(ActionLawMixin):
     :param n_layers: Its layers, which share out the steps to look back: the more layers, the less far each of them sees, and
         what is long ago must pass from one to the next
     :param ffn_dim: Hidden size of its linear layers, ``2 * d_model`` by default
-    :param gate: Whether its layers are joined by the gates of GTrXL; else they are added
+    :param gate: Whether what its layers find out is joined by the gates of GTrXL; else it is added
     :param use_last_action: Whether it sees the last action as well: scaled to [-1, 1] if the action space has bounds, as ones
         and zeros if it is discrete
     :param use_last_reward: Whether it sees the last reward as well. Then ``predict`` must be told, see
@@ -91,7 +94,7 @@ class TransformerPolicyMixin(ActionLawMixin):
         n_heads: int = 4,
         n_layers: int = 1,
         ffn_dim: int | None = None,
-        gate: bool = True,
+        gate: bool = False,
         use_last_action: bool = False,
         use_last_reward: bool = False,
         **kwargs: Any,
@@ -141,16 +144,24 @@ class TransformerPolicyMixin(ActionLawMixin):
         :param extractor: Features extractor, the actor's or the critic's
         :return: What the transformer reads of each step, shape ``(n_sequences, n_steps, size)``
         """
-        shape = sequences.episodes.shape
-        flat = map_observations(lambda part: in_channels_last(part.flatten(0, 1)), sequences.observations)
-        features: Any = BasePolicy.extract_features(self, flat, extractor)  # type: ignore[arg-type]
-        parts = [features.unflatten(0, shape)]
+        flat = map_observations(lambda part: part.flatten(0, 1), sequences.observations)
+        parts = [self._extract(flat, extractor).unflatten(0, sequences.episodes.shape)]
         begins = sequences.starts.unsqueeze(-1)
         if sequences.last_actions is not None:
             parts.append(sequences.last_actions.masked_fill(begins, 0.0))
         if sequences.last_rewards is not None:
             parts.append(sequences.last_rewards.unsqueeze(-1).masked_fill(begins, 0.0))
         return th.cat(parts, dim=-1)
+
+    def _extract(self, observations: Any, extractor: nn.Module) -> th.Tensor:
+        """Features of single observations, a few at a time where no gradient is needed, for images become large on the way."""
+        n = len(next(iter(observations.values()))) if isinstance(observations, dict) else len(observations)
+        size = n if th.is_grad_enabled() else MAX_IMAGES
+        features: list[Any] = []
+        for start in range(0, max(n, 1), max(size, 1)):
+            some = map_observations(lambda part, start=start: in_channels_last(part[start : start + size]), observations)
+            features.append(BasePolicy.extract_features(self, some, extractor))  # type: ignore[arg-type]
+        return th.cat(features)
 
     def encode_actions(self, actions: np.ndarray) -> np.ndarray:
         """

@@ -182,11 +182,11 @@ def naive(model, stream, steps, env, finals=None):
 
 SETTINGS = {
     "plain": dict(),
-    "two layers": dict(keywords=dict(n_layers=2)),
+    "two layers, gated": dict(keywords=dict(n_layers=2, gate=True)),
     "longer than a rollout": dict(context_length=23, n_steps=4, batch_size=8),
     "as long as a rollout": dict(context_length=16),
     "no memory": dict(context_length=1),
-    "one environment": dict(n_envs=1, keywords=dict(gate=False)),
+    "one environment": dict(n_envs=1),
     "own critic": dict(keywords=dict(share_features_extractor=False)),
     "last action and reward": dict(keywords=dict(use_last_action=True, use_last_reward=True)),
     "discrete": dict(env=dict(action_space=spaces.Discrete(3)), keywords=dict(use_last_action=True)),
