@@ -99,6 +99,7 @@ def test_goes_on_from_a_zip():
     assert_continues(dict(backend="compile"))
 
 
+@pytest.mark.slow
 def test_tied_parameters_and_frozen_ones(quick):
     """A parameter with two places gets the gradient of both; what is frozen stays."""
     models = []

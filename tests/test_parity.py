@@ -192,8 +192,9 @@ def test_batched_bootstrap(space, policy):
     model = PPOExt(policy, env, **SMALL)
     model.env.observation_space.seed(0)
     observations = [model.env.observation_space.sample() for _ in range(5)]
-    one_by_one = model._terminal_values(observations, batched=False)
-    batched = model._terminal_values(observations, batched=True)
+    places = list(range(5)), [0, 1, 0, 1, 0]
+    one_by_one = model._terminal_values(*places, observations, batched=False)
+    batched = model._terminal_values(*places, observations, batched=True)
     assert batched.shape == one_by_one.shape == (5, 1)
     assert one_by_one.std() > 0
     th.testing.assert_close(batched, one_by_one, rtol=1e-5, atol=1e-6)
