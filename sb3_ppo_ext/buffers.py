@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
+from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
@@ -54,6 +55,18 @@ def flatten(buffer: RolloutBuffer) -> None:
             flat = buffer.swap_and_flatten(array)
         setattr(buffer, name, flat)
     buffer.generator_ready = True
+
+
+def in_float32(space: spaces.Space) -> spaces.Space:
+    """
+    :param space: Of observations
+    :return: That of the same in float32, where they are float64: as the policy reads them, and half as large
+    """
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: in_float32(part) for key, part in space.spaces.items()})
+    if isinstance(space, spaces.Box) and space.dtype == np.float64:
+        return spaces.Box(-np.inf, np.inf, space.shape, np.float32)
+    return space
 
 
 class SamplesOnDevice:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.env_util import is_wrapped
@@ -29,6 +29,7 @@ from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.advantages import AdvantageNormalizer
 from sb3_ppo_ext.backends import why_not_compile, why_not_lean, why_not_native
+from sb3_ppo_ext.buffers import in_float32
 from sb3_ppo_ext.collecting import RolloutCollector
 from sb3_ppo_ext.compiled_update import CompiledLoss, CompiledUpdate
 from sb3_ppo_ext.lean_update import LeanUpdate
@@ -338,6 +339,7 @@ class PPOExt(RolloutCollector):
         finally:
             self.policy_kwargs = given
         self._setup_memory()
+        self._setup_observations()
         self._setup_latents()
         self._setup_optimizer()
         self._setup_advantages()
@@ -363,7 +365,7 @@ class PPOExt(RolloutCollector):
         buffer_class: Any = SequenceDictRolloutBuffer if is_dict else SequenceRolloutBuffer
         self.rollout_buffer = buffer_class(
             self.n_steps,
-            self.observation_space,
+            in_float32(self.observation_space),
             self.action_space,
             device=self.device,
             gamma=self.gamma,
@@ -373,6 +375,13 @@ class PPOExt(RolloutCollector):
             n_action_features=policy.n_action_features,
             keeps_rewards=policy.use_last_reward,
         )
+
+    def _setup_observations(self) -> None:
+        """Let the buffer keep them as the policy reads them; the reference's is SB3's."""
+        buffer: Any = self.rollout_buffer
+        if self.backend != "eager" and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
+            buffer.observation_space = in_float32(self.observation_space)
+            buffer.reset()
 
     def _setup_latents(self) -> None:
         made = getattr(self.policy, "action_law", "gaussian")

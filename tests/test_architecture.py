@@ -16,6 +16,7 @@ ALLOWED = {
     "ppo_ext": {
         "advantages",
         "backends",
+        "buffers",
         "collecting",
         "compiled_update",
         "native_collecting",

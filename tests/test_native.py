@@ -497,7 +497,10 @@ def test_rollout(name, estimates, monkeypatch):
         )
         stored = {k: v[t] for k, v in buffer.observations.items()} if isinstance(first, dict) else buffer.observations[t]
         for key, array in (observation if isinstance(first, dict) else {"": observation}).items():
-            np.testing.assert_array_equal((stored[key] if key else stored).ravel(), array.ravel())
+            kept = stored[key] if key else stored
+            # As the policy reads it, that is rounded to float32
+            assert kept.dtype != np.float64
+            np.testing.assert_array_equal(kept.ravel(), array.ravel().astype(kept.dtype))
         observation, starts = step["new_obs"], step["dones"]
     expected.rewards, expected.values, expected.episode_starts = buffer.rewards, buffer.values, buffer.episode_starts
     with th.no_grad():
@@ -660,6 +663,20 @@ def test_policy_that_is_not_finite(action_dist):
     with pytest.raises(NonFinitePolicyError, match=r"step 4 of the rollout.*action_net.bias"):
         model.learn(32, callback=Break(), reset_num_timesteps=False)
     assert model.num_timesteps == 32
+
+
+@pytest.mark.parametrize("policy", ["MlpPolicy", "MultiInputPolicy", "MlpTransformerPolicy"])
+def test_observations_are_kept_in_float32(policy):
+    """As the policy reads them, where the environment has float64; the reference keeps them as SB3 does."""
+    space = spaces.Box(-1.0, 1.0, (3,), np.float64)
+    space = spaces.Dict({"joints": space, "gear": spaces.Discrete(3)}) if policy == "MultiInputPolicy" else space
+    for backend in ("auto", "eager"):
+        model = make(dict(observation_space=space), policy, backend=backend).learn(32)
+        kept = model.rollout_buffer.observations
+        kept = kept["joints"] if policy == "MultiInputPolicy" else kept
+        is_reference = backend == "eager" and policy != "MlpTransformerPolicy"
+        assert kept.dtype == (np.float64 if is_reference else np.float32)
+        assert kept.any()
 
 
 def test_vec_normalize():
