@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.guards import check_finite, restored_if_not_finite
 from sb3_ppo_ext.memory import RolloutMemory
+from sb3_ppo_ext.observations import stack
 from sb3_ppo_ext.sequences import SequenceBufferMixin
 
 
@@ -244,13 +245,3 @@ class RolloutCollector(OnPolicyAlgorithm):
             # It has reset the environment.
             check_finite(self, "observation", self._last_obs, 0)
             return results
-
-
-def stack(observations: Sequence[Any]) -> Any:
-    """
-    :param observations: Single ones
-    :return: A batch of them
-    """
-    if isinstance(observations[0], dict):
-        return {key: np.stack([observation[key] for observation in observations]) for key in observations[0]}
-    return np.stack(observations)

@@ -9,7 +9,7 @@ from torch import nn
 
 from sb3_ppo_ext.buffers import Minibatch
 from sb3_ppo_ext.native_policy import _mlp
-from sb3_ppo_ext.sequences import in_channels_last, map_observations
+from sb3_ppo_ext.observations import in_channels_last, map_observations
 from sb3_ppo_ext.update import Update
 
 

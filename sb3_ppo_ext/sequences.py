@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,8 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
+
+from sb3_ppo_ext.observations import map_observations
 
 # Of observations that are copied at once to compute what a policy remembers
 MAX_BYTES = 2**23
@@ -36,27 +38,6 @@ class Sequences(NamedTuple):
     last_actions: th.Tensor | None = None
     last_rewards: th.Tensor | None = None
     samples: th.Tensor | None = None
-
-
-def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
-    """
-    :param function: Of arrays
-    :param observations: Arrays, or dictionaries of arrays with the same keys
-    :return: Its result, or a dictionary of them
-    """
-    if isinstance(observations[0], Mapping):
-        return {key: function(*(parts[key] for parts in observations)) for key in observations[0]}
-    return function(*observations)
-
-
-def in_channels_last(images: Any) -> Any:
-    """
-    :param images: A batch of them, or something else
-    :return: On the CPU, the same in the layout in which convolutions are faster
-    """
-    if not isinstance(images, th.Tensor) or images.ndim != 4 or images.device.type != "cpu":
-        return images
-    return images.contiguous(memory_format=th.channels_last)
 
 
 class SequenceBufferMixin(RolloutBuffer):

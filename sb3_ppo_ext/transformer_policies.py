@@ -20,8 +20,9 @@ from stable_baselines3.common.torch_layers import MlpExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
+from sb3_ppo_ext.observations import in_channels_last, map_observations
 from sb3_ppo_ext.policies import ActionLawMixin
-from sb3_ppo_ext.sequences import Sequences, in_channels_last, map_observations
+from sb3_ppo_ext.sequences import Sequences
 from sb3_ppo_ext.transformer import Cache, Transformer
 from sb3_ppo_ext.validation import BadArgumentError, check_number, check_type, refuse
 

@@ -12,7 +12,8 @@ from toys import DICT, IMAGE, VECTOR, ToyEnv, make_toys
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.buffers import shuffled_segments
-from sb3_ppo_ext.sequences import Sequences, map_observations
+from sb3_ppo_ext.observations import map_observations
+from sb3_ppo_ext.sequences import Sequences
 from sb3_ppo_ext.transformer import Block, Cache, GRUGate, Transformer
 from sb3_ppo_ext.transformer_policies import Memory
 

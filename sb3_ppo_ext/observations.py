@@ -1,0 +1,38 @@
+"""Observations that may be dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch as th
+
+
+def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
+    """
+    :param function: Of arrays
+    :param observations: Arrays, or dictionaries of arrays with the same keys
+    :return: Its result, or a dictionary of them
+    """
+    if isinstance(observations[0], Mapping):
+        return {key: function(*(parts[key] for parts in observations)) for key in observations[0]}
+    return function(*observations)
+
+
+def in_channels_last(images: Any) -> Any:
+    """
+    :param images: A batch of them, or something else
+    :return: On the CPU, the same in the layout in which convolutions are faster
+    """
+    if not isinstance(images, th.Tensor) or images.ndim != 4 or images.device.type != "cpu":
+        return images
+    return images.contiguous(memory_format=th.channels_last)
+
+
+def stack(observations: Sequence[Any]) -> Any:
+    """
+    :param observations: Single ones
+    :return: A batch of them
+    """
+    return map_observations(lambda *parts: np.stack(parts), *observations)
