@@ -11,7 +11,6 @@ tasks, and keeps the rows of the others. The table there has three seeds of Luna
 LunarLanderContinuous-v3 Swimmer-v5`. These two have less than a fifth of the steps that the Zoo gives them.
 """
 
-import argparse
 import importlib.util
 import math
 from collections.abc import Callable
@@ -27,15 +26,15 @@ from common import (
     Job,
     Recorder,
     Row,
+    finals,
     grid_of_axes,
     mean_and_std,
     parse_arguments,
     plot_curve,
     read_csv,
-    run_grid,
+    run_task,
     save_plot,
     select,
-    write_csv,
 )
 from gymnasium import spaces
 from matplotlib.figure import Figure
@@ -198,13 +197,6 @@ def run(job: Job) -> list[Row]:
     return callback.rows
 
 
-def finals(rows: list[Row], task: str, arm: str) -> np.ndarray:
-    """Mean returns at the end of the training, one per seed."""
-    kind = select(rows, task=task, arm=arm)
-    end = max(row["timesteps"] for row in kind)
-    return np.array([row["evaluation"] for row in select(kind, timesteps=end)])
-
-
 def cell(rows: list[Row], task: str, arm: str) -> str:
     if not select(rows, task=task, arm=arm):
         return "-"
@@ -241,22 +233,12 @@ def plot(rows: list[Row]) -> Figure:
     return figure
 
 
-def run_task(task: str, arguments: argparse.Namespace) -> None:
-    """Its rows replace those which the table has of it."""
-    timesteps = min(TASKS[task].timesteps, arguments.timesteps or TASKS[task].timesteps)
-    print(f"{task}, {timesteps} steps", flush=True)
-    settings = [{"task": task, "arm": arm} for arm in arms(task)]
-    done = run_grid(run, settings, argparse.Namespace(**{**vars(arguments), "timesteps": timesteps}))
-    path = arguments.out / "action_laws.csv"
-    rows = [row for row in read_csv(path) if row["task"] != task] + done
-    write_csv(path, sorted(rows, key=lambda row: list(TASKS).index(row["task"])))
-
-
 def main() -> None:
     arguments = parse_arguments(__doc__, timesteps=None, tasks=tuple(TASKS))
+    path = arguments.out / "action_laws.csv"
     for task in arguments.tasks:
-        run_task(task, arguments)
-    rows = read_csv(arguments.out / "action_laws.csv")
+        run_task(run, task, TASKS[task].timesteps, arms(task), arguments, path)
+    rows = read_csv(path)
     save_plot(plot(rows), arguments.out / "action_laws.png")
     report(rows)
 

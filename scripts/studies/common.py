@@ -46,13 +46,13 @@ class Job:
 
 
 def parse_arguments(
-    description: str | None, timesteps: int | None, seeds: int = 5, tasks: Sequence[str] = ()
+    description: str | None, timesteps: int | None, seeds: int = 5, **choices: Sequence[str]
 ) -> argparse.Namespace:
     """
     :param description: Of the study
     :param timesteps: Of each run; ``None`` if the study says, and the option is no more than a limit
     :param seeds: Runs of each kind
-    :param tasks: To choose from, if it can be chosen
+    :param choices: Names of options, each with what to choose some from
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=seeds, help="runs of each kind (default: %(default)s)")
@@ -60,8 +60,8 @@ def parse_arguments(
     parser.add_argument("--timesteps", type=int, default=timesteps, help=length)
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, of one thread each (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("docs/studies"), help="folder (default: %(default)s)")
-    if tasks:
-        parser.add_argument("--tasks", nargs="+", choices=tasks, default=tasks, help="which (default: all)")
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", nargs="+", choices=values, default=values, help="which (default: all)")
     return parser.parse_args()
 
 
@@ -81,6 +81,32 @@ def run_grid(run: Callable[[Job], list[Row]], settings: Sequence[dict[str, Any]]
             if n_done % max(len(jobs) // 10, 1) == 0:
                 print(f"{n_done} of {len(jobs)} runs, {time.perf_counter() - start:.0f} s", flush=True)
     return rows
+
+
+def run_task(
+    run: Callable[[Job], list[Row]], task: str, timesteps: int, arms: Sequence[str], arguments: argparse.Namespace, path: Path
+) -> None:
+    """
+    Run one task with some arms. Their rows replace those which the table has of them.
+
+    :param run: As in :func:`run_grid`
+    :param task: Name
+    :param timesteps: Of each run, if there is no lower limit
+    :param arms: Names
+    :param arguments: From :func:`parse_arguments`
+    :param path: Of the table
+    """
+    timesteps = min(timesteps, arguments.timesteps or timesteps)
+    print(f"{task}, {timesteps} steps", flush=True)
+    settings = [{"task": task, "arm": arm} for arm in arms]
+    done = run_grid(run, settings, argparse.Namespace(**{**vars(arguments), "timesteps": timesteps}))
+    write_csv(path, [row for row in read_csv(path) if row["task"] != task or row["arm"] not in arms] + done)
+
+
+def finals(rows: Iterable[Row], task: str, arm: str) -> np.ndarray:
+    """Mean returns at the end of the training, one per seed: the last row of each."""
+    last = {row["seed"]: row["evaluation"] for row in select(rows, task=task, arm=arm)}
+    return np.array(list(last.values()))
 
 
 class Recorder(BaseCallback):

@@ -6,11 +6,10 @@ hyperparameters for RecurrentPPO (the control tasks), PPO with and without frame
 takes its entry in ppo_ext.yml. In the other tasks all four have the same ones. Evaluated is the deterministic policy.
 
 Run it: python scripts/studies/memory.py (hours on two cores, most of them for RecurrentPPO; it needs RL Zoo and sb3-contrib)
-It writes docs/studies/memory.csv, after each task, and docs/studies/memory.png; with `--tasks` it runs some of the tasks, and
-keeps the rows of the others. `--times` measures the time per step instead, the four in turns in one process.
+It writes docs/studies/memory.csv, after each task, and docs/studies/memory.png; with `--tasks` and `--arms` it runs
+some of them, and keeps the rows of the others. `--times` measures the time per step instead, the four in turns in one process.
 """
 
-import argparse
 import importlib.util
 import math
 import sys
@@ -28,16 +27,16 @@ import yaml
 from common import (
     Job,
     Row,
+    finals,
     grid_of_axes,
     mean_and_std,
     parse_arguments,
     plot_curve,
     print_table,
     read_csv,
-    run_grid,
+    run_task,
     save_plot,
     select,
-    write_csv,
 )
 from matplotlib.figure import Figure
 from memory_tasks import RepeatPrevious, TMaze
@@ -57,7 +56,7 @@ ARMS = ("PPO", "PPO, frames", "RecurrentPPO", "transformer")
 COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0"), strict=True))
 N_EVALUATIONS, EVALUATION_SEED = 10, 1000
 # Of the tasks that the Zoo has not
-OWN = {"n_envs": 8, "n_steps": 128, "batch_size": 256, "n_epochs": 10, "learning_rate": 1e-3, "gamma": 0.99, "ent_coef": 0.01}
+OWN = dict(n_envs=8, n_steps=128, batch_size=256, n_epochs=10, learning_rate="lin_1e-3", gamma=0.99, ent_coef=0.01)
 # The Zoo's, for its RecurrentPPO
 LSTM = dict(
     lstm_hidden_size=64, enable_critic_lstm=True, ortho_init=False, activation_fn=nn.ReLU, net_arch=dict(pi=[64], vf=[64])
@@ -149,8 +148,7 @@ def make_model(name: str, arm: str, seed: int, n_eval: int | None = None) -> tup
 
 class Evaluations(BaseCallback):
     """
-    Records the mean return of the deterministic policy, ten times in a training; the last time, at its end, of twice as many
-    episodes.
+    Records the mean return of the deterministic policy in ten episodes, ten times in a training, and in forty at its end.
 
     :param env: For the evaluation
     :param every: Steps of each environment between two of them
@@ -166,13 +164,15 @@ class Evaluations(BaseCallback):
         return True
 
     def _on_training_end(self) -> None:
-        self._record(20)
+        self._record(40)
 
     def _record(self, n_episodes: int) -> None:
         sync_envs_normalization(self.training_env, self.env)
         self.env.seed(EVALUATION_SEED)
         returns, _ = evaluate_policy(self.model, self.env, n_episodes, return_episode_rewards=True)
         assert isinstance(returns, list)
+        if self.rows and self.rows[-1]["timesteps"] == self.num_timesteps:
+            del self.rows[-1]
         self.rows.append({"timesteps": self.num_timesteps, "evaluation": float(np.mean(returns))})
 
 
@@ -183,13 +183,6 @@ def run(job: Job) -> list[Row]:
     model.learn(job.timesteps, callback=callback)
     callback.rows[-1]["cpu_seconds"] = time.process_time() - start
     return callback.rows
-
-
-def finals(rows: list[Row], task: str, arm: str) -> np.ndarray:
-    """Mean returns at the end of the training, one per seed."""
-    kind = select(rows, task=task, arm=arm)
-    end = max(row["timesteps"] for row in kind)
-    return np.array([row["evaluation"] for row in select(kind, timesteps=end) if "cpu_seconds" in row])
 
 
 def report(rows: list[Row]) -> None:
@@ -240,26 +233,16 @@ def measure_times(task: str = "CartPoleNoVel-v1", n_rounds: int = 7) -> None:
     print_table(f"{task}, ms per 1000 steps", ["", "ms", "RecurrentPPO's over it"], lines)
 
 
-def run_task(task: str, arguments: argparse.Namespace) -> None:
-    """Its rows replace those which the table has of it."""
-    timesteps = min(TASKS[task].timesteps, arguments.timesteps or TASKS[task].timesteps)
-    print(f"{task}, {timesteps} steps", flush=True)
-    settings = [{"task": task, "arm": arm} for arm in ARMS]
-    done = run_grid(run, settings, argparse.Namespace(**{**vars(arguments), "timesteps": timesteps}))
-    path = arguments.out / "memory.csv"
-    rows = [row for row in read_csv(path) if row["task"] != task] + done
-    write_csv(path, sorted(rows, key=lambda row: list(TASKS).index(row["task"])))
-
-
 def main() -> None:
     if "--times" in sys.argv:
         th.set_num_threads(1)
         measure_times()
         return
-    arguments = parse_arguments(__doc__, timesteps=None, seeds=3, tasks=tuple(TASKS))
+    arguments = parse_arguments(__doc__, timesteps=None, seeds=3, tasks=tuple(TASKS), arms=ARMS)
+    path = arguments.out / "memory.csv"
     for task in arguments.tasks:
-        run_task(task, arguments)
-    rows = read_csv(arguments.out / "memory.csv")
+        run_task(run, task, TASKS[task].timesteps, arguments.arms, arguments, path)
+    rows = read_csv(path)
     save_plot(plot(rows), arguments.out / "memory.png")
     report(rows)
 
