@@ -24,6 +24,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.schedules import make_schedule
+from sb3_ppo_ext.tuning import convert_ppo_ext_params, has_memory, sample_ppo_ext_params
+from sb3_ppo_ext.validation import BadArgumentError
 from sb3_ppo_ext.vec_env import LeanDummyVecEnv
 
 if TYPE_CHECKING:
@@ -94,67 +96,6 @@ EXTENSIONS = {
 }
 
 
-# Tuning
-
-
-def sample_ppo_ext_params(
-    trial: "optuna.Trial", n_actions: int, n_envs: int, additional_args: dict[str, Any]
-) -> dict[str, Any]:
-    """
-    The Zoo's sampler for PPO; for policies with a memory the size of that, too.
-
-    :param trial: Which knows the policy by its attribute ``policy``
-    :param n_actions: See the Zoo's samplers
-    :param n_envs: See the Zoo's samplers
-    :param additional_args: See the Zoo's samplers
-    :return: Hyperparameters
-    """
-    theirs = sys.modules["rl_zoo3.hyperparams_opt"].sample_ppo_params(trial, n_actions, n_envs, additional_args)
-    if not _has_memory(trial.user_attrs.get("policy")):
-        return theirs
-    sampled = {
-        "context_length_pow": trial.suggest_int("context_length_pow", 2, 6),
-        "d_model": trial.suggest_categorical("d_model", [32, 64, 128]),
-        "n_heads": trial.suggest_categorical("n_heads", [1, 2, 4]),
-        "n_layers": trial.suggest_int("n_layers", 1, 2),
-        "gate": trial.suggest_categorical("gate", [False, True]),
-    }
-    return {**theirs, "policy_kwargs": {**theirs["policy_kwargs"], **_convert_memory(sampled)}}
-
-
-def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
-    """
-    :param sampled_params: As Optuna keeps those of :func:`sample_ppo_ext_params`
-    :return: Hyperparameters
-    """
-    of_memory = {name: value for name, value in sampled_params.items() if name in MEMORY_PARAMS}
-    others = {name: value for name, value in sampled_params.items() if name not in MEMORY_PARAMS}
-    theirs = sys.modules["rl_zoo3.hyperparams_opt"].convert_onpolicy_params(others)
-    return {**theirs, "policy_kwargs": {**theirs["policy_kwargs"], **_convert_memory(of_memory)}}
-
-
-MEMORY_PARAMS = ("context_length_pow", "d_model", "n_heads", "n_layers", "gate")
-
-
-def _convert_memory(sampled: dict[str, Any]) -> dict[str, Any]:
-    converted = dict(sampled)
-    if "context_length_pow" in converted:
-        converted["context_length"] = 2 ** converted.pop("context_length_pow")
-    return converted
-
-
-def _has_memory(policy: Any) -> bool:
-    """By its name, or its class."""
-    return getattr(policy, "__name__", str(policy)).endswith("TransformerPolicy")
-
-
-def _objective(theirs: Callable[..., float], experiment: "ExperimentManager", trial: "optuna.Trial") -> float:
-    """Tell the sampler which policy is tuned."""
-    policy = experiment._hyperparams.get("policy")
-    trial.set_user_attr("policy", getattr(policy, "__name__", str(policy)))
-    return theirs(trial)
-
-
 # What the Zoo's ExperimentManager does otherwise for `ppo_ext`. Its class stays the same object, for the Zoo's scripts and
 # users' subclasses refer to it, and is pickled.
 
@@ -181,7 +122,7 @@ def _read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experi
     if _is_default(experiment.config, experiment.algo):
         zoo_file = Path(experiment.config).with_name("ppo.yml")
         policy = (experiment.custom_hyperparams or {}).get("policy")
-        path, key = find_hyperparams(env_name.gym_id, experiment.entry_point(env_name.gym_id), zoo_file, _has_memory(policy))
+        path, key = find_hyperparams(env_name.gym_id, experiment.entry_point(env_name.gym_id), zoo_file, has_memory(policy))
         experiment.config = str(path)
         if key != env_name.gym_id:
             print(f"No hyperparameters for {env_name.gym_id}, using those of {key}")
@@ -243,11 +184,45 @@ def _setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager"
     return results
 
 
+def _objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", trial: "optuna.Trial") -> float:
+    """
+    Tell the sampler what is tuned. What it samples goes together; if it does not go together with what else the YAML says, the
+    trial is pruned, and the study goes on.
+    """
+    import optuna
+
+    policy = experiment._hyperparams.get("policy")
+    trial.set_user_attr("policy", getattr(policy, "__name__", str(policy)))
+    trial.set_user_attr("n_timesteps", experiment.n_timesteps)
+    try:
+        return theirs(trial)
+    except BadArgumentError as error:
+        print(f"Trial {trial.number} is pruned: {error}")
+        raise optuna.TrialPruned from error
+
+
+def _hyperparameters_optimization(theirs: Callable[[], None], experiment: "ExperimentManager") -> None:
+    """Let a study in a database survive its workers. A journal has no such means."""
+    storage = experiment.storage
+    if not isinstance(storage, str) or "://" not in storage:
+        return theirs()
+    from sb3_ppo_ext.storage import HeartbeatStorage, fail_stale_trials
+
+    database: Any = HeartbeatStorage(storage)
+    fail_stale_trials(database, experiment.study_name)
+    experiment.storage = database
+    try:
+        theirs()
+    finally:
+        experiment.storage = storage
+
+
 _METHODS: dict[str, Callable[..., Any]] = {
     "read_hyperparameters": _read_hyperparameters,
     "_preprocess_hyperparams": _preprocess_hyperparams,
     "setup_experiment": _setup_experiment,
     "objective": _objective,
+    "hyperparameters_optimization": _hyperparameters_optimization,
 }
 
 
@@ -281,7 +256,7 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, memory: bool
     if "mujoco" in entry_point and env_id.endswith("-v5"):
         keys.append(re.sub("-v5$", "-v4", env_id))
     entries = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (HYPERPARAMS, zoo_file)}
-    if memory and not _has_memory(entries[HYPERPARAMS].get(env_id, {}).get("policy")):
+    if memory and not has_memory(entries[HYPERPARAMS].get(env_id, {}).get("policy")):
         return HYPERPARAMS, "memory"
     for key in keys:
         for path, listed in entries.items():

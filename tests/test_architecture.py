@@ -11,7 +11,9 @@ import sb3_ppo_ext
 
 PACKAGE = Path(sb3_ppo_ext.__file__).parent
 ALLOWED = {
-    "zoo": {"ppo_ext", "schedules", "vec_env"},
+    "zoo": {"ppo_ext", "schedules", "storage", "tuning", "validation", "vec_env"},
+    "storage": set(),
+    "tuning": set(),
     "vec_env": {"validation"},
     "ppo_ext": {
         "advantages",

@@ -222,7 +222,7 @@ def test_trial_of_a_journal(tmp_path):
         assert model.learning_rate(1.0) == trial.params["learning_rate"]
         width = {"tiny": [64], "small": [64, 64], "medium": [256, 256]}[trial.params["net_arch"]]
         assert model.policy.net_arch == dict(pi=width, vf=width)
-        assert model.action_dist == "beta"
+        assert model.action_dist == trial.params["law"].replace("gsde", "gaussian")
         assert model.policy.ortho_init is False
         # The saved configuration can be read by `enjoy`, and holds the merged ones.
         stored = config(tmp_path, "MountainCarContinuous-v0")
@@ -380,17 +380,6 @@ def test_memory(tmp_path):
     assert (model.policy.context_length, model.n_envs, model.batch_size) == (32, 8, 256)
     enjoy = ["enjoy", "--algo", "ppo_ext", "--env", "Acrobot-v1", "-f", "logs", "-n", "600", "--no-render"]
     assert "Mean reward" in run(*RL_ZOO3, *enjoy, cwd=tmp_path)
-
-
-@pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy"])
-def test_size_of_a_memory_is_sampled(policy):
-    """For policies that have one; `--trial-id` finds the same again."""
-    trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask()
-    trial.set_user_attr("policy", policy)
-    sampled = HYPERPARAMS_SAMPLER["ppo_ext"](trial, 1, 2, {})
-    assert HYPERPARAMS_CONVERTER["ppo_ext"](trial.params) == sampled
-    of_memory = {"context_length", "d_model", "n_heads", "n_layers", "gate"}
-    assert of_memory & sampled["policy_kwargs"].keys() == (of_memory if policy == "MlpTransformerPolicy" else set())
 
 
 def test_trials_of_a_memory(tmp_path, monkeypatch):

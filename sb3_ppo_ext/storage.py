@@ -1,0 +1,48 @@
+"""A database for a study, in which the trials of workers that died are tried again. Importing it imports Optuna."""
+
+import warnings
+
+import optuna
+from optuna.exceptions import ExperimentalWarning
+from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+
+# Seconds between two signs of life; after twice as long without one, a worker counts as dead.
+HEARTBEAT_INTERVAL = 60
+MAX_RETRIES = 3
+
+
+class HeartbeatStorage(RDBStorage):
+    """
+    While a trial runs, its worker gives signs of life. If they stop, because the worker was killed, the next worker that
+    begins a trial lets that one fail, and its hyperparameters are tried once more.
+
+    :param url: As SQLAlchemy understands it
+    """
+
+    def __init__(self, url: str):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            super().__init__(
+                url,
+                heartbeat_interval=HEARTBEAT_INTERVAL,
+                heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES),
+            )
+
+    def endswith(self, suffix: str) -> bool:
+        """RL Zoo asks what it takes for a name whether it is that of a journal."""
+        return self.url.endswith(suffix)
+
+
+def fail_stale_trials(storage: HeartbeatStorage, study_name: str | None) -> None:
+    """
+    Let the trials of dead workers fail, and be tried again.
+
+    :param storage: Where the study is
+    :param study_name: Its name; it need not exist yet
+    """
+    if study_name not in optuna.get_all_study_names(storage):
+        return
+    study = optuna.load_study(study_name=study_name, storage=storage)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        optuna.storages.fail_stale_trials(study)

@@ -1,0 +1,166 @@
+"""
+What hyperparameters RL Zoo and Optuna try for ``ppo_ext``.
+
+A trial samples few numbers; one function makes hyperparameters of them, while tuning and afterwards with ``--trial-id``.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    import optuna
+
+# How many steps are collected between two updates, in all environments together
+ROLLOUTS = (2**7, 2**15)
+# A training of less updates is not worth to be tried.
+MIN_UPDATES = 10
+SMALLEST_MINIBATCH = 32
+NETWORKS = {"tiny": [64], "small": [64, 64], "medium": [256, 256]}
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
+LAWS = ("gaussian", "gsde", "squashed_gaussian", "beta")
+BOUNDS_COEFS = (0.0, 0.01, 0.1)
+
+
+def sample_ppo_ext_params(
+    trial: "optuna.Trial", n_actions: int, n_envs: int, additional_args: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """
+    Sample PPO's hyperparameters and those of PPOExt: the law of the actions, where they are a ``Box``, how advantages are
+    normalised, control of the KL divergence, a decay of the learning rate or one of the critic's own; for policies with a
+    memory its size, too. No minibatch is larger than a rollout.
+
+    :param trial: If it has the attribute ``policy``, the name of the policy, and ``n_timesteps``, the length of the training,
+        they are taken into account
+    :param n_actions: Dimensions of the actions if they are a ``Box``, 0 otherwise
+    :param n_envs: Environments that step together
+    :param additional_args: What the Zoo passes to all samplers; not used
+    :return: Keyword arguments of ``PPOExt``
+    """
+    policy = str(trial.user_attrs.get("policy", "MlpPolicy"))
+    _suggest_rollout(trial, n_envs, trial.user_attrs.get("n_timesteps"))
+    _suggest_learning(trial)
+    _suggest_learning_rate(trial, has_two_networks=policy == "MlpPolicy")
+    if n_actions > 0:
+        _suggest_law(trial)
+    trial.suggest_categorical("net_arch", list(NETWORKS))
+    trial.suggest_categorical("activation_fn", list(ACTIVATIONS))
+    if has_memory(policy):
+        _suggest_memory(trial)
+    hyperparams = convert_ppo_ext_params(trial.params)
+    for name in ("n_steps", "batch_size", "gamma", "gae_lambda"):  # what was sampled is not easy to read
+        trial.set_user_attr(name, hyperparams[name])
+    return hyperparams
+
+
+def _suggest_rollout(trial: "optuna.Trial", n_envs: int, n_timesteps: int | None) -> None:
+    # With it the converter can tell the size of a rollout.
+    trial.suggest_categorical("n_envs", [n_envs])
+    shortest, longest = ROLLOUTS
+    longest = min(longest, (n_timesteps or longest * MIN_UPDATES) // MIN_UPDATES)
+    lowest = max(math.ceil(math.log2(shortest / n_envs)), 3)
+    highest = max(min(math.floor(math.log2(longest / n_envs)), 12), lowest) if longest > n_envs else lowest
+    trial.suggest_int("n_steps_pow", lowest, highest)
+    trial.suggest_int("n_minibatches_pow", 0, 6)
+    trial.suggest_int("n_epochs", 1, 20, log=True)
+
+
+def _suggest_learning(trial: "optuna.Trial") -> None:
+    trial.suggest_float("one_minus_gamma", 1e-4, 0.1, log=True)
+    trial.suggest_float("one_minus_gae_lambda", 1e-3, 0.3, log=True)
+    trial.suggest_categorical("clip_range", [0.1, 0.2, 0.3, 0.4])
+    trial.suggest_float("ent_coef", 1e-8, 0.1, log=True)
+    trial.suggest_float("max_grad_norm", 0.3, 5.0, log=True)
+    trial.suggest_categorical("advantage_norm", ["minibatch", "rollout", "ema"])
+
+
+def _suggest_learning_rate(trial: "optuna.Trial", has_two_networks: bool) -> None:
+    trial.suggest_float("learning_rate", 1e-5, 5e-3, log=True)
+    kl_control = trial.suggest_categorical("kl_control", ["none", "adaptive_lr", "penalty"])
+    if kl_control != "none":
+        trial.suggest_float("kl", 0.003, 0.05, log=True)
+    if kl_control != "adaptive_lr":
+        trial.suggest_categorical("lr_decay", ["constant", "linear"])
+    if has_two_networks:
+        trial.suggest_categorical("critic_lr_factor", [1.0, 3.0])
+
+
+def _suggest_law(trial: "optuna.Trial") -> None:
+    law = trial.suggest_categorical("law", LAWS)
+    if law != "beta":
+        trial.suggest_float("log_std_init", -3.0, 0.0)
+    if law in ("gaussian", "gsde"):
+        trial.suggest_categorical("bounds_coef", BOUNDS_COEFS)
+
+
+def _suggest_memory(trial: "optuna.Trial") -> None:
+    trial.suggest_int("context_length_pow", 2, 6)
+    trial.suggest_categorical("d_model", [32, 64, 128])
+    trial.suggest_categorical("n_heads", [1, 2, 4])
+    trial.suggest_int("n_layers", 1, 2)
+    trial.suggest_categorical("gate", [False, True])
+
+
+def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
+    """
+    Options that exclude each other are all given, those which are off as well: an entry in a YAML file may have them on.
+
+    :param sampled_params: As Optuna keeps those of :func:`sample_ppo_ext_params`
+    :return: Keyword arguments of ``PPOExt``
+    """
+    given = dict(sampled_params)
+    network, activation = given.pop("net_arch"), given.pop("activation_fn")
+    policy_kwargs = {
+        "net_arch": {"pi": NETWORKS[network], "vf": NETWORKS[network]},
+        "activation_fn": ACTIVATIONS[activation],
+        **_memory(given),
+    }
+    hyperparams = {
+        **_rollout(given),
+        "gamma": 1 - given.pop("one_minus_gamma"),
+        "gae_lambda": 1 - given.pop("one_minus_gae_lambda"),
+        **_learning_rate(given),
+    }
+    if "law" in given:
+        law = given.pop("law")
+        hyperparams |= {"action_dist": "gaussian" if law == "gsde" else law, "use_sde": law == "gsde"}
+        hyperparams["bounds_coef"] = given.pop("bounds_coef", 0.0)
+        policy_kwargs["log_std_init"] = given.pop("log_std_init", 0.0)
+    return {**hyperparams, **given, "policy_kwargs": policy_kwargs}
+
+
+def _rollout(given: dict[str, Any]) -> dict[str, Any]:
+    n_steps = 2 ** given.pop("n_steps_pow")
+    batch_size = size = n_steps * given.pop("n_envs")
+    for _ in range(given.pop("n_minibatches_pow")):
+        if batch_size % 2 == 0 and batch_size // 2 >= min(SMALLEST_MINIBATCH, size):
+            batch_size //= 2
+    return {"n_steps": n_steps, "batch_size": batch_size}
+
+
+def _learning_rate(given: dict[str, Any]) -> dict[str, Any]:
+    kl_control, factor = given.pop("kl_control"), given.pop("critic_lr_factor", 1.0)
+    kl, penalised = given.pop("kl", None), kl_control == "penalty"
+    learning_rate = given["learning_rate"]
+    return {
+        "adaptive_lr_kl": kl if kl_control == "adaptive_lr" else None,
+        "kl_coef": float(penalised),
+        "kl_target": kl if penalised else None,
+        "lr_decay": given.pop("lr_decay", "constant"),
+        "lr_warmup": 0.0,
+        "critic_learning_rate": None if factor == 1 else factor * learning_rate,
+    }
+
+
+def _memory(given: dict[str, Any]) -> dict[str, Any]:
+    names = ("d_model", "n_heads", "n_layers", "gate")
+    context = {"context_length": 2 ** given.pop("context_length_pow")} if "context_length_pow" in given else {}
+    return {**context, **{name: given.pop(name) for name in names if name in given}}
+
+
+def has_memory(policy: Any) -> bool:
+    """
+    :param policy: Its name, or its class
+    """
+    return getattr(policy, "__name__", str(policy)).endswith("TransformerPolicy")

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# A PostgreSQL server for tuning by several processes or machines, in a folder of its own.
+#
+#   scripts/postgres.sh start [FOLDER]   starts it (default: logs/postgres), and prints the address for `--storage`
+#   scripts/postgres.sh url [FOLDER]     prints the address again
+#   scripts/postgres.sh stop [FOLDER]    stops it; the studies stay, and `start` goes on
+#
+# PORT (default: 5433) is where it listens. HOST=name makes it listen for other machines, too; name is how they find this one.
+# It needs PostgreSQL's server: `apt install postgresql` on Debian and Ubuntu. What that package itself runs is not touched.
+set -euo pipefail
+
+fail() {
+    echo "$*" >&2
+    exit 1
+}
+
+usage() {
+    fail "usage: [HOST=name] [PORT=5433] $0 start|url|stop [folder]"
+}
+
+find_server() {
+    command -v pg_ctl || find /usr/lib/postgresql -name pg_ctl 2>/dev/null | sort -V | tail -n 1
+}
+
+# PostgreSQL refuses to run as root: the user that the package made does it then.
+as_owner() {
+    if [ "$(id -u)" -eq 0 ]; then
+        runuser -u postgres -- "$@"
+    else
+        "$@"
+    fi
+}
+
+create() {
+    mkdir -p "$folder"
+    [ "$(id -u)" -ne 0 ] || chown postgres "$folder"
+    local password
+    password=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+    # shellcheck disable=SC2016
+    printf '%s' "$password" | as_owner sh -c 'umask 077; cat > "$0/password"' "$folder"
+    as_owner "$bin/initdb" --pgdata "$folder/data" --username optuna --auth scram-sha-256 --pwfile "$folder/password" \
+        > /dev/null
+    if [ "$host" != localhost ]; then
+        echo "host all all all scram-sha-256" | as_owner tee -a "$folder/data/pg_hba.conf" > /dev/null
+    fi
+}
+
+url() {
+    local port
+    port=$(as_owner sed -n 4p "$folder/data/postmaster.pid" 2> /dev/null) || fail "It does not run: $0 start"
+    echo "postgresql+psycopg://optuna:$(as_owner cat "$folder/password")@$host:$port/postgres"
+}
+
+start() {
+    [ -f "$folder/data/PG_VERSION" ] || create
+    local listen=localhost
+    [ "$host" = localhost ] || listen='*'
+    as_owner "$bin/pg_ctl" --pgdata "$folder/data" status > /dev/null 2>&1 \
+        || as_owner "$bin/pg_ctl" --pgdata "$folder/data" --log "$folder/server.log" --wait --silent \
+            --options "-p $port -c listen_addresses='$listen' -k ''" start > /dev/null \
+        || fail "see $folder/server.log"
+    url
+}
+
+stop() {
+    as_owner "$bin/pg_ctl" --pgdata "$folder/data" --wait --silent stop
+}
+
+[ $# -ge 1 ] && [ $# -le 2 ] || usage
+server=$(find_server)
+[ -n "$server" ] || fail "There is no PostgreSQL server: apt install postgresql"
+bin=$(dirname "$server")
+host=${HOST:-localhost}
+port=${PORT:-5433}
+folder=$(realpath -m "${2:-logs/postgres}")
+case $1 in
+    start | url | stop) "$1" ;;
+    *) usage ;;
+esac

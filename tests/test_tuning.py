@@ -1,0 +1,224 @@
+"""What is sampled, and that studies survive: several workers, and one that is killed."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import optuna
+import pytest
+import yaml
+from optuna.samplers import RandomSampler
+from optuna.trial import TrialState
+from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
+from test_zoo import QUICK, RL_ZOO3, manager, run
+
+from sb3_ppo_ext import PPOExt, storage, tuning, zoo
+
+POSTGRES = Path(__file__).parents[1] / "scripts" / "postgres.sh"
+SERVERS = Path("/usr/lib/postgresql")
+
+
+def sample(seed, n_actions=1, n_envs=4, **attributes):
+    trial = optuna.create_study(sampler=RandomSampler(seed)).ask()
+    for name, value in attributes.items():
+        trial.set_user_attr(name, value)
+    return trial, HYPERPARAMS_SAMPLER["ppo_ext"](trial, n_actions, n_envs, {})
+
+
+@pytest.mark.parametrize("n_envs", [1, 6, 16, 4096])
+@pytest.mark.parametrize(
+    ("env_id", "policy"), [("CartPole-v1", "MlpPolicy"), ("Pendulum-v1", "MlpPolicy"), ("Pendulum-v1", "MlpTransformerPolicy")]
+)
+def test_samples_are_legal(env_id, policy, n_envs):
+    """For any number of environments; `--trial-id` finds the same again."""
+    n_actions = sum(gym.make(env_id).action_space.shape)
+    for seed in range(40):
+        trial, sampled = sample(seed, n_actions, n_envs, policy=policy, n_timesteps=100_000)
+        assert HYPERPARAMS_CONVERTER["ppo_ext"](trial.params) == sampled
+        size = sampled["n_steps"] * n_envs
+        assert sampled["batch_size"] <= size
+        assert size % sampled["batch_size"] == 0
+        assert size <= max(10_000, 8 * n_envs)
+        PPOExt(policy, None, _init_setup_model=False, **sampled)
+    PPOExt(policy, env_id, device="cpu", **{**sampled, "n_steps": 8, "batch_size": 8})
+
+
+def test_space_is_sampled():
+    """Each value of each choice occurs, and what belongs to one alone occurs with it alone."""
+    sampled = [sample(seed)[1] for seed in range(100)]
+    values = {name: {str(each[name]) for each in sampled} for name in sampled[0] if name != "policy_kwargs"}
+    assert values["action_dist"] == {"gaussian", "squashed_gaussian", "beta"}
+    assert values["advantage_norm"] == {"minibatch", "rollout", "ema"}
+    assert values["lr_decay"] == {"constant", "linear"}
+    assert values["use_sde"] == {"True", "False"}
+    assert values["bounds_coef"] == {str(coef) for coef in tuning.BOUNDS_COEFS}
+    assert values["kl_coef"] == {"0.0", "1.0"}
+    for each in sampled:
+        assert (each["kl_target"] is not None) == (each["kl_coef"] > 0)
+        assert each["critic_learning_rate"] in (None, 3 * each["learning_rate"])
+        assert each["adaptive_lr_kl"] is None or (each["kl_coef"] == 0 and each["lr_decay"] == "constant")
+        assert each["action_dist"] == "gaussian" or each["bounds_coef"] == 0
+        assert each["action_dist"] != "beta" or each["policy_kwargs"]["log_std_init"] == 0
+    assert any(each["adaptive_lr_kl"] for each in sampled)
+    assert any(each["critic_learning_rate"] for each in sampled)
+
+
+def test_discrete_actions_have_no_law():
+    for seed in range(20):
+        _, sampled = sample(seed, n_actions=0)
+        assert not {"action_dist", "use_sde", "bounds_coef"} & sampled.keys()
+        assert "log_std_init" not in sampled["policy_kwargs"]
+
+
+def test_a_critic_of_its_own_is_needed_for_its_learning_rate():
+    """Where actor and critic share layers, it has none."""
+    assert not any(sample(seed, policy="CnnPolicy")[1]["critic_learning_rate"] for seed in range(20))
+
+
+@pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy"])
+def test_size_of_a_memory_is_sampled(policy):
+    """For policies that have one."""
+    _, sampled = sample(0, policy=policy)
+    of_memory = {"context_length", "d_model", "n_heads", "n_layers", "gate"}
+    assert of_memory & sampled["policy_kwargs"].keys() == (of_memory if policy == "MlpTransformerPolicy" else set())
+
+
+def entries():
+    return yaml.safe_load(zoo.HYPERPARAMS.read_text())
+
+
+@pytest.mark.parametrize("env_id", ["Pendulum-v1", "MountainCarContinuous-v0", "CartPoleNoVel-v1"])
+def test_samples_go_with_the_entries(env_id, tmp_path, monkeypatch):
+    """What an entry has on and a trial has off is off: gSDE, laws, decays."""
+    made = []
+
+    class Spy(PPOExt):
+        def learn(self, *args, **kwargs):
+            made.append(self)
+            raise ValueError("pruned")
+
+    monkeypatch.setitem(sys.modules["rl_zoo3.utils"].ALGOS, "ppo_ext", Spy)
+    experiment = manager(env_id=env_id, folder=tmp_path, optimize_hyperparameters=True, n_timesteps=2000, n_trials=1)
+    experiment.setup_experiment()
+    study = optuna.create_study(direction="maximize", sampler=RandomSampler(0))
+    study.optimize(experiment.objective, n_trials=10)
+    assert len(made) == 10
+    for model, trial in zip(made, study.trials, strict=True):
+        assert trial.user_attrs["policy"] == entries()[env_id]["policy"]
+        assert model.n_steps * model.n_envs <= max(200, 8 * model.n_envs, tuning.ROLLOUTS[0])
+        assert model.use_sde == (trial.params.get("law") == "gsde")
+
+
+def test_a_clash_with_the_entry_prunes_the_trial(tmp_path, capsys):
+    """Options of the user's YAML that exclude what is sampled cost a trial, not the study."""
+    experiment = manager(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=100, eval_freq=-1)
+    experiment.setup_experiment()
+    experiment._hyperparams["policy_kwargs"] = dict(mean_tanh=True)
+    study = optuna.create_study(direction="maximize", sampler=RandomSampler(0))
+    study.enqueue_trial({"law": "beta"})
+    study.enqueue_trial({"law": "gaussian", "bounds_coef": 0.0, "n_steps_pow": 7, "n_epochs": 1})
+    study.optimize(experiment.objective, n_trials=2)
+    assert [trial.state.name for trial in study.trials] == ["PRUNED", "COMPLETE"]
+    assert "Trial 0 is pruned" in capsys.readouterr().out
+
+
+WORKER = """
+import sys
+from sb3_ppo_ext import storage
+storage.HEARTBEAT_INTERVAL = 1
+from rl_zoo3.train import train
+sys.argv = ["train", *sys.argv[1:]]
+train()
+"""
+# Trials of some seconds
+TRIALS = ["--algo", "ppo_ext", "--env", "Pendulum-v1", "-n", "3000", "-optimize", "--no-optim-plots", "--sampler", "random"]
+
+
+def start_worker(url, n_trials, folder):
+    study = ["--storage", url, "--study-name", "study", "--max-total-trials", str(n_trials)]
+    command = [sys.executable, "-c", WORKER, *TRIALS, *study, *QUICK]
+    output = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, **output)
+
+
+def trials(url):
+    try:
+        return optuna.load_study(study_name="study", storage=url).trials
+    except KeyError:  # not yet
+        return []
+
+
+def assert_survives_a_kill(url, folder, n_trials=6):
+    """Of two workers one is killed during a trial; the other one completes the study, and tries that trial again."""
+    victim = start_worker(url, n_trials, folder)
+    while not any(trial.state is TrialState.RUNNING and trial.params for trial in trials(url)):
+        assert victim.poll() is None, victim.stderr.read()
+        time.sleep(0.05)
+    lost = trials(url)[-1]
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    time.sleep(3)  # until it counts as dead
+    workers = [start_worker(url, n_trials, folder) for _ in range(2)]
+    for worker in workers:
+        _, errors = worker.communicate(timeout=300)
+        assert worker.returncode == 0, errors.decode()
+    after = trials(url)
+    assert after[lost.number].state is TrialState.FAIL
+    again = [trial for trial in after if trial.system_attrs.get("failed_trial") == lost.number]
+    assert [trial.state for trial in again] == [TrialState.COMPLETE]
+    assert lost.params.items() <= again[0].params.items()
+    finished = [trial for trial in after if trial.state is TrialState.COMPLETE]
+    assert n_trials <= len(finished) <= n_trials + 1  # two workers may end at once
+    assert len(after) == len(finished) + 1
+
+
+@pytest.mark.slow
+def test_sqlite_survives_a_kill(tmp_path):
+    assert_survives_a_kill(f"sqlite:///{tmp_path}/study.db", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SERVERS.exists() or not shutil.which("runuser"), reason="needs PostgreSQL's server")
+def test_postgres_survives_a_kill(tmp_path_factory):
+    """With the server that the script starts; the studies are there when it is started again."""
+    folder = Path("/tmp" if os.getuid() == 0 else tmp_path_factory.getbasetemp()) / f"postgres-{os.getpid()}"
+    environment = {**os.environ, "PORT": "5439"}
+
+    def server(command):
+        completed = subprocess.run([POSTGRES, command, folder], capture_output=True, text=True, env=environment, check=True)
+        return completed.stdout.strip()
+
+    work = tmp_path_factory.mktemp("work")
+    try:
+        url = server("start")
+        assert url == server("url") == server("start")
+        assert_survives_a_kill(url, work)
+        n_trials = len(trials(url))
+        server("stop")
+        assert server("start") == url
+        assert len(trials(url)) == n_trials
+        output = run(*RL_ZOO3, "train", *TRIALS, "--storage", url, "--study-name", "study", "--n-trials", 1, *QUICK, cwd=work)
+        assert f"Number of finished trials:  {n_trials + 1}" in output
+    finally:
+        server("stop")
+        shutil.rmtree(folder)
+
+
+def test_storage_of_a_study_is_the_users_again(tmp_path, monkeypatch):
+    """While it runs, it is a database with signs of life; a journal stays what it is."""
+    url, seen = f"sqlite:///{tmp_path}/study.db", []
+    experiment = manager(folder=tmp_path, storage=url, study_name="study", optimize_hyperparameters=True)
+    zoo._hyperparameters_optimization(lambda: seen.append(experiment.storage), experiment)
+    assert isinstance(seen[0], storage.HeartbeatStorage)
+    assert seen[0].get_heartbeat_interval() == 60
+    assert not seen[0].endswith(".log")
+    assert experiment.storage == url
+    for journal in (None, "study.log"):
+        experiment.storage = journal
+        zoo._hyperparameters_optimization(lambda: seen.append(experiment.storage), experiment)
+        assert seen[-1] is journal
