@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stable_baselines3.common.vec_env import DummyVecEnv
 
+from sb3_ppo_ext.callbacks import ProgressFile
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.schedules import make_schedule
 from sb3_ppo_ext.tuning import convert_ppo_ext_params, has_memory, sample_ppo_ext_params
@@ -174,12 +175,13 @@ def _preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentM
 
 def _setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager") -> Any:
     """
-    Let the hyperparameters that each trial starts from keep their ``policy_kwargs``, and take the vectorised environment that
-    copies less.
+    Let the hyperparameters that each trial starts from keep their ``policy_kwargs``, take the vectorised environment that
+    copies less, and keep what a training logs, for ``plot_run``.
     """
     if experiment.vec_env_class is DummyVecEnv:
         experiment.vec_env_class = LeanDummyVecEnv
     results = theirs()
+    experiment.callbacks.append(ProgressFile(experiment.save_path))
     experiment._hyperparams = TrialHyperparams(experiment._hyperparams)
     return results
 

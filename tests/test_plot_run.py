@@ -1,0 +1,91 @@
+"""What a training has logged is read back and drawn, from a file of RL Zoo or from TensorBoard."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from stable_baselines3 import PPO
+from stable_baselines3.common.logger import configure
+from test_zoo import train
+from toys import make_toys
+
+from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.callbacks import ProgressFile
+from sb3_ppo_ext.plot_run import PANELS, plot_runs, read_log
+
+SMALL = dict(n_steps=16, batch_size=16, n_epochs=1, device="cpu")
+KEYS = [key for _, keys, _ in PANELS for key in keys]
+
+
+def lines(figure):
+    """Panels with the data of their lines."""
+    return {ax.get_title(): [line.get_xydata() for line in ax.lines] for ax in figure.axes if ax.get_title()}
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A training that logs to both, of an option that logs more."""
+    folder = tmp_path_factory.mktemp("run")
+    model = PPOExt("MlpPolicy", make_toys(length=5), advantage_norm="ema", critic_learning_rate=1e-3, **SMALL)
+    model.set_logger(configure(str(folder / "tensorboard"), ["tensorboard"]))
+    model.learn(128, callback=ProgressFile(folder))
+    return folder
+
+
+def test_both_sources_say_the_same(run_folder):
+    ours, theirs = read_log(run_folder), read_log(run_folder / "tensorboard")
+    assert {"rollout/ep_rew_mean", "train/approx_kl", "adv/ema_std", "train/critic_learning_rate"} <= ours.keys()
+    for key in set(KEYS) & ours.keys():
+        np.testing.assert_array_equal(ours[key][0], theirs[key][0], err_msg=key)
+        np.testing.assert_allclose(ours[key][1], theirs[key][1], rtol=1e-6, err_msg=key)
+
+
+def test_what_is_drawn_is_what_was_logged(run_folder):
+    log, drawn = read_log(run_folder), lines(plot_runs([run_folder]))
+    np.testing.assert_array_equal(drawn["KL divergence"][0], np.stack(log["train/approx_kl"], axis=1))
+    np.testing.assert_array_equal(drawn["entropy"][0][:, 1], -log["train/entropy_loss"][1])
+    assert len(drawn["learning rate"]) == 2
+    assert len(drawn["advantages"]) == 4
+
+
+def test_quantities_that_were_not_logged_have_no_panel(tmp_path):
+    """SB3's PPO on discrete actions logs less."""
+    model = PPO("MlpPolicy", "CartPole-v1", **SMALL)
+    model.set_logger(configure(str(tmp_path), ["csv"]))
+    model.learn(64)
+    drawn = lines(plot_runs([tmp_path]))
+    assert {"KL divergence", "clip fraction", "entropy", "learning rate"} <= drawn.keys()
+    assert not {"advantages", "spread of the actions", "gradient norm"} & drawn.keys()
+
+
+def test_several_runs(run_folder):
+    figure = plot_runs([run_folder, run_folder / "tensorboard"])
+    assert len(lines(figure)["clip fraction"]) == 2
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == [run_folder.name, "tensorboard"]
+
+
+def command(*arguments):
+    return subprocess.run([sys.executable, "-m", "sb3_ppo_ext.plot_run", *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_run_of_the_zoo(tmp_path):
+    """One command plots it: the Zoo keeps the log of `ppo_ext`, evaluations included."""
+    train("--env", "CartPole-v1", "-n", "600", "--eval-freq", "200", "--eval-episodes", "1", cwd=tmp_path)
+    run = tmp_path / "logs" / "ppo_ext" / "CartPole-v1_1"
+    completed = command(run)
+    assert completed.stdout.strip() == str(run / "run.png")
+    assert (run / "run.png").stat().st_size > 10_000
+    assert {"eval/mean_reward", "rollout/ep_rew_mean", "train/clip_fraction"} <= read_log(run).keys()
+
+
+def test_bad_folders(tmp_path):
+    """One that has no log, and one whose log is empty."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "progress.csv").touch()
+    for folder, message in (tmp_path, "neither a `progress.csv`"), (tmp_path / "empty", "is empty"):
+        completed = command(folder, "-o", tmp_path / "plots" / "run.png")
+        assert completed.returncode == 2
+        assert message in completed.stderr
+    assert not (tmp_path / "plots").exists()
