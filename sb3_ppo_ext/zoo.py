@@ -20,7 +20,9 @@ from pprint import pprint
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stable_baselines3.common.vec_env import DummyVecEnv
+from gymnasium import spaces
+from stable_baselines3.common.preprocessing import is_image_space
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from sb3_ppo_ext.callbacks import ProgressFile
 from sb3_ppo_ext.ppo_ext import PPOExt
@@ -173,6 +175,21 @@ def _preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentM
     return results
 
 
+def _maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManager", env: VecEnv, eval_env: bool) -> VecEnv:
+    """``normalize: true`` is for what ``VecNormalize`` can normalize, unless the user says more."""
+    if experiment.normalize and not {"norm_obs", "norm_obs_keys"} & experiment.normalize_kwargs.keys():
+        experiment.normalize_kwargs = {**experiment.normalize_kwargs, **_normalizable(env.observation_space)}
+    return theirs(env, eval_env)
+
+
+def _normalizable(space: spaces.Space) -> dict[str, Any]:
+    """:return: Arguments for ``VecNormalize``"""
+    if isinstance(space, spaces.Dict):
+        keys = [key for key, part in space.spaces.items() if not _normalizable(part)]
+        return {"norm_obs_keys": keys} if keys else {"norm_obs": False}
+    return {} if isinstance(space, spaces.Box) and not is_image_space(space) else {"norm_obs": False}
+
+
 def _setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager") -> Any:
     """
     Let the hyperparameters that each trial starts from keep their ``policy_kwargs``, take the vectorised environment that
@@ -223,6 +240,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "read_hyperparameters": _read_hyperparameters,
     "_preprocess_hyperparams": _preprocess_hyperparams,
     "setup_experiment": _setup_experiment,
+    "_maybe_normalize": _maybe_normalize,
     "objective": _objective,
     "hyperparameters_optimization": _hyperparameters_optimization,
 }
@@ -249,8 +267,7 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, memory: bool
     :param zoo_file: The Zoo's ``ppo.yml``
     :param memory: Whether the user asks for a policy with a memory, for which our entry ``memory`` is, unless that of the
         environment has one too
-    :return: The file to read and the key of the entry in it; the file is the Zoo's and the key ``env_id`` if there is
-        no entry, and the Zoo then chooses ``atari`` or ``default``
+    :return: The file to read and the key of the entry in it; without an entry, it is our ``default``, or the Zoo's ``atari``
     """
     import yaml  # it comes with the Zoo, without which `register` must still be able to say so
 
@@ -264,7 +281,7 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, memory: bool
         for path, listed in entries.items():
             if key in listed:
                 return path, key
-    return zoo_file, env_id
+    return (zoo_file, "atari") if "AtariEnv" in entry_point else (HYPERPARAMS, "default")
 
 
 def _evaluate(policy_kwargs: Any) -> dict[str, Any]:

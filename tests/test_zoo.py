@@ -10,11 +10,13 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import optuna
 import pytest
 import torch as th
 import yaml
+from gymnasium import spaces
 from parity import assert_equal
 from rl_zoo3 import ALGOS
 from rl_zoo3.exp_manager import ExperimentManager
@@ -63,7 +65,7 @@ def config(folder, env_id, algo="ppo_ext"):
         ("CartPole-v1", ["-n", "600"]),  # in our YAML
         ("Pendulum-v1", ["-n", "8192", "-params", "n_steps:128", "n_epochs:2"]),
         ("HalfCheetah-v4", ["-n", "600", "-params", "n_epochs:1"]),  # in the Zoo's: normalised, with policy_kwargs
-        ("MountainCarNoVel-v0", ["-n", "300", "-params", "n_steps:128"]),  # the Zoo's default
+        ("Acrobot-v1", ["-n", "1024", "-params", "n_steps:64"]),  # without policy_kwargs
     ],
 )
 def test_same_numbers_as_ppo(env_id, arguments, tmp_path):
@@ -343,11 +345,12 @@ ZOO_FILE = Path(sys.modules["rl_zoo3"].__file__).parent / "hyperparams" / "ppo.y
     [
         ("Pendulum-v1", "", (zoo.HYPERPARAMS, "Pendulum-v1")),
         ("Acrobot-v1", "", (ZOO_FILE, "Acrobot-v1")),
-        ("Nothing-v0", "", (ZOO_FILE, "Nothing-v0")),
+        ("Nothing-v0", "", (zoo.HYPERPARAMS, "default")),
+        ("ALE/Pong-v5", "ale_py.env:AtariEnv", (ZOO_FILE, "atari")),
         ("Hopper-v4", "gymnasium.envs.mujoco.hopper_v4:HopperEnv", (ZOO_FILE, "Hopper-v4")),
         ("Hopper-v5", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", (ZOO_FILE, "Hopper-v4")),
-        ("Hopper-v5", "mine:Hopper", (ZOO_FILE, "Hopper-v5")),
-        ("Pusher-v5", "gymnasium.envs.mujoco.pusher_v5:PusherEnv", (ZOO_FILE, "Pusher-v5")),
+        ("Hopper-v5", "mine:Hopper", (zoo.HYPERPARAMS, "default")),
+        ("Pusher-v5", "gymnasium.envs.mujoco.pusher_v5:PusherEnv", (zoo.HYPERPARAMS, "default")),
         ("CartPoleNoVel-v1", "", (zoo.HYPERPARAMS, "CartPoleNoVel-v1")),
     ],
 )
@@ -364,9 +367,61 @@ def test_find_hyperparams_for_a_memory(env_id, key):
     assert zoo.find_hyperparams(env_id, "", ZOO_FILE, memory=True) == (zoo.HYPERPARAMS, key)
 
 
+class Mixed(gym.Env):
+    """Of its observations, one is a vector."""
+
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Dict(
+        image=spaces.Box(0, 255, (36, 36, 3), np.uint8),
+        word=spaces.Discrete(3),
+        vector=spaces.Box(-1.0, 1.0, (2,), np.float32),
+    )
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+gym.register("Mixed-v0", Mixed)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "policy", "norm_obs"),
+    [
+        ("MountainCarNoVel-v0", "MlpPolicy", True),
+        ("Taxi-v4", "MlpPolicy", False),
+        ("Mixed-v0", "MultiInputPolicy", ["vector"]),
+    ],
+)
+def test_default_entry(env_id, policy, norm_obs, tmp_path):
+    """It is for any environment: of the observations it normalizes those that can be."""
+    arguments = dict(env_id=env_id, folder=tmp_path, eval_freq=-1, n_timesteps=64)
+    experiment = manager(**arguments, hyperparams=dict(policy=policy, n_steps=8, n_envs=2))
+    model, _ = experiment.setup_experiment()
+    env = model.get_vec_normalize_env()
+    assert env.norm_reward
+    if isinstance(norm_obs, list):
+        assert (env.norm_obs, env.norm_obs_keys) == (True, norm_obs)
+    else:
+        assert env.norm_obs == norm_obs
+    assert (model.advantage_norm, model.n_epochs) == ("ema", 10)
+    model.learn(32)
+
+
+def test_users_say_what_is_normalized(tmp_path):
+    experiment = manager(
+        env_id="Acrobot-v1", folder=tmp_path, hyperparams=dict(normalize="dict(norm_obs=False, clip_reward=5.0)")
+    )
+    env = experiment.setup_experiment()[0].get_vec_normalize_env()
+    assert (env.norm_obs, env.clip_reward) == (False, 5.0)
+
+
 def test_every_entry_is_legal(tmp_path):
     """Each entry of our YAML builds a model."""
-    for env_id in yaml.safe_load(zoo.HYPERPARAMS.read_text()).keys() - {"memory"}:
+    for env_id in yaml.safe_load(zoo.HYPERPARAMS.read_text()).keys() - {"memory", "default"}:
         model, _ = manager(env_id=env_id, folder=tmp_path, eval_freq=-1).setup_experiment()
         assert type(model) is PPOExt
 

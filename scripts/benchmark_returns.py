@@ -1,0 +1,234 @@
+"""
+What `ppo_ext` learns, against RL Zoo's `ppo` at equal steps: presets, the default preset, and policies with a memory.
+
+Each run is a stock command, `rl_zoo3 train ... -conf FILE`, in a process of one thread; the file holds the entry of the task
+and nothing else. Evaluated is the deterministic policy, 20 times in a training; a score is the mean of the last two of these,
+20 episodes. Aggregated with rliable (https://arxiv.org/abs/2108.13264).
+
+Run it: python scripts/benchmark_returns.py (hours; it needs RL Zoo, MuJoCo and Box2D)
+It writes benchmark/*.csv after each run and goes on where it was interrupted; runs whose hyperparameters have changed are done
+again. `--report` writes tables and plots of what there is.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+from returns_report import N_LAST, report, select
+
+N_EVALUATIONS, N_EPISODES = 20, 10
+# The Zoo gives the last five of the first seven 1M steps, and the others what is here.
+BUDGETS = {
+    "Pendulum-v1": 100_000,
+    "MountainCarContinuous-v0": 20_000,
+    "LunarLanderContinuous-v3": 300_000,
+    "Hopper-v5": 300_000,
+    "HalfCheetah-v5": 300_000,
+    "Walker2d-v5": 300_000,
+    "Swimmer-v5": 300_000,
+    "CartPoleNoVel-v1": 100_000,
+    "PendulumNoVel-v1": 100_000,
+    "MountainCarContinuousNoVel-v0": 300_000,
+}
+CONTROL, MEMORY = tuple(BUDGETS)[:7], tuple(BUDGETS)[7:]
+SB3_DEFAULTS = {"policy": "MlpPolicy"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """
+    :param algo: In the Zoo
+    :param source: ``"ppo"``, ``"ppo_lstm"`` or ``"ppo_ext"``, whose file has the entries; ``"sb3"`` has none
+    :param key: Of the entry, if it is the same for each task
+    """
+
+    algo: str
+    source: str
+    key: str | None = None
+
+
+# In each, ours comes last, and what it is compared with first.
+SUITES: dict[str, tuple[tuple[str, ...], dict[str, Arm]]] = {
+    "presets": (CONTROL, {"ppo": Arm("ppo", "ppo"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
+    "default": (CONTROL, {"SB3's defaults": Arm("ppo", "sb3"), "default": Arm("ppo_ext", "ppo_ext", "default")}),
+    "memory": (MEMORY, {"ppo_lstm": Arm("ppo_lstm", "ppo_lstm"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    suite: str
+    task: str
+    arm: str
+    seed: int
+    limit: int | None = None
+
+    @property
+    def timesteps(self) -> int:
+        return min(BUDGETS[self.task], self.limit or BUDGETS[self.task])
+
+    def entry(self) -> dict[str, Any]:
+        arm = SUITES[self.suite][1][self.arm]
+        if arm.source == "sb3":
+            return {**SB3_DEFAULTS, "n_timesteps": self.timesteps}
+        listed = entries(arm.source)
+        key = arm.key or next((key for key in (self.task, re.sub("-v5$", "-v4", self.task)) if key in listed), None)
+        if key is None:
+            raise ValueError(f"{arm.source}.yml has no entry for {self.task}: add one, or leave the task out with --tasks")
+        return {**listed[key], "n_timesteps": self.timesteps}
+
+    def digest(self) -> str:
+        """Changes with the hyperparameters."""
+        return hashlib.sha256(json.dumps(self.entry(), sort_keys=True).encode()).hexdigest()[:12]
+
+
+@cache
+def entries(source: str) -> dict[str, dict[str, Any]]:
+    package = "sb3_ppo_ext" if source == "ppo_ext" else "rl_zoo3"
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    return yaml.safe_load((Path(spec.origin).parent / "hyperparams" / f"{source}.yml").read_text())
+
+
+def command(job: Job, folder: Path) -> list[str]:
+    """What is run, with the entry written to a file in the folder."""
+    conf = folder / "entry.yml"
+    conf.write_text(yaml.safe_dump({job.task: job.entry()}))
+    words = [sys.executable, "-m", "rl_zoo3.train", "--algo", SUITES[job.suite][1][job.arm].algo, "--env", job.task]
+    words += ["-conf", str(conf), "--seed", str(job.seed), "-f", str(folder), "--verbose", "0", "--num-threads", "1"]
+    words += ["--device", "cpu", "--eval-freq", str(job.timesteps // N_EVALUATIONS), "--eval-episodes", str(N_EPISODES)]
+    return [*words, "--n-eval-envs", "5"]
+
+
+def train(job: Job) -> pd.DataFrame:
+    """
+    :return: A row for each evaluation
+    :raises RuntimeError: with what the command printed, if it fails
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = command(job, folder)
+        output, start = folder / "output.txt", time.perf_counter()
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        if status != 0:
+            raise RuntimeError(f"{' '.join(words)}\n{output.read_text()}")
+        [evaluations] = folder.glob(f"*/{job.task}_1/evaluations.npz")
+        with np.load(evaluations) as data:
+            timesteps, returns = data["timesteps"], data["results"].mean(axis=1)
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    columns = {"task": job.task, "arm": job.arm, "seed": job.seed, "digest": job.digest()}
+    return pd.DataFrame({**columns, "timesteps": timesteps, "return": returns, "seconds": seconds, "cpu_seconds": cpu_seconds})
+
+
+def read(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path, dtype={"digest": str}) if path.exists() else pd.DataFrame()
+
+
+def write(path: Path, runs: pd.DataFrame) -> None:
+    """In a fixed order; the file is never half-written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    runs.sort_values(["task", "arm", "seed", "timesteps"]).to_csv(part, index=False, float_format="%.5g")
+    part.replace(path)
+
+
+def is_done(job: Job, runs: pd.DataFrame) -> bool:
+    return not select(runs, task=job.task, arm=job.arm, seed=job.seed, digest=job.digest()).empty
+
+
+def without(job: Job, runs: pd.DataFrame) -> pd.DataFrame:
+    """Rows of older hyperparameters."""
+    old = select(runs, task=job.task, arm=job.arm, seed=job.seed)
+    return runs.drop(old.index)
+
+
+def run_jobs(jobs: list[Job], path: Path, n_processes: int) -> None:
+    """Those that are not done yet. What is done is written at once."""
+    lock = Lock()
+    jobs = [job for job in jobs if not is_done(job, read(path))]
+    print(f"{path}: {len(jobs)} runs to do", flush=True)
+
+    def run(job: Job) -> None:
+        rows = train(job)
+        with lock:
+            write(path, pd.concat([without(job, read(path)), rows], ignore_index=True))
+            score = rows["return"].tail(N_LAST).mean()
+            print(f"{job.task}, {job.arm}, seed {job.seed}: {score:.1f} in {rows['seconds'].iloc[0]:.0f} s", flush=True)
+
+    with ThreadPoolExecutor(n_processes) as pool:
+        for done in [pool.submit(run, job) for job in jobs]:
+            done.result()
+
+
+def versions() -> dict[str, str]:
+    names = ("sb3_ppo_ext", "stable_baselines3", "sb3_contrib", "rl_zoo3", "gymnasium", "torch", "numpy", "mujoco")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}, "machine": _processor()}
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES), help="which (default: all)")
+    parser.add_argument("--tasks", nargs="+", choices=BUDGETS, default=list(BUDGETS), help="which (default: all)")
+    parser.add_argument("--arms", nargs="+", help="which (default: all of the suite)")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (default: %(default)s)")
+    parser.add_argument("--timesteps", type=int, help="of each run at most (default: no limit)")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("benchmark"), help="folder (default: %(default)s)")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    for suite in arguments.suites:
+        tasks, arms = SUITES[suite]
+        path = arguments.out / f"{suite}.csv"
+        if not arguments.report:
+            wanted = [arm for arm in arms if arm in (arguments.arms or arms)]
+            tasks = tuple(task for task in tasks if task in arguments.tasks)
+            # Seed by seed, so that an interrupted benchmark has a few runs of everything
+            seeds = range(arguments.seeds)
+            limit = arguments.timesteps
+            jobs = [Job(suite, task, arm, seed, limit) for seed in seeds for task in tasks for arm in wanted]
+            run_jobs(jobs, path, arguments.processes)
+        runs = read(path)
+        if not runs.empty:
+            report(suite, runs, list(arms), arguments.out)
+    if not arguments.report:
+        (arguments.out / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""
+Tables and plots of `benchmark_returns.py`. Not a script.
+
+Its rows are evaluations: ``task``, ``arm``, ``seed``, ``timesteps``, ``return``, and of each run ``seconds``, ``cpu_seconds``.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from rliable import library, metrics
+from scipy.stats import mannwhitneyu
+
+mpl.use("agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+# Evaluations whose mean is the score of a run
+N_LAST = 2
+BOOTSTRAPS = 5000
+
+
+def select(runs: pd.DataFrame, **columns: Any) -> pd.DataFrame:
+    for name, value in columns.items():
+        runs = runs[runs[name] == value] if name in runs else runs.iloc[:0]
+    return runs
+
+
+def per_seed(runs: pd.DataFrame, task: str, arm: str, value: Callable[[pd.DataFrame], float]) -> np.ndarray:
+    """:return: Shape ``(n_seeds,)``, in the order of the seeds"""
+    return np.array([value(run.sort_values("timesteps")) for _, run in select(runs, task=task, arm=arm).groupby("seed")])
+
+
+def score(run: pd.DataFrame) -> float:
+    return float(run["return"].tail(N_LAST).mean())
+
+
+def cpu_seconds(run: pd.DataFrame) -> float:
+    return float(run["cpu_seconds"].iloc[0])
+
+
+def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """That a run of ours is better than one of theirs; equal ones count half."""
+    pairs = ours[:, None] - theirs
+    return float(np.mean((pairs > 0) + 0.5 * (pairs == 0)))
+
+
+def task_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str) -> list[list[str]]:
+    lines = []
+    for task in tasks:
+        one, other = per_seed(runs, task, theirs, score), per_seed(runs, task, ours, score)
+        seconds = [np.median(per_seed(runs, task, arm, cpu_seconds)) for arm in (theirs, ours)]
+        steps = select(runs, task=task)["timesteps"].max()
+        p_value = mannwhitneyu(other, one).pvalue if min(len(one), len(other)) > 1 else np.nan
+        texts = [task, f"{steps / 1000:.0f}k", _mean_and_std(one), _mean_and_std(other)]
+        lines.append(
+            [*texts, f"{probability_of_improvement(other, one):.2f}", f"{p_value:.3f}", f"{seconds[0] / seconds[1]:.1f}"]
+        )
+    return lines
+
+
+def _mean_and_std(values: np.ndarray) -> str:
+    spread = values.std(ddof=1) if len(values) > 1 else 0.0
+    return f"{values.mean():.0f} ± {spread:.0f} ({len(values)})"
+
+
+def aggregate_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str) -> list[list[str]]:
+    """
+    Interquartile mean, where 0 is the worst run of a task and 1 the best one, and the probability of improvement; with 95 %
+    intervals from a bootstrap stratified over tasks.
+    """
+    n_seeds = min(len(per_seed(runs, task, arm, score)) for task in tasks for arm in (theirs, ours))
+    scores = {}
+    for arm in (theirs, ours):
+        scores[arm] = np.stack([per_seed(runs, task, arm, score)[:n_seeds] for task in tasks], axis=1)
+    low = np.minimum(*[values.min(axis=0) for values in scores.values()])
+    high = np.maximum(*[values.max(axis=0) for values in scores.values()])
+    normalized = {arm: (values - low) / np.maximum(high - low, 1e-12) for arm, values in scores.items()}
+
+    def iqm(values: np.ndarray) -> np.ndarray:
+        return np.array([metrics.aggregate_iqm(values)])
+
+    points, intervals = library.get_interval_estimates(normalized, iqm, reps=BOOTSTRAPS)
+    lines = [[f"IQM, {arm}", _with_interval(points[arm], intervals[arm])] for arm in (theirs, ours)]
+    pair = {"pair": (scores[ours], scores[theirs])}
+    points, intervals = library.get_interval_estimates(pair, metrics.probability_of_improvement, reps=BOOTSTRAPS)
+    return [*lines, ["probability of improvement", _with_interval(points["pair"], intervals["pair"])]]
+
+
+def _with_interval(point: Any, interval: np.ndarray) -> str:
+    low, high = np.ravel(interval)
+    return f"{float(np.ravel(point)[0]):.2f} ({low:.2f} to {high:.2f})"
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """In Markdown."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])
+
+
+def plot(runs: pd.DataFrame, tasks: Sequence[str], arms: Sequence[str]) -> Figure:
+    """Mean over the seeds, and from the least to the largest of them a band."""
+    n_columns = min(len(tasks), 4)
+    n_rows = -(-len(tasks) // n_columns)
+    figure, axes = plt.subplots(
+        n_rows, n_columns, figsize=(3.3 * n_columns, 2.6 * n_rows), layout="constrained", squeeze=False
+    )
+    for ax in axes.flat[len(tasks) :]:
+        ax.set_axis_off()
+    for ax, task in zip(axes.flat, tasks, strict=False):
+        for arm, color in zip(arms, ("0.5", "C0"), strict=True):
+            curves = select(runs, task=task, arm=arm).groupby("timesteps")["return"]
+            mean, low, high = curves.mean(), curves.min(), curves.max()
+            ax.plot(mean.index / 1000, mean, color=color, label=arm)
+            ax.fill_between(mean.index / 1000, low, high, color=color, alpha=0.15, linewidth=0)
+        ax.set_title(task, fontsize=10)
+        ax.set_xlabel("1000 timesteps", fontsize=8)
+        ax.tick_params(labelsize=8)
+    axes[0, 0].legend(fontsize=8)
+    return figure
+
+
+def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) -> None:
+    """
+    Print and write the tables, and a plot of the learning curves, of the tasks that both arms have done.
+
+    :param suite: Name of the files
+    :param runs: Rows
+    :param arms: What ours is compared with, and ours
+    :param folder: For the files
+    """
+    theirs, ours = arms
+    tasks = [task for task in runs["task"].unique() if set(arms) <= set(select(runs, task=task)["arm"])]
+    if not tasks:
+        return
+    header = ["task", "steps", theirs, ours, "P(better)", "p", "faster"]
+    parts = [
+        table(header, task_lines(runs, tasks, theirs, ours)),
+        table(["all tasks", ""], aggregate_lines(runs, tasks, theirs, ours)),
+    ]
+    text = "\n\n".join(parts)
+    print(f"\n{suite}\n\n{text}", flush=True)
+    (folder / f"{suite}.md").write_text(text + "\n")
+    figure = plot(runs, tasks, arms)
+    figure.savefig(folder / f"{suite}.png", dpi=90)
+    plt.close(figure)
