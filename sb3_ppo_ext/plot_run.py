@@ -124,6 +124,9 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     path = arguments.output or arguments.runs[0] / "run.png"
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        parser.error(f"--output {path}: Matplotlib writes {', '.join(sorted(formats))}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     print(path)

@@ -6,8 +6,9 @@ import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 
-# Seconds between two signs of life; after twice as long without one, a worker counts as dead.
-HEARTBEAT_INTERVAL = 60
+# Seconds between two signs of life, and without one until a worker counts as dead. A machine that slept for a while must not:
+# its trial would have failed behind its back, which Optuna takes for an error.
+HEARTBEAT_INTERVAL, GRACE_PERIOD = 60, 600
 MAX_RETRIES = 3
 
 
@@ -25,12 +26,13 @@ class HeartbeatStorage(RDBStorage):
             super().__init__(
                 url,
                 heartbeat_interval=HEARTBEAT_INTERVAL,
+                grace_period=GRACE_PERIOD,
                 heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES),
             )
 
     def endswith(self, suffix: str) -> bool:
-        """RL Zoo asks what it takes for a name whether it is that of a journal."""
-        return self.url.endswith(suffix)
+        """RL Zoo asks what it takes for a name whether it is that of a journal (``".log"``)."""
+        return False
 
 
 def fail_stale_trials(storage: HeartbeatStorage, study_name: str | None) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 if TYPE_CHECKING:
     import optuna
 
-# How many steps are collected between two updates, in all environments together
-ROLLOUTS = (2**7, 2**15)
-# A training of less updates is not worth to be tried.
+# How many steps are collected between two updates, in all environments together and in each of them. There are as many updates
+# as this, unless the shortest rollouts are too long for that.
+ROLLOUTS, N_STEPS_POW = (2**7, 2**15), (3, 12)
 MIN_UPDATES = 10
 SMALLEST_MINIBATCH = 32
 NETWORKS = {"tiny": [64], "small": [64, 64], "medium": [256, 256]}
@@ -56,11 +56,12 @@ def sample_ppo_ext_params(
 
 def _suggest_rollout(trial: "optuna.Trial", n_envs: int, n_timesteps: int | None) -> None:
     # With it the converter can tell the size of a rollout.
-    trial.suggest_categorical("n_envs", [n_envs])
+    trial.suggest_int("n_envs", n_envs, n_envs)
     shortest, longest = ROLLOUTS
-    longest = min(longest, (n_timesteps or longest * MIN_UPDATES) // MIN_UPDATES)
-    lowest = max(math.ceil(math.log2(shortest / n_envs)), 3)
-    highest = max(min(math.floor(math.log2(longest / n_envs)), 12), lowest) if longest > n_envs else lowest
+    if n_timesteps is not None:
+        longest = min(longest, max(n_timesteps // MIN_UPDATES, 1))
+    lowest = max(math.ceil(math.log2(shortest / n_envs)), N_STEPS_POW[0])
+    highest = max(min(math.floor(math.log2(longest / n_envs)), N_STEPS_POW[1]), lowest)
     trial.suggest_int("n_steps_pow", lowest, highest)
     trial.suggest_int("n_minibatches_pow", 0, 6)
     trial.suggest_int("n_epochs", 1, 20, log=True)

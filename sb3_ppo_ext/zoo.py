@@ -15,6 +15,7 @@ import runpy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from pprint import pprint
 from types import ModuleType
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
 from sb3_ppo_ext.callbacks import ProgressFile
 from sb3_ppo_ext.ppo_ext import PPOExt
@@ -40,6 +41,8 @@ Hyperparams: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 # The second is what the Hub look-up makes of the class's name.
 NAMES = ("ppo_ext", "ppoext")
 HYPERPARAMS = Path(__file__).parent / "hyperparams" / "ppo_ext.yml"
+# The trial that runs in this thread (`--n-jobs`)
+_TRIAL: ContextVar[Any] = ContextVar("trial", default=None)
 SCRIPTS = {
     "train": "rl_zoo3.train",
     "enjoy": "rl_zoo3.enjoy",
@@ -155,10 +158,14 @@ def _with_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], tr
         sampled = experiment.load_trial(experiment.storage or "", experiment.study_name or "", trial_id)
     except IndexError as error:
         raise ValueError(f"`--trial-id {trial_id}`: the study {experiment.study_name} has no such trial") from error
+    except KeyError as error:
+        remedy = f"it did not sample {error}; name one of a study of `ppo_ext` that has come to its end"
+        raise ValueError(f"`--trial-id {trial_id}`: {remedy}") from error
     merged = TrialHyperparams(hyperparams, policy_kwargs=_evaluate(hyperparams.get("policy_kwargs")))
     merged.update(sampled)
-    # What the command line says (`-params`) goes before both.
-    merged |= {name: value for name, value in (experiment.custom_hyperparams or {}).items() if name in sampled}
+    # What the command line says (`-params`) goes before both. Its `policy_kwargs` are the entry's by now, as in the trial.
+    given = {name: value for name, value in (experiment.custom_hyperparams or {}).items() if name != "policy_kwargs"}
+    merged |= {name: value for name, value in given.items() if name in sampled}
     return dict(merged)
 
 
@@ -176,10 +183,16 @@ def _preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentM
 
 
 def _maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManager", env: VecEnv, eval_env: bool) -> VecEnv:
-    """``normalize: true`` is for what ``VecNormalize`` can normalize, unless the user says more."""
+    """
+    ``normalize: true`` is for what ``VecNormalize`` can normalize, unless the user says more. In a trial it has the discount
+    that was sampled, as a training with its ``--trial-id`` has.
+    """
     if experiment.normalize and not {"norm_obs", "norm_obs_keys"} & experiment.normalize_kwargs.keys():
         experiment.normalize_kwargs = {**experiment.normalize_kwargs, **_normalizable(env.observation_space)}
-    return theirs(env, eval_env)
+    env, trial = theirs(env, eval_env), _TRIAL.get()
+    if isinstance(env, VecNormalize) and trial is not None:
+        env.gamma = trial.user_attrs["gamma"]
+    return env
 
 
 def _normalizable(space: spaces.Space) -> dict[str, Any]:
@@ -213,17 +226,20 @@ def _objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", 
     policy = experiment._hyperparams.get("policy")
     trial.set_user_attr("policy", getattr(policy, "__name__", str(policy)))
     trial.set_user_attr("n_timesteps", experiment.n_timesteps)
+    token = _TRIAL.set(trial)
     try:
         return theirs(trial)
     except BadArgumentError as error:
         print(f"Trial {trial.number} is pruned: {error}")
         raise optuna.TrialPruned from error
+    finally:
+        _TRIAL.reset(token)
 
 
 def _hyperparameters_optimization(theirs: Callable[[], None], experiment: "ExperimentManager") -> None:
     """Let a study in a database survive its workers. A journal has no such means."""
     storage = experiment.storage
-    if not isinstance(storage, str) or "://" not in storage:
+    if not isinstance(storage, str) or "://" not in storage or storage.endswith(".log"):
         return theirs()
     from sb3_ppo_ext.storage import HeartbeatStorage, fail_stale_trials
 

@@ -7,12 +7,14 @@ and nothing else. Evaluated is the deterministic policy, 20 times in a training;
 
 Run it: python scripts/benchmark_returns.py (hours; it needs RL Zoo, MuJoCo and Box2D)
 It writes benchmark/*.csv after each run and goes on where it was interrupted; runs whose hyperparameters have changed are done
-again. `--report` writes tables and plots of what there is.
+again. `--report` writes tables and plots of what there is, and `--times` measures the time per step: benchmark/times.json.
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -21,7 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -31,8 +34,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch as th
 import yaml
 from returns_report import N_LAST, report, select
+from rl_zoo3.exp_manager import ExperimentManager
+from stable_baselines3.common.base_class import BaseAlgorithm
 
 N_EVALUATIONS, N_EPISODES = 20, 10
 # The Zoo gives the last five of the first seven 1M steps, and the others what is here.
@@ -50,6 +56,8 @@ BUDGETS = {
 }
 CONTROL, MEMORY = tuple(BUDGETS)[:7], tuple(BUDGETS)[7:]
 SB3_DEFAULTS = {"policy": "MlpPolicy"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+RUNNING: set[subprocess.Popen] = set()
 
 
 @dataclass(frozen=True)
@@ -124,26 +132,27 @@ def command(job: Job, folder: Path) -> list[str]:
 def train(job: Job) -> pd.DataFrame:
     """
     :return: A row for each evaluation
-    :raises RuntimeError: with what the command printed, if it fails
+    :raises RuntimeError: with what the command printed, if it fails or ends too early
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = command(job, folder)
-        output, start = folder / "output.txt", time.perf_counter()
+        words, output, start = command(job, folder), folder / "output.txt", time.perf_counter()
         with output.open("w") as file:
-            process = subprocess.Popen(
-                words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
-            _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - start
-        if status != 0:
+            # Ctrl-C is for this process: the Zoo would take it for a wish to end the training, and succeed.
+            process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT, start_new_session=True)
+            RUNNING.add(process)
+            status = process.wait()
+            RUNNING.discard(process)
+        evaluations = list(folder.glob(f"*/{job.task}_1/evaluations.npz"))
+        if status != 0 or not evaluations:
             raise RuntimeError(f"{' '.join(words)}\n{output.read_text()}")
-        [evaluations] = folder.glob(f"*/{job.task}_1/evaluations.npz")
-        with np.load(evaluations) as data:
+        with np.load(evaluations[0]) as data:
             timesteps, returns = data["timesteps"], data["results"].mean(axis=1)
-    cpu_seconds = usage.ru_utime + usage.ru_stime
+        if len(timesteps) < N_EVALUATIONS:
+            raise RuntimeError(f"{' '.join(words)} ended at step {timesteps[-1]}")
     columns = {"task": job.task, "arm": job.arm, "seed": job.seed, "digest": job.digest()}
-    return pd.DataFrame({**columns, "timesteps": timesteps, "return": returns, "seconds": seconds, "cpu_seconds": cpu_seconds})
+    seconds = time.perf_counter() - start
+    return pd.DataFrame({**columns, "timesteps": timesteps, "return": returns, "seconds": seconds})
 
 
 def read(path: Path) -> pd.DataFrame:
@@ -182,8 +191,66 @@ def run_jobs(jobs: list[Job], path: Path, n_processes: int) -> None:
             print(f"{job.task}, {job.arm}, seed {job.seed}: {score:.1f} in {rows['seconds'].iloc[0]:.0f} s", flush=True)
 
     with ThreadPoolExecutor(n_processes) as pool:
-        for done in [pool.submit(run, job) for job in jobs]:
-            done.result()
+        try:
+            for done in as_completed([pool.submit(run, job) for job in jobs]):
+                done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(RUNNING):
+                process.kill()
+            raise
+
+
+def current(runs: pd.DataFrame, suite: str) -> pd.DataFrame:
+    """Without rows of hyperparameters that are no longer those of the task."""
+    if runs.empty:
+        return runs
+    tasks, arms = SUITES[suite]
+    digests = {(task, arm): Job(suite, task, arm, 0).digest() for task in tasks for arm in arms}
+    return runs[[digests.get((row.task, row.arm)) == row.digest for row in runs.itertuples()]]
+
+
+# Times
+
+
+def measure_times(suite: str, tasks: Sequence[str], n_rounds: int = 5) -> dict[str, float]:
+    """
+    :return: How many times less CPU time a step takes with ours: the median over the rounds, in which both train in turns
+        until each has made an update; without evaluations
+    """
+    arms = list(SUITES[suite][1])
+    ratios = {}
+    for task in tasks:
+        with tempfile.TemporaryDirectory() as folder:
+            models = [make_model(Job(suite, task, arm, 0), Path(folder)) for arm in arms]
+            rounds = [[cpu_time_per_step(model) for model in models] for _ in range(n_rounds + 1)]
+        theirs, ours = np.array(rounds[1:]).T
+        ratios[task] = round(float(np.median(theirs / ours)), 2)
+        print(f"{suite}, {task}: {ratios[task]} times less CPU time per step", flush=True)
+    return ratios
+
+
+def make_model(job: Job, folder: Path) -> BaseAlgorithm:
+    """As the Zoo's command does."""
+    conf = folder / "entry.yml"
+    conf.write_text(yaml.safe_dump({job.task: job.entry()}))
+    algo = SUITES[job.suite][1][job.arm].algo
+    with contextlib.redirect_stdout(io.StringIO()):
+        made = ExperimentManager(
+            argparse.Namespace(), algo, job.task, str(folder), eval_freq=-1, config=str(conf), device="cpu", seed=0, verbose=0
+        ).setup_experiment()
+    assert made is not None
+    return made[0]
+
+
+def cpu_time_per_step(model: Any, n_steps: int = 2048) -> float:
+    """Of whole rollouts and their updates, at least so many steps."""
+    before, start = model.num_timesteps, time.process_time()
+    model.learn(max(n_steps, model.n_steps * model.n_envs), reset_num_timesteps=False)
+    return (time.process_time() - start) / (model.num_timesteps - before)
+
+
+# The command line
 
 
 def versions() -> dict[str, str]:
@@ -207,27 +274,52 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("benchmark"), help="folder (default: %(default)s)")
     parser.add_argument("--report", action="store_true", help="run nothing")
-    return parser.parse_args()
+    parser.add_argument("--times", action="store_true", help="measure the time per step instead, both in turns")
+    arguments = parser.parse_args()
+    if arguments.timesteps and arguments.out == parser.get_default("out"):
+        parser.error("--timesteps: short runs would replace those that are in benchmark/; name another folder with --out")
+    return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
+    jobs = {suite: jobs_of(suite, arguments) for suite in arguments.suites}
     for suite in arguments.suites:
-        tasks, arms = SUITES[suite]
         path = arguments.out / f"{suite}.csv"
-        if not arguments.report:
-            wanted = [arm for arm in arms if arm in (arguments.arms or arms)]
-            tasks = tuple(task for task in tasks if task in arguments.tasks)
-            # Seed by seed, so that an interrupted benchmark has a few runs of everything
-            seeds = range(arguments.seeds)
-            limit = arguments.timesteps
-            jobs = [Job(suite, task, arm, seed, limit) for seed in seeds for task in tasks for arm in wanted]
-            run_jobs(jobs, path, arguments.processes)
-        runs = read(path)
+        if arguments.times:
+            add_times(arguments.out / "times.json", suite, list(dict.fromkeys(job.task for job in jobs[suite])))
+        elif not arguments.report:
+            run_jobs(jobs[suite], path, arguments.processes)
+            (arguments.out / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n")
+        # Short runs are those of a test.
+        runs = read(path) if arguments.timesteps else current(read(path), suite)
         if not runs.empty:
-            report(suite, runs, list(arms), arguments.out)
-    if not arguments.report:
-        (arguments.out / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n")
+            report(suite, runs, list(SUITES[suite][1]), arguments.out)
+
+
+def jobs_of(suite: str, arguments: argparse.Namespace) -> list[Job]:
+    """
+    Seed by seed, so that an interrupted benchmark has a few runs of everything.
+
+    :raises ValueError: if a task has no hyperparameters
+    """
+    tasks, arms = SUITES[suite]
+    tasks = tuple(task for task in tasks if task in arguments.tasks)
+    wanted = [arm for arm in arms if arm in (arguments.arms or arms)]
+    jobs = [
+        Job(suite, task, arm, seed, arguments.timesteps) for seed in range(arguments.seeds) for task in tasks for arm in wanted
+    ]
+    for job in jobs:
+        job.entry()
+    return jobs
+
+
+def add_times(path: Path, suite: str, tasks: Sequence[str]) -> None:
+    th.set_num_threads(1)
+    times = json.loads(path.read_text()) if path.exists() else {}
+    times[suite] = {**times.get(suite, {}), **measure_times(suite, tasks)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(times, indent=1) + "\n")
 
 
 if __name__ == "__main__":

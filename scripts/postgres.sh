@@ -5,7 +5,7 @@
 #   scripts/postgres.sh url [FOLDER]     prints the address again
 #   scripts/postgres.sh stop [FOLDER]    stops it; the studies stay, and `start` goes on
 #
-# PORT (default: 5433) is where it listens. HOST=name makes it listen for other machines, too; name is how they find this one.
+# PORT (default: 5433) is where it listens. With HOST=name, `start` lets other machines in, too; name is how they find this one.
 # It needs PostgreSQL's server: `apt install postgresql` on Debian and Ubuntu. What that package itself runs is not touched.
 set -euo pipefail
 
@@ -40,37 +40,48 @@ create() {
     printf '%s' "$password" | as_owner sh -c 'umask 077; cat > "$0/password"' "$folder"
     as_owner "$bin/initdb" --pgdata "$folder/data" --username optuna --auth scram-sha-256 --pwfile "$folder/password" \
         > /dev/null
-    if [ "$host" != localhost ]; then
-        echo "host all all all scram-sha-256" | as_owner tee -a "$folder/data/pg_hba.conf" > /dev/null
-    fi
+}
+
+control() {
+    as_owner "$bin/pg_ctl" --pgdata "$folder/data" "$@"
 }
 
 url() {
     local port
     port=$(as_owner sed -n 4p "$folder/data/postmaster.pid" 2> /dev/null) || fail "It does not run: $0 start"
-    echo "postgresql+psycopg://optuna:$(as_owner cat "$folder/password")@$host:$port/postgres"
+    echo "postgresql+psycopg://optuna:$(as_owner cat "$folder/password")@$(as_owner cat "$folder/host"):$port/postgres"
 }
 
 start() {
     [ -f "$folder/data/PG_VERSION" ] || create
-    local listen=localhost
-    [ "$host" = localhost ] || listen='*'
-    as_owner "$bin/pg_ctl" --pgdata "$folder/data" status > /dev/null 2>&1 \
-        || as_owner "$bin/pg_ctl" --pgdata "$folder/data" --log "$folder/server.log" --wait --silent \
-            --options "-p $port -c listen_addresses='$listen' -k ''" start > /dev/null \
-        || fail "see $folder/server.log"
+    if ! control status > /dev/null 2>&1; then
+        launch
+    elif [ -n "${HOST:-}" ] && [ "$HOST" != "$(as_owner cat "$folder/host")" ]; then
+        fail "It runs already, for $(as_owner cat "$folder/host"): stop it first"
+    fi
     url
 }
 
+launch() {
+    local host=${HOST:-localhost} listen=localhost everybody="host all all all scram-sha-256"
+    if [ "$host" != localhost ]; then
+        listen='*'
+        as_owner grep -qx "$everybody" "$folder/data/pg_hba.conf" \
+            || echo "$everybody" | as_owner tee -a "$folder/data/pg_hba.conf" > /dev/null
+    fi
+    echo "$host" | as_owner tee "$folder/host" > /dev/null
+    control --log "$folder/server.log" --wait --silent --options "-p $port -c listen_addresses='$listen' -k ''" start \
+        > /dev/null || fail "see $folder/server.log"
+}
+
 stop() {
-    as_owner "$bin/pg_ctl" --pgdata "$folder/data" --wait --silent stop
+    control --wait --silent stop
 }
 
 [ $# -ge 1 ] && [ $# -le 2 ] || usage
-server=$(find_server)
+server=$(find_server) || true
 [ -n "$server" ] || fail "There is no PostgreSQL server: apt install postgresql"
 bin=$(dirname "$server")
-host=${HOST:-localhost}
 port=${PORT:-5433}
 folder=$(realpath -m "${2:-logs/postgres}")
 case $1 in

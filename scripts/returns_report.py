@@ -1,9 +1,10 @@
 """
 Tables and plots of `benchmark_returns.py`. Not a script.
 
-Its rows are evaluations: ``task``, ``arm``, ``seed``, ``timesteps``, ``return``, and of each run ``seconds``, ``cpu_seconds``.
+Its rows are evaluations: ``task``, ``arm``, ``seed``, ``timesteps``, ``return``, and the ``seconds`` that the run took.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,27 +39,21 @@ def score(run: pd.DataFrame) -> float:
     return float(run["return"].tail(N_LAST).mean())
 
 
-def cpu_seconds(run: pd.DataFrame) -> float:
-    return float(run["cpu_seconds"].iloc[0])
-
-
 def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> float:
     """That a run of ours is better than one of theirs; equal ones count half."""
     pairs = ours[:, None] - theirs
     return float(np.mean((pairs > 0) + 0.5 * (pairs == 0)))
 
 
-def task_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str) -> list[list[str]]:
+def task_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str, times: dict[str, float]) -> list[list[str]]:
     lines = []
     for task in tasks:
         one, other = per_seed(runs, task, theirs, score), per_seed(runs, task, ours, score)
-        seconds = [np.median(per_seed(runs, task, arm, cpu_seconds)) for arm in (theirs, ours)]
         steps = select(runs, task=task)["timesteps"].max()
         p_value = mannwhitneyu(other, one).pvalue if min(len(one), len(other)) > 1 else np.nan
         texts = [task, f"{steps / 1000:.0f}k", _mean_and_std(one), _mean_and_std(other)]
-        lines.append(
-            [*texts, f"{probability_of_improvement(other, one):.2f}", f"{p_value:.3f}", f"{seconds[0] / seconds[1]:.1f}"]
-        )
+        faster = f"{times[task]:.1f}" if task in times else "-"
+        lines.append([*texts, f"{probability_of_improvement(other, one):.2f}", f"{p_value:.3f}", faster])
     return lines
 
 
@@ -83,11 +78,17 @@ def aggregate_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours:
     def iqm(values: np.ndarray) -> np.ndarray:
         return np.array([metrics.aggregate_iqm(values)])
 
-    points, intervals = library.get_interval_estimates(normalized, iqm, reps=BOOTSTRAPS)
+    points, intervals = intervals_of(normalized, iqm)
     lines = [[f"IQM, {arm}", _with_interval(points[arm], intervals[arm])] for arm in (theirs, ours)]
     pair = {"pair": (scores[ours], scores[theirs])}
-    points, intervals = library.get_interval_estimates(pair, metrics.probability_of_improvement, reps=BOOTSTRAPS)
+    points, intervals = intervals_of(pair, metrics.probability_of_improvement)
     return [*lines, ["probability of improvement", _with_interval(points["pair"], intervals["pair"])]]
+
+
+def intervals_of(scores: dict[str, Any], statistic: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The same ones each time."""
+    random_state = np.random.RandomState(0)
+    return library.get_interval_estimates(scores, statistic, reps=BOOTSTRAPS, random_state=random_state)
 
 
 def _with_interval(point: Any, interval: np.ndarray) -> str:
@@ -135,9 +136,11 @@ def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) ->
     tasks = [task for task in runs["task"].unique() if set(arms) <= set(select(runs, task=task)["arm"])]
     if not tasks:
         return
-    header = ["task", "steps", theirs, ours, "P(better)", "p", "faster"]
+    path = folder / "times.json"
+    times = json.loads(path.read_text()).get(suite, {}) if path.exists() else {}
+    header = ["task", "steps", theirs, ours, "P(better)", "p", "times faster"]
     parts = [
-        table(header, task_lines(runs, tasks, theirs, ours)),
+        table(header, task_lines(runs, tasks, theirs, ours, times)),
         table(["all tasks", ""], aggregate_lines(runs, tasks, theirs, ours)),
     ]
     text = "\n\n".join(parts)

@@ -5,7 +5,10 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import Figure as TensorBoardFigure
 from stable_baselines3.common.logger import configure
 from test_zoo import train
 from toys import make_toys
@@ -49,6 +52,40 @@ def test_what_is_drawn_is_what_was_logged(run_folder):
     assert len(drawn["advantages"]) == 4
 
 
+def test_a_training_that_goes_on_adds_to_the_file(tmp_path):
+    """With SB3's own logger and a user's, which stays open; a training that begins replaces it."""
+    for logger in (None, configure(str(tmp_path / "other"), ["csv"])):
+        model = PPOExt("MlpPolicy", make_toys(length=5), **SMALL)
+        if logger:
+            model.set_logger(logger)
+        steps = []
+        for again in (False, True, True):
+            model.learn(64, reset_num_timesteps=not again, callback=ProgressFile(tmp_path))
+            steps.append(read_log(tmp_path)["time/fps"][0].tolist())
+        assert steps[0] == [n for n in steps[2] if n <= 64]
+        assert steps[1] == [n for n in steps[2] if n <= 128]
+        assert steps[2] == sorted(steps[2])
+        assert len(steps[2]) == 3 * len(steps[0])
+        if logger:
+            assert len(logger.output_formats) == 1
+
+
+def test_what_is_no_number_is_left_to_other_writers(tmp_path):
+    """A figure for TensorBoard would end the training."""
+
+    class Drawing(BaseCallback):
+        def _on_step(self):
+            self.logger.record("a/figure", TensorBoardFigure(Figure(), close=True))
+            self.logger.record("a/word", "one, two")
+            self.logger.record("a/number", np.float32(0.5))
+            return True
+
+    PPOExt("MlpPolicy", make_toys(length=5), **SMALL).learn(64, callback=[Drawing(), ProgressFile(tmp_path)])
+    log = read_log(tmp_path)
+    assert set(log["a/number"][1]) == {0.5}
+    assert not {"a/figure", "a/word"} & log.keys()
+
+
 def test_quantities_that_were_not_logged_have_no_panel(tmp_path):
     """SB3's PPO on discrete actions logs less."""
     model = PPO("MlpPolicy", "CartPole-v1", **SMALL)
@@ -88,4 +125,10 @@ def test_bad_folders(tmp_path):
         completed = command(folder, "-o", tmp_path / "plots" / "run.png")
         assert completed.returncode == 2
         assert message in completed.stderr
+    assert not (tmp_path / "plots").exists()
+
+
+def test_bad_format(run_folder, tmp_path):
+    completed = command(run_folder, "-o", tmp_path / "plots" / "run.foo")
+    assert "Matplotlib writes" in completed.stderr
     assert not (tmp_path / "plots").exists()

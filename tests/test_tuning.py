@@ -127,10 +127,61 @@ def test_a_clash_with_the_entry_prunes_the_trial(tmp_path, capsys):
     assert "Trial 0 is pruned" in capsys.readouterr().out
 
 
+def test_normalization_has_the_sampled_discount(tmp_path, monkeypatch):
+    """In the trial as in the training with its id."""
+    seen = []
+
+    class Spy(PPOExt):
+        def learn(self, *args, **kwargs):
+            seen.append((self.gamma, self.get_vec_normalize_env().gamma))
+            raise ValueError("pruned")
+
+    monkeypatch.setitem(sys.modules["rl_zoo3.utils"].ALGOS, "ppo_ext", Spy)
+    experiment = manager(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=2000)
+    experiment.setup_experiment()
+    optuna.create_study(sampler=RandomSampler(0)).optimize(experiment.objective, n_trials=4, n_jobs=2)
+    assert len({gamma for gamma, _ in seen}) == 4
+    for gamma, of_normalization in seen:
+        assert gamma == of_normalization
+
+
+def test_a_study_goes_on_with_other_environments():
+    """In number: the size of the rollout is theirs."""
+    study = optuna.create_study(sampler=RandomSampler(0))
+    for n_envs in (4, 8):
+        trial = study.ask()
+        sampled = HYPERPARAMS_SAMPLER["ppo_ext"](trial, 1, n_envs, {})
+        study.tell(trial, 0.0)
+        assert sampled["batch_size"] * 2 ** trial.params["n_minibatches_pow"] >= sampled["n_steps"] * n_envs
+
+
+def test_trial_and_policy_kwargs_of_the_command_line(tmp_path):
+    """They are merged as in the trial: the sampled network stays."""
+    url = f"sqlite:///{tmp_path}/study.db"
+    study = optuna.create_study(storage=url, study_name="study", sampler=RandomSampler(0))
+    trial = study.ask()
+    sampled = HYPERPARAMS_SAMPLER["ppo_ext"](trial, 1, 4, {})
+    study.tell(trial, 0.0)
+    given = dict(policy_kwargs=dict(ortho_init=False), gamma=0.5)
+    experiment = manager(storage=url, study_name="study", trial_id=0, hyperparams=given)
+    hyperparams, _ = experiment.read_hyperparameters()
+    assert hyperparams["policy_kwargs"] == {"ortho_init": False, **sampled["policy_kwargs"]}
+    assert hyperparams["gamma"] == 0.5
+    assert hyperparams["learning_rate"] == sampled["learning_rate"]
+
+
+def test_trial_that_sampled_nothing(tmp_path):
+    """Such as one whose worker was killed at once."""
+    url = f"sqlite:///{tmp_path}/study.db"
+    optuna.create_study(storage=url, study_name="study").ask()
+    with pytest.raises(ValueError, match="`--trial-id 0`: it did not sample"):
+        manager(storage=url, study_name="study", trial_id=0).read_hyperparameters()
+
+
 WORKER = """
 import sys
 from sb3_ppo_ext import storage
-storage.HEARTBEAT_INTERVAL = 1
+storage.HEARTBEAT_INTERVAL, storage.GRACE_PERIOD = 1, 2
 from rl_zoo3.train import train
 sys.argv = ["train", *sys.argv[1:]]
 train()
@@ -200,13 +251,23 @@ def test_postgres_survives_a_kill(tmp_path_factory):
         assert_survives_a_kill(url, work)
         n_trials = len(trials(url))
         server("stop")
-        assert server("start") == url
+        environment["HOST"] = "127.0.0.1"  # others may come
+        assert server("start") == url.replace("localhost", "127.0.0.1") == server("url")
         assert len(trials(url)) == n_trials
         output = run(*RL_ZOO3, "train", *TRIALS, "--storage", url, "--study-name", "study", "--n-trials", 1, *QUICK, cwd=work)
         assert f"Number of finished trials:  {n_trials + 1}" in output
     finally:
         server("stop")
         shutil.rmtree(folder)
+
+
+def test_without_a_server(tmp_path):
+    """The script says what to install."""
+    script = tmp_path / "postgres.sh"
+    script.write_text(POSTGRES.read_text().replace("/usr/lib/postgresql", str(tmp_path / "nowhere")))
+    completed = subprocess.run(["/bin/bash", script, "start"], capture_output=True, text=True, env={"PATH": "/bin"})
+    assert completed.returncode == 1
+    assert completed.stderr == "There is no PostgreSQL server: apt install postgresql\n"
 
 
 def test_storage_of_a_study_is_the_users_again(tmp_path, monkeypatch):
@@ -218,7 +279,7 @@ def test_storage_of_a_study_is_the_users_again(tmp_path, monkeypatch):
     assert seen[0].get_heartbeat_interval() == 60
     assert not seen[0].endswith(".log")
     assert experiment.storage == url
-    for journal in (None, "study.log"):
+    for journal in (None, "study.log", "sqlite:///study.log"):
         experiment.storage = journal
         zoo._hyperparameters_optimization(lambda: seen.append(experiment.storage), experiment)
         assert seen[-1] is journal

@@ -1,0 +1,138 @@
+"""The benchmark of returns: what it runs, that it goes on where it stopped, and its statistics."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+import benchmark_returns  # noqa: E402
+import returns_report  # noqa: E402
+
+
+def runs_of(scores):
+    """Rows of runs with two evaluations, of which the second one is the score plus one and the first the score minus one."""
+    rows = [
+        dict(task=task, arm=arm, seed=seed, timesteps=timesteps, seconds=10.0, cpu_seconds=seconds)
+        | {"return": score + offset}
+        for (task, arm), values in scores.items()
+        for seed, score in enumerate(values)
+        for timesteps, offset in ((0, 100.0), (500, -1.0), (1000, 1.0))
+        for seconds in [2.0 if arm == "ours" else 6.0]
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_table_of_a_task():
+    """By hand: of nine pairs six are better and two are equal."""
+    runs = runs_of({("task", "theirs"): [1.0, 2.0, 3.0], ("task", "ours"): [2.0, 3.0, 4.0]})
+    [line] = returns_report.task_lines(runs, ["task"], "theirs", "ours", {"task": 3.0})
+    assert line[:4] == ["task", "1k", "2 ± 1 (3)", "3 ± 1 (3)"]
+    assert float(line[4]) == pytest.approx((6 + 1) / 9, abs=0.005)
+    assert line[6] == "3.0"
+
+
+def test_aggregates():
+    """All of one arm above all of the other: the probability is 1, and so is the interval."""
+    low, high = [0.0, 0.1, 0.2, 0.3, 0.4], [0.6, 0.7, 0.8, 0.9, 1.0]
+    scores = {(task, arm): values for task in "ab" for arm, values in (("theirs", low), ("ours", high))}
+    lines = dict(returns_report.aggregate_lines(runs_of(scores), ["a", "b"], "theirs", "ours"))
+    assert lines["probability of improvement"] == "1.00 (1.00 to 1.00)"
+    assert float(lines["IQM, ours"].split()[0]) == pytest.approx(0.8, abs=0.01)
+    assert float(lines["IQM, theirs"].split()[0]) == pytest.approx(0.2, abs=0.01)
+
+
+def test_report(tmp_path):
+    """Tasks that only one arm has done are left out."""
+    rng = np.random.default_rng(0)
+    scores = {("a", "theirs"): rng.normal(size=3), ("a", "ours"): rng.normal(size=3), ("b", "ours"): rng.normal(size=3)}
+    returns_report.report("suite", runs_of(scores), ["theirs", "ours"], tmp_path)
+    text = (tmp_path / "suite.md").read_text()
+    assert "| a |" in text
+    assert "| b |" not in text
+    assert (tmp_path / "suite.png").stat().st_size > 5000
+
+
+def jobs():
+    for suite, (tasks, arms) in benchmark_returns.SUITES.items():
+        for task in tasks:
+            for arm in arms:
+                yield benchmark_returns.Job(suite, task, arm, 0)
+
+
+@pytest.mark.parametrize("job", list(jobs()), ids=lambda job: f"{job.suite}-{job.task}-{job.arm}")
+def test_entries(job):
+    """Each has one; MuJoCo's in version 5 take the Zoo's of version 4."""
+    entry = job.entry()
+    assert entry["n_timesteps"] == benchmark_returns.BUDGETS[job.task]
+    if job.task == "Hopper-v5" and job.arm == "ppo":
+        assert entry["batch_size"] == 32
+    if job.arm == "SB3's defaults":
+        assert entry.keys() == {"policy", "n_timesteps"}
+
+
+def test_the_command_has_the_entry(tmp_path):
+    job = benchmark_returns.Job("presets", "Pendulum-v1", "ppo", 3, limit=2000)
+    words = benchmark_returns.command(job, tmp_path)
+    assert yaml.safe_load(Path(words[words.index("-conf") + 1]).read_text()) == {"Pendulum-v1": job.entry()}
+    assert words[words.index("--seed") + 1] == "3"
+    assert words[words.index("--eval-freq") + 1] == "100"
+    other = benchmark_returns.Job("presets", "Pendulum-v1", "ppo", 3, limit=4000)
+    assert job.digest() != other.digest()
+
+
+def benchmark(folder, *more):
+    command = [sys.executable, SCRIPTS / "benchmark_returns.py", "--suites", "memory", "--tasks", "CartPoleNoVel-v1", *more]
+    command += ["--timesteps", "1280", "--seeds", "1", "--out", folder]
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
+
+
+def test_current_rows():
+    """Those of other hyperparameters are not reported."""
+    job = benchmark_returns.Job("memory", "CartPoleNoVel-v1", "ppo_ext", 0)
+    rows = pd.DataFrame([dict(task=job.task, arm=job.arm, digest=digest) for digest in (job.digest(), "old")])
+    assert benchmark_returns.current(rows, "memory")["digest"].tolist() == [job.digest()]
+
+
+def test_short_runs_want_a_folder_of_their_own(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark_returns.py", "--timesteps", "100"])
+    with pytest.raises(SystemExit):
+        benchmark_returns.parse_arguments()
+    assert "name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_times(tmp_path):
+    """Both arms train as the Zoo's command would let them."""
+    assert "CartPoleNoVel-v1" in benchmark(tmp_path, "--times")
+    times = json.loads((tmp_path / "times.json").read_text())
+    assert times["memory"]["CartPoleNoVel-v1"] > 0.5
+
+
+@pytest.mark.slow
+def test_benchmark_goes_on(tmp_path):
+    """After one arm the other one is left; then there is nothing to do; a run of other hyperparameters is done again."""
+    path = tmp_path / "memory.csv"
+    assert "1 runs to do" in benchmark(tmp_path, "--arms", "ppo_ext")
+    first = pd.read_csv(path)
+    assert len(first) == benchmark_returns.N_EVALUATIONS
+    printed = benchmark(tmp_path)
+    assert "1 runs to do" in printed
+    assert "probability of improvement" in printed
+    both = pd.read_csv(path)
+    pd.testing.assert_frame_equal(both[both["arm"] == "ppo_ext"].reset_index(drop=True), first)
+    assert "0 runs to do" in benchmark(tmp_path)
+    both.loc[both["arm"] == "ppo_ext", "digest"] = "old"
+    both.to_csv(path, index=False)
+    assert "1 runs to do" in benchmark(tmp_path)
+    again = pd.read_csv(path)
+    assert len(again) == len(both)
+    assert "old" not in set(again["digest"])
+    for name in ("memory.md", "memory.png", "versions.json"):
+        assert (tmp_path / name).exists()
