@@ -112,11 +112,13 @@ class Job:
 
 @cache
 def entries(source: str) -> dict[str, dict[str, Any]]:
-    package = "sb3_ppo_ext" if source == "ppo_ext" else "rl_zoo3"
-    spec = importlib.util.find_spec(package)
+    """What `ppo_ext.yml` does not list, ``ppo_ext`` takes from the Zoo's ``ppo.yml``."""
+    ours = source == "ppo_ext"
+    spec = importlib.util.find_spec("sb3_ppo_ext" if ours else "rl_zoo3")
     assert spec is not None
     assert spec.origin is not None
-    return yaml.safe_load((Path(spec.origin).parent / "hyperparams" / f"{source}.yml").read_text())
+    listed = yaml.safe_load((Path(spec.origin).parent / "hyperparams" / f"{source}.yml").read_text())
+    return {**(entries("ppo") if ours else {}), **listed}
 
 
 def command(job: Job, folder: Path) -> list[str]:

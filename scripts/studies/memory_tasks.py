@@ -53,21 +53,25 @@ class RepeatPrevious(gym.Env):
     """
 
     action_space = spaces.Discrete(4)
-    observation_space = spaces.Discrete(4)
+    # One-hot, for VecFrameStack does not stack what is Discrete
+    observation_space = spaces.Box(0.0, 1.0, (4,), np.float32)
 
     def __init__(self, delay: int = 4, n_answers: int = 32):
         self.delay, self.n_answers = delay, n_answers
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
         self.symbols = self.np_random.integers(4, size=self.delay + self.n_answers + 1)
         self.n_steps = 0
-        return int(self.symbols[0]), {}
+        return self._observe(), {}
 
-    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         reward = 0.0
         if self.n_steps >= self.delay:
             # By chance one answer of four is right.
             reward = (1.0 if action == self.symbols[self.n_steps - self.delay] else -1 / 3) / self.n_answers
         self.n_steps += 1
-        return int(self.symbols[self.n_steps]), reward, self.n_steps == self.delay + self.n_answers, False, {}
+        return self._observe(), reward, self.n_steps == self.delay + self.n_answers, False, {}
+
+    def _observe(self) -> np.ndarray:
+        return np.eye(4, dtype=np.float32)[self.symbols[self.n_steps]]
