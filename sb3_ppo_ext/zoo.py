@@ -163,8 +163,9 @@ def _with_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], tr
         raise ValueError(f"`--trial-id {trial_id}`: {remedy}") from error
     merged = TrialHyperparams(hyperparams, policy_kwargs=_evaluate(hyperparams.get("policy_kwargs")))
     merged.update(sampled)
-    # What the command line says (`-params`) goes before both. Its `policy_kwargs` are the entry's by now, as in the trial.
-    given = {name: value for name, value in (experiment.custom_hyperparams or {}).items() if name != "policy_kwargs"}
+    # What the command line says (`-params`) goes before both.
+    given = dict(experiment.custom_hyperparams or {})
+    given["policy_kwargs"] = {**merged["policy_kwargs"], **_evaluate(given.get("policy_kwargs"))}
     merged |= {name: value for name, value in given.items() if name in sampled}
     return dict(merged)
 

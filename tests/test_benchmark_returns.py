@@ -38,6 +38,11 @@ def test_table_of_a_task():
     assert line[6] == "3.0"
 
 
+@pytest.fixture(autouse=True)
+def few_bootstraps(monkeypatch):
+    monkeypatch.setattr(returns_report, "BOOTSTRAPS", 200)
+
+
 def test_aggregates():
     """All of one arm above all of the other: the probability is 1, and so is the interval."""
     low, high = [0.0, 0.1, 0.2, 0.3, 0.4], [0.6, 0.7, 0.8, 0.9, 1.0]

@@ -9,10 +9,13 @@ import re
 from pathlib import Path
 
 import numpy as np
+import optuna
 import pytest
 import torch as th
 import yaml
 from gymnasium import spaces
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from parity import assert_equal
 from stable_baselines3 import PPO
 from test_zoo import RL_ZOO3, config, run, saved, train
@@ -20,6 +23,7 @@ from toys import BOX_ACTION, make_toys
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.options import CHECKS
+from sb3_ppo_ext.tuning import convert_ppo_ext_params
 
 SMALL = dict(n_steps=8, batch_size=8, n_epochs=2, seed=3, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
 
@@ -368,5 +372,9 @@ def test_tuning_keeps_options(tmp_path):
     train(*arguments, "-optimize", "--n-trials", "2", "-n", "256", "--n-startup-trials", "2", cwd=tmp_path)
     train(*arguments, "--trial-id", "0", "-n", "256", cwd=tmp_path)
     model = PPOExt.load(saved(tmp_path, "Pendulum-v1"))
-    tuned = {"ent_coef", "n_epochs", "clip_range", "learning_rate"}
-    assert_has_options(model, {name: value for name, value in ZOO_OPTIONS.items() if name not in tuned})
+    journal = JournalStorage(JournalFileBackend(str(tmp_path / "study.log")))
+    sampled = convert_ppo_ext_params(optuna.load_study(storage=journal, study_name="s").trials[0].params)
+    kept = {name: value for name, value in ZOO_OPTIONS.items() if name not in sampled}
+    assert len(kept) > len(ZOO_OPTIONS) / 2
+    assert_has_options(model, kept)
+    assert_has_options(model, {name: value for name, value in sampled.items() if name in ZOO_OPTIONS})

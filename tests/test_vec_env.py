@@ -285,7 +285,7 @@ def test_attributes_of_copies():
 def test_the_zoo_takes_it():
     """For `ppo_ext`, where it would take SB3's; subprocesses stay."""
     for before, after in [(DummyVecEnv, LeanDummyVecEnv), (SubprocVecEnv, SubprocVecEnv)]:
-        experiment = SimpleNamespace(vec_env_class=before, _hyperparams={})
+        experiment = SimpleNamespace(vec_env_class=before, _hyperparams={}, callbacks=[], save_path="logs")
         assert zoo._setup_experiment(lambda: "results", experiment) == "results"
         assert experiment.vec_env_class is after
 

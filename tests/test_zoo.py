@@ -63,9 +63,9 @@ def config(folder, env_id, algo="ppo_ext"):
     ("env_id", "arguments"),
     [
         ("CartPole-v1", ["-n", "600"]),  # in our YAML
-        ("Pendulum-v1", ["-n", "8192", "-params", "n_steps:128", "n_epochs:2"]),
+        pytest.param("Pendulum-v1", ["-n", "8192", "-params", "n_steps:128", "n_epochs:2"], marks=pytest.mark.slow),
         ("HalfCheetah-v4", ["-n", "600", "-params", "n_epochs:1"]),  # in the Zoo's: normalised, with policy_kwargs
-        ("Acrobot-v1", ["-n", "1024", "-params", "n_steps:64"]),  # without policy_kwargs
+        pytest.param("Acrobot-v1", ["-n", "1024", "-params", "n_steps:64"], marks=pytest.mark.slow),  # without policy_kwargs
     ],
 )
 def test_same_numbers_as_ppo(env_id, arguments, tmp_path):
@@ -199,7 +199,7 @@ def trials(storage, name="study"):
     [
         ("tpe", "median", ["--n-trials", "3"]),
         ("random", "halving", ["--n-trials", "2", "--n-jobs", "2"]),
-        ("random", "none", ["--max-total-trials", "2", "--optimization-log-path", "trials"]),
+        pytest.param("random", "none", ["--max-total-trials", "2", "--optimization-log-path", "t"], marks=pytest.mark.slow),
     ],
 )
 def test_tuning(sampler, pruner, more, tmp_path):
@@ -213,9 +213,9 @@ def test_tuning(sampler, pruner, more, tmp_path):
 
 
 def test_trial_of_a_journal(tmp_path):
-    """`--trial-id` trains with a trial's values, the first one's too, and the entry's `policy_kwargs` stay."""
+    """`--trial-id` trains with a trial's values, those of the first one, and the entry's `policy_kwargs` stay."""
     study = ["--storage", "studies/study.log", "--study-name", "study"]
-    optimize(*study, "--n-trials", "2", cwd=tmp_path)
+    optimize(*study, "--n-trials", "1", cwd=tmp_path)
     journal = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / study[1])))
     for trial in trials(journal):
         train("--env", "MountainCarContinuous-v0", "-n", "10", *study, "--trial-id", trial.number, cwd=tmp_path)
@@ -259,6 +259,7 @@ def test_hub_look_up(monkeypatch):
     assert env_id == "CartPole-v1"
 
 
+@pytest.mark.slow
 def test_ars_goes_on_working(tmp_path):
     """It sends its ExperimentManager to other processes."""
     train("--env", "CartPole-v1", "-n", "100", "-params", "n_envs:2", algo="ars", cwd=tmp_path)
@@ -316,7 +317,7 @@ def test_source_checkout_of_the_zoo(tmp_path):
 
 
 def test_trial_and_command_line(tmp_path):
-    """`-params` goes before the trial, whose `policy_kwargs` it then replaces as a whole."""
+    """`-params` goes before the trial, in `policy_kwargs` keyword by keyword."""
     storage = f"sqlite:///{tmp_path}/study.db"
     study = optuna.create_study(storage=storage, study_name="study")
     trial = study.ask()
@@ -325,7 +326,8 @@ def test_trial_and_command_line(tmp_path):
     custom = {"gamma": 0.5, "policy_kwargs": "dict(net_arch=[8])", "vf_coef": 0.9}
     experiment = manager(storage=storage, study_name="study", trial_id=0, hyperparams=custom)
     hyperparams, saved_hyperparams = experiment.read_hyperparameters()
-    assert {name: hyperparams[name] for name in custom} == custom
+    assert hyperparams["policy_kwargs"] == {**sampled["policy_kwargs"], "net_arch": [8]}
+    assert (hyperparams["gamma"], hyperparams["vf_coef"]) == (0.5, 0.9)
     assert hyperparams["learning_rate"] == sampled["learning_rate"]
     assert dict(saved_hyperparams) == hyperparams
 
