@@ -1,10 +1,12 @@
 """A database for a study, in which the trials of workers that died are tried again. Importing it imports Optuna."""
 
+import time
 import warnings
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+from sqlalchemy.exc import DatabaseError
 
 # Seconds between two signs of life, and without one until a worker counts as dead. A machine that slept for a while must not:
 # its trial would have failed behind its back, which Optuna takes for an error.
@@ -33,6 +35,23 @@ class HeartbeatStorage(RDBStorage):
     def endswith(self, suffix: str) -> bool:
         """RL Zoo asks what it takes for a name whether it is that of a journal (``".log"``)."""
         return False
+
+
+def open_storage(url: str, attempts: int = 10) -> HeartbeatStorage:
+    """
+    Optuna makes its tables in an empty database, and raises in a worker that does so at the same time as another one.
+
+    :param url: As SQLAlchemy understands it
+    :param attempts: How often to try, once a second
+    """
+    for attempt in range(attempts):
+        try:
+            return HeartbeatStorage(url)
+        except DatabaseError as error:
+            if attempt == attempts - 1 or not any(words in str(error) for words in ("already exists", "duplicate", "locked")):
+                raise
+            time.sleep(1)
+    raise AssertionError
 
 
 def fail_stale_trials(storage: HeartbeatStorage, study_name: str | None) -> None:

@@ -242,9 +242,9 @@ def _hyperparameters_optimization(theirs: Callable[[], None], experiment: "Exper
     storage = experiment.storage
     if not isinstance(storage, str) or "://" not in storage or storage.endswith(".log"):
         return theirs()
-    from sb3_ppo_ext.storage import HeartbeatStorage, fail_stale_trials
+    from sb3_ppo_ext.storage import fail_stale_trials, open_storage
 
-    database: Any = HeartbeatStorage(storage)
+    database: Any = open_storage(storage)
     fail_stale_trials(database, experiment.study_name)
     experiment.storage = database
     try:

@@ -15,6 +15,7 @@ import yaml
 from optuna.samplers import RandomSampler
 from optuna.trial import TrialState
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
+from sqlalchemy.exc import OperationalError
 from test_zoo import QUICK, RL_ZOO3, manager, run
 
 from sb3_ppo_ext import PPOExt, storage, tuning, zoo
@@ -228,8 +229,18 @@ def assert_survives_a_kill(url, folder, n_trials=6):
     assert len(after) == len(finished) + 1
 
 
+def assert_starts_at_once(url, folder):
+    """Workers that find an empty database together: each comes to its end, and the study has what was asked for."""
+    workers = [start_worker(url, 3, folder) for _ in range(3)]
+    for worker in workers:
+        _, errors = worker.communicate(timeout=300)
+        assert worker.returncode == 0, errors.decode()
+    assert 3 <= len(trials(url)) <= 5
+
+
 @pytest.mark.slow
 def test_sqlite_survives_a_kill(tmp_path):
+    assert_starts_at_once(f"sqlite:///{tmp_path}/first.db", tmp_path)
     assert_survives_a_kill(f"sqlite:///{tmp_path}/study.db", tmp_path)
 
 
@@ -248,6 +259,8 @@ def test_postgres_survives_a_kill(tmp_path_factory):
     try:
         url = server("start")
         assert url == server("url") == server("start")
+        assert_starts_at_once(url, work)
+        optuna.delete_study(study_name="study", storage=url)
         assert_survives_a_kill(url, work)
         n_trials = len(trials(url))
         server("stop")
@@ -268,6 +281,30 @@ def test_without_a_server(tmp_path):
     completed = subprocess.run(["/bin/bash", script, "start"], capture_output=True, text=True, env={"PATH": "/bin"})
     assert completed.returncode == 1
     assert completed.stderr == "There is no PostgreSQL server: apt install postgresql\n"
+
+
+def test_an_empty_database_is_tried_again(tmp_path, monkeypatch):
+    """While another worker makes its tables; any other trouble is not."""
+    real, tried = storage.HeartbeatStorage, []
+
+    def busy(message):
+        def make(url):
+            tried.append(message)
+            if len(tried) < 3:
+                raise OperationalError("CREATE TABLE studies", {}, Exception(message))
+            return real(url)
+
+        return make
+
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(storage, "HeartbeatStorage", busy("table studies already exists"))
+    assert isinstance(storage.open_storage(f"sqlite:///{tmp_path}/study.db"), real)
+    assert len(tried) == 3
+    tried.clear()
+    monkeypatch.setattr(storage, "HeartbeatStorage", busy("wrong password"))
+    with pytest.raises(OperationalError, match="wrong password"):
+        storage.open_storage(f"sqlite:///{tmp_path}/study.db")
+    assert len(tried) == 1
 
 
 def test_storage_of_a_study_is_the_users_again(tmp_path, monkeypatch):
