@@ -19,6 +19,7 @@ class ProgressFile(BaseCallback):
     def __init__(self, folder: str | Path):
         super().__init__()
         self.path = Path(folder) / "progress.csv"
+        self.writer: _Numbers | None = None
 
     def _on_training_start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,9 +32,11 @@ class ProgressFile(BaseCallback):
         return True
 
     def _on_training_end(self) -> None:
-        if self.writer in self.logger.output_formats:
+        # RL Zoo calls this when a training has failed before it began, and once more than SB3 otherwise.
+        if self.writer is not None:
             self.logger.output_formats.remove(self.writer)
             self.writer.close()
+            self.writer = None
 
 
 class _Numbers(CSVOutputFormat):

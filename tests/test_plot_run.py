@@ -86,6 +86,15 @@ def test_what_is_no_number_is_left_to_other_writers(tmp_path):
     assert not {"a/figure", "a/word"} & log.keys()
 
 
+def test_the_end_of_a_training_that_did_not_begin(tmp_path):
+    """RL Zoo announces that to its first callback; another error would hide why."""
+    callback = ProgressFile(tmp_path)
+    callback.on_training_end()
+    PPOExt("MlpPolicy", make_toys(length=5), **SMALL).learn(64, callback=callback)
+    callback.on_training_end()
+    assert len(read_log(tmp_path)["train/loss"][0]) > 0
+
+
 def test_quantities_that_were_not_logged_have_no_panel(tmp_path):
     """SB3's PPO on discrete actions logs less."""
     model = PPO("MlpPolicy", "CartPole-v1", **SMALL)
