@@ -44,6 +44,7 @@ def test_samples_are_legal(env_id, policy, n_envs):
         size = sampled["n_steps"] * n_envs
         assert sampled["batch_size"] <= size
         assert size % sampled["batch_size"] == 0
+        assert sampled["batch_size"] >= min(tuning.SMALLEST_MINIBATCH, size)
         assert size <= max(10_000, 8 * n_envs)
         PPOExt(policy, None, _init_setup_model=False, **sampled)
     PPOExt(policy, env_id, device="cpu", **{**sampled, "n_steps": 8, "batch_size": 8})
