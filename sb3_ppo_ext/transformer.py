@@ -65,6 +65,10 @@ class Block(nn.Module):
     :param gate: Whether a :class:`GRUGate` joins inputs and outputs; else they are added
     """
 
+    # Scores of distances are parameters times this: by steps as small as those of the weights, attention would take a whole
+    # training to settle on a distance.
+    DISTANCE_SCALE = 8.0
+
     def __init__(self, span: int, d_model: int, n_heads: int, ffn_dim: int, gate: bool):
         super().__init__()
         self.span, self.n_heads = span, n_heads
@@ -73,7 +77,7 @@ class Block(nn.Module):
         self.key_value = nn.Linear(d_model, 2 * d_model)
         self.out = nn.Linear(d_model, d_model)
         slopes = th.tensor([0.0 if head == n_heads - 1 else 2.0**-head for head in range(n_heads)])
-        self.distance_scores = nn.Parameter(-slopes[:, None] * th.arange(span + 1))
+        self.distance_scores = nn.Parameter(-slopes[:, None] * th.arange(span + 1) / self.DISTANCE_SCALE)
         self.ffn = nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, ffn_dim), nn.GELU(), nn.Linear(ffn_dim, d_model))
         self.join_attention, self.join_ffn = (GRUGate(d_model) if gate else Residual() for _ in range(2))
 
@@ -106,7 +110,7 @@ class Block(nn.Module):
         queries, keys, values = (self._heads(x) for x in (self.query(self.norm(tokens)), keys, values))
         scores = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
         distances = self.distances(tokens.shape[1], tokens.device)
-        scores = scores + self.distance_scores[:, distances.clamp(0, self.span)]
+        scores = scores + self.DISTANCE_SCALE * self.distance_scores[:, distances.clamp(0, self.span)]
         hidden = ~visible | (distances < 0) | (distances > self.span)
         weights = th.softmax(scores.masked_fill(hidden.unsqueeze(1), -math.inf), dim=-1)
         attended = (weights @ values).transpose(1, 2).flatten(2)
@@ -128,7 +132,7 @@ class Block(nn.Module):
 
 class Stem(nn.Module):
     """
-    Makes a token of the features of the last few steps, so that a token knows about velocities from the start.
+    Makes a token of the features of the last few steps.
 
     :param span: How many steps it looks back
     :param features_dim: Size of the features of one step
@@ -139,6 +143,8 @@ class Stem(nn.Module):
         super().__init__()
         self.span = span
         self.linear = nn.Linear((span + 1) * features_dim, d_model)
+        nn.init.orthogonal_(self.linear.weight, gain=math.sqrt(2))
+        nn.init.zeros_(self.linear.bias)
 
     def forward(self, features: th.Tensor, episodes: th.Tensor) -> th.Tensor:
         """
@@ -178,9 +184,11 @@ class Transformer(nn.Module):
     """
     Turns a sequence of features into what a policy with a memory knows at each step.
 
-    A :class:`Stem` makes a token of each step, and the blocks add to it what they find in earlier ones. Each of them looks
-    back some steps, all together ``context_length - 1``. Nothing is computed of the first steps of a sequence, of which is not
-    known what was before: a sequence becomes shorter, as by convolutions without padding.
+    A :class:`Stem` makes a token of each step and some before it, so that it knows about velocities from the start, and the
+    blocks add to it what they find in earlier ones. The first of them finds tokens of single steps, for in tokens that overlap
+    what was then is mixed with what was before and after. Each block looks back some steps, all together
+    ``context_length - 1``. Nothing is computed of the first steps of a sequence, of which is not known what was before: a
+    sequence becomes shorter, as by convolutions without padding.
 
     :param features_dim: Size of the features of one step
     :param context_length: Steps that it sees, the present one included, at least 1
@@ -189,10 +197,8 @@ class Transformer(nn.Module):
     :param n_layers: Blocks, among which the steps to look back are shared out
     :param ffn_dim: Hidden size of the linear layers
     :param gate: Whether the blocks are gated
+    :param n_stacked: Steps of which a token is made, if the first block looks back as far
     """
-
-    # Steps of which the stem makes a token, if the context is as long
-    N_STACKED = 4
 
     def __init__(
         self,
@@ -203,15 +209,15 @@ class Transformer(nn.Module):
         n_layers: int = 1,
         ffn_dim: int = 128,
         gate: bool = False,
+        n_stacked: int = 4,
     ):
         super().__init__()
         self.features_dim, self.d_model = features_dim, d_model
-        self.stem = Stem(min(self.N_STACKED, context_length) - 1, features_dim, d_model)
-        back = context_length - 1 - self.stem.span
+        back = context_length - 1
         spans = [back * (i + 1) // n_layers - back * i // n_layers for i in range(n_layers)]
+        self.stem = Stem(min(n_stacked - 1, spans[0]), features_dim, d_model)
+        self.single = Stem(0, features_dim, d_model)
         self.blocks = nn.ModuleList(Block(span, d_model, n_heads, ffn_dim, gate) for span in spans)
-        nn.init.orthogonal_(self.stem.linear.weight, gain=math.sqrt(2))
-        nn.init.zeros_(self.stem.linear.bias)
         for block in self.layers:
             block.init_weights()
 
@@ -233,20 +239,21 @@ class Transformer(nn.Module):
         :param cache: An empty one, to be filled with them
         :return: Of the last n steps, shape ``(n_sequences, n, n_outputs)``
         """
-        tokens, start = self.stem(features, episodes), self.stem.span
-        present = tokens
+        first = self.layers[0].span - self.stem.span
+        present = self.stem(features[:, first:], episodes[:, first:])
+        tokens, start = self.single(features, episodes), 0
         for layer, block in enumerate(self.layers):
             keys, values = block.keys_values(tokens)
             if cache is not None:
                 cache.keys[layer][:, start : episodes.shape[1]] = keys
                 cache.values[layer][:, start : episodes.shape[1]] = values
             visible = _same(episodes[:, start + block.span :], episodes[:, start:])
-            tokens = block(tokens[:, block.span :], keys, values, visible)
+            tokens = block(present if layer == 0 else tokens[:, block.span :], keys, values, visible)
             start += block.span
         if cache is not None:
             cache.length = episodes.shape[1]
             cache.features, cache.episodes[:, : cache.length] = features[:, cache.length - self.stem.span :], episodes
-        return th.cat([present[:, start - self.stem.span :], tokens], dim=2)
+        return th.cat([present[:, start - self.layers[0].span :], tokens], dim=2)
 
     def step(self, features: th.Tensor, episodes: th.Tensor, cache: Cache) -> th.Tensor:
         """
@@ -261,12 +268,14 @@ class Transformer(nn.Module):
         cache.episodes[:, now] = episodes
         stacked = th.cat([cache.features, features.unsqueeze(1)], dim=1)
         cache.features = stacked[:, 1:]
-        tokens = present = self.stem(stacked, cache.episodes[:, now - self.stem.span : now + 1])
+        present = self.stem(stacked, cache.episodes[:, now - self.stem.span : now + 1])
+        tokens = self.single(features.unsqueeze(1), cache.episodes[:, now : now + 1])
         for layer, block in enumerate(self.layers):
             cache.keys[layer][:, now : now + 1], cache.values[layer][:, now : now + 1] = block.keys_values(tokens)
             seen = slice(now - block.span, now + 1)
             visible = _same(cache.episodes[:, now : now + 1], cache.episodes[:, seen])
-            tokens = block(tokens, cache.keys[layer][:, seen], cache.values[layer][:, seen], visible)
+            queries = present if layer == 0 else tokens
+            tokens = block(queries, cache.keys[layer][:, seen], cache.values[layer][:, seen], visible)
         cache.length += 1
         return th.cat([present, tokens], dim=2).squeeze(1)
 

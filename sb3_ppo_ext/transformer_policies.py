@@ -77,6 +77,8 @@ class TransformerPolicyMixin(ActionLawMixin):
     :param n_layers: Its layers, which share out the steps to look back: the more layers, the less far each of them sees, and
         what is long ago must pass from one to the next
     :param ffn_dim: Hidden size of its linear layers, ``2 * d_model`` by default
+    :param n_stacked: Of how many steps what it knows of the present is made, as by frame stacking, so that velocities can be
+        read off it. Give 1 where successive observations have nothing to do with each other
     :param gate: Whether what its layers find out is joined by the gates of GTrXL; else it is added
     :param use_last_action: Whether it sees the last action as well: scaled to [-1, 1] if the action space has bounds, as ones
         and zeros if it is discrete
@@ -95,13 +97,15 @@ class TransformerPolicyMixin(ActionLawMixin):
         n_heads: int = 4,
         n_layers: int = 1,
         ffn_dim: int | None = None,
+        n_stacked: int = 4,
         gate: bool = False,
         use_last_action: bool = False,
         use_last_reward: bool = False,
         **kwargs: Any,
     ):
         ffn_dim = 2 * d_model if ffn_dim is None else ffn_dim
-        sizes = dict(context_length=context_length, d_model=d_model, n_heads=n_heads, n_layers=n_layers, ffn_dim=ffn_dim)
+        sizes = dict(context_length=context_length, d_model=d_model, n_heads=n_heads, n_layers=n_layers)
+        sizes |= dict(ffn_dim=ffn_dim, n_stacked=n_stacked)
         for name, value in sizes.items():
             check_number(name, value, 1, integer=True)
         flags = dict(gate=gate, use_last_action=use_last_action, use_last_reward=use_last_reward)
@@ -126,7 +130,7 @@ class TransformerPolicyMixin(ActionLawMixin):
 
     def _make_transformer(self) -> Transformer:
         size = self.features_dim + self.n_action_features + self.use_last_reward
-        names = ("context_length", "d_model", "n_heads", "n_layers", "ffn_dim", "gate")
+        names = ("context_length", "d_model", "n_heads", "n_layers", "ffn_dim", "n_stacked", "gate")
         return Transformer(size, **{name: self.memory_kwargs[name] for name in names})
 
     @property

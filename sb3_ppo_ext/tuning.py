@@ -101,6 +101,8 @@ def _suggest_memory(trial: "optuna.Trial") -> None:
     trial.suggest_categorical("n_heads", [1, 2, 4])
     trial.suggest_int("n_layers", 1, 2)
     trial.suggest_categorical("gate", [False, True])
+    trial.suggest_categorical("n_stacked", [1, 4])
+    trial.suggest_categorical("share_features_extractor", [False, True])
 
 
 def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def _learning_rate(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory(given: dict[str, Any]) -> dict[str, Any]:
-    names = ("d_model", "n_heads", "n_layers", "gate")
+    names = ("d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor")
     context = {"context_length": 2 ** given.pop("context_length_pow")} if "context_length_pow" in given else {}
     return {**context, **{name: given.pop(name) for name in names if name in given}}
 

@@ -2,7 +2,7 @@
 What `ppo_ext` learns, against RL Zoo's `ppo` at equal steps: presets, the default preset, and policies with a memory.
 
 Each run is a stock command, `rl_zoo3 train ... -conf FILE`, in a process of one thread; the file holds the entry of the task
-and nothing else. Evaluated is the deterministic policy, 20 times in a training; a score is the mean of the last two of these,
+and nothing else. Evaluated is the deterministic policy, 10 times in a training; a score is the mean of the last two of these,
 20 episodes. Aggregated with rliable (https://arxiv.org/abs/2108.13264).
 
 Run it: python scripts/benchmark_returns.py (hours; it needs RL Zoo, MuJoCo and Box2D)
@@ -40,7 +40,7 @@ from returns_report import N_LAST, report, select
 from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3.common.base_class import BaseAlgorithm
 
-N_EVALUATIONS, N_EPISODES = 20, 10
+N_EVALUATIONS, N_EPISODES = 10, 10
 # The Zoo gives the last five of the first seven 1M steps, and the others what is here.
 BUDGETS = {
     "Pendulum-v1": 100_000,
@@ -128,7 +128,7 @@ def command(job: Job, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "rl_zoo3.train", "--algo", SUITES[job.suite][1][job.arm].algo, "--env", job.task]
     words += ["-conf", str(conf), "--seed", str(job.seed), "-f", str(folder), "--verbose", "0", "--num-threads", "1"]
     words += ["--device", "cpu", "--eval-freq", str(job.timesteps // N_EVALUATIONS), "--eval-episodes", str(N_EPISODES)]
-    return [*words, "--n-eval-envs", "5"]
+    return [*words, "--n-eval-envs", str(N_EPISODES)]
 
 
 def train(job: Job) -> pd.DataFrame:

@@ -1,5 +1,7 @@
 """Transformer policies see the last observations of the episode, and the same ones wherever they are evaluated."""
 
+import math
+
 import numpy as np
 import pytest
 import torch as th
@@ -37,9 +39,9 @@ def loud(policy, scale=0.3):
 # The network
 
 
-def make_network(context_length, n_layers, gate):
+def make_network(context_length, n_layers, gate, n_stacked):
     th.manual_seed(0)
-    network = Transformer(3, context_length, **SIZES, n_layers=n_layers, gate=gate)
+    network = Transformer(3, context_length, **SIZES, n_layers=n_layers, gate=gate, n_stacked=n_stacked)
     loud(network)
     return network.double()
 
@@ -48,13 +50,22 @@ def random_episodes(n_sequences, n_steps, p=0.2):
     return th.from_numpy(np.cumsum(np.random.default_rng(0).random((n_sequences, n_steps)) < p, axis=1))
 
 
-NETWORKS = [(1, 1, True), (2, 1, False), (5, 1, True), (5, 2, True), (5, 2, False), (11, 3, True), (6, 4, True)]
+NETWORKS = [
+    (1, 1, True, 4),
+    (2, 1, False, 4),
+    (5, 1, True, 4),
+    (5, 1, False, 1),
+    (5, 2, True, 2),
+    (5, 2, False, 9),
+    (11, 3, True, 4),
+    (6, 4, True, 3),
+]
 
 
-@pytest.mark.parametrize(("context_length", "n_layers", "gate"), NETWORKS)
-def test_each_window_by_itself(context_length, n_layers, gate):
+@pytest.mark.parametrize(("context_length", "n_layers", "gate", "n_stacked"), NETWORKS)
+def test_each_window_by_itself(context_length, n_layers, gate, n_stacked):
     """A sequence gives what each of its windows gives alone, whatever stands outside of the window and the episode."""
-    network, before = make_network(context_length, n_layers, gate), context_length - 1
+    network, before = make_network(context_length, n_layers, gate, n_stacked), context_length - 1
     features, episodes = th.randn(3, before + 12, 3).double(), random_episodes(3, before + 12)
     outputs = network(features, episodes)
     assert outputs.shape == (3, 12, 32)
@@ -66,10 +77,10 @@ def test_each_window_by_itself(context_length, n_layers, gate):
             th.testing.assert_close(outputs[i, t], alone[0, 0])
 
 
-@pytest.mark.parametrize(("context_length", "n_layers", "gate"), NETWORKS)
-def test_cache(context_length, n_layers, gate):
+@pytest.mark.parametrize(("context_length", "n_layers", "gate", "n_stacked"), NETWORKS)
+def test_cache(context_length, n_layers, gate, n_stacked):
     """Step by step it gives the same."""
-    network, before = make_network(context_length, n_layers, gate), context_length - 1
+    network, before = make_network(context_length, n_layers, gate, n_stacked), context_length - 1
     features, episodes = th.randn(3, before + 12, 3).double(), random_episodes(3, before + 12)
     cache = Cache(network, 3, before + 12)
     network(features[:, :before], episodes[:, :before], cache)
@@ -77,10 +88,10 @@ def test_cache(context_length, n_layers, gate):
     th.testing.assert_close(th.stack(steps, dim=1), network(features, episodes))
 
 
-@pytest.mark.parametrize(("context_length", "n_layers", "gate"), NETWORKS)
-def test_what_it_sees(context_length, n_layers, gate):
+@pytest.mark.parametrize(("context_length", "n_layers", "gate", "n_stacked"), NETWORKS)
+def test_what_it_sees(context_length, n_layers, gate, n_stacked):
     """Each step depends on the last `context_length` steps of its episode, all of them, and on nothing else."""
-    network, before = make_network(context_length, n_layers, gate), context_length - 1
+    network, before = make_network(context_length, n_layers, gate, n_stacked), context_length - 1
     features = th.randn(2, before + 9, 3).double().requires_grad_()
     episodes = random_episodes(2, before + 9, p=0.1)
     outputs = network(features, episodes)
@@ -93,6 +104,18 @@ def test_what_it_sees(context_length, n_layers, gate):
             assert (gradient == expected).all()
 
 
+@pytest.mark.parametrize("n_stacked", [1, 3])
+def test_what_is_stacked(n_stacked):
+    """The last steps make what it knows of the present. What attention finds further back is one step, not a mixture."""
+    network = make_network(6, 1, False, n_stacked)
+    network.blocks[0].distance_scores.data[:, [0, 1, 2, 3, 5]] = -math.inf
+    features = th.randn(1, 6, 3).double().requires_grad_()
+    outputs = network(features, th.zeros(1, 6, dtype=th.long))[0, 0]
+    th.testing.assert_close(outputs[: network.d_model], network.stem.linear(features[0, 6 - n_stacked :].flatten()))
+    seen = th.autograd.grad(outputs.square().sum(), features)[0][0].abs().sum(dim=1) > 0
+    assert seen.tolist() == [False, True, False, n_stacked == 3, n_stacked == 3, True]
+
+
 def test_attention_by_hand():
     """One head, one layer: a softmax of scaled products and scores of distances, over what it may see."""
     block = Block(2, 4, 1, 4, gate=False).double()
@@ -103,7 +126,7 @@ def test_attention_by_hand():
     attended = th.zeros(1, 2, 4).double()
     query = block.query(block.norm(tokens))
     for i, seen in [(0, [0, 1, 2]), (1, [2, 3])]:
-        scores = [query[0, i + 2] @ keys[0, j] / 2 + block.distance_scores[0, i + 2 - j] for j in seen]
+        scores = [query[0, i + 2] @ keys[0, j] / 2 + 8 * block.distance_scores[0, i + 2 - j] for j in seen]
         weights = th.softmax(th.stack(scores), dim=0)
         attended[0, i] = sum(weight * values[0, j] for weight, j in zip(weights, seen, strict=True))
     after = tokens[:, 2:] + block.out(attended)

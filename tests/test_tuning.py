@@ -86,7 +86,7 @@ def test_a_critic_of_its_own_is_needed_for_its_learning_rate():
 def test_size_of_a_memory_is_sampled(policy):
     """For policies that have one."""
     _, sampled = sample(0, policy=policy)
-    of_memory = {"context_length", "d_model", "n_heads", "n_layers", "gate"}
+    of_memory = {"context_length", "d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor"}
     assert of_memory & sampled["policy_kwargs"].keys() == (of_memory if policy == "MlpTransformerPolicy" else set())
 
 

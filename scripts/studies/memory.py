@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -69,19 +69,19 @@ class Task:
     :param env: Factory, or id in Gymnasium
     :param timesteps: Of a run
     :param n_frames: For the arm with frames
-    :param context_length: For the transformer, ``None`` if an entry says it
+    :param transformer: Keywords of its policy, if no entry has them
     """
 
     env: Callable[..., gym.Env] | str
     timesteps: int
     n_frames: int = 4
-    context_length: int | None = None
+    transformer: dict[str, Any] = field(default_factory=dict)
 
 
 TASKS = {
-    "T-maze 10": Task(partial(TMaze, 10), 100_000, 16, 16),
-    "T-maze 30": Task(partial(TMaze, 30), 200_000, 32, 32),
-    "RepeatPrevious": Task(RepeatPrevious, 100_000, 8, 8),
+    "T-maze 10": Task(partial(TMaze, 10), 100_000, 16, dict(context_length=16)),
+    "T-maze 30": Task(partial(TMaze, 30), 200_000, 32, dict(context_length=32)),
+    "RepeatPrevious": Task(RepeatPrevious, 100_000, 8, dict(context_length=8, n_stacked=1)),
     "CartPoleNoVel-v1": Task("CartPoleNoVel-v1", 100_000),
     "PendulumNoVel-v1": Task("PendulumNoVel-v1", 100_000),
     "MountainCarContinuousNoVel-v0": Task("MountainCarContinuousNoVel-v0", 300_000),
@@ -112,8 +112,7 @@ def hyperparameters(task: str, arm: str) -> dict[str, Any]:
     if arm == "RecurrentPPO":
         entry |= {"policy": "MlpLstmPolicy", "policy_kwargs": policy_kwargs or LSTM}
     elif arm == "transformer":
-        context = TASKS[task].context_length
-        entry |= {"policy": "MlpTransformerPolicy", "policy_kwargs": policy_kwargs or {"context_length": context}}
+        entry |= {"policy": "MlpTransformerPolicy", "policy_kwargs": policy_kwargs or TASKS[task].transformer}
     else:
         kwargs = {name: value for name, value in policy_kwargs.items() if "lstm" not in name}
         entry |= {"policy": "MlpPolicy", "policy_kwargs": kwargs}
