@@ -147,12 +147,12 @@ def test_our_own_command(tmp_path):
 
 def test_mujoco_v5_takes_the_entry_of_v4(tmp_path):
     """And says so, where the Zoo silently takes its default."""
-    printed = train("--env", "Hopper-v5", "-n", "600", cwd=tmp_path)
-    assert "No hyperparameters for Hopper-v5, using those of Hopper-v4" in printed
-    entry = config(tmp_path, "Hopper-v5")
-    assert entry["learning_rate"] == 9.80828e-05
+    printed = train("--env", "Humanoid-v5", "-n", "600", cwd=tmp_path)
+    assert "No hyperparameters for Humanoid-v5, using those of Humanoid-v4" in printed
+    entry = config(tmp_path, "Humanoid-v5")
+    assert entry["learning_rate"] == 3.56987e-05
     assert entry["normalize"] is True
-    assert PPOExt.load(saved(tmp_path, "Hopper-v5")).policy.log_std_init == -2
+    assert PPOExt.load(saved(tmp_path, "Humanoid-v5")).policy.log_std_init == -2
 
 
 def test_conf_file_wins(tmp_path):
@@ -350,8 +350,9 @@ ZOO_FILE = Path(sys.modules["rl_zoo3"].__file__).parent / "hyperparams" / "ppo.y
         ("Nothing-v0", "", (zoo.HYPERPARAMS, "default")),
         ("ALE/Pong-v5", "ale_py.env:AtariEnv", (ZOO_FILE, "atari")),
         ("Hopper-v4", "gymnasium.envs.mujoco.hopper_v4:HopperEnv", (ZOO_FILE, "Hopper-v4")),
-        ("Hopper-v5", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", (ZOO_FILE, "Hopper-v4")),
-        ("Hopper-v5", "mine:Hopper", (zoo.HYPERPARAMS, "default")),
+        ("Hopper-v5", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", (zoo.HYPERPARAMS, "Hopper-v5")),
+        ("Ant-v5", "gymnasium.envs.mujoco.ant_v5:AntEnv", (ZOO_FILE, "Ant-v4")),
+        ("Ant-v5", "mine:Ant", (zoo.HYPERPARAMS, "default")),
         ("Pusher-v5", "gymnasium.envs.mujoco.pusher_v5:PusherEnv", (zoo.HYPERPARAMS, "default")),
         ("CartPoleNoVel-v1", "", (zoo.HYPERPARAMS, "CartPoleNoVel-v1")),
     ],
@@ -409,7 +410,7 @@ def test_default_entry(env_id, policy, norm_obs, tmp_path):
         assert (env.norm_obs, env.norm_obs_keys) == (True, norm_obs)
     else:
         assert env.norm_obs == norm_obs
-    assert (model.advantage_norm, model.n_epochs) == ("ema", 10)
+    assert (model.lr_decay, model.n_epochs) == ("linear", 10)
     model.learn(32)
 
 
