@@ -4,7 +4,7 @@ import math
 from typing import Any, TypeAlias
 
 from stable_baselines3.common.type_aliases import Schedule
-from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule, LinearSchedule
+from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
 
 from sb3_ppo_ext.validation import check_number, refuse
 
@@ -15,7 +15,7 @@ def make_schedule(name: str, value: ScheduleLike, positive: bool = False, infini
     """
     :param name: The argument that it is for
     :param value: A number; a callable of the remaining progress, which goes from 1 to 0;
-        or ``"lin_x"``, which goes linearly from x to 0
+        or ``"lin_x"``, which goes linearly from x to 0 and stays there
     :param positive: Whether 0 is refused
     :param infinite: Whether infinity is accepted
     :return: The schedule, which can be pickled if ``value`` can
@@ -24,7 +24,7 @@ def make_schedule(name: str, value: ScheduleLike, positive: bool = False, infini
     if callable(value):
         return FloatSchedule(value)
     if isinstance(value, str):
-        return FloatSchedule(LinearSchedule(_initial_value(name, value, positive), 0.0, 1.0))
+        return FloatSchedule(LinearToZero(_initial_value(name, value, positive)))
     check_number(name, value, 0, open_low=positive, infinite=infinite)
     return FloatSchedule(float(value))  # SB3 does not take NumPy's float32
 
@@ -60,6 +60,24 @@ def is_constant(value: ScheduleLike) -> bool:
     if isinstance(value, FloatSchedule):
         return is_constant(value.value_schedule)
     return isinstance(value, ConstantSchedule) or not (callable(value) or isinstance(value, str))
+
+
+class LinearToZero:
+    """
+    Linear in the remaining progress, and never negative: the last rollout may end past the end of the training, where the
+    Zoo's schedule is below 0, and an update with a negative learning rate unlearns what was learned.
+
+    :param initial_value: At the start
+    """
+
+    def __init__(self, initial_value: float):
+        self.initial_value = initial_value
+
+    def __call__(self, progress_remaining: float) -> float:
+        return max(progress_remaining, 0.0) * self.initial_value
+
+    def __repr__(self) -> str:
+        return f"LinearToZero({self.initial_value})"
 
 
 class DecaySchedule:

@@ -117,7 +117,7 @@ def hyperparameters(task: str, arm: str) -> dict[str, Any]:
         kwargs = {name: value for name, value in policy_kwargs.items() if "lstm" not in name}
         entry |= {"policy": "MlpPolicy", "policy_kwargs": kwargs}
     for name in ("learning_rate", "clip_range"):
-        if isinstance(entry.get(name), str):
+        if isinstance(entry.get(name), str) and arm != "transformer":
             entry[name] = linear(float(entry[name].removeprefix("lin_")))
     return entry
 
