@@ -97,14 +97,14 @@ class DecaySchedule:
         self.schedule, self.decay, self.min_fraction, self.warmup = schedule, decay, min_fraction, warmup
 
     def __call__(self, progress_remaining: float) -> float:
-        return self.schedule(progress_remaining) * self._factor(1.0 - progress_remaining)
+        return self.schedule(progress_remaining) * self._factor(progress_remaining)
 
-    def _factor(self, done: float) -> float:
-        if done < self.warmup:
-            return done / self.warmup
+    def _factor(self, remaining: float) -> float:
+        if 1.0 - remaining < self.warmup:
+            return (1.0 - remaining) / self.warmup
         # The last rollout may end past the end.
-        done = min((done - self.warmup) / (1.0 - self.warmup), 1.0)
-        left = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}[self.decay]
+        remaining = max(remaining / (1.0 - self.warmup), 0.0)
+        left = {"constant": 1.0, "linear": remaining, "cosine": (1.0 - math.cos(math.pi * remaining)) / 2}[self.decay]
         return self.min_fraction + (1.0 - self.min_fraction) * left
 
     def __repr__(self) -> str:

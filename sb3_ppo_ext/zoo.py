@@ -172,11 +172,11 @@ def _with_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], tr
 
 def _preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
     """Refuse bad options here, before the Zoo writes its log folder."""
-    names = ("learning_rate", "clip_range", "clip_range_vf")
-    # The Zoo takes any prefix for "lin", and its schedule may end below 0.
-    schedules = {name: make_schedule(name, hyperparams[name]) for name in names if isinstance(hyperparams.get(name), str)}
+    for name in ("learning_rate", "clip_range", "clip_range_vf"):
+        # The Zoo takes any prefix for "lin".
+        if isinstance(hyperparams.get(name), str):
+            make_schedule(name, hyperparams[name])
     results = theirs(hyperparams)
-    results[0].update(schedules)
     algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
     if issubclass(algorithm, PPOExt):
         algorithm(env=None, _init_setup_model=False, **results[0])  # as `load` does

@@ -87,7 +87,7 @@ def test_the_command_has_the_entry(tmp_path):
     words = benchmark_returns.command(job, tmp_path)
     assert yaml.safe_load(Path(words[words.index("-conf") + 1]).read_text()) == {"Pendulum-v1": job.entry()}
     assert words[words.index("--seed") + 1] == "3"
-    assert words[words.index("--eval-freq") + 1] == "100"
+    assert words[words.index("--eval-freq") + 1] == "200"
     other = benchmark_returns.Job("presets", "Pendulum-v1", "ppo", 3, limit=4000)
     assert job.digest() != other.digest()
 

@@ -35,8 +35,9 @@ def test_values(value, expected):
 
 def test_linear_is_never_negative(tmp_path):
     """A last rollout that ends past the end changes nothing, where a negative learning rate would unlearn."""
-    schedule = make_schedule("learning_rate", "lin_0.1")
-    assert (schedule(0.25), schedule(-0.1)) == (0.25 * 0.1, 0.0)
+    linear = make_schedule("learning_rate", "lin_0.1")
+    for schedule in (linear, DecaySchedule(ConstantSchedule(0.1), "linear", 0.0, 0.0)):
+        assert [schedule(p) for p in (0.7, 0.25, -0.1)] == [0.7 * 0.1, 0.25 * 0.1, 0.0]
     model = PPOExt("MlpPolicy", ToyEnv(), n_steps=8, batch_size=8, learning_rate="lin_0.1").learn(9)
     assert model.num_timesteps == 16
     assert model.logger.name_to_value["train/learning_rate"] == 0.0

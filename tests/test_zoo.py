@@ -511,17 +511,6 @@ def test_nan_prunes_the_trial_and_not_the_study(tmp_path, monkeypatch):
     assert [trial.state.name for trial in study.trials] == ["PRUNED", "COMPLETE"]
 
 
-def test_linear_schedules_end_at_0(tmp_path):
-    """Where the Zoo's go on below 0, if the last rollout ends past the end."""
-    hyperparams = dict(learning_rate="lin_0.1", clip_range="lin_0.2", clip_range_vf="lin_0.4", n_steps=8, n_envs=1)
-    model, _ = manager(env_id="CartPole-v1", folder=tmp_path, eval_freq=-1, hyperparams=hyperparams).setup_experiment()
-    schedules = (model.lr_schedule, model.clip_range, model.clip_range_vf)
-    assert [schedule(0.5) for schedule in schedules] == [0.5 * 0.1, 0.5 * 0.2, 0.5 * 0.4]
-    assert [schedule(-0.1) for schedule in schedules] == [0.0, 0.0, 0.0]
-    theirs = SimpleLinearSchedule(0.1)
-    assert (theirs(0.5), theirs(-0.1) < 0) == (0.5 * 0.1, True)
-
-
 def test_schedules_of_the_zoo_can_be_saved():
     """The Zoo's own schedule classes are taken as they are."""
     model = PPOExt(
