@@ -78,7 +78,8 @@ class TransformerPolicyMixin(ActionLawMixin):
         what is long ago must pass from one to the next
     :param ffn_dim: Hidden size of its linear layers, ``2 * d_model`` by default
     :param n_stacked: Of how many steps what it knows of the present is made, as by frame stacking, so that velocities can be
-        read off it. Give 1 where successive observations have nothing to do with each other
+        read off it; at most as many as the first layer sees. Give 1 where successive observations have nothing to do with each
+        other
     :param gate: Whether what its layers find out is joined by the gates of GTrXL; else it is added
     :param use_last_action: Whether it sees the last action as well: scaled to [-1, 1] if the action space has bounds, as ones
         and zeros if it is discrete

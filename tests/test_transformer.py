@@ -491,12 +491,26 @@ def test_tools_of_sb3(tmp_path):
     )
 
 
+def test_n_stacked_of_a_policy(tmp_path):
+    """It sizes what is read of the present, and is saved; it is at most what the first layer sees."""
+    kwargs = dict(SIZES, context_length=5)
+    for n_stacked, n_layers, expected in [(1, 1, 1), (3, 1, 3), (9, 1, 5), (9, 2, 3)]:
+        model = PPOExt(
+            "MlpTransformerPolicy", make_toys(1), policy_kwargs=dict(kwargs, n_stacked=n_stacked, n_layers=n_layers), **SMALL
+        ).learn(16)
+        model.save(tmp_path / "model")
+        for one in (model, PPOExt.load(tmp_path / "model")):
+            transformer = one.policy.pi_transformer
+            assert transformer.stem.linear.in_features == expected * transformer.features_dim
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
         (dict(context_length=0), "context_length=0.*at least 1"),
         (dict(d_model=10, n_heads=4), "d_model=10.*multiple of n_heads=4"),
         (dict(n_layers=1.5), "n_layers=1.5.*an integer"),
+        (dict(n_stacked=0), "n_stacked=0.*at least 1"),
         (dict(gate="yes"), "gate='yes'.*True or False"),
         (dict(contextlength=3), "context_length"),
     ],
