@@ -10,7 +10,6 @@ import argparse
 import functools
 import importlib
 import importlib.util
-import re
 import runpy
 import sys
 from collections import OrderedDict
@@ -276,11 +275,10 @@ class TrialHyperparams(dict[str, Any]):
 
 def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, memory: bool = False) -> tuple[Path, str]:
     """
-    Our entry for the environment goes before the Zoo's for PPO. A MuJoCo environment in version 5 that has neither
-    takes that of version 4: the tasks are alike, and the Zoo's ``default`` was tuned for neither.
+    Our entry for the environment goes before the Zoo's for PPO, which knows MuJoCo's up to version 4.
 
     :param env_id: Gymnasium's id
-    :param entry_point: Gymnasium's entry point, which tells MuJoCo's environments
+    :param entry_point: Gymnasium's entry point, which tells Atari's environments
     :param zoo_file: The Zoo's ``ppo.yml``
     :param memory: Whether the user asks for a policy with a memory, for which our entry ``memory`` is, unless that of the
         environment has one too
@@ -288,16 +286,12 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, memory: bool
     """
     import yaml  # it comes with the Zoo, without which `register` must still be able to say so
 
-    keys = [env_id]
-    if "mujoco" in entry_point and env_id.endswith("-v5"):
-        keys.append(re.sub("-v5$", "-v4", env_id))
     entries = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (HYPERPARAMS, zoo_file)}
     if memory and not has_memory(entries[HYPERPARAMS].get(env_id, {}).get("policy")):
         return HYPERPARAMS, "memory"
-    for key in keys:
-        for path, listed in entries.items():
-            if key in listed:
-                return path, key
+    for path, listed in entries.items():
+        if env_id in listed:
+            return path, env_id
     return (zoo_file, "atari") if "AtariEnv" in entry_point else (HYPERPARAMS, "default")
 
 

@@ -59,13 +59,17 @@ def config(folder, env_id, algo="ppo_ext"):
 # The command line
 
 
+ZOO_FILE = Path(sys.modules["rl_zoo3"].__file__).parent / "hyperparams" / "ppo.yml"
+SMALL = ["-params", "n_steps:128", "n_epochs:2"]
+
+
 @pytest.mark.parametrize(
     ("env_id", "arguments"),
     [
         ("CartPole-v1", ["-n", "600"]),  # in our YAML
-        pytest.param("Pendulum-v1", ["-n", "8192", "-params", "n_steps:128", "n_epochs:2"], marks=pytest.mark.slow),
+        pytest.param("Pendulum-v1", ["-n", "8192", "-conf", str(ZOO_FILE), *SMALL], marks=pytest.mark.slow),  # with gSDE
         ("HalfCheetah-v4", ["-n", "600", "-params", "n_epochs:1"]),  # in the Zoo's: normalised, with policy_kwargs
-        pytest.param("Acrobot-v1", ["-n", "1024", "-params", "n_steps:64"], marks=pytest.mark.slow),  # without policy_kwargs
+        pytest.param("BipedalWalkerHardcore-v3", ["-n", "2048", *SMALL], marks=pytest.mark.slow),
     ],
 )
 def test_same_numbers_as_ppo(env_id, arguments, tmp_path):
@@ -143,16 +147,6 @@ def test_our_own_command(tmp_path):
     assert "invalid choice: 'trian'" in run(*MODULE, "sb3_ppo_ext.zoo", "trian", cwd=tmp_path, fails=True)
     assert "record_video" in run(*MODULE, "sb3_ppo_ext.zoo", "--help", cwd=tmp_path)
     assert "--eval-freq" in run(*MODULE, "sb3_ppo_ext.zoo", "train", "--help", cwd=tmp_path)
-
-
-def test_mujoco_v5_takes_the_entry_of_v4(tmp_path):
-    """And says so, where the Zoo silently takes its default."""
-    printed = train("--env", "Humanoid-v5", "-n", "600", cwd=tmp_path)
-    assert "No hyperparameters for Humanoid-v5, using those of Humanoid-v4" in printed
-    entry = config(tmp_path, "Humanoid-v5")
-    assert entry["learning_rate"] == 3.56987e-05
-    assert entry["normalize"] is True
-    assert PPOExt.load(saved(tmp_path, "Humanoid-v5")).policy.log_std_init == -2
 
 
 def test_conf_file_wins(tmp_path):
@@ -339,21 +333,17 @@ def test_no_such_trial(tmp_path):
         experiment.setup_experiment()
 
 
-ZOO_FILE = Path(sys.modules["rl_zoo3"].__file__).parent / "hyperparams" / "ppo.yml"
-
-
 @pytest.mark.parametrize(
     ("env_id", "entry_point", "expected"),
     [
         ("Pendulum-v1", "", (zoo.HYPERPARAMS, "Pendulum-v1")),
-        ("Acrobot-v1", "", (ZOO_FILE, "Acrobot-v1")),
+        ("BipedalWalkerHardcore-v3", "", (ZOO_FILE, "BipedalWalkerHardcore-v3")),
         ("Nothing-v0", "", (zoo.HYPERPARAMS, "default")),
         ("ALE/Pong-v5", "ale_py.env:AtariEnv", (ZOO_FILE, "atari")),
         ("Hopper-v4", "gymnasium.envs.mujoco.hopper_v4:HopperEnv", (ZOO_FILE, "Hopper-v4")),
         ("Hopper-v5", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", (zoo.HYPERPARAMS, "Hopper-v5")),
-        ("Ant-v5", "gymnasium.envs.mujoco.ant_v5:AntEnv", (ZOO_FILE, "Ant-v4")),
-        ("Ant-v5", "mine:Ant", (zoo.HYPERPARAMS, "default")),
-        ("Pusher-v5", "gymnasium.envs.mujoco.pusher_v5:PusherEnv", (zoo.HYPERPARAMS, "default")),
+        ("Ant-v4", "gymnasium.envs.mujoco.ant_v4:AntEnv", (ZOO_FILE, "Ant-v4")),
+        ("HumanoidStandup-v5", "gymnasium.envs.mujoco.humanoidstandup_v5:HumanoidStandupEnv", (zoo.HYPERPARAMS, "default")),
         ("CartPoleNoVel-v1", "", (zoo.HYPERPARAMS, "CartPoleNoVel-v1")),
     ],
 )
@@ -410,7 +400,8 @@ def test_default_entry(env_id, policy, norm_obs, tmp_path):
         assert (env.norm_obs, env.norm_obs_keys) == (True, norm_obs)
     else:
         assert env.norm_obs == norm_obs
-    assert (model.lr_decay, model.n_epochs) == ("linear", 10)
+    assert (model.adaptive_lr_kl, model.n_epochs) == (0.01, 10)
+    assert model.policy.log_std_init == -1
     model.learn(32)
 
 
