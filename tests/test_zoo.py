@@ -179,9 +179,9 @@ def test_bad_hyperparameter(parameter, message, tmp_path):
 
 
 def optimize(*arguments, cwd, env_id="MountainCarContinuous-v0"):
-    """Few short trials on an environment whose entry has policy_kwargs."""
-    arguments = ("-optimize", "--env", env_id, "-n", "200", "--no-optim-plots", "--eval-episodes", "1", *arguments)
-    return train("--n-startup-trials", "1", "--n-evaluations", "2", *arguments, cwd=cwd)
+    """Few short trials on an environment whose entry, here the Zoo's, has policy_kwargs."""
+    arguments = ("-optimize", "--env", env_id, "-conf", ZOO_FILE, "-n", "200", "--no-optim-plots", *arguments)
+    return train("--n-startup-trials", "1", "--n-evaluations", "2", "--eval-episodes", "1", *arguments, cwd=cwd)
 
 
 def trials(storage, name="study"):
@@ -212,7 +212,8 @@ def test_trial_of_a_journal(tmp_path):
     optimize(*study, "--n-trials", "1", cwd=tmp_path)
     journal = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / study[1])))
     for trial in trials(journal):
-        train("--env", "MountainCarContinuous-v0", "-n", "10", *study, "--trial-id", trial.number, cwd=tmp_path)
+        chosen = ["-conf", ZOO_FILE, *study, "--trial-id", trial.number]
+        train("--env", "MountainCarContinuous-v0", "-n", "10", *chosen, cwd=tmp_path)
         model = PPOExt.load(saved(tmp_path, "MountainCarContinuous-v0"))
         assert model.n_steps == 2 ** trial.params["n_steps_pow"]
         assert model.learning_rate(1.0) == trial.params["learning_rate"]
@@ -305,9 +306,9 @@ def test_source_checkout_of_the_zoo(tmp_path):
     package = Path(sys.modules["rl_zoo3"].__file__).parent
     shutil.copytree(package, tmp_path / "rl_zoo3", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "rl_zoo3" / "hyperparams").rename(tmp_path / "hyperparams")
-    arguments = ["--env", "MountainCar-v0", "-n", "256"]
+    arguments = ["--env", "HalfCheetah-v4", "-n", "256"]
     train(*arguments, cwd=tmp_path, command=(*MODULE, "rl_zoo3.train"), PYTHONPATH=str(tmp_path))
-    assert config(tmp_path, "MountainCar-v0")["n_steps"] == 16
+    assert config(tmp_path, "HalfCheetah-v4")["n_steps"] == 512
 
 
 def test_trial_and_command_line(tmp_path):
@@ -472,7 +473,8 @@ def test_policy_kwargs_of_the_yaml_reach_the_trials(tmp_path, monkeypatch):
             raise ValueError("pruned")
 
     monkeypatch.setitem(ALGOS, "ppo_ext", Spy)
-    experiment = manager(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=100, n_trials=1)
+    arguments = dict(folder=tmp_path, config=str(ZOO_FILE))
+    experiment = manager(**arguments, optimize_hyperparameters=True, n_timesteps=100, n_trials=1)
     assert experiment.setup_experiment() is None
     study = optuna.create_study(direction="maximize")
     study.optimize(experiment.objective, n_trials=2)
