@@ -103,7 +103,10 @@ BAD_OPTIONS = [
     (dict(adaptive_lr_kl=0.0), "`adaptive_lr_kl=0.0`.*greater than 0"),
     (dict(adaptive_lr_kl=0.01, lr_decay="cosine"), "`adaptive_lr_kl=0.01`.*no `lr_decay`"),
     (dict(adaptive_lr_kl=0.01, lr_warmup=0.1), "`adaptive_lr_kl=0.01`.*no `lr_warmup`"),
-    (dict(adaptive_lr_kl=0.01, learning_rate="lin_0.001"), "`adaptive_lr_kl=0.01`.*a number as `learning_rate`"),
+    (
+        dict(adaptive_lr_kl=0.01, learning_rate="lin_0.001"),
+        "`adaptive_lr_kl=0.01`.*a number as `learning_rate`.*or `adaptive_lr_kl=None`",
+    ),
     (dict(adaptive_lr_bounds=1e-3), "`adaptive_lr_bounds=0.001`.*the least and the largest"),
     (dict(adaptive_lr_bounds=(1e-3,)), "`adaptive_lr_bounds=.*the least and the largest"),
     (dict(adaptive_lr_bounds=(0.0, 1e-3)), "`adaptive_lr_bounds.0.=0.0`.*greater than 0"),
