@@ -66,11 +66,13 @@ class Arm:
     :param algo: In the Zoo
     :param source: ``"ppo"``, ``"ppo_lstm"`` or ``"ppo_ext"``, whose file has the entries; ``"sb3"`` has none
     :param key: Of the entry, if it is the same for each task
+    :param words: More of the command
     """
 
     algo: str
     source: str
     key: str | None = None
+    words: tuple[str, ...] = ()
 
 
 # In each, ours comes last, and what it is compared with first.
@@ -107,7 +109,8 @@ class Job:
 
     def digest(self) -> str:
         """Changes with the hyperparameters."""
-        return hashlib.sha256(json.dumps(self.entry(), sort_keys=True).encode()).hexdigest()[:12]
+        words = SUITES[self.suite][1][self.arm].words
+        return hashlib.sha256("".join([json.dumps(self.entry(), sort_keys=True), *words]).encode()).hexdigest()[:12]
 
 
 @cache
@@ -125,7 +128,8 @@ def command(job: Job, folder: Path) -> list[str]:
     """What is run, with the entry written to a file in the folder."""
     conf = folder / "entry.yml"
     conf.write_text(yaml.safe_dump({job.task: job.entry()}))
-    words = [sys.executable, "-m", "rl_zoo3.train", "--algo", SUITES[job.suite][1][job.arm].algo, "--env", job.task]
+    arm = SUITES[job.suite][1][job.arm]
+    words = [sys.executable, "-m", "rl_zoo3.train", "--algo", arm.algo, "--env", job.task, *arm.words]
     words += ["-conf", str(conf), "--seed", str(job.seed), "-f", str(folder), "--verbose", "0", "--num-threads", "1"]
     words += ["--device", "cpu", "--eval-freq", str(job.timesteps // N_EVALUATIONS), "--eval-episodes", str(N_EPISODES)]
     return [*words, "--n-eval-envs", str(N_EPISODES)]

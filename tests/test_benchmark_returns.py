@@ -141,3 +141,24 @@ def test_benchmark_goes_on(tmp_path):
     assert "old" not in set(again["digest"])
     for name in ("memory.md", "memory.png", "versions.json"):
         assert (tmp_path / name).exists()
+
+
+@pytest.mark.slow
+def test_tuning(tmp_path):
+    """Two trials, of which the better one trains with two seeds beside the Zoo's entry; then nothing is left to do."""
+    command = [sys.executable, SCRIPTS / "benchmark_tuning.py", "--trials", "2", "--timesteps", "1000", "--seeds", "2"]
+    command += ["--storage", tmp_path / "study.log", "--out", tmp_path / "out"]
+
+    def run():
+        return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
+
+    assert "4 runs to do" in run()
+    trials = pd.read_csv(tmp_path / "out" / "tuning-trials.csv")
+    assert len(trials) == 2
+    runs = pd.read_csv(tmp_path / "out" / "tuning.csv")
+    assert runs.groupby(["arm", "seed"]).size().to_dict() == {
+        (arm, seed): 10 for arm in ("best trial", "ppo") for seed in (0, 1)
+    }
+    assert "| Pendulum-v1 |" in (tmp_path / "out" / "tuning.md").read_text()
+    assert "0 runs to do" in run()
+    assert len(pd.read_csv(tmp_path / "out" / "tuning-trials.csv")) == 2
