@@ -402,7 +402,7 @@ def test_default_entry(env_id, policy, norm_obs, tmp_path):
     else:
         assert env.norm_obs == norm_obs
     assert (model.adaptive_lr_kl, model.n_epochs) == (0.01, 10)
-    assert model.gamma == env.gamma == 0.995
+    assert model.gamma == env.gamma == 0.9925
     model.learn(32)
 
 
