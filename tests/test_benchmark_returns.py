@@ -156,9 +156,9 @@ def test_tuning(tmp_path):
     trials = pd.read_csv(tmp_path / "out" / "tuning-trials.csv")
     assert len(trials) == 2
     runs = pd.read_csv(tmp_path / "out" / "tuning.csv")
-    assert runs.groupby(["arm", "seed"]).size().to_dict() == {
-        (arm, seed): 10 for arm in ("best trial", "ppo") for seed in (0, 1)
-    }
+    n_evaluations = runs.groupby(["arm", "seed"]).size()
+    assert set(n_evaluations.index) == {(arm, seed) for arm in ("best trial", "ppo") for seed in (0, 1)}
+    assert n_evaluations.min() >= 10  # the Zoo's rollouts are longer than the training
     assert "| Pendulum-v1 |" in (tmp_path / "out" / "tuning.md").read_text()
     assert "0 runs to do" in run()
     assert len(pd.read_csv(tmp_path / "out" / "tuning-trials.csv")) == 2
