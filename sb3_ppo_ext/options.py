@@ -212,11 +212,8 @@ def _check_learning_rate(model: Any) -> None:
             refuse("lr_decay", model.lr_decay, f"`{name}` is a schedule by itself; give it a number, or no `lr_decay`")
     changes_by_itself = model.lr_decay != "constant" or model.lr_warmup > 0 or not is_constant(model.learning_rate)
     if model.adaptive_lr_kl is not None and changes_by_itself:
-        remedy = (
-            "the KL divergence drives the learning rate; give a number as `learning_rate`, no `lr_decay`, no `lr_warmup`, "
-        )
-        remedy += "or `adaptive_lr_kl=None`"
-        refuse("adaptive_lr_kl", model.adaptive_lr_kl, remedy)
+        remedy = "give a number as `learning_rate`, no `lr_decay`, no `lr_warmup`, or `adaptive_lr_kl=None`"
+        refuse("adaptive_lr_kl", model.adaptive_lr_kl, f"the KL divergence drives the learning rate; {remedy}")
 
 
 def _check_classes(model: Any) -> None:

@@ -92,6 +92,18 @@ def test_the_command_has_the_entry(tmp_path):
     assert job.digest() != other.digest()
 
 
+def test_words_of_an_arm(tmp_path, monkeypatch):
+    """They are in the command, and other words are another run."""
+    digests = set()
+    for words in ((), ("--trial-id", "1"), ("--trial-id", "2")):
+        arm = benchmark_returns.Arm("ppo_ext", "ppo_ext", words=words)
+        monkeypatch.setitem(benchmark_returns.SUITES, "suite", (("Pendulum-v1",), {"arm": arm}))
+        job = benchmark_returns.Job("suite", "Pendulum-v1", "arm", 0)
+        assert " ".join(words) in " ".join(benchmark_returns.command(job, tmp_path))
+        digests.add(job.digest())
+    assert len(digests) == 3
+
+
 def benchmark(folder, *more):
     command = [sys.executable, SCRIPTS / "benchmark_returns.py", "--suites", "memory", "--tasks", "CartPoleNoVel-v1", *more]
     command += ["--timesteps", "1280", "--seeds", "1", "--out", folder]
