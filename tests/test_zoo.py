@@ -403,6 +403,7 @@ def test_default_entry(env_id, policy, norm_obs, tmp_path):
         assert env.norm_obs == norm_obs
     assert (model.adaptive_lr_kl, model.n_epochs) == (0.01, 10)
     assert model.gamma == env.gamma == 0.9925
+    assert model.gae_lambda == 0.97
     model.learn(32)
 
 
@@ -416,7 +417,7 @@ def test_users_say_what_is_normalized(tmp_path):
 
 def test_every_entry_is_legal(tmp_path):
     """Each entry of our YAML builds a model."""
-    for env_id in yaml.safe_load(zoo.HYPERPARAMS.read_text()).keys() - {"memory", "default"}:
+    for env_id in yaml.safe_load(zoo.HYPERPARAMS.read_text()).keys() - {"memory", "default", "shared"}:
         model, _ = manager(env_id=env_id, folder=tmp_path, eval_freq=-1).setup_experiment()
         assert type(model) is PPOExt
 
