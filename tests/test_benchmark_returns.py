@@ -38,6 +38,15 @@ def test_table_of_a_task():
     assert line[6] == "3.0"
 
 
+@pytest.mark.parametrize(("n_seeds", "text"), [(3, "0.100"), (10, "< 0.001")])
+def test_p_value(n_seeds, text):
+    """Of `n_seeds` that are all better: twice the share of that one order among all."""
+    values = np.arange(n_seeds)
+    runs = runs_of({("task", "theirs"): values, ("task", "ours"): values + n_seeds})
+    [line] = returns_report.task_lines(runs, ["task"], "theirs", "ours", {})
+    assert line[4:6] == ["1.00", text]
+
+
 @pytest.fixture(autouse=True)
 def few_bootstraps(monkeypatch):
     monkeypatch.setattr(returns_report, "BOOTSTRAPS", 200)
@@ -51,6 +60,21 @@ def test_aggregates():
     assert lines["probability of improvement"] == "1.00 (1.00 to 1.00)"
     assert float(lines["IQM, ours"].split()[0]) == pytest.approx(0.8, abs=0.01)
     assert float(lines["IQM, theirs"].split()[0]) == pytest.approx(0.2, abs=0.01)
+
+
+def test_intervals_are_reproducible():
+    scores = np.random.default_rng(0).normal(size=(5, 3))
+    first, second = (returns_report.intervals_of({"arm": scores}, lambda values: np.array([values.mean()])) for _ in range(2))
+    assert np.array_equal(first[1]["arm"], second[1]["arm"])
+    assert first[1]["arm"][0] < first[1]["arm"][1]
+
+
+def test_aggregates_of_tasks_with_more_seeds():
+    """They are of the first seeds, as many as all have."""
+    scores = {("a", "theirs"): [0.0, 1.0], ("a", "ours"): [2.0, 3.0], ("b", "theirs"): [0.0, 1.0], ("b", "ours"): [2.0, 3.0]}
+    more = {**scores, ("b", "ours"): [2.0, 3.0, -9.0], ("b", "theirs"): [0.0, 1.0, 9.0]}
+    lines = [returns_report.aggregate_lines(runs_of(these), ["a", "b"], "theirs", "ours") for these in (scores, more)]
+    assert lines[0] == lines[1]
 
 
 def test_report(tmp_path):
