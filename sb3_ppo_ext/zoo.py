@@ -138,7 +138,8 @@ def _read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experi
     finally:
         experiment.env_name, experiment.trial_id = env_name, trial_id
 
-    if experiment.storage and experiment.study_name and trial_id is not None:
+    if trial_id is not None:
+        _check_trial(experiment.storage, experiment.study_name, trial_id)
         hyperparams = _with_trial(experiment, hyperparams, trial_id)
         saved_hyperparams = OrderedDict(sorted(hyperparams.items()))
         print(f"With those of trial {trial_id}:")
@@ -150,6 +151,25 @@ def _is_default(config: str, algo: str) -> bool:
     """Whether it is the file that the Zoo looks for in its package, or in its checkout."""
     package = Path(sys.modules["rl_zoo3"].__file__ or "").parent
     return Path(config) in [folder / "hyperparams" / f"{algo}.yml" for folder in (package, package.parent)]
+
+
+def _check_trial(storage: str | None, study_name: str | None, trial_id: int) -> None:
+    """:raises ValueError: if there is no such study; the Zoo would train without it, or make an empty journal"""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if not storage or not study_name:
+        raise ValueError(f"`--trial-id {trial_id}`: of which study? Give its `--storage` and `--study-name`")
+    if trial_id < 0:
+        raise ValueError(f"`--trial-id {trial_id}`: trials are numbered from 0")
+    journal = storage.endswith(".log")
+    if journal and not Path(storage).is_file():
+        raise ValueError(f"`--storage {storage}`: there is no such file")
+    opened = JournalStorage(JournalFileBackend(storage)) if journal else storage
+    names = optuna.get_all_study_names(opened)
+    if study_name not in names:
+        raise ValueError(f"`--study-name {study_name}`: no such study in that storage, which has {', '.join(names) or 'none'}")
 
 
 def _with_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], trial_id: int) -> dict[str, Any]:
@@ -191,7 +211,7 @@ def _maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManag
         experiment.normalize_kwargs = {**experiment.normalize_kwargs, **_normalizable(env.observation_space)}
     env, trial = theirs(env, eval_env), _TRIAL.get()
     if isinstance(env, VecNormalize) and trial is not None:
-        env.gamma = trial.user_attrs["gamma"]
+        env.gamma = trial.user_attrs.get("gamma", env.gamma)  # a sampler of the user's own may leave it out
     return env
 
 

@@ -147,6 +147,16 @@ def test_normalization_has_the_sampled_discount(tmp_path, monkeypatch):
         assert gamma == of_normalization
 
 
+def test_a_sampler_of_the_users_own(tmp_path, monkeypatch):
+    """Where it samples no discount, that of the entry stays."""
+    monkeypatch.setitem(HYPERPARAMS_SAMPLER, "ppo_ext", lambda *_: {"n_steps": 128, "batch_size": 64})
+    experiment = manager(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=512, eval_freq=256)
+    experiment.setup_experiment()
+    study = optuna.create_study()
+    study.optimize(experiment.objective, n_trials=1)
+    assert study.best_trial.params == {}
+
+
 def test_a_study_goes_on_with_other_environments():
     """In number: the size of the rollout is theirs."""
     study = optuna.create_study(sampler=RandomSampler(0))
@@ -155,21 +165,6 @@ def test_a_study_goes_on_with_other_environments():
         sampled = HYPERPARAMS_SAMPLER["ppo_ext"](trial, 1, n_envs, {})
         study.tell(trial, 0.0)
         assert sampled["batch_size"] * 2 ** trial.params["n_minibatches_pow"] >= sampled["n_steps"] * n_envs
-
-
-def test_trial_and_policy_kwargs_of_the_command_line(tmp_path):
-    """They are merged as in the trial: the sampled network stays."""
-    url = f"sqlite:///{tmp_path}/study.db"
-    study = optuna.create_study(storage=url, study_name="study", sampler=RandomSampler(0))
-    trial = study.ask()
-    sampled = HYPERPARAMS_SAMPLER["ppo_ext"](trial, 1, 4, {})
-    study.tell(trial, 0.0)
-    given = dict(policy_kwargs=dict(ortho_init=False), gamma=0.5)
-    experiment = manager(storage=url, study_name="study", trial_id=0, hyperparams=given)
-    hyperparams, _ = experiment.read_hyperparameters()
-    assert hyperparams["policy_kwargs"] == {"ortho_init": False, **sampled["policy_kwargs"]}
-    assert hyperparams["gamma"] == 0.5
-    assert hyperparams["learning_rate"] == sampled["learning_rate"]
 
 
 def test_trial_that_sampled_nothing(tmp_path):

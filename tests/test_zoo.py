@@ -327,11 +327,24 @@ def test_trial_and_command_line(tmp_path):
     assert dict(saved_hyperparams) == hyperparams
 
 
-def test_no_such_trial(tmp_path):
-    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db", study_name="study")
-    experiment = manager(storage=f"sqlite:///{tmp_path}/study.db", study_name=study.study_name, trial_id=7)
-    with pytest.raises(ValueError, match="`--trial-id 7`: the study study has no such trial"):
+@pytest.mark.parametrize(
+    ("storage", "study_name", "trial_id", "message"),
+    [
+        ("sqlite:///study.db", "study", 7, "`--trial-id 7`: the study study has no such trial"),
+        ("sqlite:///study.db", "study", -1, "`--trial-id -1`: trials are numbered from 0"),
+        ("sqlite:///study.db", "studi", 0, "`--study-name studi`: no such study in that storage, which has study"),
+        ("sqlite:///study.db", None, 0, "`--trial-id 0`: of which study"),
+        (None, "study", 0, "`--trial-id 0`: of which study"),
+        ("studi.log", "study", 0, "`--storage studi.log`: there is no such file"),
+    ],
+)
+def test_no_such_trial(storage, study_name, trial_id, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    optuna.create_study(storage="sqlite:///study.db", study_name="study")
+    experiment = manager(storage=storage, study_name=study_name, trial_id=trial_id)
+    with pytest.raises(ValueError, match=message):
         experiment.setup_experiment()
+    assert [path.name for path in tmp_path.iterdir()] == ["study.db"]
 
 
 @pytest.mark.parametrize(
