@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -182,8 +183,12 @@ def write(path: Path, runs: pd.DataFrame) -> None:
     part.replace(path)
 
 
+def rows_of(job: Job, runs: pd.DataFrame) -> pd.DataFrame:
+    return select(runs, task=job.task, arm=job.arm, seed=job.seed, digest=job.digest())
+
+
 def is_done(job: Job, runs: pd.DataFrame) -> bool:
-    return not select(runs, task=job.task, arm=job.arm, seed=job.seed, digest=job.digest()).empty
+    return not rows_of(job, runs).empty
 
 
 def without(job: Job, runs: pd.DataFrame) -> pd.DataFrame:
@@ -192,8 +197,12 @@ def without(job: Job, runs: pd.DataFrame) -> pd.DataFrame:
     return runs.drop(old.index)
 
 
-def run_jobs(jobs: list[Job], path: Path, n_processes: int) -> None:
-    """Those that are not done yet. What is done is written at once."""
+def run_jobs(jobs: list[Job], path: Path, n_processes: int) -> int:
+    """
+    Those that are not done yet. What is done is written at once.
+
+    :return: How many there were
+    """
     lock = Lock()
     jobs = [job for job in jobs if not is_done(job, read(path))]
     print(f"{path}: {len(jobs)} runs to do", flush=True)
@@ -214,6 +223,7 @@ def run_jobs(jobs: list[Job], path: Path, n_processes: int) -> None:
             for process in list(RUNNING):
                 process.kill()
             raise
+    return len(jobs)
 
 
 def current(runs: pd.DataFrame, suite: str) -> pd.DataFrame:
@@ -299,14 +309,14 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    exit_on_sigterm()
     jobs = {suite: jobs_of(suite, arguments) for suite in arguments.suites}
     for suite in arguments.suites:
         path = arguments.out / f"{suite}.csv"
         if arguments.times:
             add_times(arguments.out / "times.json", suite, list(dict.fromkeys(job.task for job in jobs[suite])))
-        elif not arguments.report:
-            run_jobs(jobs[suite], path, arguments.processes)
-            (arguments.out / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n")
+        elif not arguments.report and run_jobs(jobs[suite], path, arguments.processes):
+            add_versions(arguments.out, suite)
         # Short runs are those of a test.
         runs = read(path) if arguments.timesteps else current(read(path), suite)
         if not runs.empty:
@@ -328,6 +338,17 @@ def jobs_of(suite: str, arguments: argparse.Namespace) -> list[Job]:
     for job in jobs:
         job.entry()
     return jobs
+
+
+def exit_on_sigterm() -> None:
+    """Otherwise the runs would go on without this process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def add_versions(folder: Path, suite: str) -> None:
+    path = folder / "versions.json"
+    listed = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**listed, suite: versions()}, indent=1) + "\n")
 
 
 def add_times(path: Path, suite: str, tasks: Sequence[str]) -> None:

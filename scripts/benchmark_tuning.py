@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 import optuna
-from benchmark_returns import ENVIRONMENT, SUITES, Arm, Job, read, run_jobs
+import pandas as pd
+from benchmark_returns import ENVIRONMENT, SUITES, Arm, Job, add_versions, exit_on_sigterm, read, rows_of, run_jobs
 from optuna.storages.journal import JournalFileBackend
 from returns_report import report
 
@@ -35,7 +36,11 @@ def tune(storage: Path, n_trials: int, timesteps: int, processes: int) -> optuna
     words += ["--sampler", "tpe", "--pruner", "median", "--num-threads", "1", "--device", "cpu", "--verbose", "0"]
     words += ["--storage", str(storage), "--study-name", STUDY, "-f", str(storage.parent)]
     workers = [subprocess.Popen(words, env=ENVIRONMENT) for _ in range(processes)]
-    statuses = [worker.wait() for worker in workers]
+    try:
+        statuses = [worker.wait() for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
     if any(statuses):
         raise RuntimeError(f"{' '.join(words)} failed: see above")
     return load(storage)
@@ -60,11 +65,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, help="at a time (default: %(default)s)")
     parser.add_argument("--storage", type=Path, default=Path("logs/benchmark_tuning.log"), help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("benchmark"), help="folder (default: %(default)s)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.timesteps != parser.get_default("timesteps"):
+        for name in ("storage", "out"):
+            if getattr(arguments, name) == parser.get_default(name):
+                parser.error(f"--timesteps: other trials and runs are not to be mixed with these; name another --{name}")
+    return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
+    exit_on_sigterm()
     study = tune(arguments.storage, arguments.trials, arguments.timesteps, arguments.processes)
     add_suite(study, arguments.storage)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -73,8 +84,10 @@ def main() -> None:
     path = arguments.out / f"{SUITE}.csv"
     arms = [THEIRS, OURS]
     jobs = [Job(SUITE, TASK, arm, seed, arguments.timesteps) for seed in range(arguments.seeds) for arm in arms]
-    run_jobs(jobs, path, arguments.processes)
-    report(SUITE, read(path), arms, arguments.out)
+    if run_jobs(jobs, path, arguments.processes):
+        add_versions(arguments.out, SUITE)
+    # Of an older study's best trial there may be more.
+    report(SUITE, pd.concat(rows_of(job, read(path)) for job in jobs), arms, arguments.out)
 
 
 if __name__ == "__main__":

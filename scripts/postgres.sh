@@ -5,7 +5,8 @@
 #   scripts/postgres.sh url [FOLDER]     prints the address again
 #   scripts/postgres.sh stop [FOLDER]    stops it; the studies stay, and `start` goes on
 #
-# PORT (default: 5433) is where it listens. With HOST=name, `start` lets other machines in, too; name is how they find this one.
+# POSTGRES_PORT (default: 5433) is where it listens. With POSTGRES_HOST=name, `start` lets other machines in, too; name is how they
+# find this one.
 # It needs PostgreSQL's server: `apt install postgresql` on Debian and Ubuntu. What that package itself runs is not touched.
 set -euo pipefail
 
@@ -15,7 +16,7 @@ fail() {
 }
 
 usage() {
-    fail "usage: [HOST=name] [PORT=5433] $0 start|url|stop [folder]"
+    fail "usage: [POSTGRES_HOST=name] [POSTGRES_PORT=5433] $0 start|url|stop [folder]"
 }
 
 find_server() {
@@ -34,6 +35,7 @@ as_owner() {
 create() {
     mkdir -p "$folder"
     [ "$(id -u)" -ne 0 ] || chown postgres "$folder"
+    as_owner test -x "$folder" || fail "$(as_owner id -un) may not enter $folder: name a folder elsewhere"
     local password
     password=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     # shellcheck disable=SC2016
@@ -56,14 +58,14 @@ start() {
     [ -f "$folder/data/PG_VERSION" ] || create
     if ! control status > /dev/null 2>&1; then
         launch
-    elif [ -n "${HOST:-}" ] && [ "$HOST" != "$(as_owner cat "$folder/host")" ]; then
+    elif [ -n "${POSTGRES_HOST:-}" ] && [ "$POSTGRES_HOST" != "$(as_owner cat "$folder/host")" ]; then
         fail "It runs already, for $(as_owner cat "$folder/host"): stop it first"
     fi
     url
 }
 
 launch() {
-    local host=${HOST:-localhost} listen=localhost everybody="host all all all scram-sha-256"
+    local host=${POSTGRES_HOST:-localhost} listen=localhost everybody="host all all all scram-sha-256"
     if [ "$host" != localhost ]; then
         listen='*'
         as_owner grep -qx "$everybody" "$folder/data/pg_hba.conf" \
@@ -82,7 +84,7 @@ stop() {
 server=$(find_server) || true
 [ -n "$server" ] || fail "There is no PostgreSQL server: apt install postgresql"
 bin=$(dirname "$server")
-port=${PORT:-5433}
+port=${POSTGRES_PORT:-5433}
 folder=$(realpath -m "${2:-logs/postgres}")
 case $1 in
     start | url | stop) "$1" ;;

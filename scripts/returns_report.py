@@ -5,7 +5,7 @@ Its rows are evaluations: ``task``, ``arm``, ``seed``, ``timesteps``, ``return``
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,17 @@ def task_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str,
         steps = select(runs, task=task)["timesteps"].max()
         p_value = mannwhitneyu(other, one).pvalue if min(len(one), len(other)) > 1 else np.nan
         texts = [task, f"{steps / 1000:.0f}k", _mean_and_std(one), _mean_and_std(other)]
-        faster = f"{times[task]:.1f}" if task in times else "-"
-        lines.append([*texts, f"{probability_of_improvement(other, one):.2f}", _p_value(p_value), faster])
+        cpu = f"{times[task]:.1f}" if task in times else "-"
+        seconds = [np.median(per_seed(runs, task, arm, lambda run: run["seconds"].iloc[0])) for arm in (theirs, ours)]
+        better = f"{probability_of_improvement(other, one):.2f}"
+        lines.append([*texts, better, _p_value(p_value), cpu, f"{seconds[0] / seconds[1]:.1f}"])
     return lines
 
 
 def _mean_and_std(values: np.ndarray) -> str:
     spread = values.std(ddof=1) if len(values) > 1 else 0.0
-    return f"{values.mean():.0f} ± {spread:.0f} ({len(values)})"
+    digits = 0 if abs(values.mean()) >= 10 else 1
+    return f"{round(values.mean(), digits) + 0.0:.{digits}f} ± {spread:.{digits}f} ({len(values)})"  # no "-0"
 
 
 def _p_value(value: float) -> str:
@@ -68,25 +71,45 @@ def _p_value(value: float) -> str:
 
 def aggregate_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str) -> list[list[str]]:
     """
-    Interquartile mean, where 0 is the worst run of a task and 1 the best one, and the probability of improvement; with 95 %
-    intervals from a bootstrap stratified over tasks. Of the seeds, as many as every task has.
+    Interquartile mean, where 0 is the worst run of a task and 1 the best one, of as many seeds as every task has; and the
+    probability of improvement, of all seeds. With 95 % intervals from a bootstrap stratified over tasks.
     """
-    n_seeds = min(len(per_seed(runs, task, arm, score)) for task in tasks for arm in (theirs, ours))
-    scores = {}
-    for arm in (theirs, ours):
-        scores[arm] = np.stack([per_seed(runs, task, arm, score)[:n_seeds] for task in tasks], axis=1)
-    low = np.minimum(*[values.min(axis=0) for values in scores.values()])
-    high = np.maximum(*[values.max(axis=0) for values in scores.values()])
-    normalized = {arm: (values - low) / np.maximum(high - low, 1e-12) for arm, values in scores.items()}
-
-    def iqm(values: np.ndarray) -> np.ndarray:
-        return np.array([metrics.aggregate_iqm(values)])
-
-    points, intervals = intervals_of(normalized, iqm)
+    scores = {arm: [per_seed(runs, task, arm, score) for task in tasks] for arm in (theirs, ours)}
+    points, intervals = intervals_of(normalized(scores), lambda values: np.array([metrics.aggregate_iqm(values)]))
     lines = [[f"IQM, {arm}", _with_interval(points[arm], intervals[arm])] for arm in (theirs, ours)]
-    pair = {"pair": (scores[ours], scores[theirs])}
-    points, intervals = intervals_of(pair, metrics.probability_of_improvement)
-    return [*lines, ["probability of improvement", _with_interval(points["pair"], intervals["pair"])]]
+    return [*lines, ["probability of improvement", _with_interval(*mean_improvement(scores[ours], scores[theirs]))]]
+
+
+def normalized(scores: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    """:return: Shape ``(n_seeds, n_tasks)`` for each arm"""
+    n_seeds = min(len(values) for tasks in scores.values() for values in tasks)
+    first = {arm: np.stack([values[:n_seeds] for values in tasks], axis=1) for arm, tasks in scores.items()}
+    both = np.concatenate(list(first.values()))
+    low, high = both.min(axis=0), both.max(axis=0)
+    return {arm: (values - low) / np.maximum(high - low, 1e-12) for arm, values in first.items()}
+
+
+def mean_improvement(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> tuple[float, np.ndarray]:
+    """
+    What rliable's ``metrics.probability_of_improvement`` is, and its interval, for tasks that may have different numbers of
+    seeds.
+
+    :param ours: Scores for each task
+    :param theirs: The same
+    :return: The mean over the tasks, and the ends of the interval
+    """
+    rng = np.random.default_rng(0)
+
+    def mean(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
+        return float(np.mean([probability_of_improvement(*pair) for pair in pairs]))
+
+    pairs = list(zip(ours, theirs, strict=True))
+
+    def resample(values: np.ndarray) -> np.ndarray:
+        return rng.choice(values, len(values))
+
+    draws = [mean((resample(one), resample(other)) for one, other in pairs) for _ in range(BOOTSTRAPS)]
+    return mean(pairs), np.percentile(draws, [2.5, 97.5])
 
 
 def intervals_of(scores: dict[str, Any], statistic: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -143,7 +166,7 @@ def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) ->
         return
     path = folder / "times.json"
     times = json.loads(path.read_text()).get(suite, {}) if path.exists() else {}
-    header = ["task", "steps", theirs, ours, "P(better)", "p", "times faster"]
+    header = ["task", "steps", theirs, ours, "P(better)", "p", "CPU", "wall-clock"]
     parts = [
         table(header, task_lines(runs, tasks, theirs, ours, times)),
         table(["all tasks", ""], aggregate_lines(runs, tasks, theirs, ours)),

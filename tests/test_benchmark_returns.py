@@ -19,8 +19,7 @@ import returns_report  # noqa: E402
 def runs_of(scores):
     """Rows of runs with two evaluations, of which the second one is the score plus one and the first the score minus one."""
     rows = [
-        dict(task=task, arm=arm, seed=seed, timesteps=timesteps, seconds=10.0, cpu_seconds=seconds)
-        | {"return": score + offset}
+        dict(task=task, arm=arm, seed=seed, timesteps=timesteps, seconds=seconds) | {"return": score + offset}
         for (task, arm), values in scores.items()
         for seed, score in enumerate(values)
         for timesteps, offset in ((0, 100.0), (500, -1.0), (1000, 1.0))
@@ -32,10 +31,10 @@ def runs_of(scores):
 def test_table_of_a_task():
     """By hand: of nine pairs six are better and two are equal."""
     runs = runs_of({("task", "theirs"): [1.0, 2.0, 3.0], ("task", "ours"): [2.0, 3.0, 4.0]})
-    [line] = returns_report.task_lines(runs, ["task"], "theirs", "ours", {"task": 3.0})
-    assert line[:4] == ["task", "1k", "2 ± 1 (3)", "3 ± 1 (3)"]
+    [line] = returns_report.task_lines(runs, ["task"], "theirs", "ours", {"task": 4.0})
+    assert line[:4] == ["task", "1k", "2.0 ± 1.0 (3)", "3.0 ± 1.0 (3)"]
     assert float(line[4]) == pytest.approx((6 + 1) / 9, abs=0.005)
-    assert line[6] == "3.0"
+    assert line[6:] == ["4.0", "3.0"]
 
 
 @pytest.mark.parametrize(("n_seeds", "text"), [(3, "0.100"), (10, "< 0.001")])
@@ -69,12 +68,25 @@ def test_intervals_are_reproducible():
     assert first[1]["arm"][0] < first[1]["arm"][1]
 
 
+def test_improvement_is_that_of_rliable():
+    rng = np.random.default_rng(0)
+    ours, theirs = rng.normal(0.3, 1.0, (2, 5, 3))
+    pair = {"pair": (ours, theirs)}
+    points, intervals = returns_report.intervals_of(pair, returns_report.metrics.probability_of_improvement)
+    point, interval = returns_report.mean_improvement(ours.T, theirs.T)
+    assert point == pytest.approx(float(np.ravel(points["pair"])[0]))
+    assert interval == pytest.approx(np.ravel(intervals["pair"]), abs=0.08)
+
+
 def test_aggregates_of_tasks_with_more_seeds():
-    """They are of the first seeds, as many as all have."""
+    """The interquartile mean is of the first seeds, as many as all have; the probability of improvement of all of them."""
     scores = {("a", "theirs"): [0.0, 1.0], ("a", "ours"): [2.0, 3.0], ("b", "theirs"): [0.0, 1.0], ("b", "ours"): [2.0, 3.0]}
-    more = {**scores, ("b", "ours"): [2.0, 3.0, -9.0], ("b", "theirs"): [0.0, 1.0, 9.0]}
-    lines = [returns_report.aggregate_lines(runs_of(these), ["a", "b"], "theirs", "ours") for these in (scores, more)]
-    assert lines[0] == lines[1]
+    more = {**scores, ("b", "ours"): [2.0, 3.0, -9.0]}
+    results = [returns_report.aggregate_lines(runs_of(these), ["a", "b"], "theirs", "ours") for these in (scores, more)]
+    one, other = map(dict, results)
+    assert one["IQM, ours"] == other["IQM, ours"]
+    assert one["probability of improvement"].startswith("1.00 ")
+    assert other["probability of improvement"].startswith("0.83 ")  # (1 + 2/3) / 2
 
 
 def test_report(tmp_path):

@@ -245,7 +245,7 @@ def test_sqlite_survives_a_kill(tmp_path):
 def test_postgres_survives_a_kill(tmp_path_factory):
     """With the server that the script starts; the studies are there when it is started again."""
     folder = Path("/tmp" if os.getuid() == 0 else tmp_path_factory.getbasetemp()) / f"postgres-{os.getpid()}"
-    environment = {**os.environ, "PORT": "5439"}
+    environment = {**os.environ, "POSTGRES_PORT": "5439", "HOST": "nowhere"}
 
     def server(command):
         completed = subprocess.run([POSTGRES, command, folder], capture_output=True, text=True, env=environment, check=True)
@@ -260,7 +260,7 @@ def test_postgres_survives_a_kill(tmp_path_factory):
         assert_survives_a_kill(url, work)
         n_trials = len(trials(url))
         server("stop")
-        environment["HOST"] = "127.0.0.1"  # others may come
+        environment["POSTGRES_HOST"] = "127.0.0.1"  # others may come
         assert server("start") == url.replace("localhost", "127.0.0.1") == server("url")
         assert len(trials(url)) == n_trials
         output = run(*RL_ZOO3, "train", *TRIALS, "--storage", url, "--study-name", "study", "--n-trials", 1, *QUICK, cwd=work)
