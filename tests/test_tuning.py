@@ -13,6 +13,8 @@ import optuna
 import pytest
 import yaml
 from optuna.samplers import RandomSampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from sqlalchemy.exc import OperationalError
@@ -195,14 +197,15 @@ def start_worker(url, n_trials, folder):
 
 
 def trials(url):
+    opened = JournalStorage(JournalFileBackend(url)) if url.endswith(".log") else url
     try:
-        return optuna.load_study(study_name="study", storage=url).trials
+        return optuna.load_study(study_name="study", storage=opened).trials
     except KeyError:  # not yet
         return []
 
 
-def assert_survives_a_kill(url, folder, n_trials=6):
-    """Of two workers one is killed during a trial; the other one completes the study, and tries that trial again."""
+def killed_during_a_trial(url, n_trials, folder):
+    """:return: The trial"""
     victim = start_worker(url, n_trials, folder)
     while not any(trial.state is TrialState.RUNNING and trial.params for trial in trials(url)):
         assert victim.poll() is None, victim.stderr.read()
@@ -210,6 +213,12 @@ def assert_survives_a_kill(url, folder, n_trials=6):
     lost = trials(url)[-1]
     victim.send_signal(signal.SIGKILL)
     victim.wait()
+    return lost
+
+
+def assert_survives_a_kill(url, folder, n_trials=6):
+    """Of two workers one is killed during a trial; the other one completes the study, and tries that trial again."""
+    lost = killed_during_a_trial(url, n_trials, folder)
     time.sleep(3)  # until it counts as dead
     workers = [start_worker(url, n_trials, folder) for _ in range(2)]
     for worker in workers:
@@ -238,6 +247,19 @@ def assert_starts_at_once(url, folder):
 def test_sqlite_survives_a_kill(tmp_path):
     assert_starts_at_once(f"sqlite:///{tmp_path}/first.db", tmp_path)
     assert_survives_a_kill(f"sqlite:///{tmp_path}/study.db", tmp_path)
+
+
+@pytest.mark.slow
+def test_journal_survives_a_kill(tmp_path):
+    """Another worker brings the study to its end, where the lost trial counts as one."""
+    path = str(tmp_path / "study.log")
+    lost = killed_during_a_trial(path, 3, tmp_path)
+    worker = start_worker(path, 3, tmp_path)
+    _, errors = worker.communicate(timeout=300)
+    assert worker.returncode == 0, errors.decode()
+    after = trials(path)
+    assert [trial.number for trial in after if trial.state is TrialState.RUNNING] == [lost.number]
+    assert len(after) == 3
 
 
 @pytest.mark.slow
