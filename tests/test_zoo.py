@@ -398,7 +398,7 @@ gym.register("Mixed-v0", Mixed)
 @pytest.mark.parametrize(
     ("env_id", "policy", "norm_obs"),
     [
-        ("MountainCarNoVel-v0", "MlpPolicy", True),
+        ("HumanoidStandup-v5", "MlpPolicy", True),
         ("Taxi-v4", "MlpPolicy", False),
         ("Mixed-v0", "MultiInputPolicy", ["vector"]),
     ],
@@ -426,6 +426,14 @@ def test_users_say_what_is_normalized(tmp_path):
     )
     env = experiment.setup_experiment()[0].get_vec_normalize_env()
     assert (env.norm_obs, env.clip_reward) == (False, 5.0)
+
+
+def test_tasks_without_velocities():
+    """Each that the Zoo registers has an entry with a memory."""
+    entries = yaml.safe_load(zoo.HYPERPARAMS.read_text())
+    masked = [env_id for env_id in gym.registry if "NoVel" in env_id]
+    assert len(masked) == 6
+    assert {entries[env_id]["policy"] for env_id in masked} == {"MlpTransformerPolicy"}
 
 
 def test_every_entry_is_legal(tmp_path):
