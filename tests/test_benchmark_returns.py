@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +190,20 @@ def test_benchmark_goes_on(tmp_path):
     assert "old" not in set(again["digest"])
     for name in ("memory.md", "memory.png", "versions.json"):
         assert (tmp_path / name).exists()
+
+
+@pytest.mark.slow
+def test_a_terminated_benchmark_ends_its_runs(tmp_path):
+    command = [sys.executable, SCRIPTS / "benchmark_returns.py", "--suites", "presets", "--tasks", "Pendulum-v1"]
+    process = subprocess.Popen([*command, "--timesteps", "90000", "--processes", "1", "--out", tmp_path])
+    runs = ""
+    while not runs:
+        assert process.poll() is None
+        time.sleep(0.1)
+        runs = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
+    process.terminate()
+    assert process.wait(60) != 0
+    assert subprocess.run(["ps", "-o", "stat=", "-p", *runs.split()], capture_output=True, text=True).stdout in ("", "Z\n")
 
 
 @pytest.mark.slow
