@@ -160,12 +160,12 @@ def _check_trial(storage: str | None, study_name: str | None, trial_id: int) -> 
     from optuna.storages.journal import JournalFileBackend
 
     if not storage or not study_name:
-        raise ValueError(f"`--trial-id {trial_id}`: of which study? Give its `--storage` and `--study-name`")
+        raise ValueError(f"`--trial-id {trial_id}`: of which study? Give its `--storage` and `--study-name` as well")
     if trial_id < 0:
         raise ValueError(f"`--trial-id {trial_id}`: trials are numbered from 0")
     journal = storage.endswith(".log")
     if journal and not Path(storage).is_file():
-        raise ValueError(f"`--storage {storage}`: there is no such file")
+        raise ValueError(f"`--storage {storage}`: there is no such file; name the journal of the study")
     opened = JournalStorage(JournalFileBackend(storage)) if journal else storage
     names = optuna.get_all_study_names(opened)
     if study_name not in names:

@@ -35,7 +35,10 @@ as_owner() {
 create() {
     mkdir -p "$folder"
     [ "$(id -u)" -ne 0 ] || chown postgres "$folder"
-    as_owner test -x "$folder" || fail "$(as_owner id -un) may not enter $folder: name a folder elsewhere"
+    if ! as_owner test -x "$folder"; then
+        rmdir "$folder" || true
+        fail "$(as_owner id -un) may not enter $folder: name a folder elsewhere"
+    fi
     local password
     password=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     # shellcheck disable=SC2016

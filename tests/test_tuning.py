@@ -292,6 +292,16 @@ def test_postgres_survives_a_kill(tmp_path_factory):
         shutil.rmtree(folder)
 
 
+@pytest.mark.skipif(not SERVERS.exists() or os.getuid() != 0, reason="needs PostgreSQL's server, and to be root")
+def test_a_folder_that_the_server_may_not_enter(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o700)
+    folder = tmp_path / "closed" / "postgres"
+    completed = subprocess.run([POSTGRES, "start", folder], capture_output=True, text=True)
+    assert completed.returncode == 1
+    assert completed.stderr == f"postgres may not enter {folder}: name a folder elsewhere\n"
+    assert not folder.exists()
+
+
 def test_without_a_server(tmp_path):
     """The script says what to install."""
     script = tmp_path / "postgres.sh"
