@@ -12,9 +12,9 @@ from setuptools.command.build_py import build_py
 HOOK = Path(__file__).parent / "startup" / "zoo_hook.py"
 PTH = "sb3_ppo_ext_zoo.pth"
 MLP = Extension(
-    "sb3_ppo_ext._mlp",
-    ["sb3_ppo_ext/csrc/mlp.c"],
-    depends=["sb3_ppo_ext/csrc/kernels.h"],
+    "sb3_ppo_ext.engines.native._mlp",
+    ["sb3_ppo_ext/engines/native/csrc/mlp.c"],
+    depends=["sb3_ppo_ext/engines/native/csrc/kernels.h"],
     # Without errno and traps square roots and comparisons fit into vectors; NaN and infinity stay what they are.
     extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"],
     optional=True,

@@ -2,11 +2,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from sb3_ppo_ext.extractors import TransformerExtractor
-from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy
+from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, LinearToZero
+from sb3_ppo_ext.memory.policies import CnnTransformerPolicy, MlpTransformerPolicy, MultiInputTransformerPolicy
+from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy, TransformerExtractor
 from sb3_ppo_ext.ppo_ext import PPOExt
-from sb3_ppo_ext.transformer_policies import CnnTransformerPolicy, MlpTransformerPolicy, MultiInputTransformerPolicy
-from sb3_ppo_ext.vec_env import LeanDummyVecEnv, VectorEnvAdapter
+from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.rollout.vector_env_adapter import VectorEnvAdapter
 
 try:
     __version__ = version("sb3-ppo-ext")
@@ -16,7 +17,10 @@ except PackageNotFoundError:  # run from a checkout that is not installed
 __all__ = [
     "CnnPolicy",
     "CnnTransformerPolicy",
-    "LeanDummyVecEnv",
+    "DecaySchedule",
+    "FastDummyVecEnv",
+    "KLAdaptive",
+    "LinearToZero",
     "MlpPolicy",
     "MlpTransformerPolicy",
     "MultiInputPolicy",
@@ -26,3 +30,9 @@ __all__ = [
     "VectorEnvAdapter",
     "__version__",
 ]
+
+# Zips and pickles name a class by its module: by this one, so that files can move.
+for _name in __all__:
+    if isinstance(_class := globals()[_name], type):
+        _class.__module__ = __name__
+del _name, _class

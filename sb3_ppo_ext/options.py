@@ -9,13 +9,21 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
-from sb3_ppo_ext.backends import BACKENDS
-from sb3_ppo_ext.buffers import knows_indices
-from sb3_ppo_ext.optimizers import OPTIMIZERS
-from sb3_ppo_ext.policies import BOUNDED, ActionLawMixin, check_action_law, with_laws
-from sb3_ppo_ext.schedules import is_constant, make_schedule, value_of
-from sb3_ppo_ext.transformer_policies import TransformerPolicyMixin
-from sb3_ppo_ext.validation import check_choice, check_dictionary, check_kwargs, check_number, check_type, keywords_of, refuse
+from sb3_ppo_ext.common.schedules import is_constant, make_schedule, value_of
+from sb3_ppo_ext.common.validation import (
+    check_choice,
+    check_dictionary,
+    check_kwargs,
+    check_number,
+    check_type,
+    keywords_of,
+    refuse,
+)
+from sb3_ppo_ext.engines.backends import BACKENDS
+from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
+from sb3_ppo_ext.policies.actor_critic import BOUNDED, ActionLawMixin, check_action_law, with_laws
+from sb3_ppo_ext.update.minibatches import knows_indices
+from sb3_ppo_ext.update.optimizers import OPTIMIZERS
 
 Check = Callable[[str, Any], None]
 

@@ -27,29 +27,9 @@ from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
-from sb3_ppo_ext.advantages import AdvantageNormalizer
-from sb3_ppo_ext.backends import why_not_compile, why_not_lean, why_not_native
-from sb3_ppo_ext.buffers import in_float32
-from sb3_ppo_ext.collecting import RolloutCollector
-from sb3_ppo_ext.compiled_update import CompiledLoss, CompiledUpdate
-from sb3_ppo_ext.lean_update import LeanUpdate
-from sb3_ppo_ext.native_collecting import collect
-from sb3_ppo_ext.native_policy import NativePolicy
-from sb3_ppo_ext.native_update import NativeUpdate
-from sb3_ppo_ext.optimizers import adopt_state, critic_parameters, make_optimizer
-from sb3_ppo_ext.options import check_options
-from sb3_ppo_ext.policies import MlpPolicy, check_law_of_parameters, fixes_std, with_laws
-from sb3_ppo_ext.saving import SavedModel, check_saved_ppo, read_policy_kwargs
-from sb3_ppo_ext.schedules import DecaySchedule, KLAdaptive, ScheduleLike, make_schedule, value_of
-from sb3_ppo_ext.sequences import SequenceDictRolloutBuffer, SequenceRolloutBuffer
-from sb3_ppo_ext.transformer_policies import (
-    CnnTransformerPolicy,
-    MlpTransformerPolicy,
-    MultiInputTransformerPolicy,
-    TransformerPolicyMixin,
-)
-from sb3_ppo_ext.update import Update
-from sb3_ppo_ext.validation import (
+from sb3_ppo_ext.common.saved_models import SavedModel, check_saved_ppo, read_policy_kwargs
+from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, ScheduleLike, make_schedule, value_of
+from sb3_ppo_ext.common.validation import (
     SUPPORTED_SPACES,
     assertions_as_value_errors,
     check_action_space,
@@ -58,7 +38,27 @@ from sb3_ppo_ext.validation import (
     check_observation_space,
     refuse,
 )
-from sb3_ppo_ext.vec_env import LeanDummyVecEnv
+from sb3_ppo_ext.engines.backends import why_not_compile, why_not_fused, why_not_native
+from sb3_ppo_ext.engines.compiled import CompiledLoss, CompiledUpdate
+from sb3_ppo_ext.engines.fused import FusedUpdate
+from sb3_ppo_ext.engines.native.collecting import collect
+from sb3_ppo_ext.engines.native.policy import NativePolicy
+from sb3_ppo_ext.engines.native.update import NativeUpdate
+from sb3_ppo_ext.memory.policies import (
+    CnnTransformerPolicy,
+    MlpTransformerPolicy,
+    MultiInputTransformerPolicy,
+    TransformerPolicyMixin,
+)
+from sb3_ppo_ext.memory.sequences import SequenceDictRolloutBuffer, SequenceRolloutBuffer
+from sb3_ppo_ext.options import check_options
+from sb3_ppo_ext.policies.actor_critic import MlpPolicy, check_law_of_parameters, fixes_std, with_laws
+from sb3_ppo_ext.rollout.collector import RolloutCollector
+from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.update.advantages import AdvantageNormalizer
+from sb3_ppo_ext.update.minibatches import in_float32
+from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, make_optimizer
+from sb3_ppo_ext.update.update import Update
 
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 # What an option learns beside the policy: saved under these names when it is there
@@ -157,7 +157,7 @@ class PPOExt(RolloutCollector):
     :param accumulate_grad: Minibatches per step of the optimizer, at least 1; the same as a larger ``batch_size``, in less
         memory
     :param bad_gradients: If a loss or gradient is not finite, ``"raise"`` a ``ValueError`` or ``"skip"`` the step
-    :param backend: What computes: ``"eager"`` (PyTorch, as SB3's PPO to the bit), ``"lean"`` (the same, but for Adam and the
+    :param backend: What computes: ``"eager"`` (PyTorch, as SB3's PPO to the bit), ``"fused"`` (the same, but for Adam and the
         clipping of gradients, which an extension module in C makes), ``"native"`` (all of it in that module, for MLP policies
         on the CPU; equal but for rounding and the random numbers of the actions), ``"compile"`` (``torch.compile`` makes one
         function of the loss and its gradient, which takes seconds at the start; equal but for rounding), or ``"auto"``: the
@@ -458,7 +458,7 @@ class PPOExt(RolloutCollector):
     def _setup_backend(self) -> None:
         self._native: NativePolicy | None = None
         self._compiled: CompiledLoss | None = None
-        reasons = {"native": self._why_not_native(), "lean": why_not_lean(self)}
+        reasons = {"native": self._why_not_native(), "fused": why_not_fused(self)}
         if self.backend == "compile":
             reasons["compile"] = why_not_compile(self)
         if reasons.get(self.backend) is not None:
@@ -533,7 +533,7 @@ class PPOExt(RolloutCollector):
             if verbose >= 1:
                 print("Wrapping the env in a DummyVecEnv.")
             single: Any = env
-            env = LeanDummyVecEnv([lambda: single])
+            env = FastDummyVecEnv([lambda: single])
         return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
     # Rollout and update
@@ -564,8 +564,8 @@ class PPOExt(RolloutCollector):
             return NativeUpdate(self, native)
         if self.backend == "compile":
             return CompiledUpdate(self, self._find_compiled_loss())
-        is_lean = self.backend in ("auto", "lean") and why_not_lean(self) is None
-        return LeanUpdate(self) if is_lean else Update(self)
+        is_fused = self.backend in ("auto", "fused") and why_not_fused(self) is None
+        return FusedUpdate(self) if is_fused else Update(self)
 
     def _update_learning_rate(self, optimizers: list[th.optim.Optimizer] | th.optim.Optimizer) -> None:
         super()._update_learning_rate(optimizers)

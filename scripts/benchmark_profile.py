@@ -20,8 +20,8 @@ from gymnasium import spaces
 from stable_baselines3.common.torch_layers import NatureCNN
 from torch.utils.flop_counter import FlopCounterMode
 
-from sb3_ppo_ext import _mlp
-from sb3_ppo_ext.native_policy import NativePolicy
+from sb3_ppo_ext.engines.native import _mlp
+from sb3_ppo_ext.engines.native.policy import NativePolicy
 
 SIZES = (3, 64, 64, 1)
 BATCH, LARGE_BATCH, FRAMES = 64, 2048, 256

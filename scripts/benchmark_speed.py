@@ -40,7 +40,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor
 from torch import nn
 
-from sb3_ppo_ext import LeanDummyVecEnv, PPOExt, VectorEnvAdapter
+from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter
 
 OUT = Path(__file__).parents[1] / "docs" / "performance"
 # The compiler comes last, for the process is slower once it is loaded.
@@ -168,7 +168,7 @@ def main_contenders(name: str, setting: Setting) -> dict[str, Callable[[], None]
         "CleanRL style": CleanRLStyle(setting).turn,
         "eager": trainer(PPOExt, setting, setting.make_env(), backend="eager"),
         "PPOExt": trainer(PPOExt, setting, setting.make_env()),
-        "PPOExt, LeanDummyVecEnv": trainer(PPOExt, setting, setting.make_env(LeanDummyVecEnv)),
+        "PPOExt, FastDummyVecEnv": trainer(PPOExt, setting, setting.make_env(FastDummyVecEnv)),
     }
     if name == "d":
         contenders["PPOExt, VectorEnvAdapter"] = trainer(PPOExt, setting, all_in_one_call(setting))
@@ -294,8 +294,8 @@ def contests(part: str) -> Iterator[tuple[str, Mapping[str, Callable[[], None] |
     elif part == "growth":
         for setting in map(growing, (1, 8, 64, 256)):
             both = {"SB3": trainer(PPO, setting, setting.make_env()), "PPOExt": trainer(PPOExt, setting, setting.make_env())}
-            lean = trainer(PPOExt, setting, setting.make_env(LeanDummyVecEnv))
-            yield f"{setting.n_envs} environments", {**both, "PPOExt, LeanDummyVecEnv": lean}
+            fast = trainer(PPOExt, setting, setting.make_env(FastDummyVecEnv))
+            yield f"{setting.n_envs} environments", {**both, "PPOExt, FastDummyVecEnv": fast}
     elif part == "compile":
         for name, setting in COMPILED.items():
             both = {"SB3": trainer(PPO, setting, setting.make_env()), "PPOExt": trainer(PPOExt, setting, setting.make_env())}

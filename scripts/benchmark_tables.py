@@ -11,7 +11,7 @@ LABELS = {
     "SBX": "SBX (JAX)",
     "eager": '`PPOExt`, `backend="eager"`',
     "PPOExt": "**`PPOExt`**, SB3's `DummyVecEnv`",
-    "PPOExt, LeanDummyVecEnv": "**`PPOExt`**, `LeanDummyVecEnv`",
+    "PPOExt, FastDummyVecEnv": "**`PPOExt`**, `FastDummyVecEnv`",
     "PPOExt, VectorEnvAdapter": "**`PPOExt`**, `VectorEnvAdapter`",
     "d, VectorEnvAdapter": "d, `VectorEnvAdapter`",
     "1 environments": "1 environment",
@@ -24,7 +24,7 @@ LABELS = {
     "GELU, b": "GELU, b",
     "compile": '`backend="compile"`',
     "Dict": "Dict observations, b",
-    "CNN": "CNN on four frames of 84 x 84 (`lean`)",
+    "CNN": "CNN on four frames of 84 x 84 (`fused`)",
     "all terms": "`bounds_coef`, `kl_coef`, `dual_clip`, `clip_range_vf`, b",
 }
 

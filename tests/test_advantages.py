@@ -8,7 +8,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 
-from sb3_ppo_ext.advantages import AdvantageNormalizer, normalize, vtrace
+from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize, vtrace
 
 T = th.tensor
 

@@ -7,7 +7,7 @@ from parity import assert_equal
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from toys import DICT, VECTOR
 
-from sb3_ppo_ext.buffers import (
+from sb3_ppo_ext.update.minibatches import (
     PrioritizedSegments,
     flatten,
     inclusion_probabilities,

@@ -9,13 +9,14 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from parity import assert_equal
-from test_native import LEAN, SMALL, UPDATES, VECTORS, assert_same_update, make, relative_error, updated
+from test_native import FUSED, SMALL, UPDATES, VECTORS, assert_same_update, make, relative_error, updated
 from test_options import assert_continues
 from torch import nn
 from toys import DICT, IMAGE, make_toys
 
-from sb3_ppo_ext import PPOExt, lean_update
-from sb3_ppo_ext.compiled_update import CompiledLoss, CompiledUpdate
+from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.engines import fused as fused_update
+from sb3_ppo_ext.engines.compiled import CompiledLoss, CompiledUpdate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")
 
@@ -68,7 +69,7 @@ MANY = {
     ),
     "gSDE": dict(use_sde=True, target_kl=1e-3, learning_rate=3e-3),
     **UPDATES,
-    **LEAN,
+    **FUSED,
     "Muon": dict(optimizer="muon", rtol=1e-4),
     "SGD": dict(optimizer="sgd"),
     "gSDE, squashed": dict(use_sde=True, policy_kwargs=dict(squash_output=True), kl_coef=0.1),
@@ -128,7 +129,7 @@ def test_compiles_once(tmp_path, capsys, quick):
     assert type(model._make_update()) is CompiledUpdate
     model.vf_coef = 0.7
     model.learn(96, reset_num_timesteps=False)
-    for backend in ("eager", "compile", "lean", "compile"):
+    for backend in ("eager", "compile", "fused", "compile"):
         model.backend = backend
         model.learn(32, reset_num_timesteps=False)
     assert n_compiled() == before
@@ -198,7 +199,7 @@ def test_without_a_compiler(monkeypatch, capsys):
         raise RuntimeError("No working C++ compiler found")
 
     make(backend="auto", verbose=1, policy_kwargs=dict(activation_fn=nn.GELU))
-    assert "Backend: lean" in capsys.readouterr().out
+    assert "Backend: fused" in capsys.readouterr().out
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", fail)
     with pytest.raises(ValueError, match=r"`backend='compile'` is not valid: .*needs a C\+\+ compiler.*auto"):
         compiled()
@@ -221,6 +222,6 @@ def test_compiler_that_fails(monkeypatch):
 
 def test_without_the_extension_module(monkeypatch):
     """PyTorch makes the steps of Adam."""
-    monkeypatch.setattr(lean_update, "_mlp", None)
+    monkeypatch.setattr(fused_update, "_mlp", None)
     model = compiled()
     assert CompiledUpdate(model, CompiledLoss(model.policy)).adam is None

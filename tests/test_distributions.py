@@ -16,7 +16,7 @@ from stable_baselines3.common.distributions import (
     StateDependentNoiseDistribution,
 )
 
-from sb3_ppo_ext.distributions import (
+from sb3_ppo_ext.distributions.torch_distributions import (
     BoundedBetaDistribution,
     TanhGaussianDistribution,
     _beta_mass_below,

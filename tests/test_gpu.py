@@ -15,7 +15,7 @@ from test_zoo import train as zoo_train
 from toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution, kl_divergence
+from sb3_ppo_ext.distributions.torch_distributions import BoundedBetaDistribution, TanhGaussianDistribution, kl_divergence
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +56,7 @@ def test_train_save_and_load_on_the_cpu(policy, spaces, options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [options for options in SINGLE if options.get("backend") not in ("lean", "native")], ids=str
+    "options", [options for options in SINGLE if options.get("backend") not in ("fused", "native")], ids=str
 )
 def test_each_option(options, tmp_path):
     """It trains there, and goes on from its zip on both devices."""

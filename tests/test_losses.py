@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch as th
 
-from sb3_ppo_ext.losses import (
+from sb3_ppo_ext.update.losses import (
     approximate_kl,
     bounds_loss,
     clip_fraction,

@@ -25,17 +25,20 @@ from test_options import DEFAULTS, SINGLE, VALUES, is_legal
 from torch import nn
 from toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEnv, make_toys
 
-from sb3_ppo_ext import PPOExt, native_collecting, native_policy, native_update
-from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution
-from sb3_ppo_ext.guards import NonFinitePolicyError
-from sb3_ppo_ext.heads import TorchHead, make_head
-from sb3_ppo_ext.lean_update import LeanUpdate, NativeAdam
-from sb3_ppo_ext.native_collecting import _reads_estimates
-from sb3_ppo_ext.native_minibatches import mean_of_each, normalize_each
-from sb3_ppo_ext.native_policy import NativePolicy, why_not
-from sb3_ppo_ext.update import Update
+from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.common.guards import NonFinitePolicyError
+from sb3_ppo_ext.distributions.heads import TorchHead, make_head
+from sb3_ppo_ext.distributions.torch_distributions import BoundedBetaDistribution, TanhGaussianDistribution
+from sb3_ppo_ext.engines.fused import FusedUpdate, NativeAdam
+from sb3_ppo_ext.engines.native import collecting as native_collecting
+from sb3_ppo_ext.engines.native import policy as native_policy
+from sb3_ppo_ext.engines.native import update as native_update
+from sb3_ppo_ext.engines.native.collecting import _reads_estimates
+from sb3_ppo_ext.engines.native.minibatches import mean_of_each, normalize_each
+from sb3_ppo_ext.engines.native.policy import NativePolicy, why_not
+from sb3_ppo_ext.update.update import Update
 
-_mlp = pytest.importorskip("sb3_ppo_ext._mlp", reason="the extension module was not built")
+_mlp = pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
 
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
 VECTORS = spaces.Dict({"joints": VECTOR, "gear": spaces.Discrete(3)})
@@ -397,7 +400,7 @@ def test_reports_in_the_middle_of_an_update(monkeypatch):
     assert_same_update(learning_rate=1e-2, ent_coef=0.1, rtol=1e-4)
 
 
-LEAN = {
+FUSED = {
     "gSDE": dict(use_sde=True),
     "images": dict(env=dict(observation_space=IMAGE), policy="CnnPolicy", rtol=1e-4),
     "dict": dict(env=dict(observation_space=DICT), policy="MultiInputPolicy", rtol=1e-4),
@@ -410,23 +413,23 @@ LEAN = {
 }
 
 
-@pytest.mark.parametrize("name", LEAN)
-def test_lean_update(name):
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_update(name):
     """Equals the reference's, with any policy."""
-    assert_same_update(other="lean", **LEAN[name])
+    assert_same_update(other="fused", **FUSED[name])
 
 
 def test_actor_rests_in_the_first_update():
     """When the optimiser has made no steps that differ from parameter to parameter."""
     options = dict(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001)
-    eager, lean = (make(backend=backend, **options).learn(32).policy.state_dict() for backend in ("eager", "lean"))
-    assert all(relative_error(eager[name], lean[name]) < 1e-5 for name in eager)
+    eager, fused = (make(backend=backend, **options).learn(32).policy.state_dict() for backend in ("eager", "fused"))
+    assert all(relative_error(eager[name], fused[name]) < 1e-5 for name in eager)
 
 
-def test_lean_is_refused():
+def test_fused_is_refused():
     """On parameters that the module cannot read."""
-    with pytest.raises(ValueError, match=r"`backend='lean'`.*float32"):
-        make(backend="lean", policy=Double)
+    with pytest.raises(ValueError, match=r"`backend='fused'`.*float32"):
+        make(backend="fused", policy=Double)
     assert type(make(backend="auto", policy=Double)._make_update()) is Update
 
 
@@ -791,8 +794,8 @@ def test_what_native_does_not_support(reason, capsys):
     with pytest.raises(ValueError, match=f"`backend='native'`.*{reason}.*auto"):
         make(**REFUSED[reason])
     model = make(backend="auto", verbose=1, **REFUSED[reason])
-    assert "Backend: lean (not native: " in capsys.readouterr().out
-    assert type(model._make_update()) is LeanUpdate
+    assert "Backend: fused (not native: " in capsys.readouterr().out
+    assert type(model._make_update()) is FusedUpdate
 
 
 def test_loss_of_a_subclass():

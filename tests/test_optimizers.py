@@ -14,8 +14,9 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 from torch import nn
 from toys import DICT, IMAGE, make_toys
 
-from sb3_ppo_ext import MlpPolicy, PPOExt, optimizers
-from sb3_ppo_ext.optimizers import MuonWithAdamW, critic_parameters, hidden_matrices
+from sb3_ppo_ext import MlpPolicy, PPOExt
+from sb3_ppo_ext.update import optimizers
+from sb3_ppo_ext.update.optimizers import MuonWithAdamW, critic_parameters, hidden_matrices
 
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, device="cpu")
 TOYS = make_toys()

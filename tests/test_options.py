@@ -23,7 +23,7 @@ from toys import BOX_ACTION, make_toys
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.options import CHECKS
-from sb3_ppo_ext.tuning import convert_ppo_ext_params
+from sb3_ppo_ext.zoo.tuning import convert_ppo_ext_params
 
 SMALL = dict(n_steps=8, batch_size=8, n_epochs=2, seed=3, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
 
@@ -62,7 +62,7 @@ VALUES = {
     "max_clip_fraction": [0.05],
     "accumulate_grad": [3],
     "bad_gradients": ["skip"],
-    "backend": ["eager", "lean", "native"],
+    "backend": ["eager", "fused", "native"],
     # SB3's, which meet ours
     "clip_range_vf": [0.1],
     "target_kl": [0.01],

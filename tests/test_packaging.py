@@ -88,12 +88,12 @@ def test_the_hook_registers(installation):
 from rl_zoo3 import ALGOS
 assert ALGOS["ppo_ext"] is ALGOS["ppoext"]
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
-from sb3_ppo_ext import zoo
+from sb3_ppo_ext.zoo import registration as zoo
 assert HYPERPARAMS_SAMPLER["ppo_ext"] is zoo.sample_ppo_ext_params
 assert HYPERPARAMS_CONVERTER["ppo_ext"] is zoo.convert_ppo_ext_params
 print(ALGOS["ppo_ext"])
 """
-    assert installation.run(code) == "<class 'sb3_ppo_ext.ppo_ext.PPOExt'>\n"
+    assert installation.run(code) == "<class 'sb3_ppo_ext.PPOExt'>\n"
 
 
 def test_the_hook_can_be_switched_off(installation):

@@ -14,8 +14,8 @@ from test_zoo import train
 from toys import make_toys
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.callbacks import ProgressFile
 from sb3_ppo_ext.plot_run import PANELS, plot_runs, read_log
+from sb3_ppo_ext.zoo.progress_file import ProgressFile
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=1, device="cpu")
 KEYS = [key for _, keys, _ in PANELS for key in keys]

@@ -23,8 +23,8 @@ from toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEnv, make_
 
 import sb3_ppo_ext
 from sb3_ppo_ext import CnnPolicy, MlpPolicy, MultiInputPolicy, PPOExt
-from sb3_ppo_ext.distributions import parameters, unsquashed_mean
-from sb3_ppo_ext.policies import ActionLawMixin
+from sb3_ppo_ext.distributions.torch_distributions import parameters, unsquashed_mean
+from sb3_ppo_ext.policies.actor_critic import ActionLawMixin
 
 LAWS = ["squashed_gaussian", "beta"]
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=0, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))

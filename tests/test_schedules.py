@@ -9,7 +9,7 @@ from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
 from toys import ToyEnv
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.schedules import DecaySchedule, KLAdaptive, is_constant, make_schedule, value_of
+from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, is_constant, make_schedule, value_of
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from stable_baselines3.common.vec_env import VecNormalize
 from toys import DICT, IMAGE, VECTOR, ToyEnv, make_toys
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.buffers import shuffled_segments
-from sb3_ppo_ext.observations import map_observations
-from sb3_ppo_ext.sequences import Sequences
-from sb3_ppo_ext.transformer import Block, Cache, GRUGate, Transformer
-from sb3_ppo_ext.transformer_policies import Memory
+from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.memory.policies import Memory
+from sb3_ppo_ext.memory.sequences import Sequences
+from sb3_ppo_ext.memory.transformer import Block, Cache, GRUGate, Transformer
+from sb3_ppo_ext.update.minibatches import shuffled_segments
 
 SIZES = dict(d_model=16, n_heads=2, ffn_dim=16)
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=3, device="cpu")

@@ -20,7 +20,9 @@ from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from sqlalchemy.exc import OperationalError
 from test_zoo import QUICK, RL_ZOO3, manager, run
 
-from sb3_ppo_ext import PPOExt, storage, tuning, zoo
+from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.zoo import registration as zoo
+from sb3_ppo_ext.zoo import storage, tuning
 
 POSTGRES = Path(__file__).parents[1] / "scripts" / "postgres.sh"
 SERVERS = Path("/usr/lib/postgresql")
@@ -179,7 +181,7 @@ def test_trial_that_sampled_nothing(tmp_path):
 
 WORKER = """
 import sys
-from sb3_ppo_ext import storage
+from sb3_ppo_ext.zoo import storage
 storage.HEARTBEAT_INTERVAL, storage.GRACE_PERIOD = 1, 2
 from rl_zoo3.train import train
 sys.argv = ["train", *sys.argv[1:]]

@@ -21,10 +21,10 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 from toys import BOX_ACTION, DICT, IMAGE, Brittle, LogRecorder, RolloutRecorder, make_toys
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.advantages import AdvantageNormalizer, normalize, vtrace
-from sb3_ppo_ext.buffers import PrioritizedSegments, SamplesOnDevice
-from sb3_ppo_ext.optimizers import clip_gradients, critic_parameters
-from sb3_ppo_ext.update import Update
+from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize, vtrace
+from sb3_ppo_ext.update.minibatches import PrioritizedSegments, SamplesOnDevice
+from sb3_ppo_ext.update.optimizers import clip_gradients, critic_parameters
+from sb3_ppo_ext.update.update import Update
 
 # Nothing is clipped, so that actor and critic do not influence each other.
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu", max_grad_norm=1e9)
@@ -232,7 +232,7 @@ class Recording(PPOExt):
 @pytest.mark.parametrize("length", [4, 5])  # with and without an end at the last step
 def test_vtrace_uses_the_current_policy(action_space, length, monkeypatch):
     """In every epoch, of values, ratios, the last value and those of the terminal observations."""
-    monkeypatch.setattr("sb3_ppo_ext.update.EVALUATION_BATCH", 7)
+    monkeypatch.setattr("sb3_ppo_ext.update.update.EVALUATION_BATCH", 7)
     env = dict(action_space=action_space, length=length, p_end=0.0)
     model = make(Recording, env, vtrace=True, batch_size=32, normalize_advantage=False, learning_rate=0.02)
     model.learn(32)
@@ -348,7 +348,7 @@ def test_priorities_follow_vtrace(monkeypatch):
             seen.append(advantages)
             super().__init__(advantages, *args)
 
-    monkeypatch.setattr("sb3_ppo_ext.update.PrioritizedSegments", Segments)
+    monkeypatch.setattr("sb3_ppo_ext.update.update.PrioritizedSegments", Segments)
     model = run(priority_alpha=0.5, vtrace=True, learning_rate=0.02)
     assert len(seen) == 3
     np.testing.assert_allclose(seen[0], model.rollout_buffer.advantages.reshape(2, 16).T, atol=1e-5)
@@ -395,7 +395,7 @@ def test_kl_is_exact():
 
 def test_kl_of_unknown_families_is_estimated(monkeypatch):
     """The estimate then is the penalty, to the bit."""
-    monkeypatch.setattr("sb3_ppo_ext.update.parameters", lambda distribution: None)
+    monkeypatch.setattr("sb3_ppo_ext.update.update.parameters", lambda distribution: None)
     divergences = [run(kl_coef=kl_coef, learning_rate=3e-3, n_epochs=10) for kl_coef in (1e-9, 100.0)]
     small, large = map(logged, reversed(divergences))
     assert small["train/kl"] < large["train/kl"]
@@ -404,7 +404,7 @@ def test_kl_of_unknown_families_is_estimated(monkeypatch):
 
 def test_kl_coefficient_follows_what_it_multiplies(monkeypatch):
     """The exact divergence, not its estimate."""
-    monkeypatch.setattr("sb3_ppo_ext.update.kl_divergence", lambda old, new: 5.0 + 0 * new.distribution.mean.sum(dim=1))
+    monkeypatch.setattr("sb3_ppo_ext.update.update.kl_divergence", lambda old, new: 5.0 + 0 * new.distribution.mean.sum(dim=1))
     model = run(kl_coef=0.1, kl_target=4.0)
     assert logged(model)["train/kl"] == 5.0
     assert model.kl_coefficient.value == 0.1
@@ -660,7 +660,7 @@ def test_accumulated_gradients_are_those_of_a_larger_batch(options):
 def test_target_kl_judges_the_accumulated_step(monkeypatch):
     """By the mean over its minibatches: 1 in the first of four is 0.25 in all."""
     divergences = itertools.cycle([1.0, 0.0, 0.0, 0.0])
-    monkeypatch.setattr("sb3_ppo_ext.update.approximate_kl", lambda ratio, log_ratio: th.tensor(next(divergences)))
+    monkeypatch.setattr("sb3_ppo_ext.update.update.approximate_kl", lambda ratio, log_ratio: th.tensor(next(divergences)))
     for target_kl, n_minibatches in ((0.16, 4), (0.17, 24)):
         model = make(Recording, batch_size=4, accumulate_grad=4, target_kl=1.0001 * target_kl).learn(32)
         assert len(model.seen) == n_minibatches

@@ -12,7 +12,8 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
 from toys import DICT, IMAGE, VECTOR, ToyEnv
 
-from sb3_ppo_ext import LeanDummyVecEnv, PPOExt, VectorEnvAdapter, zoo
+from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter
+from sb3_ppo_ext.zoo import registration as zoo
 
 
 class Talkative(ToyEnv):
@@ -84,28 +85,28 @@ class Plain(Talkative):
 
 @pytest.mark.parametrize("space", [VECTOR, IMAGE, DICT], ids=["vector", "image", "dict"])
 @pytest.mark.parametrize("n_envs", [1, 3])
-def test_lean_is_dummy(space, n_envs):
+def test_fast_is_dummy(space, n_envs):
     """Observations, rewards, dones, infos, reset infos, and no later step changes them."""
     fns = [lambda: Monitor(Plain(observation_space=space))] * n_envs
-    expected, actual = (without_clock(rollout(cls(fns))) for cls in (DummyVecEnv, LeanDummyVecEnv))
+    expected, actual = (without_clock(rollout(cls(fns))) for cls in (DummyVecEnv, FastDummyVecEnv))
     assert any(info.get("TimeLimit.truncated") for infos in actual[5::5] for info in infos if isinstance(info, dict))
     assert_same(expected, actual)
 
 
-def test_lean_survives_an_environment_that_writes_in_place():
+def test_fast_survives_an_environment_that_writes_in_place():
     """What a step returned stays as it was, the terminal observation included, for which SB3 has the next episode's first."""
-    lean, plain = (rollout(LeanDummyVecEnv([cls] * 2)) for cls in (Talkative, Plain))
-    terminal = [info["terminal_observation"] for infos in lean[5::5] for info in infos if "terminal_observation" in info]
+    fast, plain = (rollout(FastDummyVecEnv([cls] * 2)) for cls in (Talkative, Plain))
+    terminal = [info["terminal_observation"] for infos in fast[5::5] for info in infos if "terminal_observation" in info]
     expected = [info["terminal_observation"] for infos in plain[5::5] for info in infos if "terminal_observation" in info]
     assert len(terminal) > 3
     np.testing.assert_array_equal(terminal, expected)
-    assert_same(plain[2::5], lean[2::5])
+    assert_same(plain[2::5], fast[2::5])
 
 
 def test_ppo_ext_takes_it():
     """For an environment that is not vectorised."""
     for env in ("CartPole-v1", ToyEnv()):
-        assert type(PPOExt("MlpPolicy", env, device="cpu").env) is LeanDummyVecEnv
+        assert type(PPOExt("MlpPolicy", env, device="cpu").env) is FastDummyVecEnv
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -145,7 +146,7 @@ class Asked(ToyEnv):
 
 def test_seeds_and_options_are_for_one_reset():
     """As SB3's: the next one has none."""
-    for env in (DummyVecEnv([Asked] * 2), LeanDummyVecEnv([Asked] * 2), VectorEnvAdapter(SyncVectorEnv([Asked] * 2))):
+    for env in (DummyVecEnv([Asked] * 2), FastDummyVecEnv([Asked] * 2), VectorEnvAdapter(SyncVectorEnv([Asked] * 2))):
         env.seed(5)
         env.set_options({"level": 1})
         env.reset(), env.reset()
@@ -284,7 +285,7 @@ def test_attributes_of_copies():
 
 def test_the_zoo_takes_it():
     """For `ppo_ext`, where it would take SB3's; subprocesses stay."""
-    for before, after in [(DummyVecEnv, LeanDummyVecEnv), (SubprocVecEnv, SubprocVecEnv)]:
+    for before, after in [(DummyVecEnv, FastDummyVecEnv), (SubprocVecEnv, SubprocVecEnv)]:
         experiment = SimpleNamespace(vec_env_class=before, _hyperparams={}, callbacks=[], save_path="logs")
         assert zoo._setup_experiment(lambda: "results", experiment) == "results"
         assert experiment.vec_env_class is after
@@ -292,5 +293,5 @@ def test_the_zoo_takes_it():
 
 def test_make_vec_env_takes_it():
     """As `vec_env_cls`."""
-    env = make_vec_env("CartPole-v1", 2, seed=0, vec_env_cls=LeanDummyVecEnv)
+    env = make_vec_env("CartPole-v1", 2, seed=0, vec_env_cls=FastDummyVecEnv)
     assert env.reset().shape == (2, 4)

@@ -25,7 +25,8 @@ from rl_zoo3.utils import SimpleLinearSchedule, get_hf_trained_models, get_lates
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_ppo_ext import PPOExt, zoo
+from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.zoo import registration as zoo
 
 BIN = Path(sys.executable).parent
 RL_ZOO3 = [str(BIN / "rl_zoo3")]

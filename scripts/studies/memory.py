@@ -94,7 +94,7 @@ def entries(name: str) -> dict[str, dict[str, Any]]:
     import rl_zoo3.import_envs  # noqa: F401  # registers the tasks without velocities
 
     if name == "ppo_ext":
-        path = Path(sb3_ppo_ext.__file__).parent / "hyperparams" / "ppo_ext.yml"
+        path = Path(sb3_ppo_ext.__file__).parent / "zoo" / "hyperparams" / "ppo_ext.yml"
     else:
         zoo = importlib.util.find_spec("rl_zoo3")
         assert zoo is not None

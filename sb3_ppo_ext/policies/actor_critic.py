@@ -16,13 +16,13 @@ from stable_baselines3.common.preprocessing import get_action_dim
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
-from sb3_ppo_ext.distributions import (
+from sb3_ppo_ext.common.validation import check_choice, check_number, refuse
+from sb3_ppo_ext.distributions.torch_distributions import (
     LOG_STD_RANGE,
     BoundedBetaDistribution,
     BoundedDistribution,
     TanhGaussianDistribution,
 )
-from sb3_ppo_ext.validation import check_choice, check_number, refuse
 
 # Before the name of the law among the parameters of a policy
 _MARK = "law_"

@@ -16,12 +16,12 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
-from sb3_ppo_ext.heads import OF_GAUSSIANS, make_head
-from sb3_ppo_ext.policies import ActionLawMixin, ScaledTanh
+from sb3_ppo_ext.distributions.heads import OF_GAUSSIANS, make_head
+from sb3_ppo_ext.policies.actor_critic import ActionLawMixin, ScaledTanh
 
 _mlp: Any
 try:
-    from sb3_ppo_ext import _mlp
+    from sb3_ppo_ext.engines.native import _mlp
 except ImportError:  # no compiler took it
     _mlp = None
 

@@ -20,11 +20,11 @@ from stable_baselines3.common.torch_layers import MlpExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
-from sb3_ppo_ext.observations import in_channels_last, map_observations
-from sb3_ppo_ext.policies import ActionLawMixin
-from sb3_ppo_ext.sequences import Sequences
-from sb3_ppo_ext.transformer import Cache, Transformer
-from sb3_ppo_ext.validation import BadArgumentError, check_number, check_type, refuse
+from sb3_ppo_ext.common.observations import in_channels_last, map_observations
+from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_type, refuse
+from sb3_ppo_ext.memory.sequences import Sequences
+from sb3_ppo_ext.memory.transformer import Cache, Transformer
+from sb3_ppo_ext.policies.actor_critic import ActionLawMixin
 
 # That are preprocessed at once where no gradient is needed
 MAX_IMAGES = 64
@@ -67,8 +67,9 @@ class TransformerPolicyMixin(ActionLawMixin):
     Stands before an actor-critic policy of SB3 among the parents of a class, and gives it a memory: a transformer reads the
     features of the last observations of the episode, and what it makes of them goes to the networks of actor and critic.
 
-    ``evaluate_actions``, ``get_distribution`` and ``predict_values`` take :class:`~sb3_ppo_ext.sequences.Sequences`, as the
-    rollout buffer has them. ``predict`` takes and returns a :class:`Memory` as its state.
+    ``evaluate_actions``, ``get_distribution`` and ``predict_values`` take
+    :class:`~sb3_ppo_ext.memory.sequences.Sequences`, as the rollout buffer has them.
+    ``predict`` takes and returns a :class:`Memory` as its state.
 
     :param args: As for SB3's policy
     :param context_length: How many observations the policy sees, the present one included

@@ -1,48 +1,19 @@
-"""Vectorised environments that cost less than SB3's, and mean the same."""
+"""Gymnasium's vectorised environments as SB3's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
-from sb3_ppo_ext.validation import refuse
+from sb3_ppo_ext.common.validation import refuse
 
 PartialReset = Callable[[Any, np.ndarray], tuple[Any, dict[str, Any]]]
-
-
-class LeanDummyVecEnv(DummyVecEnv):
-    """
-    SB3's ``DummyVecEnv`` without its deep copy of all infos at each step: each step has dictionaries of its own, their values
-    are what the environment put there.
-
-    :param env_fns: Functions that make the environments
-    :raises ValueError: if they return the same environment twice
-    """
-
-    def step_wait(self) -> VecEnvStepReturn:
-        infos = []
-        for index, env in enumerate(self.envs):
-            observation, reward, terminated, truncated, info = env.step(self.actions[index])
-            done = terminated or truncated
-            # A copy, for an environment may return the same dictionary again.
-            info = dict(info)
-            info["TimeLimit.truncated"] = truncated and not terminated
-            if done:
-                # A copy, for an environment may write the next observation into the same array.
-                info["terminal_observation"] = deepcopy(observation)
-                observation, self.reset_infos[index] = env.reset()
-            self.buf_rews[index], self.buf_dones[index] = reward, done
-            infos.append(info)
-            self._save_obs(index, observation)
-        self.buf_infos = infos
-        return self._obs_from_buf(), self.buf_rews.copy(), self.buf_dones.copy(), infos
 
 
 class VectorEnvAdapter(VecEnv):

@@ -17,9 +17,9 @@ from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_ppo_ext.guards import check_finite, check_outputs
-from sb3_ppo_ext.native_policy import NativePolicy, _mlp
-from sb3_ppo_ext.observations import stack
+from sb3_ppo_ext.common.guards import check_finite, check_outputs
+from sb3_ppo_ext.common.observations import stack
+from sb3_ppo_ext.engines.native.policy import NativePolicy, _mlp
 
 # Callbacks of these packages read no values and log probabilities.
 KNOWN_PACKAGES = ("stable_baselines3", "sb3_contrib", "rl_zoo3", "sb3_ppo_ext")

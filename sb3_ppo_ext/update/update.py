@@ -12,8 +12,23 @@ from gymnasium import spaces
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from stable_baselines3.common.utils import explained_variance
 
-from sb3_ppo_ext.advantages import normalize, vtrace
-from sb3_ppo_ext.buffers import (
+from sb3_ppo_ext.common.guards import refuse_gradient
+from sb3_ppo_ext.common.schedules import is_constant, value_of
+from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.distributions.torch_distributions import BoundedDistribution, kl_divergence, parameters, unsquashed_mean
+from sb3_ppo_ext.memory.sequences import SequenceBufferMixin
+from sb3_ppo_ext.update.advantages import normalize, vtrace
+from sb3_ppo_ext.update.losses import (
+    approximate_kl,
+    bounds_loss,
+    clip_fraction,
+    clipped_surrogate_loss,
+    entropy_loss,
+    spo_loss,
+    value_loss,
+)
+from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.minibatches import (
     Draw,
     Minibatch,
     PrioritizedSegments,
@@ -24,22 +39,7 @@ from sb3_ppo_ext.buffers import (
     shuffled_segments,
     time_major,
 )
-from sb3_ppo_ext.distributions import BoundedDistribution, kl_divergence, parameters, unsquashed_mean
-from sb3_ppo_ext.guards import refuse_gradient
-from sb3_ppo_ext.losses import (
-    approximate_kl,
-    bounds_loss,
-    clip_fraction,
-    clipped_surrogate_loss,
-    entropy_loss,
-    spo_loss,
-    value_loss,
-)
-from sb3_ppo_ext.metrics import Metrics
-from sb3_ppo_ext.optimizers import clip_gradients, critic_parameters
-from sb3_ppo_ext.schedules import is_constant, value_of
-from sb3_ppo_ext.sequences import SequenceBufferMixin
-from sb3_ppo_ext.validation import refuse
+from sb3_ppo_ext.update.optimizers import clip_gradients, critic_parameters
 
 # Metrics of which the last epoch alone counts, as for SB3
 OF_LAST_EPOCH = ("approx_kl", "kl", "ratio", "law")

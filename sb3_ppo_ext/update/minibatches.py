@@ -9,8 +9,8 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
-from sb3_ppo_ext.observations import map_observations
-from sb3_ppo_ext.sequences import SequenceBufferMixin
+from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.memory.sequences import SequenceBufferMixin
 
 # A minibatch is drawn as the places of its samples in the flattened rollout (``env * n_steps + step``), with their weights.
 Draw = tuple[np.ndarray, np.ndarray | None]

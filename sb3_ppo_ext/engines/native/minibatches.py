@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch as th
 
-from sb3_ppo_ext.heads import Head
-from sb3_ppo_ext.metrics import Metrics
+from sb3_ppo_ext.distributions.heads import Head
+from sb3_ppo_ext.update.metrics import Metrics
 
 
 class FlatRollout(NamedTuple):
@@ -64,7 +64,7 @@ class NativeMinibatches:
     def approximate_kl(self, part: slice) -> float:
         """
         :param part: A minibatch
-        :return: See :func:`sb3_ppo_ext.losses.approximate_kl`
+        :return: See :func:`sb3_ppo_ext.update.losses.approximate_kl`
         """
         return float(np.mean(self.ratios[part] - 1 - self.log_ratios[part]))
 
@@ -182,7 +182,7 @@ def normalize_each(advantages: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """
     :param advantages: Shape ``(sizes.sum(),)``
     :param sizes: Of the minibatches
-    :return: Each minibatch by itself as in :func:`sb3_ppo_ext.advantages.normalize`
+    :return: Each minibatch by itself as in :func:`sb3_ppo_ext.update.advantages.normalize`
     """
     centred = advantages - np.repeat(mean_of_each(advantages, sizes), sizes)
     # Of the sample, that is by n - 1; a single advantage stays as it is.

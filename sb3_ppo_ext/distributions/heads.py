@@ -18,7 +18,7 @@ from stable_baselines3.common.distributions import (
 )
 from torch import nn
 
-from sb3_ppo_ext.distributions import (
+from sb3_ppo_ext.distributions.torch_distributions import (
     EDGE,
     LOG_STD_RANGE,
     BoundedBetaDistribution,

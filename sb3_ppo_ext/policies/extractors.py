@@ -11,7 +11,7 @@ from stable_baselines3.common.preprocessing import get_flattened_obs_dim
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import nn
 
-from sb3_ppo_ext.validation import check_number, refuse
+from sb3_ppo_ext.common.validation import check_number, refuse
 
 
 class TransformerExtractor(BaseFeaturesExtractor):

@@ -9,7 +9,7 @@ import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
-from sb3_ppo_ext.validation import BadArgumentError, check_kwargs, refuse
+from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, refuse
 
 # Torch has it since 2.9.
 Muon: type[th.optim.Optimizer] | None = getattr(th.optim, "Muon", None)

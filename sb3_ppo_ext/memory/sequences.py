@@ -11,7 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
 
-from sb3_ppo_ext.observations import map_observations
+from sb3_ppo_ext.common.observations import map_observations
 
 # Of observations that are copied at once to compute what a policy remembers
 MAX_BYTES = 2**23

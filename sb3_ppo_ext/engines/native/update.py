@@ -10,18 +10,18 @@ import torch as th
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from torch import nn
 
-from sb3_ppo_ext.buffers import Minibatch, shuffled
-from sb3_ppo_ext.guards import refuse_gradient
-from sb3_ppo_ext.lean_update import LeanUpdate
-from sb3_ppo_ext.losses import SPO_MIN_RANGE
-from sb3_ppo_ext.native_minibatches import FlatRollout, Measured, NativeMinibatches, normalize_each
-from sb3_ppo_ext.native_policy import NativePolicy
+from sb3_ppo_ext.common.guards import refuse_gradient
+from sb3_ppo_ext.engines.fused import FusedUpdate
+from sb3_ppo_ext.engines.native.minibatches import FlatRollout, Measured, NativeMinibatches, normalize_each
+from sb3_ppo_ext.engines.native.policy import NativePolicy
+from sb3_ppo_ext.update.losses import SPO_MIN_RANGE
+from sb3_ppo_ext.update.minibatches import Minibatch, shuffled
 
 # Samples whose measurements are kept before they are averaged
 MAX_MEASURED = 16384
 
 
-class NativeUpdate(LeanUpdate):
+class NativeUpdate(FusedUpdate):
     """
     An update whose networks are a :class:`NativePolicy`'s.
 
@@ -141,7 +141,7 @@ class NativeUpdate(LeanUpdate):
         return True
 
     def _differentiate(self, minibatches: NativeMinibatches, part: slice) -> None:
-        """The gradient of PPO's loss, see ``sb3_ppo_ext.losses``."""
+        """The gradient of PPO's loss, see ``sb3_ppo_ext.update.losses``."""
         m, samples, size = minibatches, minibatches.samples, part.stop - part.start
         actor, critic = self.native.networks
         self.native.pack()

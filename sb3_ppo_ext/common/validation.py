@@ -159,7 +159,7 @@ def keywords_of(function: Callable[..., Any]) -> set[str] | None:
         names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return names
-        if not each.__module__.startswith(f"{__package__}."):
+        if each.__module__.split(".")[0] != "sb3_ppo_ext":
             return None
     return None
 

@@ -16,9 +16,9 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from torch import nn
 from torch.func import functional_call, grad_and_value
 
-from sb3_ppo_ext.buffers import Minibatch
-from sb3_ppo_ext.lean_update import LeanUpdate
-from sb3_ppo_ext.validation import refuse
+from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.engines.fused import FusedUpdate
+from sb3_ppo_ext.update.minibatches import Minibatch
 
 # What may change from update to update: as numbers, each value would be compiled anew.
 COEFFICIENTS = ("clip_range", "clip_range_vf", "ent_coef", "vf_coef", "kl_coef", "bounds_coef")
@@ -52,9 +52,9 @@ class CompiledLoss:
         return type(None), ()
 
 
-class CompiledUpdate(LeanUpdate):
+class CompiledUpdate(FusedUpdate):
     """
-    An update whose loss and gradient :class:`CompiledLoss` computes. The rest is as in ``LeanUpdate``, or PyTorch's where the
+    An update whose loss and gradient :class:`CompiledLoss` computes. The rest is as in ``FusedUpdate``, or PyTorch's where the
     extension module is missing or the policy is not on the CPU.
 
     :param model: A ``PPOExt`` with a full rollout buffer

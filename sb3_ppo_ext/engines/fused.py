@@ -7,10 +7,10 @@ import numpy as np
 import torch as th
 from torch import nn
 
-from sb3_ppo_ext.buffers import Minibatch
-from sb3_ppo_ext.native_policy import _mlp
-from sb3_ppo_ext.observations import in_channels_last, map_observations
-from sb3_ppo_ext.update import Update
+from sb3_ppo_ext.common.observations import in_channels_last, map_observations
+from sb3_ppo_ext.engines.native.policy import _mlp
+from sb3_ppo_ext.update.minibatches import Minibatch
+from sb3_ppo_ext.update.update import Update
 
 
 class NativeAdam:
@@ -74,7 +74,7 @@ class NativeAdam:
             state["step"].fill_(self.n_steps)
 
 
-class LeanUpdate(Update):
+class FusedUpdate(Update):
     """
     An update whose networks are PyTorch's; norm, clipping and Adam are not.
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.type_aliases import PyTorchObs
 
-from sb3_ppo_ext.observations import map_observations
-from sb3_ppo_ext.sequences import SequenceBufferMixin
-from sb3_ppo_ext.transformer import Cache
+from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.memory.sequences import SequenceBufferMixin
+from sb3_ppo_ext.memory.transformer import Cache
 
 
 class RolloutMemory:

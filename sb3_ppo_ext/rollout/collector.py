@@ -15,10 +15,10 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_ppo_ext.guards import check_finite, restored_if_not_finite
-from sb3_ppo_ext.memory import RolloutMemory
-from sb3_ppo_ext.observations import stack
-from sb3_ppo_ext.sequences import SequenceBufferMixin
+from sb3_ppo_ext.common.guards import check_finite, restored_if_not_finite
+from sb3_ppo_ext.common.observations import stack
+from sb3_ppo_ext.memory.rollout_memory import RolloutMemory
+from sb3_ppo_ext.memory.sequences import SequenceBufferMixin
 
 
 class RolloutCollector(OnPolicyAlgorithm):

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
 
-from sb3_ppo_ext.validation import check_number, refuse
+from sb3_ppo_ext.common.validation import check_number, refuse
 
 ScheduleLike: TypeAlias = float | str | Schedule
 

@@ -1,10 +1,4 @@
-"""
-``ppo_ext`` in RL Zoo: registration, hyperparameters, tuning and the command line.
-
-The installation registers it as soon as ``rl_zoo3`` is imported. Where that is switched off
-(``SB3_PPO_EXT_AUTOREGISTER=0``) or not possible, there are :func:`register` and ``python -m sb3_ppo_ext.zoo``, which
-takes the name of a Zoo script (``train``, ``enjoy``, ...) and its arguments.
-"""
+"""``ppo_ext`` as an algorithm of RL Zoo: what its modules are extended by, and its scripts with that done."""
 
 import argparse
 import functools
@@ -24,12 +18,12 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
-from sb3_ppo_ext.callbacks import ProgressFile
+from sb3_ppo_ext.common.schedules import make_schedule
+from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.ppo_ext import PPOExt
-from sb3_ppo_ext.schedules import make_schedule
-from sb3_ppo_ext.tuning import convert_ppo_ext_params, has_memory, sample_ppo_ext_params
-from sb3_ppo_ext.validation import BadArgumentError
-from sb3_ppo_ext.vec_env import LeanDummyVecEnv
+from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.zoo.progress_file import ProgressFile
+from sb3_ppo_ext.zoo.tuning import convert_ppo_ext_params, has_memory, sample_ppo_ext_params
 
 if TYPE_CHECKING:
     import optuna
@@ -229,7 +223,7 @@ def _setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager"
     copies less, and keep what a training logs, for ``plot_run``.
     """
     if experiment.vec_env_class is DummyVecEnv:
-        experiment.vec_env_class = LeanDummyVecEnv
+        experiment.vec_env_class = FastDummyVecEnv
     results = theirs()
     experiment.callbacks.append(ProgressFile(experiment.save_path))
     experiment._hyperparams = TrialHyperparams(experiment._hyperparams)
@@ -261,7 +255,7 @@ def _hyperparameters_optimization(theirs: Callable[[], None], experiment: "Exper
     storage = experiment.storage
     if not isinstance(storage, str) or "://" not in storage or storage.endswith(".log"):
         return theirs()
-    from sb3_ppo_ext.storage import fail_stale_trials, open_storage
+    from sb3_ppo_ext.zoo.storage import fail_stale_trials, open_storage
 
     database: Any = open_storage(storage)
     fail_stale_trials(database, experiment.study_name)
@@ -335,7 +329,3 @@ def main() -> None:
     register()
     sys.argv = [f"{sys.argv[0]} {script}", *sys.argv[2:]]
     runpy.run_module(SCRIPTS[script], run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,9 +5,9 @@ from typing import Any
 import torch as th
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
-from sb3_ppo_ext.native_policy import why_no_module, why_not
+from sb3_ppo_ext.engines.native.policy import why_no_module, why_not
 
-BACKENDS = ("auto", "eager", "lean", "native", "compile")
+BACKENDS = ("auto", "eager", "fused", "native", "compile")
 
 
 def why_not_native(model: Any, own_loss: bool) -> str | None:
@@ -23,10 +23,10 @@ def why_not_native(model: Any, own_loss: bool) -> str | None:
     return why_not(model.policy)
 
 
-def why_not_lean(model: Any) -> str | None:
+def why_not_fused(model: Any) -> str | None:
     """
     :param model: A ``PPOExt`` with its policy
-    :return: What keeps the model from ``backend="lean"``, ``None`` if nothing does
+    :return: What keeps the model from ``backend="fused"``, ``None`` if nothing does
     """
     parameters = list(model.policy.parameters())
     if any(parameter.dtype != th.float32 or not parameter.is_contiguous() for parameter in parameters):

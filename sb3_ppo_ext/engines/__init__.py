@@ -1,0 +1,1 @@
+"""How rollouts and updates are computed: one module or folder for each backend."""

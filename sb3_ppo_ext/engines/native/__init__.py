@@ -1,0 +1,1 @@
+"""MLP policies on the CPU, computed by an extension module in C."""
