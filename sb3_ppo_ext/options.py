@@ -19,11 +19,11 @@ from sb3_ppo_ext.common.validation import (
     keywords_of,
     refuse,
 )
-from sb3_ppo_ext.engines.backends import BACKENDS
+from sb3_ppo_ext.engines.registry import ENGINES
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.policies.actor_critic import BOUNDED, ActionLawMixin, check_action_law, with_laws
-from sb3_ppo_ext.update.minibatches import knows_indices
 from sb3_ppo_ext.update.optimizers import OPTIMIZERS
+from sb3_ppo_ext.update.rollout import knows_indices
 
 Check = Callable[[str, Any], None]
 
@@ -125,7 +125,7 @@ CHECKS: dict[str, Check] = {
     "max_clip_fraction": _optional(_FRACTION),
     "accumulate_grad": _COUNT,
     "bad_gradients": _choice("raise", "skip"),
-    "backend": _choice(*BACKENDS),
+    "backend": _choice("auto", *ENGINES),
 }
 
 

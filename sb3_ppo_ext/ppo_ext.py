@@ -4,13 +4,13 @@ import inspect
 import time
 import warnings
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.monitor import Monitor
@@ -27,8 +27,9 @@ from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
+from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.saved_models import SavedModel, check_saved_ppo, read_policy_kwargs
-from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, ScheduleLike, make_schedule, value_of
+from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, ScheduleLike, is_constant, make_schedule, value_of
 from sb3_ppo_ext.common.validation import (
     SUPPORTED_SPACES,
     assertions_as_value_errors,
@@ -38,12 +39,8 @@ from sb3_ppo_ext.common.validation import (
     check_observation_space,
     refuse,
 )
-from sb3_ppo_ext.engines.backends import why_not_compile, why_not_fused, why_not_native
-from sb3_ppo_ext.engines.compiled import CompiledLoss, CompiledUpdate
-from sb3_ppo_ext.engines.fused import FusedUpdate
-from sb3_ppo_ext.engines.native.collecting import collect
-from sb3_ppo_ext.engines.native.policy import NativePolicy
-from sb3_ppo_ext.engines.native.update import NativeUpdate
+from sb3_ppo_ext.engines.engine import Engine, Setup
+from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.memory.policies import (
     CnnTransformerPolicy,
     MlpTransformerPolicy,
@@ -53,12 +50,18 @@ from sb3_ppo_ext.memory.policies import (
 from sb3_ppo_ext.memory.sequences import SequenceDictRolloutBuffer, SequenceRolloutBuffer
 from sb3_ppo_ext.options import check_options
 from sb3_ppo_ext.policies.actor_critic import MlpPolicy, check_law_of_parameters, fixes_std, with_laws
+from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
-from sb3_ppo_ext.update.minibatches import in_float32
+from sb3_ppo_ext.update.config import UpdateConfig
+from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, LossConfig
+from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, make_optimizer
-from sb3_ppo_ext.update.update import Update
+from sb3_ppo_ext.update.ppo_loss import ExtraActorLoss
+from sb3_ppo_ext.update.report import further_metrics, sb3_metrics
+from sb3_ppo_ext.update.rollout import Rollout
+from sb3_ppo_ext.update.update import UpdateResult
 
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 # What an option learns beside the policy: saved under these names when it is there
@@ -343,7 +346,7 @@ class PPOExt(RolloutCollector):
         self._setup_latents()
         self._setup_optimizer()
         self._setup_advantages()
-        self._setup_backend()
+        self._setup_engine()
         self._truncations = [] if self.vtrace else None
 
     def _setup_action_law(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -455,35 +458,33 @@ class PPOExt(RolloutCollector):
                 self.adv_ema_alpha, self.adv_ema_warm_start, self.adv_min_std, self.adv_clip, self.adv_shift_mean
             )
 
-    def _setup_backend(self) -> None:
-        self._native: NativePolicy | None = None
-        self._compiled: CompiledLoss | None = None
-        reasons = {"native": self._why_not_native(), "fused": why_not_fused(self)}
-        if self.backend == "compile":
-            reasons["compile"] = why_not_compile(self)
-        if reasons.get(self.backend) is not None:
+    def _setup_engine(self) -> None:
+        """Refuse a backend that does not support the policy and the options; engines are made when they are needed."""
+        self._engine: Engine | None = None
+        backend, reasons = choose_backend(self.backend, self._engine_setup())
+        if self.backend in reasons:
             refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')
-        if self.verbose >= 1 and self.backend == "auto":
-            chosen = next((name for name, reason in reasons.items() if reason is None), "eager")
-            print(f"Backend: {chosen}" + (f" (not native: {reasons['native']})" if chosen != "native" else ""))
-        elif self.verbose >= 1 and self.backend != "eager":
-            print(f"Backend: {self.backend}")
+        if self.verbose >= 1 and self.backend != "eager":
+            print(f"Backend: {backend}" + (f" (not native: {reasons['native']})" if "native" in reasons else ""))
 
-    def _why_not_native(self) -> str | None:
-        return why_not_native(self, type(self).extra_actor_loss is not PPOExt.extra_actor_loss)
+    def _engine_setup(self) -> Setup:
+        return Setup(self.policy, self.rollout_buffer, has_extra_loss=self._extra_actor_loss() is not None)
 
-    def _find_native_policy(self) -> NativePolicy | None:
-        """The policy on the extension module, ``None`` where it stays on PyTorch."""
-        if self.backend not in ("auto", "native") or self._why_not_native() is not None:
-            return None
-        if self._native is None or not self._native.is_of(self.policy):
-            self._native = NativePolicy(self.policy)
-        return self._native
+    def _extra_actor_loss(self) -> ExtraActorLoss | None:
+        """The loss of a subclass, or of an instance; ``None`` if there is none."""
+        own = getattr(self.extra_actor_loss, "__func__", None) is not PPOExt.extra_actor_loss
+        return self.extra_actor_loss if own else None
 
-    def _find_compiled_loss(self) -> CompiledLoss:
-        if self._compiled is None or self._compiled.policy is not self.policy:
-            self._compiled = CompiledLoss(self.policy)
-        return self._compiled
+    def _find_engine(self) -> Engine:
+        """The engine for the backend and the policy as they are now."""
+        setup, engine = self._engine_setup(), self._engine
+        wanted = None if self.backend == "auto" else ENGINES[self.backend]
+        if engine is None or (type(engine) is not wanted) or not engine.is_for(setup):
+            engine_class = ENGINES[choose_backend(self.backend, setup)[0]]
+            if type(engine) is not engine_class or not engine.is_for(setup):
+                engine = engine_class(self.policy)
+        self._engine = engine
+        return engine
 
     def _warn_about_truncated_minibatch(self) -> None:
         if self.env is None:
@@ -538,13 +539,8 @@ class PPOExt(RolloutCollector):
 
     # Rollout and update
 
-    def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
-        native = self._find_native_policy()
-        if native is None:
-            return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
-        if self._truncations is not None:
-            self._truncations.clear()
-        return collect(self, native, env, callback, rollout_buffer, n_rollout_steps)
+    def _make_actor(self, rollout_buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
+        return self._find_engine().make_actor(rollout_buffer, config)
 
     def train(self) -> None:
         """
@@ -553,19 +549,93 @@ class PPOExt(RolloutCollector):
         start = time.perf_counter()
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
-        update = self._make_update()
-        update.run()
-        update.log()
+        config, result = self._update_config(), UpdateResult(Metrics())
+        rollout = Rollout(self.rollout_buffer, self._last_obs, self._last_episode_starts, self._truncations, self.gamma)
+        try:
+            self._find_engine().update(rollout, config, self.advantage_normalizer, result)
+        finally:
+            self._n_updates += result.n_epochs
+            self.n_skipped_updates += result.n_skipped
+        self._log_update(config, result)
+        if self.kl_coefficient is not None:
+            self.kl_coefficient.update(result.metrics.mean("kl"))
+        if self.adaptive_lr is not None:
+            self.adaptive_lr.update(result.metrics.mean("approx_kl"))
         self.logger.record("time/update_seconds", time.perf_counter() - start)
 
-    def _make_update(self) -> Update:
-        native = self._find_native_policy()
-        if native is not None:
-            return NativeUpdate(self, native)
-        if self.backend == "compile":
-            return CompiledUpdate(self, self._find_compiled_loss())
-        is_fused = self.backend in ("auto", "fused") and why_not_fused(self) is None
-        return FusedUpdate(self) if is_fused else Update(self)
+    def _update_config(self) -> UpdateConfig:
+        """The options as they are at this moment of the training."""
+        progress = self._current_progress_remaining
+        done = min(max(1 - progress, 0.0), 1.0)
+        given = {field.name: getattr(self, field.name) for field in fields(UpdateConfig) if hasattr(self, field.name)}
+        given |= {
+            "loss": self._loss_config(progress),
+            "priority_beta": self.priority_beta + (1 - self.priority_beta) * done,
+            "discrete_actions": isinstance(self.action_space, spaces.Discrete),
+            "samples_latents": self._samples_latents,
+            "extra_actor_loss": self._extra_actor_loss(),
+        }
+        return UpdateConfig(**given)
+
+    def _loss_config(self, progress: float) -> LossConfig:
+        # The last rollout may end past the end; SB3's own schedules see that, ours do not.
+        coefficients = {
+            name: value_of(getattr(self, loss.coef), max(progress, 0.0)) for name, loss in AUXILIARY_LOSSES.items()
+        }
+        if self.kl_coefficient is not None:
+            coefficients["kl"] = self.kl_coefficient.value
+        return LossConfig(
+            clip_range=value_of(self.clip_range, progress),
+            clip_range_vf=None if self.clip_range_vf is None else value_of(self.clip_range_vf, progress),
+            ent_coef=value_of(self.ent_coef, max(progress, 0.0)),
+            vf_coef=self.vf_coef,
+            surrogate=self.surrogate,  # type: ignore[arg-type]
+            dual_clip=self.dual_clip,
+            vf_clip_mode=self.vf_clip_mode,  # type: ignore[arg-type]
+            bounds_limit=self.bounds_limit,
+            action_bounds=self._action_bounds(),
+            auxiliary={name: value for name, value in coefficients.items() if value != 0},
+        )
+
+    def _action_bounds(self) -> tuple[th.Tensor, th.Tensor] | None:
+        """Bounds of the actions in the buffer, flat: of a squashed policy -1 and 1, also for what it squashes."""
+        space = self.action_space
+        if not isinstance(space, spaces.Box):
+            return None
+        bounds = (-np.ones_like(space.low), np.ones_like(space.high)) if self.policy.squash_output else (space.low, space.high)
+        low, high = (th.tensor(bound.flatten(), dtype=th.float32, device=self.device) for bound in bounds)
+        return low, high
+
+    def _log_update(self, config: UpdateConfig, result: UpdateResult) -> None:
+        """Record an update, SB3's keys first."""
+        record, loss, metrics = self.logger.record, config.loss, result.metrics
+        for name, value in sb3_metrics(metrics, self.policy, self.rollout_buffer).items():
+            record(f"train/{name}", value)
+        record("train/n_updates", self._n_updates, exclude="tensorboard")
+        record("train/clip_range", loss.clip_range)
+        if loss.clip_range_vf is not None:
+            record("train/clip_range_vf", loss.clip_range_vf)
+        for name, value in further_metrics(metrics, self.policy, self.rollout_buffer, config).items():
+            record(name if "/" in name else f"train/{name}", value)
+        for name, value in self._options_to_log(config, result).items():
+            record(name, value)
+
+    def _options_to_log(self, config: UpdateConfig, result: UpdateResult) -> dict[str, Any]:
+        """Options that change during the training, and what options have counted or learned."""
+        logged: dict[str, Any] = {}
+        if not is_constant(self.ent_coef):
+            logged["train/ent_coef"] = config.loss.ent_coef
+        if "kl" in config.loss.auxiliary:
+            logged["train/kl_coef"] = config.loss.auxiliary["kl"]
+        if config.target_kl is not None:
+            logged["train/epochs"] = result.n_epochs
+        if config.priority_alpha > 0:
+            logged["train/priority_beta"] = config.priority_beta
+        if config.bad_gradients == "skip":
+            logged["train/skipped_updates"] = self.n_skipped_updates
+        if self.advantage_normalizer is not None:
+            logged |= {"adv/ema_mean": self.advantage_normalizer.mean, "adv/ema_std": self.advantage_normalizer.std}
+        return logged
 
     def _update_learning_rate(self, optimizers: list[th.optim.Optimizer] | th.optim.Optimizer) -> None:
         super()._update_learning_rate(optimizers)
@@ -686,7 +756,7 @@ class PPOExt(RolloutCollector):
         return [*state_dicts, *(name for name in LEARNED if getattr(self, name) is not None)], variables
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents", "_native", "_compiled"]
+        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents", "_engine"]
 
 
 def _law_and_policy_kwargs(saved: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:

@@ -74,19 +74,20 @@ def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_
     )
 
 
-def check_outputs(model: OnPolicyAlgorithm, outputs: np.ndarray, step: int) -> None:
+def check_outputs(policy: th.nn.Module, outputs: np.ndarray, step: int, num_timesteps: int) -> None:
     """
-    :param model: Whose policy it is
-    :param outputs: Of its last layer, shape ``(n_envs, n_outputs)``
-    :param step: Of the rollout
+    :param policy: The policy
+    :param outputs: Outputs of its last layer, shape ``(n_envs, n_outputs)``
+    :param step: Step of the rollout
+    :param num_timesteps: Steps of the training so far
     :raises NonFinitePolicyError: if there is NaN or infinity
     """
     if _is_surely_finite(outputs) or np.isfinite(outputs).all():
         return
-    bad = [name for name, parameter in model.policy.named_parameters() if not th.isfinite(parameter).all()]
+    bad = [name for name, parameter in policy.named_parameters() if not th.isfinite(parameter).all()]
     where = f"parameters that are not finite: {', '.join(bad)}" if bad else "its parameters are finite, but too large"
     raise NonFinitePolicyError(
-        f"The outputs of the policy are not finite at step {step} of the rollout, after {model.num_timesteps} timesteps "
+        f"The outputs of the policy are not finite at step {step} of the rollout, after {num_timesteps} timesteps "
         f"({where}). Nothing was learned from this rollout. Go on from an earlier checkpoint, with a lower learning rate."
     )
 

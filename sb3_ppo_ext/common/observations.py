@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch as th
+from gymnasium import spaces
 
 
 def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
@@ -36,3 +37,15 @@ def stack(observations: Sequence[Any]) -> Any:
     :return: A batch of them
     """
     return map_observations(lambda *parts: np.stack(parts), *observations)
+
+
+def in_float32(space: spaces.Space) -> spaces.Space:
+    """
+    :param space: An observation space
+    :return: The same in float32 where it is float64: as the policy reads the observations, and half as large
+    """
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: in_float32(part) for key, part in space.spaces.items()})
+    if isinstance(space, spaces.Box) and space.dtype == np.float64:
+        return spaces.Box(-np.inf, np.inf, space.shape, np.float32)
+    return space

@@ -95,7 +95,7 @@ class Head(ABC):
             entropies: Any = self._restored(described).entropy()
             return entropies.numpy()
 
-    def laws(self, described: np.ndarray) -> th.Tensor | None:
+    def parameters(self, described: np.ndarray) -> th.Tensor | None:
         """
         :param described: What :meth:`described` returned, any number of rows
         :return: The parameters of bounded distributions, ``None`` for others
@@ -119,7 +119,7 @@ class Head(ABC):
         return self.distribution.proba_distribution(outputs, *own)
 
     @abstractmethod
-    def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
+    def gradient(self, d_log_prob: np.ndarray, ent_coef: float, accumulate: bool = False) -> np.ndarray:
         """
         Of a loss which depends on the log probabilities that :meth:`log_prob` returned last, plus ``ent_coef`` times the
         entropy loss. That for ``log_std`` is written to :attr:`d_log_std`.
@@ -142,12 +142,10 @@ class GaussianHead(Head):
         self.log_stds = self.parameter.copy()
 
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
-        noise = th.randn(n_steps, n_envs, n_outputs).numpy()
-        noise *= np.exp(self.log_stds)
-        return noise
+        return th.randn(n_steps, n_envs, n_outputs).numpy()
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        return outputs + noise
+        return outputs + noise * np.exp(self.log_stds)
 
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         self.inverse_std = np.exp(-self.log_stds)
@@ -159,7 +157,7 @@ class GaussianHead(Head):
         log_stds = described[:, len(self.log_stds) :]
         return np.add.reduce(log_stds + np.float32(0.5 + 0.5 * LOG_2_PI), axis=1)
 
-    def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
+    def gradient(self, d_log_prob: np.ndarray, ent_coef: float, accumulate: bool = False) -> np.ndarray:
         self.d_log_std[:] = d_log_prob @ self.squares - (d_log_prob.sum() + ent_coef)
         return d_log_prob[:, np.newaxis] * self.z * self.inverse_std
 
@@ -181,7 +179,7 @@ class TanhGaussianHead(GaussianHead):
     def entropies(self, described: np.ndarray) -> np.ndarray:
         return Head.entropies(self, described)
 
-    def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
+    def gradient(self, d_log_prob: np.ndarray, ent_coef: float, accumulate: bool = False) -> np.ndarray:
         gradient = super().gradient(d_log_prob, 0.0)
         if ent_coef != 0:
             outputs = th.from_numpy(self.outputs).requires_grad_()
@@ -262,7 +260,7 @@ class StateDependentHead(Head):
     def entropies(self, described: np.ndarray) -> np.ndarray:
         return described[:, 0]
 
-    def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
+    def gradient(self, d_log_prob: np.ndarray, ent_coef: float, accumulate: bool = False) -> np.ndarray:
         d_entropy = -ent_coef / len(d_log_prob)
         if self.distribution.bijector is not None:
             d_log_prob, d_entropy = d_log_prob - d_entropy, 0.0
@@ -305,7 +303,7 @@ class BetaHead(Head):
         density = (excess * self.logs - log_gammas[:, :2]).sum(axis=1) + log_gammas[:, 2] - LOG_2
         return density.sum(axis=1).astype(outputs.dtype)
 
-    def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
+    def gradient(self, d_log_prob: np.ndarray, ent_coef: float, accumulate: bool = False) -> np.ndarray:
         digammas = th.digamma(self.arguments).numpy()
         of_excess = (self.logs - digammas[:, :2] + digammas[:, 2:]) * d_log_prob[:, np.newaxis, np.newaxis]
         if ent_coef != 0:
@@ -349,7 +347,7 @@ class CategoricalHead(Head):
         probabilities, log_probabilities = self._probabilities(described)
         return -np.add.reduce(probabilities * log_probabilities)
 
-    def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
+    def gradient(self, d_log_prob: np.ndarray, ent_coef: float, accumulate: bool = False) -> np.ndarray:
         gradient = self.probabilities * -d_log_prob
         gradient[self.taken] += d_log_prob
         if ent_coef != 0:
@@ -386,7 +384,7 @@ class TorchHead(Head):
     def make(self, outputs: th.Tensor, log_std: th.Tensor | None = None) -> Distribution:
         return super().make(outputs if self.transform is None else self.transform(outputs), log_std)
 
-    def gradient(self, d_log_prob: np.ndarray, ent_coef: float) -> np.ndarray:
+    def gradient(self, d_log_prob: np.ndarray, ent_coef: float, accumulate: bool = False) -> np.ndarray:
         loss = self.log_probs @ th.from_numpy(d_log_prob)
         if ent_coef != 0:
             entropies: Any = self.made.entropy()

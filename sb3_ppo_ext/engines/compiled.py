@@ -1,4 +1,6 @@
-"""An update whose loss and gradient `torch.compile` has made one function of."""
+"""``backend="compile"``: `torch.compile` makes one function of the loss and its gradient."""
+
+from __future__ import annotations
 
 import itertools
 import warnings
@@ -12,28 +14,81 @@ from gymnasium import spaces
 from stable_baselines3.common.distributions import MultiCategoricalDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
-from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from torch import nn
 from torch.func import functional_call, grad_and_value
 
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.engines.fused import FusedUpdate
+from sb3_ppo_ext.engines.autograd import AutogradGradients, BackwardLoss
+from sb3_ppo_ext.engines.engine import Engine, Setup
+from sb3_ppo_ext.engines.fused import can_fuse_steps
+from sb3_ppo_ext.engines.steppers import FusedAdamStepper, GradientMemory, TorchStepper
+from sb3_ppo_ext.update.config import UpdateConfig
+from sb3_ppo_ext.update.estimates import Estimates
+from sb3_ppo_ext.update.losses import LossConfig
+from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatches import Minibatch
+from sb3_ppo_ext.update.ppo_loss import EvaluateActions, ExtraActorLoss, evaluate, ppo_loss
+from sb3_ppo_ext.update.update import GradientSource, Stepper
 
-# What may change from update to update: as numbers, each value would be compiled anew.
-COEFFICIENTS = ("clip_range", "clip_range_vf", "ent_coef", "vf_coef", "kl_coef", "bounds_coef")
 # Names and values of all scalars, and what else is measured
 Measured = tuple[tuple[str, ...], th.Tensor, dict[str, th.Tensor]]
+
+
+class CompiledEngine(Engine):
+    """
+    Gradients by a compiled function. The rest is as with ``backend="fused"``, or PyTorch's where the extension module is
+    missing or the policy is not on the CPU.
+
+    :param policy: Policy that is updated
+    """
+
+    def __init__(self, policy: ActorCriticPolicy):
+        super().__init__(policy)
+        self.compiled: CompiledLoss | None = None
+
+    @classmethod
+    def unsupported_reason(cls, setup: Setup) -> str | None:
+        """See :class:`Engine`."""
+        # Not at the top, for it takes seconds.
+        from torch._dynamo import is_dynamo_supported
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch.utils._triton import has_triton
+
+        if not is_dynamo_supported():
+            return "`torch.compile` does not support this platform"
+        if setup.policy.device.type == "cuda":
+            return None if has_triton() else f"{setup.policy.device} has no Triton, which `torch.compile` needs there"
+        try:
+            get_cpp_compiler()
+        except RuntimeError as error:
+            return f"`torch.compile` needs a C++ compiler ({str(error).splitlines()[0]})"
+        return None
+
+    def make_stepper(self, config: UpdateConfig) -> Stepper:
+        """See :class:`Engine`."""
+        memory = GradientMemory.of(self.policy)
+        if can_fuse_steps(self.policy, config):
+            return FusedAdamStepper(self.policy.optimizer, memory)
+        return TorchStepper(self.policy, memory)
+
+    def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
+        """See :class:`Engine`."""
+        assert isinstance(stepper, FusedAdamStepper | TorchStepper)
+        assert stepper.memory is not None
+        if self.compiled is None:
+            self.compiled = CompiledLoss(self.policy)
+        differentiate = CompiledBackward(self.compiled, config, stepper.memory)
+        return AutogradGradients(differentiate, config, estimates, metrics, channels_last=True)
 
 
 class CompiledLoss:
     """
     The loss of a policy and its gradient, compiled when they are first asked for. It lives as long as the policy does.
 
-    :param policy: Of a model
+    :param policy: Policy that is updated
     """
 
-    def __init__(self, policy: Any):
+    def __init__(self, policy: ActorCriticPolicy):
         self.policy = policy
         self.module = _LossModule(policy)
         # On a GPU all kernels are launched as one graph, whose outputs lie where those of the run before did.
@@ -47,43 +102,34 @@ class CompiledLoss:
             # NumPy's integers cannot be traced.
             policy.action_dist.action_dims = [int(n) for n in policy.action_dist.action_dims]
 
-    def __reduce__(self) -> Any:
-        # A copy of a model compiles its own.
-        return type(None), ()
 
-
-class CompiledUpdate(FusedUpdate):
+class CompiledBackward:
     """
-    An update whose loss and gradient :class:`CompiledLoss` computes. The rest is as in ``FusedUpdate``, or PyTorch's where the
-    extension module is missing or the policy is not on the CPU.
+    Adds the gradient of a minibatch by :class:`CompiledLoss`; by autograd, once torch has found that it cannot trace the loss.
 
-    :param model: A ``PPOExt`` with a full rollout buffer
-    :param compiled: The loss of its policy
+    :param compiled: The loss of the policy
+    :param config: Options of the update
+    :param memory: Where the gradients lie
     """
 
-    def __init__(self, model: Any, compiled: CompiledLoss):
-        super().__init__(model)
-        self.compiled = compiled
-        # Those of a minibatch for `traced`, preprocessed before, for SB3 asks NumPy how to, which cannot be traced
-        self.observations: Any = None
-        # What the compiled functions see of this: its coefficients are tensors.
-        self.traced = copy(self)
-        for name in COEFFICIENTS:
-            if (value := getattr(self, name)) is not None:
-                setattr(self.traced, name, th.tensor(value, dtype=th.float32, device=model.device))
+    def __init__(self, compiled: CompiledLoss, config: UpdateConfig, memory: GradientMemory):
+        self.compiled, self.config, self.memory = compiled, config, memory
+        # As numbers, each value of a coefficient would be compiled anew.
+        self.loss_config = config.loss.with_tensors(compiled.policy.device)
+        self.eager = BackwardLoss(compiled.policy, config)
 
-    def _zero_gradients(self) -> None:
-        if self.adam is None:
-            super()._zero_gradients()  # of what was learned before, and is frozen now
-        self._zero_own_gradients()
-
-    def _add_gradient(self, minibatch: Minibatch, share: float) -> None:
+    def __call__(self, minibatch: Minibatch, share: float) -> dict[str, th.Tensor]:
+        """
+        :param minibatch: Of the rollout
+        :param share: Its part of the step
+        :return: What was measured
+        """
         if self.compiled.differentiate is not None:
             try:
-                return self._add_compiled_gradient(minibatch, share)
+                return self._add_compiled(minibatch, share)
             except _compiler_errors() as error:
                 self._give_up(error)
-        super()._add_gradient(minibatch, share)
+        return self.eager(minibatch, share)
 
     def _give_up(self, error: Exception) -> None:
         """Nothing has been changed yet."""
@@ -95,32 +141,30 @@ class CompiledUpdate(FusedUpdate):
         self.compiled.differentiate = None
         warnings.warn(f'`backend="compile"`: torch cannot trace the loss, which stays eager ({reason})', stacklevel=2)
 
-    def _add_compiled_gradient(self, minibatch: Minibatch, share: float) -> None:
-        if self.compiled.reuses_memory:
+    def _add_compiled(self, minibatch: Minibatch, share: float) -> dict[str, th.Tensor]:
+        compiled, config = self.compiled, self.config
+        if compiled.reuses_memory:
             th.compiler.cudagraph_mark_step_begin()
-        if self.compiled.preprocessed_space is not None:
-            policy, observations = self.policy, minibatch.data.observations
-            self.traced.observations = preprocess_obs(observations, policy.observation_space, policy.normalize_images)
+        preprocessed: Any = None
+        if compiled.preprocessed_space is not None:
+            # Before, for SB3 asks NumPy how to, which cannot be traced
+            policy = compiled.policy
+            preprocessed = (
+                preprocess_obs(minibatch.data.observations, policy.observation_space, policy.normalize_images),
+                compiled.preprocessed_space,
+            )
         with th.no_grad():
-            gradients, measured = self.compiled.differentiate(self.compiled.module, self.traced, minibatch)
-            th._foreach_add_([gradient for _, gradient in self.gradients], gradients, alpha=share)
-        self._keep(measured)
+            gradients, measured = compiled.differentiate(
+                compiled.module, self.loss_config, minibatch, preprocessed, config.discrete_actions, config.extra_actor_loss
+            )
+            th._foreach_add_(self.memory.gradients, gradients, alpha=share)
+        return self._kept(measured)
 
-    def _evaluate_actions(self, data: RolloutBufferSamples) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
-        if self.observations is None:
-            return super()._evaluate_actions(data)
-        policy = self.policy
-        before = policy.observation_space, policy.normalize_images
-        policy.observation_space, policy.normalize_images = self.compiled.preprocessed_space, False
-        results = policy.evaluate_actions(self.observations, self._actions(data))
-        policy.observation_space, policy.normalize_images = before
-        return results
-
-    def _keep(self, measured: Measured) -> None:
+    def _kept(self, measured: Measured) -> dict[str, th.Tensor]:
         names, scalars, vectors = measured
         if self.compiled.reuses_memory:
             scalars, vectors = scalars.clone(), {name: vector.clone() for name, vector in vectors.items()}
-        self.metrics.add(dict(zip(names, scalars.unbind(), strict=True)) | vectors)
+        return dict(zip(names, scalars.unbind(), strict=True)) | vectors
 
 
 # What is compiled
@@ -129,29 +173,53 @@ class CompiledUpdate(FusedUpdate):
 class _LossModule(nn.Module):
     """The loss as a module, so that other tensors can stand for the policy's parameters."""
 
-    def __init__(self, policy: nn.Module):
+    policy: Any
+
+    def __init__(self, policy: ActorCriticPolicy):
         super().__init__()
         self.policy = policy
-        # Where each parameter is used, and its name: a module may have several names, a parameter several modules.
+        # The paths at which each parameter is used, and its name: a module may have several, and share its parameters.
         first: dict[nn.Parameter, str] = {}
-        places = ((f"{of}.{name}", p) for of, part in self.named_modules() for name, p in part._parameters.items())
-        self.names = {place: first.setdefault(parameter, place) for place, parameter in places if parameter is not None}
+        paths = ((f"{of}.{name}", p) for of, part in self.named_modules() for name, p in part._parameters.items())
+        self.names = {path: first.setdefault(parameter, path) for path, parameter in paths if parameter is not None}
 
-    def forward(self, update: CompiledUpdate, minibatch: Minibatch) -> tuple[th.Tensor, dict[str, th.Tensor]]:
+    def forward(
+        self,
+        config: LossConfig,
+        minibatch: Minibatch,
+        preprocessed: Any,
+        discrete_actions: bool,
+        extra: ExtraActorLoss | None,
+    ) -> tuple[th.Tensor, dict[str, th.Tensor]]:
         # Nothing of this evaluation may be left in the policy: its tensors mean nothing outside.
         distribution = self.policy.action_dist
         self.policy.action_dist = copy(distribution)
-        results = update._measured_loss(minibatch)
+        evaluate_actions = None if preprocessed is None else self._of_preprocessed(*preprocessed)
+        inputs = evaluate(self.policy, minibatch, discrete_actions, evaluate_actions)
+        results = ppo_loss(inputs, config, minibatch.weights, extra)
         self.policy.action_dist = distribution
         return results
 
+    def _of_preprocessed(self, observations: Any, space: spaces.Space) -> EvaluateActions:
+        """``evaluate_actions`` of the policy for observations that are preprocessed already."""
 
-def _loss_and_gradients(module: _LossModule, update: CompiledUpdate, minibatch: Minibatch) -> tuple[list[th.Tensor], Measured]:
+        def evaluate_actions(_: Any, actions: th.Tensor) -> Any:
+            policy = self.policy
+            before = policy.observation_space, policy.normalize_images
+            policy.observation_space, policy.normalize_images = space, False
+            results = policy.evaluate_actions(observations, actions)
+            policy.observation_space, policy.normalize_images = before
+            return results
+
+        return evaluate_actions
+
+
+def _loss_and_gradients(module: _LossModule, *inputs: Any) -> tuple[list[th.Tensor], Measured]:
     learned: dict[str, th.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def loss(parameters: dict[str, th.Tensor]) -> tuple[th.Tensor, dict[str, th.Tensor]]:
-        everywhere = {place: parameters[name] for place, name in module.names.items() if name in parameters}
-        return functional_call(module, everywhere, (update, minibatch), tie_weights=False)
+        everywhere = {path: parameters[name] for path, name in module.names.items() if name in parameters}
+        return functional_call(module, everywhere, inputs, tie_weights=False)
 
     gradients, (_, measured) = grad_and_value(loss, has_aux=True)(learned)
     return list(gradients.values()), _split(measured)

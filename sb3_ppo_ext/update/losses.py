@@ -1,103 +1,379 @@
 """
-The terms of PPO's loss: pure functions of tensors of shape ``(batch_size,)``, each a scalar to minimise.
+The losses of PPO, each written once: pure functions of tensors of shape ``(batch_size,)``.
 
-Without options the order of the operations is SB3's, to the bit. Where there are ``weights``, they multiply each sample's
-share of the mean; ``None`` stands for equal ones.
+Where an engine differentiates by hand, the slope of a loss stands beside it, in NumPy; one test compares every slope with
+autograd. Without options the order of the operations is SB3's, to the bit.
+
+To add a surrogate, write an objective and its slope and add a row to :data:`SURROGATES`. To add an auxiliary loss, write its
+value and add a row to :data:`AUXILIARY_LOSSES`: every engine computes it.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+
+import numpy as np
 import torch as th
+from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from torch.nn import functional as F
 
-# The least range of SPO, which divides by it
+from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.distributions import kl_divergence, parameters, unsquashed_mean
+
+SurrogateName = Literal["clip", "spo"]
+VfClipMode = Literal["clip", "max"]
+# A number, or a tensor without dimensions where the loss is compiled: each new number would be compiled anew.
+Coefficient: TypeAlias = float | th.Tensor
+# Values of the loss, and half the derivatives of their squares
+Slopes: TypeAlias = tuple[np.ndarray, np.ndarray]
+
+# The smallest range of SPO, which divides by it
 SPO_MIN_RANGE = 1e-3
 
 
-def clipped_surrogate_loss(
-    advantages: th.Tensor,
-    ratio: th.Tensor,
-    clip_range: float,
-    dual_clip: float | None = None,
-    weights: th.Tensor | None = None,
-) -> th.Tensor:
+@dataclass(frozen=True)
+class LossConfig:
     """
-    ``-mean(min(r A, clip(r, 1 - c, 1 + c) A))``; with ``dual_clip`` d, where A < 0, ``-mean(max(min(...), d A))``.
+    The options of the loss in one update. The defaults are SB3's.
+
+    :param clip_range: c, at least 0
+    :param clip_range_vf: How far a value may move away from the one that was collected, ``None`` for no limit
+    :param ent_coef: Coefficient of the entropy loss
+    :param vf_coef: Coefficient of the value loss
+    :param surrogate: Name of the policy loss, among :data:`SURROGATES`
+    :param dual_clip: d, more than 1, for the surrogate ``"clip"``; ``None`` for no bound
+    :param vf_clip_mode: ``"clip"`` (SB3) or ``"max"`` (OpenAI's PPO2), where there is a ``clip_range_vf``
+    :param bounds_limit: Up to where the mean action is free of the bounds loss, in units of the bounds
+    :param action_bounds: Lower and upper bounds of the actions in the buffer, both of shape ``(action_dim,)``; ``None`` for
+        actions that have no bounds
+    :param auxiliary: Coefficients of the auxiliary losses, by their name in :data:`AUXILIARY_LOSSES`; only those that are on
+    """
+
+    clip_range: Coefficient
+    clip_range_vf: Coefficient | None = None
+    ent_coef: Coefficient = 0.0
+    vf_coef: Coefficient = 0.5
+    surrogate: SurrogateName = "clip"
+    dual_clip: float | None = None
+    vf_clip_mode: VfClipMode = "clip"
+    bounds_limit: float = 1.1
+    action_bounds: tuple[th.Tensor, th.Tensor] | None = None
+    auxiliary: Mapping[str, Coefficient] = field(default_factory=dict)
+
+    def with_tensors(self, device: th.device) -> LossConfig:
+        """
+        :param device: Of the policy
+        :return: The same, with tensors as coefficients
+        """
+
+        def tensor(value: Coefficient | None) -> Any:
+            return None if value is None else th.as_tensor(value, dtype=th.float32, device=device)
+
+        names = ("clip_range", "clip_range_vf", "ent_coef", "vf_coef")
+        changed: dict[str, Any] = {name: tensor(getattr(self, name)) for name in names}
+        return replace(self, **changed, auxiliary={name: tensor(value) for name, value in self.auxiliary.items()})
+
+
+class LossInputs(Protocol):
+    """
+    What a loss may read of a minibatch. An engine may compute a part when it is first read.
+
+    :param data: The minibatch, SB3's ``RolloutBufferSamples``, with the advantages as the policy loss uses them
+    :param values: V, by the current critic, shape ``(batch_size,)``
+    :param log_prob: Log probabilities of the actions under the current policy, shape ``(batch_size,)``
+    :param entropy: Entropies of the action distributions in nats, shape ``(batch_size,)``, ``None`` without a closed form
+    :param log_ratio: Log probabilities under the current policy less those under the policy which collected,
+        shape ``(batch_size,)``
+    :param ratio: Its exponential, shape ``(batch_size,)``
+    :param distribution: The action distributions of the current policy
+    :param old_distribution: Parameters of the distributions that the policy had before the update, shape
+        ``(batch_size, n)``, ``None`` if no loss reads them or the family has no KL divergence in closed form
+    """
+
+    @property
+    def data(self) -> RolloutBufferSamples: ...
+    @property
+    def values(self) -> th.Tensor: ...
+    @property
+    def log_prob(self) -> th.Tensor: ...
+    @property
+    def entropy(self) -> th.Tensor | None: ...
+    @property
+    def log_ratio(self) -> th.Tensor: ...
+    @property
+    def ratio(self) -> th.Tensor: ...
+    @property
+    def distribution(self) -> Distribution: ...
+    @property
+    def old_distribution(self) -> th.Tensor | None: ...
+
+
+# Policy losses
+
+
+class Surrogate(NamedTuple):
+    """
+    A policy loss.
+
+    :param objective: Of advantages, ratios and the options: what the policy loss is the negative mean of, shape
+        ``(batch_size,)``
+    :param slope: The same in NumPy: the objectives, and their derivatives by the log probabilities, both of shape
+        ``(batch_size,)``
+    """
+
+    objective: Callable[[th.Tensor, th.Tensor, LossConfig], th.Tensor]
+    slope: Callable[[np.ndarray, np.ndarray, LossConfig], Slopes]
+
+
+def clipped_objective(advantages: th.Tensor, ratio: th.Tensor, config: LossConfig) -> th.Tensor:
+    """
+    ``min(r A, clip(r, 1 - c, 1 + c) A)``; with ``dual_clip`` d, where A < 0, ``max(min(...), d A)``: that bounds what an
+    action can cost that was bad and has become much more likely.
 
     Papers: https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1912.09729 (dual clip)
 
-    :param advantages: A, normalised or not
-    :param ratio: r, probability under the current policy over that under the policy which collected
-    :param clip_range: c, at least 0
-    :param dual_clip: d, more than 1: bounds what an action that was bad, and has become much more likely, can cost
-    :param weights: Importance weights with mean 1
-    :return: Scalar
+    :param advantages: A, normalised or not, shape ``(batch_size,)``
+    :param ratio: r, probability under the current policy over that under the policy which collected, the same shape
+    :param config: With ``clip_range`` c and ``dual_clip`` d
+    :return: Shape ``(batch_size,)``
     """
+    clip_range: Any = config.clip_range
     unclipped = advantages * ratio
     clipped = advantages * th.clamp(ratio, 1 - clip_range, 1 + clip_range)
     objective = th.min(unclipped, clipped)
+    if config.dual_clip is not None:
+        objective = th.where(advantages < 0, th.max(objective, config.dual_clip * advantages), objective)
+    return objective
+
+
+def clipped_slope(advantages: np.ndarray, ratio: np.ndarray, config: LossConfig) -> Slopes:
+    """The slope of :func:`clipped_objective`."""
+    clip_range, dual_clip = cast(float, config.clip_range), config.dual_clip
+    gain = advantages * ratio
+    # As `np.clip`, in a third of its time
+    limited = advantages * np.minimum(np.maximum(ratio, 1 - clip_range), 1 + clip_range)
+    # Where the clipped one is less, it is constant; the product lets what is not finite through.
+    objective, slope = np.minimum(gain, limited), gain * (gain <= limited)
     if dual_clip is not None:
-        objective = th.where(advantages < 0, th.max(objective, dual_clip * advantages), objective)
-    return -_mean(objective, weights)
+        bounded = (advantages < 0) & (objective < dual_clip * advantages)
+        objective = np.where(bounded, dual_clip * advantages, objective)
+        slope *= ~bounded
+    return objective, slope
 
 
-def spo_loss(
-    advantages: th.Tensor, ratio: th.Tensor, clip_range: float | th.Tensor, weights: th.Tensor | None = None
-) -> th.Tensor:
+def spo_objective(advantages: th.Tensor, ratio: th.Tensor, config: LossConfig) -> th.Tensor:
     """
-    Simple Policy Optimization: ``-mean(r A - |A| (r - 1)^2 / (2 c))``, whose maximum lies at ``r = 1 + sign(A) c``. Unlike
-    the clipped surrogate it pulls a ratio back that has gone past it.
+    Simple Policy Optimization: ``r A - |A| (r - 1)^2 / (2 c)``, whose maximum lies at ``r = 1 + sign(A) c``. Unlike the
+    clipped surrogate it pulls a ratio back that has gone past it.
 
     Paper: https://arxiv.org/abs/2401.16025
 
-    :param advantages: A
-    :param ratio: r
-    :param clip_range: c, which counts as at least 0.001, for a schedule ends at 0
-    :param weights: Importance weights with mean 1
-    :return: Scalar
+    :param advantages: A, shape ``(batch_size,)``
+    :param ratio: r, shape ``(batch_size,)``
+    :param config: With ``clip_range`` c, which counts as at least 0.001, for a schedule may end at 0
+    :return: Shape ``(batch_size,)``
     """
-    clip_range = th.as_tensor(clip_range, dtype=advantages.dtype).clamp(min=SPO_MIN_RANGE)
-    penalty = advantages.abs() / (2 * clip_range) * (ratio - 1).square()
-    return -_mean(ratio * advantages - penalty, weights)
+    clip_range = th.as_tensor(config.clip_range, dtype=advantages.dtype).clamp(min=SPO_MIN_RANGE)
+    return ratio * advantages - advantages.abs() / (2 * clip_range) * (ratio - 1).square()
+
+
+def spo_slope(advantages: np.ndarray, ratio: np.ndarray, config: LossConfig) -> Slopes:
+    """The slope of :func:`spo_objective`."""
+    pull = np.abs(advantages) / max(cast(float, config.clip_range), SPO_MIN_RANGE) * (ratio - 1)
+    gain = advantages * ratio
+    return gain - pull * (ratio - 1) / 2, gain - pull * ratio
+
+
+SURROGATES: dict[str, Surrogate] = {
+    "clip": Surrogate(clipped_objective, clipped_slope),
+    "spo": Surrogate(spo_objective, spo_slope),
+}
+
+
+def policy_loss(advantages: th.Tensor, ratio: th.Tensor, config: LossConfig, weights: th.Tensor | None = None) -> th.Tensor:
+    """
+    The negative mean of the surrogate's objective.
+
+    :param advantages: A, shape ``(batch_size,)``
+    :param ratio: r, shape ``(batch_size,)``
+    :param config: With the name of the surrogate
+    :param weights: Importance weights with mean 1, shape ``(batch_size,)``, ``None`` for equal ones
+    :return: Scalar to minimise
+    """
+    return -_mean(SURROGATES[config.surrogate].objective(advantages, ratio, config), weights)
+
+
+# Value loss and entropy loss
 
 
 def value_loss(
     values: th.Tensor,
     old_values: th.Tensor,
     returns: th.Tensor,
-    clip_range_vf: float | None = None,
-    mode: str = "clip",
+    config: LossConfig,
     weights: th.Tensor | None = None,
 ) -> th.Tensor:
     """
     ``mean((R - V)^2)``. If ``clip_range_vf`` is given, V' moves at most so far away from the old value, and the loss is
     ``mean((R - V')^2)`` in mode ``"clip"`` (SB3), ``mean(max((R - V)^2, (R - V')^2))`` in mode ``"max"`` (OpenAI's PPO2).
 
-    :param values: V, by the current critic
-    :param old_values: By the critic which collected
-    :param returns: R, the TD(lambda) targets
-    :param clip_range_vf: In units of the reward, ``None`` for no clipping
-    :param mode: ``"clip"`` has no gradient where V has left the range, ``"max"`` has one where V is the worse of the two
-    :param weights: Importance weights with mean 1
-    :return: Scalar
+    :param values: V, by the current critic, shape ``(batch_size,)``
+    :param old_values: Values by the critic which collected, shape ``(batch_size,)``
+    :param returns: R, shape ``(batch_size,)``
+    :param config: With ``clip_range_vf``, in units of the return, and ``vf_clip_mode``
+    :param weights: Importance weights with mean 1, shape ``(batch_size,)``, ``None`` for equal ones
+    :return: Scalar to minimise
     """
+    limit: Any = config.clip_range_vf
     clipped = values
-    if clip_range_vf is not None:
-        clipped = old_values + th.clamp(values - old_values, -clip_range_vf, clip_range_vf)
-        if mode == "max":
+    if limit is not None:
+        clipped = old_values + th.clamp(values - old_values, -limit, limit)
+        if config.vf_clip_mode == "max":
             return _mean(th.max((returns - values).square(), (returns - clipped).square()), weights)
     if weights is None:
         return F.mse_loss(returns, clipped)
     return _mean((returns - clipped).square(), weights)
 
 
+def value_slope(values: np.ndarray, old_values: np.ndarray, returns: np.ndarray, config: LossConfig) -> Slopes:
+    """
+    The slope of :func:`value_loss`.
+
+    :return: The errors whose squares it averages, and half the derivatives of these squares by V, both of shape
+        ``(batch_size,)``
+    """
+    errors, limit = values - returns, cast(Any, config.clip_range_vf)
+    if limit is None:
+        return errors, errors
+    moved = values - old_values
+    clipped = old_values + np.minimum(np.maximum(moved, -limit), limit) - returns
+    slope = clipped * (np.abs(moved) <= limit)
+    if config.vf_clip_mode == "clip":
+        return clipped, slope
+    worse = np.abs(errors) >= np.abs(clipped)
+    return np.where(worse, errors, clipped), np.where(worse, errors, slope)
+
+
 def entropy_loss(entropy: th.Tensor | None, log_prob: th.Tensor) -> th.Tensor:
     """
-    ``-mean(entropy)``
+    ``-mean(entropy)``. Its slope belongs to the action distribution, see ``NumpyDistribution.gradient``.
 
-    :param entropy: In nats, ``None`` if the distribution has no closed form
-    :param log_prob: Of the actions taken, which then stands for the entropy: ``-log_prob``
-    :return: Scalar
+    :param entropy: Entropies in nats, shape ``(batch_size,)``, ``None`` if the distribution has no closed form
+    :param log_prob: Log probabilities of the actions taken, whose negative then stands for the entropy
+    :return: Scalar to minimise
     """
     return -th.mean(-log_prob if entropy is None else entropy)
+
+
+# Auxiliary losses
+
+
+class AuxiliaryLoss(NamedTuple):
+    """
+    A loss that is added to PPO's where its coefficient is not 0.
+
+    :param coef: Name of the option that is its coefficient
+    :param reads: What it reads of :class:`LossInputs`
+    :param value: Of the inputs and the options: a scalar to minimise
+    :param fallback: What takes its place where it reads ``old_distribution`` and the family has no KL divergence in closed
+        form
+    """
+
+    coef: str
+    reads: tuple[str, ...]
+    value: Callable[[LossInputs, LossConfig], th.Tensor]
+    fallback: AuxiliaryLoss | None = None
+
+
+def kl_penalty(inputs: LossInputs, config: LossConfig) -> th.Tensor:
+    """
+    ``mean(KL(old policy || new policy))``, exact.
+
+    Paper: https://arxiv.org/abs/1707.06347, section 4
+
+    :param inputs: With the distribution and the parameters of the old one
+    :param config: Not used
+    :return: Scalar, in nats
+    """
+    assert inputs.old_distribution is not None
+    return kl_divergence(inputs.old_distribution, inputs.distribution).mean()
+
+
+def estimated_kl_penalty(inputs: LossInputs, config: LossConfig) -> th.Tensor:
+    """
+    :func:`approximate_kl`, for action distributions without a KL divergence in closed form.
+
+    :param inputs: With the ratio and its logarithm
+    :param config: Not used
+    :return: Scalar, in nats
+    """
+    return approximate_kl(inputs.ratio, inputs.log_ratio)
+
+
+def bounds_penalty(inputs: LossInputs, config: LossConfig) -> th.Tensor:
+    """
+    :func:`bounds_loss` of the mean actions.
+
+    :param inputs: With the distribution, a Gaussian
+    :param config: With the bounds of the actions and ``bounds_limit``
+    :return: Scalar
+    """
+    assert config.action_bounds is not None
+    return bounds_loss(unsquashed_mean(inputs.distribution), *config.action_bounds, config.bounds_limit)
+
+
+AUXILIARY_LOSSES: dict[str, AuxiliaryLoss] = {
+    "kl": AuxiliaryLoss(
+        "kl_coef",
+        ("distribution", "old_distribution"),
+        kl_penalty,
+        fallback=AuxiliaryLoss("kl_coef", ("ratio", "log_ratio"), estimated_kl_penalty),
+    ),
+    "bounds_loss": AuxiliaryLoss("bounds_coef", ("distribution",), bounds_penalty),
+}
+
+
+def active_auxiliary_losses(config: LossConfig, has_old_distribution: bool) -> dict[str, AuxiliaryLoss]:
+    """
+    :param config: With the coefficients
+    :param has_old_distribution: Whether the parameters of the old distribution are known
+    :return: Those that are on, by name
+    """
+    chosen = {}
+    for name in config.auxiliary:
+        loss = AUXILIARY_LOSSES[name]
+        is_without = "old_distribution" in loss.reads and not has_old_distribution
+        chosen[name] = loss.fallback if is_without and loss.fallback is not None else loss
+    return chosen
+
+
+def auxiliary_losses(inputs: LossInputs, config: LossConfig) -> Iterator[tuple[str, Coefficient, th.Tensor]]:
+    """
+    :param inputs: What the losses read
+    :param config: With the coefficients
+    :return: Name, coefficient and value of each auxiliary loss that is on
+    :raises ValueError: if the policy does not leave a distribution through which a gradient could flow
+    """
+    for name, loss in active_auxiliary_losses(config, inputs.old_distribution is not None).items():
+        if "distribution" in loss.reads:
+            check_differentiable(loss.coef, config.auxiliary[name], inputs)
+        yield name, config.auxiliary[name], loss.value(inputs, config)
+
+
+def check_differentiable(option: str, value: object, inputs: LossInputs) -> None:
+    """
+    :param option: Name of the option that is the coefficient of a loss which reads the distribution
+    :param value: Its value, for the message
+    :param inputs: What the loss is to read
+    :raises ValueError: if the loss would have no gradient, because the policy did not set ``action_dist``
+    """
+    distribution: Any = inputs.distribution
+    found = None if distribution is None else parameters(distribution)
+    if found is None or (inputs.ratio.requires_grad and not found.requires_grad):
+        refuse(option, value, "`evaluate_actions` of this policy does not set `action_dist`; set it there")
 
 
 def bounds_loss(mean_actions: th.Tensor, low: th.Tensor, high: th.Tensor, limit: float) -> th.Tensor:
@@ -107,10 +383,10 @@ def bounds_loss(mean_actions: th.Tensor, low: th.Tensor, high: th.Tensor, limit:
     It keeps the mean of a Gaussian that is clipped from wandering off to where the clipping takes the gradient away.
 
     :param mean_actions: Shape ``(batch_size, action_dim)``
-    :param low: Shape ``(action_dim,)``; a dimension with an infinite bound, or with no width, does not count
-    :param high: Shape ``(action_dim,)``
+    :param low: Lower bounds, shape ``(action_dim,)``; a dimension with an infinite bound, or with no width, does not count
+    :param high: Upper bounds, shape ``(action_dim,)``
     :param limit: b, at least 0, in units of the bounds
-    :return: Scalar
+    :return: Scalar to minimise
     """
     middle, half = (high + low) / 2, (high - low) / 2
     counts = th.isfinite(half) & (half > 0)
@@ -120,24 +396,27 @@ def bounds_loss(mean_actions: th.Tensor, low: th.Tensor, high: th.Tensor, limit:
     return th.relu(z.abs() - limit).square().sum(dim=1).mean()
 
 
+# Measurements
+
+
 def approximate_kl(ratio: th.Tensor, log_ratio: th.Tensor) -> th.Tensor:
     """
     ``mean((r - 1) - log r)``, an unbiased and never negative estimate of KL(old || new).
 
     Source: http://joschu.net/blog/kl-approx.html
 
-    :param ratio: r
-    :param log_ratio: log r
+    :param ratio: r, shape ``(batch_size,)``
+    :param log_ratio: log r, shape ``(batch_size,)``
     :return: Scalar, in nats
     """
     return th.mean((ratio - 1) - log_ratio)
 
 
-def clip_fraction(ratio: th.Tensor, clip_range: float) -> th.Tensor:
+def clip_fraction(ratio: th.Tensor, clip_range: Coefficient) -> th.Tensor:
     """
-    :param ratio: Probability ratio
-    :param clip_range: As for :func:`clipped_surrogate_loss`
-    :return: Scalar, the share of samples whose ratio lies outside the range
+    :param ratio: Probability ratio, shape ``(batch_size,)``
+    :param clip_range: c, at least 0
+    :return: Scalar, the share of samples whose ratio lies outside 1 - c and 1 + c
     """
     return th.mean((th.abs(ratio - 1) > clip_range).float())
 

@@ -1,18 +1,13 @@
 """How minibatches are drawn from a rollout: shuffled, or as segments of prioritised trajectories."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch as th
-from gymnasium import spaces
-from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
-from sb3_ppo_ext.common.observations import map_observations
-from sb3_ppo_ext.memory.sequences import SequenceBufferMixin
-
-# A minibatch is drawn as the places of its samples in the flattened rollout (``env * n_steps + step``), with their weights.
+# A minibatch is drawn as the indices of its samples in the flattened rollout (``env * n_steps + step``), with their weights.
 Draw = tuple[np.ndarray, np.ndarray | None]
 
 
@@ -29,75 +24,6 @@ class Minibatch(NamedTuple):
     data: RolloutBufferSamples
     weights: th.Tensor | None = None
     old_distribution: th.Tensor | None = None
-
-
-def knows_indices(buffer_class: object) -> bool:
-    """
-    :param buffer_class: Class of the rollout buffer
-    :return: Whether its minibatches can be drawn by :func:`shuffled`; a class with a ``get`` of its own draws them itself
-    """
-    return getattr(buffer_class, "get", None) in (RolloutBuffer.get, DictRolloutBuffer.get)
-
-
-def flatten(buffer: RolloutBuffer) -> None:
-    """
-    Join steps and environments to one dimension, as ``get`` does when it is first called.
-
-    :param buffer: Changed in place, but for its rewards and episode starts, and observations that are read as sequences
-    """
-    if buffer.generator_ready:
-        return
-    names = ("actions", "values", "log_probs", "advantages", "returns")
-    for name in names if isinstance(buffer, SequenceBufferMixin) else ("observations", *names):
-        array = getattr(buffer, name)
-        if isinstance(array, dict):
-            flat: Any = {key: buffer.swap_and_flatten(part) for key, part in array.items()}
-        else:
-            flat = buffer.swap_and_flatten(array)
-        setattr(buffer, name, flat)
-    buffer.generator_ready = True
-
-
-def in_float32(space: spaces.Space) -> spaces.Space:
-    """
-    :param space: Of observations
-    :return: That of the same in float32, where they are float64: as the policy reads them, and half as large
-    """
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: in_float32(part) for key, part in space.spaces.items()})
-    if isinstance(space, spaces.Box) and space.dtype == np.float64:
-        return spaces.Box(-np.inf, np.inf, space.shape, np.float32)
-    return space
-
-
-class SamplesOnDevice:
-    """
-    The samples of a rollout, copied to the device of the policy once, where minibatches are then gathered.
-
-    :param buffer: Flattened
-    """
-
-    def __init__(self, buffer: RolloutBuffer):
-        self.device = buffer.device
-        self.samples = buffer._get_samples(np.arange(buffer.buffer_size * buffer.n_envs))
-
-    def __call__(self, indices: np.ndarray) -> RolloutBufferSamples:
-        """
-        :param indices: Places of samples in the flattened rollout
-        :return: As ``_get_samples`` of the buffer
-        """
-        places = th.as_tensor(indices, device=self.device)
-        parts: Any = (map_observations(lambda tensor: tensor[places], part) for part in self.samples)
-        return type(self.samples)(*parts)
-
-
-def time_major(flat: np.ndarray, buffer: RolloutBuffer) -> np.ndarray:
-    """
-    :param flat: One number per sample of a flattened rollout, shape ``(n_envs * n_steps,)`` or with a last dimension of 1
-    :param buffer: Whose sizes count
-    :return: Shape ``(n_steps, n_envs)``, as before :func:`flatten`
-    """
-    return flat.reshape(buffer.n_envs, buffer.buffer_size).T
 
 
 def shuffled(n_samples: int, batch_size: int) -> Iterator[Draw]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
 
-from sb3_ppo_ext.distributions.heads import Head
+from sb3_ppo_ext.distributions.heads import Head as NumpyDistribution
+from sb3_ppo_ext.update.losses import LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
 
 
@@ -31,7 +31,7 @@ class NativeMinibatches:
     :param samples: In this order
     :param sizes: Of the minibatches
     :param weights: Of the samples, ``None`` for equal ones
-    :param head: What the outputs of the network mean
+    :param distribution: The action distribution that the outputs of the network stand for
     """
 
     def __init__(
@@ -40,44 +40,35 @@ class NativeMinibatches:
         samples: FlatRollout,
         sizes: np.ndarray,
         weights: np.ndarray | None,
-        head: Head,
+        distribution: NumpyDistribution,
     ):
-        self.order, self.samples, self.sizes, self.weights, self.head = order, samples, sizes, weights, head
-        # What other terms add to the loss of each minibatch
-        self.further = np.zeros(len(sizes), np.float32)
-        self.ends = np.cumsum(sizes)
+        self.order, self.samples, self.sizes, self.weights, self.distribution = order, samples, sizes, weights, distribution
+        # What auxiliary losses add to the loss of each minibatch
+        self.auxiliary = np.zeros(len(sizes), np.float32)
         self.log_ratios, self.ratios, self.objectives, self.errors = np.empty((4, len(samples.features)), np.float32)
         # Of the minibatches that were evaluated
         self.described: list[np.ndarray] = []
-        # Of each step that was made
-        self.norms: list[float] = []
         self.skipped: list[int] = []
 
-    def parts(self) -> Iterator[slice]:
-        """:return: Where each minibatch is"""
-        return (slice(end - size, end) for end, size in zip(self.ends.tolist(), self.sizes.tolist(), strict=True))
-
-    def skip(self) -> None:
-        """Leave the last one out of what is measured."""
-        self.skipped.append(len(self.described) - 1)
-
-    def approximate_kl(self, part: slice) -> float:
+    def skip(self, n: int) -> None:
         """
-        :param part: A minibatch
-        :return: See :func:`sb3_ppo_ext.update.losses.approximate_kl`
-        """
-        return float(np.mean(self.ratios[part] - 1 - self.log_ratios[part]))
+        Leave minibatches out of what is measured.
 
-    def terms(self, part: slice) -> dict[str, float]:
+        :param n: How many of those that were evaluated last
         """
-        :param part: The last minibatch
-        :return: The terms of its loss
+        self.skipped += range(len(self.described) - n, len(self.described))
+
+    def terms(self, part: slice, n: int) -> dict[str, float]:
+        """
+        :param part: The samples of the last minibatches
+        :param n: How many minibatches they are
+        :return: The losses of PPO for them
         """
         weights = 1.0 if self.weights is None else self.weights[part]
         return {
             "policy_gradient_loss": -float(np.mean(self.objectives[part] * weights)),
             "value_loss": float(np.mean(np.square(self.errors[part]) * weights)),
-            "entropy_loss": -float(np.mean(self.head.entropies(self.described[-1]))),
+            "entropy_loss": -float(np.mean(self.distribution.entropies(np.concatenate(self.described[-n:])))),
         }
 
     def measured(self) -> Measured:
@@ -89,8 +80,7 @@ class NativeMinibatches:
         return Measured(
             sizes,
             kept,
-            self.further[: len(sizes)],
-            np.array(self.norms, np.float32),
+            self.auxiliary[: len(sizes)],
             np.concatenate(self.described),
             self.objectives[:n],
             self.errors[:n],
@@ -101,12 +91,23 @@ class NativeMinibatches:
 
 
 class Measured(NamedTuple):
-    """What was measured in some minibatches: of each, of each step that was made, and of each sample."""
+    """
+    What was measured in some minibatches.
+
+    :param sizes: Samples of each minibatch, shape ``(n_minibatches,)``
+    :param kept: Whether a minibatch counts, shape ``(n_minibatches,)``
+    :param auxiliary: What auxiliary losses added to the loss of each minibatch, shape ``(n_minibatches,)``
+    :param described: What ``NumpyDistribution.described`` returned for each sample, shape ``(n_samples, n)``
+    :param objectives: Objectives of the surrogate, shape ``(n_samples,)``
+    :param errors: Errors whose squares the value loss averages, shape ``(n_samples,)``
+    :param ratios: Probability ratios, shape ``(n_samples,)``
+    :param log_ratios: Their logarithms, shape ``(n_samples,)``
+    :param weights: Importance weights, shape ``(n_samples,)``, ``None`` for equal ones
+    """
 
     sizes: np.ndarray
     kept: np.ndarray
-    further: np.ndarray
-    norms: np.ndarray
+    auxiliary: np.ndarray
     described: np.ndarray
     objectives: np.ndarray
     errors: np.ndarray
@@ -124,43 +125,42 @@ class Measured(NamedTuple):
         arrays: Any = [None if column[0] is None else np.concatenate(column) for column in columns]
         return cls(*arrays)
 
-    def report(self, metrics: Metrics, head: Head, clip_range: float, ent_coef: float, vf_coef: float) -> None:
+    def report(self, metrics: Metrics, distribution: NumpyDistribution, config: LossConfig) -> None:
         """
         :param metrics: They get the means of each minibatch
-        :param head: What the outputs mean
-        :param clip_range: Of the ratios
-        :param ent_coef: Coefficient of the entropy loss
-        :param vf_coef: Coefficient of the value loss
+        :param distribution: The action distribution
+        :param config: With the coefficients of the losses
         """
         weights = 1.0 if self.weights is None else self.weights
         policy_loss = -self._means(self.objectives * weights)
         value_loss = self._means(np.square(self.errors) * weights)
-        entropy_loss = -self._means(head.entropies(self.described))
+        entropy_loss = -self._means(distribution.entropies(self.described))
+        coefficients: Any = (config.ent_coef, config.vf_coef)
+        ent_coef, vf_coef = coefficients
         means = {
             "policy_gradient_loss": policy_loss,
             "value_loss": value_loss,
             "entropy_loss": entropy_loss,
-            "clip_fraction": self._means(np.abs(self.ratios - 1) > clip_range),
-            "loss": policy_loss + ent_coef * entropy_loss + vf_coef * value_loss + self.further[self.kept],
-            "grad_norm": self.norms,
+            "clip_fraction": self._means(np.abs(self.ratios - 1) > config.clip_range),
+            "loss": policy_loss + ent_coef * entropy_loss + vf_coef * value_loss + self.auxiliary[self.kept],
         }
         for name, values in means.items():
             if len(values):
                 metrics[name].append(th.from_numpy(values))
 
-    def report_last(self, metrics: Metrics, head: Head) -> None:
+    def report_last(self, metrics: Metrics, distribution: NumpyDistribution) -> None:
         """
         :param metrics: They get what is measured in the last epoch alone
-        :param head: What the outputs mean
+        :param distribution: The action distribution
         """
         approx_kl = self._means(self.ratios - 1 - self.log_ratios)
         samples = np.repeat(self.kept, self.sizes)
         if len(approx_kl):
             metrics["approx_kl"].append(th.from_numpy(approx_kl))
             metrics["ratio"].append(th.from_numpy(self.ratios[samples]))
-        laws = head.laws(self.described)
-        if laws is not None and not metrics["law"]:
-            metrics["law"].append(laws[samples])
+        parameters = distribution.parameters(self.described)
+        if parameters is not None:
+            metrics["action_parameters"].append(parameters[samples])
 
     def _means(self, values: np.ndarray) -> np.ndarray:
         """Of the minibatches that count."""

@@ -17,13 +17,8 @@ from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
 from sb3_ppo_ext.distributions.heads import OF_GAUSSIANS, make_head
+from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.policies.actor_critic import ActionLawMixin, ScaledTanh
-
-_mlp: Any
-try:
-    from sb3_ppo_ext.engines.native import _mlp
-except ImportError:  # no compiler took it
-    _mlp = None
 
 ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu"}
 # What a policy computes: one that does it in its own way stays on PyTorch.
@@ -55,7 +50,7 @@ class Perceptron:
         activation = next((ACTIVATIONS[type(layer)] for layer in hidden if type(layer) in ACTIVATIONS), "tanh")
         self.gradients = [np.zeros(p.shape, np.float32) for layer in self.layers for p in (layer.weight, layer.bias)]
         pairs = zip(self.layers, self.gradients[::2], self.gradients[1::2], strict=True)
-        self.network = _mlp.Network(
+        self.network = extension.module.Network(
             [(layer.weight.detach().numpy(), layer.bias.detach().numpy(), *own) for layer, *own in pairs], activation
         )
         self.n_outputs, self.n_latents, self.with_latents = last.out_features, last.in_features, with_latents
@@ -80,7 +75,7 @@ class Perceptron:
 
 class NativePolicy:
     """
-    Evaluates and differentiates a policy that :func:`why_not` has nothing against.
+    Evaluates and differentiates a policy that :func:`unsupported_reason` has nothing against.
 
     :param policy: It shares its parameters
     """
@@ -88,8 +83,8 @@ class NativePolicy:
     def __init__(self, policy: ActorCriticPolicy):
         self.policy = policy
         last, transform = _split(policy.action_net)
-        self.head = make_head(policy.action_dist, getattr(policy, "log_std", None), transform)
-        self.actor = Perceptron(policy.mlp_extractor.policy_net, last, self.head.needs_latents)
+        self.distribution = make_head(policy.action_dist, getattr(policy, "log_std", None), transform)
+        self.actor = Perceptron(policy.mlp_extractor.policy_net, last, self.distribution.needs_latents)
         self.critic = Perceptron(policy.mlp_extractor.value_net, policy.value_net)
         self.networks = (self.actor, self.critic)
         space = policy.observation_space
@@ -97,10 +92,6 @@ class NativePolicy:
         self._is_flat = isinstance(space, spaces.Box) and not (policy.normalize_images and is_image_space(space))
         self._addresses = self._find_addresses()
         self._parameters, self._version = list(policy.parameters()), -1
-
-    def __reduce__(self) -> Any:
-        # A copy of a model binds its policy anew.
-        return type(None), ()
 
     def _find_addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.policy.parameters()]
@@ -110,21 +101,21 @@ class NativePolicy:
         :param policy: As it is now
         :return: Whether this is bound to the memory of its parameters
         """
-        same_law = policy.action_dist is self.head.distribution
+        same_law = policy.action_dist is self.distribution.distribution
         return policy is self.policy and same_law and self._find_addresses() == self._addresses
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Each parameter that is learned, with its gradient"""
         for network in self.networks:
             yield from network.parameters()
-        if self.head.log_std is not None and self.head.log_std.requires_grad:
-            yield self.head.log_std, self.head.d_log_std
+        if self.distribution.log_std is not None and self.distribution.log_std.requires_grad:
+            yield self.distribution.log_std, self.distribution.d_log_std
 
     def pack(self) -> None:
         """Take over the values of the parameters, after they have changed."""
         for network in self.networks:
             network.network.pack()
-        self.head.pack()
+        self.distribution.pack()
 
     def has_changed(self) -> bool:
         """:return: Whether PyTorch has written into one of them since the last call"""
@@ -150,22 +141,12 @@ class NativePolicy:
             return np.ascontiguousarray(features.numpy())
 
 
-def why_no_module(policy: Any) -> str | None:
-    """
-    :param policy: Of a model
-    :return: What keeps the extension module from its parameters, ``None`` if nothing does
-    """
-    if _mlp is None:
-        return "the extension module was not built, for want of a C compiler"
-    return None if policy.device.type == "cpu" else f"the policy is on {policy.device}"
-
-
-def why_not(policy: Any) -> str | None:
+def unsupported_reason(policy: Any) -> str | None:
     """
     :param policy: Of a model
     :return: Why it has to stay on PyTorch, ``None`` if :class:`NativePolicy` computes what it does
     """
-    if (reason := why_no_module(policy)) is not None:
+    if (reason := extension.unsupported_reason(policy)) is not None:
         return reason
     known = (ActorCriticPolicy, ActionLawMixin)
     if not isinstance(policy, ActorCriticPolicy) or any(
@@ -178,7 +159,7 @@ def why_not(policy: Any) -> str | None:
     for extractor in {policy.pi_features_extractor, policy.vf_features_extractor}:
         if not _only_flattens(extractor):
             return f"{type(extractor).__name__} is not a plain vector"
-    return _why_not_networks(policy)
+    return _networks_reason(policy)
 
 
 def _split(action_net: Any) -> tuple[Any, nn.Module | None]:
@@ -194,7 +175,7 @@ def _only_flattens(extractor: nn.Module) -> bool:
     return type(extractor) is FlattenExtractor
 
 
-def _why_not_networks(policy: ActorCriticPolicy) -> str | None:
+def _networks_reason(policy: ActorCriticPolicy) -> str | None:
     nets = policy.mlp_extractor
     if type(nets) is not MlpExtractor:
         return f"{type(nets).__name__} is not SB3's"
@@ -206,10 +187,10 @@ def _why_not_networks(policy: ActorCriticPolicy) -> str | None:
         kinds = {type(layer) for layer in hidden[1::2]}
         if len(kinds) > 1 or not kinds <= ACTIVATIONS.keys():
             return f"activations {sorted(kind.__name__ for kind in kinds)}"
-    return _why_not_layers(policy, [*parts[0][::2], *parts[1][::2], last, policy.value_net])
+    return _layers_reason(policy, [*parts[0][::2], *parts[1][::2], last, policy.value_net])
 
 
-def _why_not_layers(policy: ActorCriticPolicy, linear: list[Any]) -> str | None:
+def _layers_reason(policy: ActorCriticPolicy, linear: list[Any]) -> str | None:
     if not all(type(layer) is nn.Linear and layer.bias is not None for layer in linear):
         return "layers that are not `nn.Linear`"
     if any(layer.in_features * layer.out_features >= LARGE_LAYER for layer in linear):

@@ -1,0 +1,31 @@
+"""``backend="eager"``: PyTorch, operation by operation, as SB3's PPO to the bit."""
+
+from __future__ import annotations
+
+from sb3_ppo_ext.engines.autograd import AutogradGradients, BackwardLoss
+from sb3_ppo_ext.engines.engine import Engine, Setup
+from sb3_ppo_ext.engines.steppers import TorchStepper
+from sb3_ppo_ext.update.config import UpdateConfig
+from sb3_ppo_ext.update.estimates import Estimates
+from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.update import GradientSource, Stepper
+
+
+class EagerEngine(Engine):
+    """The reference: gradients by autograd, steps by PyTorch."""
+
+    @classmethod
+    def unsupported_reason(cls, setup: Setup) -> str | None:
+        """
+        :param setup: What is to be computed
+        :return: ``None``, for it computes whatever SB3 computes
+        """
+        return None
+
+    def make_stepper(self, config: UpdateConfig) -> Stepper:
+        """See :class:`Engine`."""
+        return TorchStepper(self.policy)
+
+    def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
+        """See :class:`Engine`."""
+        return AutogradGradients(BackwardLoss(self.policy, config), config, estimates, metrics)

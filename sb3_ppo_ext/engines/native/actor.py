@@ -1,0 +1,160 @@
+"""
+Acting on the extension module: in the loop only the action is computed; values and log probabilities of all steps follow at
+once, unless code of users may read them at each step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.utils import obs_as_tensor
+
+from sb3_ppo_ext.common.guards import check_outputs
+from sb3_ppo_ext.common.observations import stack
+from sb3_ppo_ext.engines.native import extension
+from sb3_ppo_ext.engines.native.policy import NativePolicy, unsupported_reason
+from sb3_ppo_ext.rollout.actors import Action, PolicyActor, RolloutConfig, Transition, note_truncations
+
+
+class NativeActor:
+    """
+    An ``Actor`` on the extension module. Its random numbers are drawn for all steps at once.
+
+    :param native: The policy
+    :param buffer: To be filled
+    :param config: Options of the rollout
+    """
+
+    def __init__(self, native: NativePolicy, buffer: RolloutBuffer, config: RolloutConfig):
+        self.native, self.buffer, self.config = native, buffer, config
+        native.pack()
+        native.has_changed()
+        self.noise = native.distribution.noise(config.n_steps, buffer.n_envs, native.actor.n_outputs)
+        space = config.action_space
+        self.sample_shape = (-1,) if isinstance(space, spaces.Discrete) else (-1, *(space.shape or ()))
+        # Steps whose values and log probabilities are in the buffer
+        self.n_estimated = 0
+        # Step, environment and last observation of episodes that are still to be bootstrapped
+        self.truncated: list[tuple[int, int, Any]] = []
+        # What acts once somebody has made another kind of policy of it
+        self.torch_actor: PolicyActor | None = None
+
+    # At each step
+
+    def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+        """See ``Actor``."""
+        self._follow(policy)
+        if self.torch_actor is not None:
+            return self.torch_actor.act(policy, observations, starts, step)
+        native = self.native
+        _write_observations(self.buffer, step, observations)
+        features = native.features(observations)
+        if not self.config.is_watched and native.has_changed():
+            # The steps before have the estimates of the policy that took them.
+            self._estimate(step)
+            native.pack()
+        outputs = native.actor(features)
+        check_outputs(policy, outputs, step, self.config.num_timesteps + step * self.buffer.n_envs)
+        samples = native.distribution.sample(outputs, self.noise[step]).reshape(self.sample_shape)
+        if not self.config.is_watched:
+            return Action(None, samples, None, None)
+        log_probs = native.distribution.log_prob(outputs, samples.reshape(len(features), -1))
+        values = th.from_numpy(native.critic(features))
+        return Action(obs_as_tensor(observations, self.config.device), samples, values, th.from_numpy(log_probs))
+
+    def _follow(self, policy: ActorCriticPolicy) -> None:
+        """Take over the parameters as they are now, whoever has changed them, and however."""
+        if not self.config.is_watched or self.torch_actor is not None:
+            return
+        if not self.native.is_of(policy):
+            if unsupported_reason(policy) is not None:
+                self.torch_actor = PolicyActor(self.buffer, self.config)
+                return
+            self.native = NativePolicy(policy)
+        self.native.pack()
+
+    def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
+        """See ``Actor``."""
+        if self.torch_actor is not None:
+            return self.torch_actor.record(policy, transition)
+        buffer, step, action = self.buffer, transition.step, transition.action
+        buffer.actions[step] = action.samples.reshape(buffer.n_envs, -1)
+        buffer.rewards[step] = transition.rewards
+        buffer.episode_starts[step] = transition.starts
+        if action.values is not None and action.log_probs is not None:
+            buffer.values[step] = action.values.numpy().ravel()
+            buffer.log_probs[step] = action.log_probs.numpy()
+            self.n_estimated = step + 1
+        if transition.truncated:
+            self.truncated += [(step, *truncated) for truncated in transition.truncated]
+            if self.config.is_watched:
+                self._follow(policy)
+                self._bootstrap(policy)
+        buffer.pos = step + 1
+        buffer.full = buffer.pos == buffer.buffer_size
+
+    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+        """See ``Actor``."""
+        self._follow(policy)
+        if self.torch_actor is not None:
+            return self.torch_actor.finish(policy, observations, dones)
+        self._estimate(self.config.n_steps)
+        return self._estimate_advantages(observations, np.asarray(dones))
+
+    # For many steps at once
+
+    def _estimate(self, end: int) -> None:
+        """Values and log probabilities of the steps up to this one, and what follows from the truncations among them."""
+        native, buffer, steps = self.native, self.buffer, slice(self.n_estimated, end)
+        self.n_estimated = end
+        if steps.start == end:
+            return
+        shape = buffer.rewards[steps].shape
+        features = native.features(_joined(buffer.observations, steps))
+        actions = buffer.actions[steps].reshape(len(features), -1).astype(np.float32, copy=False)
+        buffer.values[steps] = native.critic(features).reshape(shape)
+        buffer.log_probs[steps] = native.distribution.log_prob(native.actor(features), actions).reshape(shape)
+        self._bootstrap()
+
+    def _bootstrap(self, policy: ActorCriticPolicy | None = None) -> None:
+        """See ``PolicyActor``."""
+        if not self.truncated:
+            return
+        steps, environments, observations = zip(*self.truncated, strict=True)
+        values = self.native.critic(self.native.features(stack(observations))).ravel()
+        np.add.at(self.buffer.rewards, (list(steps), list(environments)), np.float32(self.config.gamma) * values)
+        note_truncations(self.config, steps, environments, observations, values.tolist())
+        self.truncated.clear()
+
+    def _estimate_advantages(self, observations: Any, dones: np.ndarray) -> th.Tensor:
+        """And returns. Values of the last observations are returned."""
+        buffer = self.buffer
+        values = self.native.critic(self.native.features(observations))
+        if type(buffer).compute_returns_and_advantage is RolloutBuffer.compute_returns_and_advantage:
+            arrays = (buffer.rewards, buffer.values, buffer.episode_starts, values.ravel(), dones.astype(np.float32))
+            extension.module.gae(*arrays, buffer.gamma, buffer.gae_lambda, buffer.advantages)
+            buffer.returns = buffer.advantages + buffer.values
+        else:
+            buffer.compute_returns_and_advantage(last_values=th.from_numpy(values.ravel()), dones=dones)
+        return th.from_numpy(values)
+
+
+def _write_observations(buffer: RolloutBuffer, step: int, observations: Any) -> None:
+    # Before the environment's step, for it may write the next ones into the same array.
+    if isinstance(observations, dict):
+        for key, array in observations.items():
+            buffer.observations[key][step] = array.reshape(buffer.observations[key][step].shape)
+    else:
+        buffer.observations[step] = observations.reshape(buffer.observations[step].shape)
+
+
+def _joined(observations: Any, steps: slice) -> Any:
+    """Some steps, with steps and environments in one dimension."""
+    if isinstance(observations, dict):
+        return {key: _joined(array, steps) for key, array in observations.items()}
+    return observations[steps].reshape(-1, *observations.shape[2:])

@@ -1,0 +1,59 @@
+"""``backend="native"``: the extension module in C computes MLP policies on the CPU, while collecting and updating."""
+
+from __future__ import annotations
+
+import torch as th
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.policies import ActorCriticPolicy
+
+from sb3_ppo_ext.engines.engine import Engine, Setup
+from sb3_ppo_ext.engines.fused import can_fuse_steps
+from sb3_ppo_ext.engines.native.actor import NativeActor
+from sb3_ppo_ext.engines.native.gradients import AnalyticGradients
+from sb3_ppo_ext.engines.native.policy import NativePolicy, unsupported_reason
+from sb3_ppo_ext.engines.steppers import FusedAdamStepper, GradientMemory, TorchStepper
+from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
+from sb3_ppo_ext.update.config import UpdateConfig
+from sb3_ppo_ext.update.estimates import Estimates
+from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.update import GradientSource, Stepper
+
+
+class NativeEngine(Engine):
+    """
+    Networks, GAE and Adam by the extension module; the losses are differentiated by hand.
+
+    :param policy: It shares its parameters
+    """
+
+    def __init__(self, policy: ActorCriticPolicy):
+        super().__init__(policy)
+        self.native = NativePolicy(policy)
+
+    @classmethod
+    def unsupported_reason(cls, setup: Setup) -> str | None:
+        """See :class:`~sb3_ppo_ext.engines.engine.Engine`."""
+        if setup.has_extra_loss:
+            return "`extra_actor_loss` may differentiate more of the policy than its outputs"
+        if type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer):
+            return f"{type(setup.buffer).__name__} is not SB3's"
+        return unsupported_reason(setup.policy)
+
+    def is_for(self, setup: Setup) -> bool:
+        """See :class:`~sb3_ppo_ext.engines.engine.Engine`."""
+        return super().is_for(setup) and self.native.is_of(setup.policy) and self.unsupported_reason(setup) is None
+
+    def make_actor(self, buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
+        """See :class:`~sb3_ppo_ext.engines.engine.Engine`."""
+        return NativeActor(self.native, buffer, config)
+
+    def make_stepper(self, config: UpdateConfig) -> Stepper:
+        """See :class:`~sb3_ppo_ext.engines.engine.Engine`."""
+        if not can_fuse_steps(self.policy, config):
+            return TorchStepper(self.policy)
+        pairs = [(parameter, th.from_numpy(gradient)) for parameter, gradient in self.native.parameters()]
+        return FusedAdamStepper(self.policy.optimizer, GradientMemory(pairs), is_overwritten=True)
+
+    def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
+        """See :class:`~sb3_ppo_ext.engines.engine.Engine`."""
+        return AnalyticGradients(self.native, config, estimates, metrics, shows_gradients=isinstance(stepper, TorchStepper))

@@ -1,0 +1,269 @@
+"""
+Gradients by hand: the networks are differentiated by the extension module, PPO's losses by the slopes that stand beside them,
+and auxiliary losses by autograd, which sees no more of the networks than their outputs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.type_aliases import RolloutBufferSamples
+
+from sb3_ppo_ext.engines.native.minibatches import FlatRollout, Measured, NativeMinibatches, normalize_each
+from sb3_ppo_ext.engines.native.policy import NativePolicy
+from sb3_ppo_ext.update.config import UpdateConfig
+from sb3_ppo_ext.update.estimates import Estimates
+from sb3_ppo_ext.update.losses import SURROGATES, active_auxiliary_losses, value_slope
+from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.ppo_loss import actions_of
+
+# Samples whose measurements are kept before they are averaged
+MAX_MEASURED = 16384
+# Where the minibatches of a step of the optimiser lie among the samples of an epoch
+Step: TypeAlias = tuple[slice, ...]
+
+
+class AnalyticGradients:
+    """
+    A ``GradientSource`` of networks that the extension module evaluates and differentiates.
+
+    :param native: The policy
+    :param config: Options of the update
+    :param estimates: Advantages of the rollout, and what follows from them
+    :param metrics: Where to measure
+    :param shows_gradients: Whether the parameters are to have their gradients as ``grad``, for an optimiser of PyTorch
+    """
+
+    def __init__(
+        self,
+        native: NativePolicy,
+        config: UpdateConfig,
+        estimates: Estimates,
+        metrics: Metrics,
+        shows_gradients: bool = False,
+    ):
+        self.native, self.config, self.estimates, self.metrics = native, config, estimates, metrics
+        self.distribution, self.loss = native.distribution, config.loss
+        self.slope = SURROGATES[config.loss.surrogate].slope
+        self.auxiliary = active_auxiliary_losses(config.loss, estimates.old_distribution is not None)
+        self.shown = [(p, th.from_numpy(gradient)) for p, gradient in native.parameters()] if shows_gradients else []
+        self.lengths_before: dict[str, int] = {}
+        # Of epochs that are still to be reported, together, for each report takes its time
+        self.measured: list[Measured] = []
+        self.norms: dict[str, list[float]] = defaultdict(list)
+
+    # Minibatches
+
+    @cached_property
+    def rollout(self) -> FlatRollout:
+        """The whole rollout, as the networks read it."""
+        buffer = self.estimates.rollout.buffer
+        return FlatRollout(
+            self.native.features(buffer.observations),
+            buffer.actions.astype(np.float32, copy=False),
+            *(array.ravel() for array in (buffer.values, buffer.log_probs, buffer.advantages, buffer.returns)),
+        )
+
+    def steps(self) -> Iterator[Step]:
+        """:return: The steps of one epoch, whose samples are gathered at once"""
+        rollout, estimates, config = self.rollout, self.estimates, self.config
+        indices, weights = zip(*estimates.rollout.draws(config.step_size, estimates.segments), strict=True)
+        order, sizes = np.concatenate(indices), np.array([len(part) for part in indices])
+        if estimates.advantages is not None:
+            rollout = rollout._replace(advantages=estimates.advantages.numpy())
+        if estimates.returns is not None:
+            rollout = rollout._replace(returns=estimates.returns.numpy())
+        samples = FlatRollout(*(array.take(order, axis=0) for array in rollout))
+        if config.normalizes_minibatches:
+            samples = samples._replace(advantages=normalize_each(samples.advantages, sizes))
+        of_samples = None if weights[0] is None else np.concatenate(weights)
+        self.minibatches = NativeMinibatches(order, samples, _split(sizes, config.batch_size), of_samples, self.distribution)
+        return self._steps(sizes.tolist())
+
+    def _steps(self, sizes: list[int]) -> Iterator[Step]:
+        batch_size, start = self.config.batch_size, 0
+        for size in sizes:
+            end = start + size
+            yield tuple(slice(i, min(i + batch_size, end)) for i in range(start, end, batch_size))
+            start = end
+
+    # Gradients
+
+    def add(self, step: Step) -> None:
+        """Write the gradient of a step's loss into the memory of the gradients."""
+        self.lengths_before = self.metrics.lengths()
+        size = step[-1].stop - step[0].start
+        for number, part in enumerate(step):
+            self._add_minibatch(part, size, accumulate=number > 0)
+        for parameter, gradient in self.shown:
+            parameter.grad = gradient
+
+    def _add_minibatch(self, part: slice, size: int, accumulate: bool) -> None:
+        """The gradient of PPO's loss, which is the mean of ``size`` samples."""
+        m, samples, distribution = self.minibatches, self.minibatches.samples, self.distribution
+        actor, critic = self.native.networks
+        self.native.pack()
+        features, advantages = samples.features[part], samples.advantages[part]
+        outputs = actor(features)
+        log_prob = distribution.log_prob(outputs, samples.actions[part])
+        m.described.append(distribution.described(outputs))
+        log_ratio = np.subtract(log_prob, samples.log_probs[part], out=m.log_ratios[part])
+        ratio = np.exp(log_ratio, out=m.ratios[part])
+        m.objectives[part], d_log_prob = self.slope(advantages, ratio, self.loss)
+        d_log_prob *= np.float32(-1 / size)
+        values = critic(features).ravel()
+        m.errors[part], d_errors = value_slope(values, samples.values[part], samples.returns[part], self.loss)
+        d_values = d_errors * np.float32(2 * self.loss.vf_coef / size)
+        if m.weights is not None:
+            d_log_prob, d_values = d_log_prob * m.weights[part], d_values * m.weights[part]
+        share = len(ratio) / size
+        d_outputs = distribution.gradient(d_log_prob, float(self.loss.ent_coef) * share, accumulate=accumulate)
+        if self.auxiliary:
+            inputs = NativeInputs(self, outputs, values, part)
+            m.auxiliary[len(m.described) - 1] = self._add_auxiliary(inputs, d_outputs, d_values, share)
+        actor.network.backward(d_outputs, accumulate)
+        critic.network.backward(d_values, accumulate)
+
+    def _add_auxiliary(self, inputs: NativeInputs, d_outputs: np.ndarray, d_values: np.ndarray, share: float) -> float:
+        """
+        Add the gradients of the auxiliary losses to ``d_outputs``, ``d_values``, and that of ``log_std``.
+
+        :return: What they add to the loss
+        """
+        total = th.zeros(())
+        for name, loss in self.auxiliary.items():
+            term = loss.value(inputs, self.loss)
+            self.metrics[name].append(term.detach())
+            total = total + self.loss.auxiliary[name] * term
+        log_std = self.distribution.log_std
+        leaves = [inputs.outputs, inputs.values]
+        leaves += [] if log_std is None or not log_std.requires_grad else [log_std]
+        gradients = th.autograd.grad(total, leaves, allow_unused=True)
+        if gradients[0] is not None:
+            d_outputs += share * gradients[0].numpy()[:, : d_outputs.shape[1]]
+        if gradients[1] is not None:
+            d_values += share * gradients[1].numpy()
+        if len(leaves) > 2 and gradients[2] is not None:
+            self.distribution.d_log_std += share * gradients[2].numpy()
+        return total.item()
+
+    # What is measured
+
+    def approximate_kl(self, step: Step) -> float:
+        """:return: That of all samples of the step"""
+        part = _joined(step)
+        return float(np.mean(self.minibatches.ratios[part] - 1 - self.minibatches.log_ratios[part]))
+
+    def clip_fraction(self, step: Step) -> float:
+        """:return: That of all samples of the step"""
+        return float(np.mean(np.abs(self.minibatches.ratios[_joined(step)] - 1) > self.loss.clip_range))
+
+    def is_finite(self, step: Step, norms: dict[str, Any]) -> bool:
+        """:return: Whether the gradients of the step are finite; they are not if its loss is not"""
+        return bool(np.isfinite(float(sum(norms.values()))))
+
+    def terms(self, step: Step) -> dict[str, float]:
+        """:return: The losses of the step by name"""
+        auxiliary = {name: self.metrics.bad_since(self.lengths_before, name) for name in self.auxiliary}
+        return self.minibatches.terms(_joined(step), len(step)) | auxiliary
+
+    def keep(self, step: Step, norms: dict[str, Any]) -> None:
+        """Measure the norms of a step that is made."""
+        for name, norm in norms.items():
+            self.norms[name].append(float(norm))
+
+    def forget(self, step: Step) -> None:
+        """Measure nothing of a step that is not made."""
+        self.metrics.forget_since(self.lengths_before)
+        self.minibatches.skip(len(step))
+
+    def end_epoch(self) -> None:
+        """Keep what was measured of the minibatches that were evaluated."""
+        self.measured.append(self.minibatches.measured())
+        if sum(len(part.ratios) for part in self.measured) > MAX_MEASURED:
+            self._report()
+
+    def finish(self) -> None:
+        """Put all that was measured into the metrics."""
+        self._report()
+        self.minibatches.measured().report_last(self.metrics, self.distribution)
+        self.metrics.add({name: th.tensor(norms, dtype=th.float32) for name, norms in self.norms.items()})
+
+    def _report(self) -> None:
+        if self.measured:
+            Measured.merged(self.measured).report(self.metrics, self.distribution, self.loss)
+            self.measured.clear()
+
+
+class NativeInputs:
+    """
+    What auxiliary losses read of a minibatch, see :class:`~sb3_ppo_ext.update.losses.LossInputs`. Each part is computed when
+    it is first read, behind the outputs of the networks.
+
+    :param gradients: Of which minibatches
+    :param outputs: Outputs of the actor, shape ``(batch_size, n_outputs)``
+    :param values: Outputs of the critic, shape ``(batch_size,)``
+    :param part: Where the minibatch lies among the samples of the epoch
+    """
+
+    def __init__(self, gradients: AnalyticGradients, outputs: np.ndarray, values: np.ndarray, part: slice):
+        self._gradients, self._part = gradients, part
+        self._indices = gradients.minibatches.order[part]
+        self.outputs = th.from_numpy(outputs).requires_grad_()
+        self.values = th.from_numpy(values).requires_grad_()
+
+    @cached_property
+    def data(self) -> RolloutBufferSamples:
+        """The samples, with advantages and returns as the losses use them."""
+        samples, part = self._gradients.minibatches.samples, self._part
+        data = self._gradients.estimates.rollout.samples(self._indices)
+        advantages, returns = (th.from_numpy(array[part]) for array in (samples.advantages, samples.returns))
+        return data._replace(advantages=advantages, returns=returns)
+
+    @cached_property
+    def distribution(self) -> Distribution:
+        """The action distributions, made of the outputs."""
+        return self._gradients.distribution.make(self.outputs)
+
+    @cached_property
+    def log_prob(self) -> th.Tensor:
+        """Log probabilities of the actions, shape ``(batch_size,)``."""
+        return self.distribution.log_prob(actions_of(self.data, self._gradients.config.discrete_actions))
+
+    @cached_property
+    def entropy(self) -> th.Tensor | None:
+        """Entropies, shape ``(batch_size,)``."""
+        return self.distribution.entropy()
+
+    @cached_property
+    def log_ratio(self) -> th.Tensor:
+        """Log probabilities less those under the policy which collected, shape ``(batch_size,)``."""
+        return self.log_prob - self.data.old_log_prob
+
+    @cached_property
+    def ratio(self) -> th.Tensor:
+        """Probability ratios, shape ``(batch_size,)``."""
+        return th.exp(self.log_ratio)
+
+    @cached_property
+    def old_distribution(self) -> th.Tensor | None:
+        """Parameters of the old distributions, shape ``(batch_size, n)``."""
+        old = self._gradients.estimates.old_distribution
+        return None if old is None else old[self._indices]
+
+
+def _joined(step: Step) -> slice:
+    return slice(step[0].start, step[-1].stop)
+
+
+def _split(sizes: np.ndarray, batch_size: int) -> np.ndarray:
+    """Sizes of the minibatches of steps of these sizes."""
+    if sizes.max() <= batch_size:
+        return sizes
+    return np.concatenate([np.diff([*range(0, size, batch_size), size]) for size in sizes.tolist()])

@@ -1,0 +1,154 @@
+"""Who makes the steps of the optimiser: PyTorch, or the extension module in C in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch as th
+from stable_baselines3.common.policies import ActorCriticPolicy
+from torch import nn
+
+from sb3_ppo_ext.engines.native import extension
+from sb3_ppo_ext.update.optimizers import clip_gradients
+
+
+class GradientMemory:
+    """
+    The memory of the gradients, which stays the same through an update.
+
+    :param pairs: Each parameter that is learned, with the tensor of its gradient
+    """
+
+    def __init__(self, pairs: Sequence[tuple[nn.Parameter, th.Tensor]]):
+        self.pairs = list(pairs)
+        self.gradients = [gradient for _, gradient in self.pairs]
+
+    @classmethod
+    def of(cls, policy: nn.Module) -> GradientMemory:
+        """
+        :param policy: Whose parameters are learned
+        :return: New memory for their gradients
+        """
+        return cls([(p, th.zeros_like(p)) for p in policy.parameters() if p.requires_grad])
+
+    def zero(self) -> None:
+        """Let all gradients be 0."""
+        th._foreach_zero_(self.gradients)
+
+    def show(self) -> None:
+        """Let the parameters have them as their ``grad``."""
+        for parameter, gradient in self.pairs:
+            parameter.grad = gradient
+
+
+class TorchStepper:
+    """
+    Steps of the policy's optimiser.
+
+    :param policy: With the optimiser
+    :param memory: Where gradients are accumulated, ``None`` for wherever autograd puts them
+    """
+
+    def __init__(self, policy: ActorCriticPolicy, memory: GradientMemory | None = None):
+        self.policy, self.memory = policy, memory
+
+    def zero_grad(self) -> None:
+        """Called before each step's gradients are computed."""
+        self.policy.optimizer.zero_grad()
+        if self.memory is not None:
+            self.memory.zero()
+            self.memory.show()
+
+    def clip(self, max_norm: float) -> dict[str, th.Tensor]:
+        """See :func:`sb3_ppo_ext.update.optimizers.clip_gradients`."""
+        return clip_gradients(self.policy, max_norm)
+
+    def step(self) -> None:
+        """Make a step."""
+        self.policy.optimizer.step()
+
+    def show_gradients(self) -> None:
+        """The parameters have them already."""
+
+    def close(self) -> None:
+        """Nothing is to be done."""
+
+
+class FusedAdamStepper:
+    """
+    The norm of the gradients, their clipping and Adam in one call of the extension module, on the state of torch's optimiser.
+
+    :param optimizer: One that :meth:`takes` accepts
+    :param memory: Where the gradients lie
+    :param is_overwritten: Whether the source of the gradients overwrites them, so that they need not be zeroed
+    """
+
+    def __init__(self, optimizer: th.optim.Optimizer, memory: GradientMemory, is_overwritten: bool = False):
+        (self.group,) = optimizer.param_groups
+        self.memory, self.is_overwritten = memory, is_overwritten
+        for parameter, _ in memory.pairs:
+            if not optimizer.state[parameter]:
+                zeros = {name: th.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": th.tensor(0.0), **zeros}
+        self.states = [optimizer.state[parameter] for parameter, _ in memory.pairs]
+        self.n_steps = int(self.states[0]["step"])
+        self.scale = 1.0
+        self.adam = extension.module.Adam(
+            [
+                (parameter.detach().numpy(), gradient.numpy(), state["exp_avg"].numpy(), state["exp_avg_sq"].numpy())
+                for (parameter, gradient), state in zip(memory.pairs, self.states, strict=True)
+            ]
+        )
+
+    @staticmethod
+    def takes(optimizer: th.optim.Optimizer, policy: nn.Module) -> bool:
+        """
+        :param optimizer: Optimiser of a policy
+        :param policy: This policy
+        :return: Whether it is an Adam whose steps the extension module can make
+        """
+        if type(optimizer) is not th.optim.Adam or len(optimizer.param_groups) != 1 or extension.module is None:
+            return False
+        group = optimizer.param_groups[0]
+        if not all(extension.is_readable(parameter) for parameter in group["params"]):
+            return False
+        learned = {parameter for parameter in policy.parameters() if parameter.requires_grad}
+        # Parameters that were replaced, which torch's optimiser does not step
+        if learned != {parameter for parameter in group["params"] if parameter.requires_grad}:
+            return False
+        variants = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
+        # Learning rate schedulers and others put a `step` of their own into the instance.
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, "step" in vars(optimizer))
+        steps = {float(state["step"]) for state in optimizer.state.values()}
+        is_whole = len(steps) <= 1 and len(optimizer.state) in (0, len(learned))
+        return is_whole and not any(group.get(name) for name in variants) and not any(hooks)
+
+    def zero_grad(self) -> None:
+        """Called before each step's gradients are computed."""
+        if not self.is_overwritten:
+            self.memory.zero()
+            self.memory.show()
+
+    def clip(self, max_norm: float) -> dict[str, float]:
+        """
+        :param max_norm: The largest norm of all gradients together
+        :return: Their norm before, by name
+        """
+        norm = float(self.adam.norm())
+        self.scale = min(max_norm / (norm + 1e-6), 1.0)
+        return {"grad_norm": norm}
+
+    def step(self) -> None:
+        """Make a step, with the gradients as they were clipped."""
+        self.n_steps += 1
+        group = self.group
+        self.adam.step(self.n_steps, self.scale, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
+
+    def show_gradients(self) -> None:
+        """Let the parameters have them as their ``grad``."""
+        self.memory.show()
+
+    def close(self) -> None:
+        """Tell torch's optimiser how many steps it has made."""
+        for state in self.states:
+            state["step"].fill_(self.n_steps)

@@ -1,0 +1,58 @@
+"""What an update is told: the options of the model at one moment of the training, which do not change while it lasts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sb3_ppo_ext.update.losses import LossConfig
+from sb3_ppo_ext.update.ppo_loss import ExtraActorLoss
+
+AdvantageNorm = Literal["minibatch", "rollout", "ema"]
+BadGradients = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """
+    The options of one update; those that are not explained here are PPOExt's of the same name. The defaults are SB3's.
+
+    :param loss: The options of the loss, with the coefficients of this update
+    :param priority_beta: Exponent of the importance weights in this update
+    :param discrete_actions: Whether the action space is ``Discrete``
+    :param samples_latents: Whether the buffer holds what actions are made of, and not the actions
+    :param extra_actor_loss: A further loss that a subclass adds, ``None`` for none
+    :param num_timesteps: Steps of the training so far, for messages
+    """
+
+    loss: LossConfig
+    n_epochs: int = 10
+    batch_size: int = 64
+    accumulate_grad: int = 1
+    normalize_advantage: bool = True
+    advantage_norm: AdvantageNorm = "minibatch"
+    max_grad_norm: float = 0.5
+    target_kl: float | None = None
+    max_clip_fraction: float | None = None
+    bad_gradients: BadGradients = "raise"
+    vtrace: bool = False
+    vtrace_rho: float = 1.0
+    vtrace_c: float = 1.0
+    priority_alpha: float = 0.0
+    priority_beta: float = 0.4
+    priority_segment: int = 16
+    discrete_actions: bool = False
+    samples_latents: bool = False
+    extra_actor_loss: ExtraActorLoss | None = None
+    num_timesteps: int = 0
+    verbose: int = 0
+
+    @property
+    def step_size(self) -> int:
+        """Samples that make one step of the optimiser."""
+        return self.batch_size * self.accumulate_grad
+
+    @property
+    def normalizes_minibatches(self) -> bool:
+        """Whether each step of the optimiser normalises its advantages by themselves."""
+        return self.normalize_advantage and self.advantage_norm == "minibatch"

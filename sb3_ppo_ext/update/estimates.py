@@ -1,0 +1,123 @@
+"""What the minibatches of an epoch take from the rollout as a whole: advantages, returns, priorities, old distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.type_aliases import RolloutBufferSamples
+
+from sb3_ppo_ext.distributions import parameters
+from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize, vtrace
+from sb3_ppo_ext.update.config import UpdateConfig
+from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
+from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.minibatches import PrioritizedSegments
+from sb3_ppo_ext.update.ppo_loss import actions_of
+from sb3_ppo_ext.update.rollout import Rollout
+
+
+class Estimates:
+    """
+    Advantages and returns of the present epoch, and what follows from them.
+
+    :param policy: Policy that is being updated
+    :param rollout: Rollout that it is updated from
+    :param config: Options of the update
+    :param metrics: Where to measure
+    :param normalizer: Moving averages for ``advantage_norm="ema"``, ``None`` for the other ways
+    """
+
+    def __init__(
+        self,
+        policy: ActorCriticPolicy,
+        rollout: Rollout,
+        config: UpdateConfig,
+        metrics: Metrics,
+        normalizer: AdvantageNormalizer | None = None,
+    ):
+        self.policy, self.rollout, self.config, self.metrics = policy, rollout, config, metrics
+        self.normalizer = normalizer
+        # Of the whole rollout, shape (n_samples,); None where minibatches take the buffer's
+        self.advantages: th.Tensor | None = None
+        self.returns: th.Tensor | None = None
+        # Where minibatches are drawn from, if not uniformly
+        self.segments: PrioritizedSegments | None = None
+        # Shape (n_samples, n); None if no loss reads it, or the family has no KL divergence in closed form
+        self.old_distribution: th.Tensor | None = None
+        if any("old_distribution" in AUXILIARY_LOSSES[name].reads for name in config.loss.auxiliary):
+            with self._as_while_collecting():
+                self.old_distribution = rollout.evaluate(lambda data: parameters(policy.get_distribution(data.observations)))
+
+    def begin_epoch(self, epoch: int) -> None:
+        """
+        :param epoch: Number of the epoch that begins, from 0
+        """
+        config, buffer = self.config, self.rollout.buffer
+        if epoch > 0 and not config.vtrace:
+            return
+        raw = buffer.advantages.flatten()
+        if config.vtrace:
+            raw, returns = self._vtrace()
+            self.returns = buffer.to_torch(returns)
+        if config.priority_alpha > 0:
+            self.segments = self._prioritized_segments(raw)
+        if config.vtrace or (config.normalize_advantage and config.advantage_norm != "minibatch"):
+            self.advantages = self._normalized(buffer.to_torch(raw), epoch)
+
+    def _prioritized_segments(self, advantages: np.ndarray) -> PrioritizedSegments:
+        config = self.config
+        length = min(config.priority_segment, self.rollout.buffer.buffer_size, config.step_size)
+        by_time = self.rollout.time_major(advantages)
+        return PrioritizedSegments(by_time, length, config.priority_alpha, config.priority_beta)
+
+    def _normalized(self, advantages: th.Tensor, epoch: int) -> th.Tensor:
+        normalizer = self.normalizer
+        if normalizer is not None:
+            if epoch == 0:
+                normalizer.observe(advantages)
+                self.metrics["adv/clamped_fraction"].append(normalizer.clamped_fraction(advantages))
+            return normalizer.normalize(advantages)
+        if self.config.normalize_advantage and self.config.advantage_norm == "rollout":
+            return normalize(advantages)
+        return advantages
+
+    def _vtrace(self) -> tuple[np.ndarray, np.ndarray]:
+        """Advantages and returns under the current policy and critic, flat."""
+        policy, rollout, config, buffer = self.policy, self.rollout, self.config, self.rollout.buffer
+
+        def values_and_log_probs(data: RolloutBufferSamples) -> th.Tensor:
+            actions = actions_of(data, config.discrete_actions)
+            values, log_probs, _ = policy.evaluate_actions(data.observations, actions)
+            return th.stack([values.flatten(), log_probs], dim=1)
+
+        with self._as_while_collecting():
+            evaluated = rollout.evaluate(values_and_log_probs)
+            last_values = rollout.last_values(policy)
+            rewards = rollout.rewards(policy)
+        assert evaluated is not None
+        values, log_probs = (rollout.time_major(part) for part in evaluated.cpu().numpy().T)
+        advantages, returns = vtrace(
+            rewards,
+            values,
+            log_probs - rollout.time_major(buffer.log_probs),
+            buffer.episode_starts,
+            last_values,
+            rollout.last_dones,
+            buffer.gamma,
+            buffer.gae_lambda,
+            config.vtrace_rho,
+            config.vtrace_c,
+        )
+        return advantages.T.flatten(), returns.T.flatten()
+
+    @contextmanager
+    def _as_while_collecting(self) -> Iterator[None]:
+        """Without gradient and, for dropout and the like, not in training mode."""
+        self.policy.set_training_mode(False)
+        with th.no_grad():
+            yield
+        self.policy.set_training_mode(True)

@@ -1,0 +1,132 @@
+"""The loss of a minibatch: the policy is evaluated, the losses are added up, and measured on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any, NamedTuple, TypeAlias
+
+import torch as th
+from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
+
+from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.distributions import BoundedDistribution
+from sb3_ppo_ext.update.losses import (
+    AUXILIARY_LOSSES,
+    LossConfig,
+    LossInputs,
+    approximate_kl,
+    auxiliary_losses,
+    clip_fraction,
+    entropy_loss,
+    policy_loss,
+    value_loss,
+)
+from sb3_ppo_ext.update.metrics import RESERVED_NAMES
+from sb3_ppo_ext.update.minibatches import Minibatch
+
+# See ``PPOExt.extra_actor_loss``
+ExtraActorLoss: TypeAlias = Callable[
+    [RolloutBufferSamples, Distribution], tuple[th.Tensor | float, dict[str, th.Tensor | float]]
+]
+# Observations and actions, to values, log probabilities and entropies: ``evaluate_actions`` of a policy
+EvaluateActions: TypeAlias = Callable[[PyTorchObs, th.Tensor], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
+
+
+class Evaluation(NamedTuple):
+    """What the losses read of a minibatch, see :class:`~sb3_ppo_ext.update.losses.LossInputs`."""
+
+    data: RolloutBufferSamples
+    values: th.Tensor
+    log_prob: th.Tensor
+    entropy: th.Tensor | None
+    log_ratio: th.Tensor
+    ratio: th.Tensor
+    distribution: Distribution
+    old_distribution: th.Tensor | None
+
+
+def evaluate(
+    policy: ActorCriticPolicy,
+    minibatch: Minibatch,
+    discrete_actions: bool,
+    evaluate_actions: EvaluateActions | None = None,
+) -> Evaluation:
+    """
+    :param policy: The current policy
+    :param minibatch: Of the rollout
+    :param discrete_actions: Whether the action space is ``Discrete``
+    :param evaluate_actions: In place of the policy's own
+    :return: What the losses read
+    """
+    data = minibatch.data
+    evaluated = (evaluate_actions or policy.evaluate_actions)(data.observations, actions_of(data, discrete_actions))
+    values, log_prob, entropy = evaluated
+    log_ratio = log_prob - data.old_log_prob
+    # `evaluate_actions` of SB3's policies has just set it. A copy, for the next call for a distribution sets it anew.
+    distribution: Any = copy(getattr(policy, "action_dist", None))
+    return Evaluation(
+        data, values.flatten(), log_prob, entropy, log_ratio, th.exp(log_ratio), distribution, minibatch.old_distribution
+    )
+
+
+def actions_of(data: RolloutBufferSamples, discrete_actions: bool) -> th.Tensor:
+    """
+    :param data: Samples of the rollout buffer, which holds floats of shape ``(batch_size, 1)`` for discrete actions
+    :param discrete_actions: Whether the action space is ``Discrete``
+    :return: The actions as ``evaluate_actions`` takes them
+    """
+    return data.actions.long().flatten() if discrete_actions else data.actions
+
+
+def ppo_loss(
+    inputs: LossInputs, config: LossConfig, weights: th.Tensor | None = None, extra: ExtraActorLoss | None = None
+) -> tuple[th.Tensor, dict[str, th.Tensor]]:
+    """
+    The loss of PPO. It changes nothing, so that it can be compiled.
+
+    :param inputs: The evaluated minibatch
+    :param config: Which losses, with their coefficients
+    :param weights: Importance weights with mean 1, shape ``(batch_size,)``, ``None`` for equal ones
+    :param extra: A further loss that a subclass of ``PPOExt`` adds
+    :return: The loss, a scalar, and what was measured: scalars by name, and vectors of shape ``(batch_size, ...)``
+    """
+    data = inputs.data
+    policy_term = policy_loss(data.advantages, inputs.ratio, config, weights)
+    value_term = value_loss(inputs.values, data.old_values, data.returns, config, weights)
+    entropy_term = entropy_loss(inputs.entropy, inputs.log_prob)
+    loss = policy_term + config.ent_coef * entropy_term + config.vf_coef * value_term
+    measured: dict[str, th.Tensor] = {}
+    if isinstance(inputs.distribution, BoundedDistribution):
+        measured["action_parameters"] = inputs.distribution.parameters().detach()
+    for name, coefficient, term in auxiliary_losses(inputs, config):
+        measured[name] = term.detach()
+        loss = loss + coefficient * term
+    if extra is not None and (extra_term := _extra_loss(extra, inputs, measured)) is not None:
+        loss = loss + extra_term
+
+    ratio, log_ratio = inputs.ratio.detach(), inputs.log_ratio.detach()
+    measured["approx_kl"] = approximate_kl(ratio, log_ratio)
+    measured["policy_gradient_loss"] = policy_term.detach()
+    measured["value_loss"] = value_term.detach()
+    measured["entropy_loss"] = entropy_term.detach()
+    measured["clip_fraction"] = clip_fraction(ratio, config.clip_range)
+    measured["loss"] = loss.detach()
+    measured["ratio"] = ratio
+    return loss, measured
+
+
+def _extra_loss(extra: ExtraActorLoss, inputs: LossInputs, measured: dict[str, th.Tensor]) -> th.Tensor | None:
+    device = inputs.log_prob.device
+    loss, logs = extra(inputs.data, inputs.distribution)
+    for name, value in logs.items():
+        if name in RESERVED_NAMES or name in AUXILIARY_LOSSES:
+            refuse("extra_actor_loss", name, "PPOExt logs something else under this name; give it another one")
+        measured[name] = th.as_tensor(value, device=device).detach()
+    if not isinstance(loss, th.Tensor) and loss == 0:
+        return None
+    loss = th.as_tensor(loss, device=device)
+    measured["extra_actor_loss"] = loss.detach()
+    return loss
