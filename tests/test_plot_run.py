@@ -10,8 +10,8 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Figure as TensorBoardFigure
 from stable_baselines3.common.logger import configure
-from test_zoo import train
-from toys import make_toys
+from support.toys import make_toys
+from support.zoo import train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.plot_run import PANELS, plot_runs, read_log

@@ -16,7 +16,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecCheckNan, VecFrameStack, VecMonitor, VecNormalize
-from toys import DICT, IMAGE, ToyEnv, make_toys
+from support.toys import DICT, IMAGE, ToyEnv, make_toys
 
 from sb3_ppo_ext import MlpPolicy, PPOExt
 

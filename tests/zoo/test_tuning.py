@@ -18,13 +18,13 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from sqlalchemy.exc import OperationalError
-from test_zoo import QUICK, RL_ZOO3, manager, run
+from support.zoo import QUICK, RL_ZOO3, manager, run
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import registration as zoo
 from sb3_ppo_ext.zoo import storage, tuning
 
-POSTGRES = Path(__file__).parents[1] / "scripts" / "postgres.sh"
+POSTGRES = Path(__file__).parents[2] / "scripts" / "postgres.sh"
 SERVERS = Path("/usr/lib/postgresql")
 
 

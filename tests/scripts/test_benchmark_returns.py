@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import yaml
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 import benchmark_returns  # noqa: E402
 import returns_report  # noqa: E402

@@ -10,7 +10,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
-from toys import DICT, IMAGE, VECTOR, ToyEnv
+from support.toys import DICT, IMAGE, VECTOR, ToyEnv
 
 from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter
 from sb3_ppo_ext.zoo import registration as zoo

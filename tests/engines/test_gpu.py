@@ -4,15 +4,16 @@ import numpy as np
 import optuna
 import pytest
 import torch as th
-from parity import assert_equal
 from stable_baselines3.common.vec_env import VecNormalize
-from test_options import SINGLE
-from test_transformer import SETTINGS as WINDOWS
-from test_transformer import evaluated
-from test_transformer import make as make_transformer
-from test_zoo import manager, saved
-from test_zoo import train as zoo_train
-from toys import DICT, IMAGE, make_toys
+from support.engines import assert_same_update
+from support.memory import SETTINGS as WINDOWS
+from support.memory import evaluated
+from support.memory import make as make_transformer
+from support.options import SINGLE
+from support.parity import assert_equal
+from support.toys import DICT, IMAGE, make_toys
+from support.zoo import manager, saved
+from support.zoo import train as zoo_train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.distributions.torch_distributions import BoundedBetaDistribution, TanhGaussianDistribution, kl_divergence
@@ -84,8 +85,6 @@ COMPILED = [
 @pytest.mark.parametrize(("policy", "spaces", "options", "rtol"), COMPILED)
 def test_compiled_update(policy, spaces, options, rtol):
     """Equals the reference's there, what is logged included, although each run of a CUDA graph writes over the last one."""
-    from test_native import assert_same_update  # which needs the extension module
-
     skipped = th._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     assert_same_update(rtol, "compile", policy=policy, env=spaces, device="cuda", **options)
     assert th._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skipped
