@@ -68,7 +68,7 @@ def test_yaml_and_types(installation):
     """The package finds its own hyperparameters, and says that it is typed."""
     package = Path(installation.run("import sb3_ppo_ext; print(sb3_ppo_ext.__file__)").strip()).parent
     assert package.parent == (installation.source if installation.kind == "editable" else installation.site_packages)
-    assert "Pendulum-v1" in (package / "hyperparams" / "ppo_ext.yml").read_text()
+    assert "Pendulum-v1" in (package / "zoo" / "hyperparams" / "ppo_ext.yml").read_text()
     assert (package / "py.typed").exists()
 
 
