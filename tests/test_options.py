@@ -204,6 +204,7 @@ def assert_has_options(model, options):
             assert getattr(model, name) == value, name
 
 
+@pytest.mark.integration
 def test_yaml(tmp_path):
     """All options at once from a file, as numbers, words and schedules; the agent can be watched."""
     entry = dict(n_envs=2, n_timesteps=512, policy="MlpPolicy", n_steps=64, batch_size=32) | ZOO_OPTIONS
@@ -219,6 +220,7 @@ def test_yaml(tmp_path):
     assert "Mean reward" in run(*RL_ZOO3, *enjoy, cwd=tmp_path)
 
 
+@pytest.mark.integration
 def test_params(tmp_path):
     """From the command line, over the entry of the environment."""
     given = [f"{name}:{value!r}" for name, value in ADAPTIVE.items()]
@@ -228,6 +230,7 @@ def test_params(tmp_path):
     assert model.adaptive_lr.value != 0.001
 
 
+@pytest.mark.integration
 def test_bad_option_from_the_command_line(tmp_path):
     """Nothing is written."""
     arguments = ["--env", "Pendulum-v1", "-n", "512", "-params", "advantage_norm:'emma'"]
@@ -236,6 +239,7 @@ def test_bad_option_from_the_command_line(tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.integration
 def test_tuning_keeps_options(tmp_path):
     """Trials start from the options of the entry, and `--trial-id` finds them again."""
     entry = dict(n_envs=2, n_timesteps=256, policy="MlpPolicy") | ZOO_OPTIONS

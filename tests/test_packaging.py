@@ -13,13 +13,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOOK = "sb3_ppo_ext_zoo.pth"
 SWITCH = "SB3_PPO_EXT_AUTOREGISTER"
+# A checkout on the path would hide what is installed.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 # One process builds once.
-pytestmark = pytest.mark.xdist_group("packaging")
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("packaging")]
 
 
 def run(*command, **kwargs):
-    environment = {**os.environ, **kwargs.pop("environment", {})}
+    environment = {**ENVIRONMENT, **kwargs.pop("environment", {})}
     completed = subprocess.run(command, capture_output=True, text=True, env=environment, **kwargs)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed.stdout
@@ -148,7 +150,7 @@ def test_broken_zoo(installation, files, tmp_path):
             [installation.python, "-W", "always", "-c", code],
             capture_output=True,
             text=True,
-            env={**os.environ, SWITCH: switch},
+            env={**ENVIRONMENT, SWITCH: switch},
             cwd=installation.site_packages.parent,
         )
         outputs.append((completed.returncode, completed.stdout, completed.stderr))

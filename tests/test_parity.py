@@ -144,7 +144,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.integration if name == "SubprocVecEnv" else ()) for name in CASES]
+)
 def test_equals_sb3(name, capsys):
     """Parameters, optimiser, logs, rollouts, what callbacks see, printed lines: the same bits."""
     case = CASES[name]

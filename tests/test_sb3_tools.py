@@ -101,6 +101,7 @@ def test_vec_normalize_saved_and_loaded(tmp_path):
     evaluate_policy(PPOExt.load(tmp_path / "model"), env, n_eval_episodes=2)
 
 
+@pytest.mark.integration
 def test_subprocesses():
     env = make_vec_env("CartPole-v1", 2, vec_env_cls=SubprocVecEnv)
     PPOExt("MlpPolicy", env, **SMALL).learn(64)

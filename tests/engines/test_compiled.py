@@ -18,7 +18,7 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.engines import fused as fused_update
 from sb3_ppo_ext.engines.compiled import CompiledLoss, CompiledUpdate
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")]
 
 
 @pytest.fixture

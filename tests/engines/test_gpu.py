@@ -82,6 +82,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("policy", "spaces", "options", "rtol"), COMPILED)
 def test_compiled_update(policy, spaces, options, rtol):
     """Equals the reference's there, what is logged included, although each run of a CUDA graph writes over the last one."""
@@ -90,6 +91,7 @@ def test_compiled_update(policy, spaces, options, rtol):
     assert th._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skipped
 
 
+@pytest.mark.integration
 def test_compiled_training(tmp_path):
     """Several updates with one compilation, a remainder among the minibatches, and on from the zip on both devices."""
     options = dict(backend="compile", n_steps=16, n_epochs=2, batch_size=12, clip_range="lin_0.2", ent_coef="lin_0.01")
@@ -144,6 +146,7 @@ def test_hint_to_prefer_the_cpu():
         PPOExt("MlpPolicy", make_toys(), device="cuda")
 
 
+@pytest.mark.integration
 def test_zoo_on_cuda(tmp_path):
     """`--device cuda`: the command line trains there, and the zip loads on the CPU."""
     zoo_train("--env", "CartPole-v1", "-n", "600", "--device", "cuda", cwd=tmp_path)

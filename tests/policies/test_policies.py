@@ -573,6 +573,7 @@ def test_other_algorithms(law, algorithm, tmp_path):
 # Saved and loaded
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("law", LAWS)
 def test_zip_in_another_process(law, tmp_path):
     """Which imports nothing but the package."""

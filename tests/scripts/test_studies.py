@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "scripts" / "studies"
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "timesteps", "tasks"),
