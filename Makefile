@@ -4,13 +4,16 @@ BIN := $(VENV)/bin
 # Two test processes on two cores: more threads in each would only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadgroup
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-fast test-slow lint format clean
 
 demo: $(VENV)/.zoo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.tests
 	$(PYTEST) -m "not slow"
+
+test-fast: $(VENV)/.tests
+	$(PYTEST) -m "not slow and not integration"
 
 test-slow: $(VENV)/.tests
 	$(PYTEST) -m slow

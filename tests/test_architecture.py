@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import sb3_ppo_ext
 
 PACKAGE = Path(sb3_ppo_ext.__file__).parent
@@ -14,11 +16,13 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.integration
 def test_importing_is_light():
     """The Zoo and Optuna stay out."""
     assert run("import sys, sb3_ppo_ext; print({'rl_zoo3', 'optuna', 'pandas'} & set(sys.modules))") == "set()\n"
 
 
+@pytest.mark.integration
 def test_without_the_zoo():
     """Its absence is named, with the remedy, although what comes with it is missing too."""
     code = """
@@ -36,6 +40,7 @@ except ImportError as error:
     assert run(code) == "RL Zoo is not installed: `pip install 'sb3-ppo-ext[zoo]'`\n"
 
 
+@pytest.mark.integration
 def test_no_global_side_effects():
     """Import and construction without seed leave random states, threads, dtypes and flags of torch as SB3 leaves them."""
     code = """

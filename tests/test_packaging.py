@@ -13,13 +13,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HOOK = "sb3_ppo_ext_zoo.pth"
 SWITCH = "SB3_PPO_EXT_AUTOREGISTER"
+# A checkout on the path would hide what is installed.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 # One process builds once.
-pytestmark = pytest.mark.xdist_group("packaging")
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("packaging")]
 
 
 def run(*command, **kwargs):
-    environment = {**os.environ, **kwargs.pop("environment", {})}
+    environment = {**ENVIRONMENT, **kwargs.pop("environment", {})}
     completed = subprocess.run(command, capture_output=True, text=True, env=environment, **kwargs)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed.stdout
@@ -68,7 +70,7 @@ def test_yaml_and_types(installation):
     """The package finds its own hyperparameters, and says that it is typed."""
     package = Path(installation.run("import sb3_ppo_ext; print(sb3_ppo_ext.__file__)").strip()).parent
     assert package.parent == (installation.source if installation.kind == "editable" else installation.site_packages)
-    assert "Pendulum-v1" in (package / "hyperparams" / "ppo_ext.yml").read_text()
+    assert "Pendulum-v1" in (package / "zoo" / "hyperparams" / "ppo_ext.yml").read_text()
     assert (package / "py.typed").exists()
 
 
@@ -148,7 +150,7 @@ def test_broken_zoo(installation, files, tmp_path):
             [installation.python, "-W", "always", "-c", code],
             capture_output=True,
             text=True,
-            env={**os.environ, SWITCH: switch},
+            env={**ENVIRONMENT, SWITCH: switch},
             cwd=installation.site_packages.parent,
         )
         outputs.append((completed.returncode, completed.stdout, completed.stderr))

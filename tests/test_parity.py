@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from parity import assert_equal, assert_equal_runs, train
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack, VecNormalize
-from toys import DICT, IMAGE, ToyEnv, make_toys
+from support.parity import assert_equal, assert_equal_runs, train
+from support.toys import DICT, IMAGE, ToyEnv, make_toys
 
 from sb3_ppo_ext import PPOExt
 
@@ -144,7 +144,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.integration if name == "SubprocVecEnv" else ()) for name in CASES]
+)
 def test_equals_sb3(name, capsys):
     """Parameters, optimiser, logs, rollouts, what callbacks see, printed lines: the same bits."""
     case = CASES[name]

@@ -10,8 +10,8 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Figure as TensorBoardFigure
 from stable_baselines3.common.logger import configure
-from test_zoo import train
-from toys import make_toys
+from support.toys import make_toys
+from support.zoo import train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.plot_run import PANELS, plot_runs, read_log
@@ -116,6 +116,7 @@ def command(*arguments):
     return subprocess.run([sys.executable, "-m", "sb3_ppo_ext.plot_run", *map(str, arguments)], capture_output=True, text=True)
 
 
+@pytest.mark.integration
 def test_run_of_the_zoo(tmp_path):
     """One command plots it: the Zoo keeps the log of `ppo_ext`, evaluations included."""
     train("--env", "CartPole-v1", "-n", "600", "--eval-freq", "200", "--eval-episodes", "1", cwd=tmp_path)
@@ -126,6 +127,7 @@ def test_run_of_the_zoo(tmp_path):
     assert {"eval/mean_reward", "rollout/ep_rew_mean", "train/clip_fraction"} <= read_log(run).keys()
 
 
+@pytest.mark.integration
 def test_bad_folders(tmp_path):
     """One that has no log, and one whose log is empty."""
     (tmp_path / "empty").mkdir()
@@ -137,6 +139,7 @@ def test_bad_folders(tmp_path):
     assert not (tmp_path / "plots").exists()
 
 
+@pytest.mark.integration
 def test_bad_format(run_folder, tmp_path):
     completed = command(run_folder, "-o", tmp_path / "plots" / "run.foo")
     assert "Matplotlib writes" in completed.stderr

@@ -16,7 +16,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecCheckNan, VecFrameStack, VecMonitor, VecNormalize
-from toys import DICT, IMAGE, ToyEnv, make_toys
+from support.toys import DICT, IMAGE, ToyEnv, make_toys
 
 from sb3_ppo_ext import MlpPolicy, PPOExt
 
@@ -101,6 +101,7 @@ def test_vec_normalize_saved_and_loaded(tmp_path):
     evaluate_policy(PPOExt.load(tmp_path / "model"), env, n_eval_episodes=2)
 
 
+@pytest.mark.integration
 def test_subprocesses():
     env = make_vec_env("CartPole-v1", 2, vec_env_cls=SubprocVecEnv)
     PPOExt("MlpPolicy", env, **SMALL).learn(64)

@@ -6,7 +6,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3 import A2C, DQN, PPO, SAC
 from stable_baselines3.common.vec_env import VecFrameStack
-from toys import VECTOR, ToyEnv, make_toys
+from support.toys import VECTOR, ToyEnv, make_toys
 
 from sb3_ppo_ext import PPOExt, TransformerExtractor
 

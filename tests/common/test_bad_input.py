@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from parity import assert_equal
 from sb3_contrib import ARS, QRDQN, TQC, TRPO, CrossQ, MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, DDPG, DQN, PPO, SAC, TD3
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
-from toys import DICT, IMAGE, Brittle, ToyEnv, make_toys
+from support.parity import assert_equal
+from support.toys import DICT, IMAGE, Brittle, ToyEnv, make_toys
 
 from sb3_ppo_ext import PPOExt
 

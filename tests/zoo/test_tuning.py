@@ -18,13 +18,13 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from sqlalchemy.exc import OperationalError
-from test_zoo import QUICK, RL_ZOO3, manager, run
+from support.zoo import QUICK, RL_ZOO3, manager, run
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import registration as zoo
 from sb3_ppo_ext.zoo import storage, tuning
 
-POSTGRES = Path(__file__).parents[1] / "scripts" / "postgres.sh"
+POSTGRES = Path(__file__).parents[2] / "scripts" / "postgres.sh"
 SERVERS = Path("/usr/lib/postgresql")
 
 
@@ -245,12 +245,14 @@ def assert_starts_at_once(url, folder):
     assert 3 <= len(trials(url)) <= 5
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_sqlite_survives_a_kill(tmp_path):
     assert_starts_at_once(f"sqlite:///{tmp_path}/first.db", tmp_path)
     assert_survives_a_kill(f"sqlite:///{tmp_path}/study.db", tmp_path)
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_journal_survives_a_kill(tmp_path):
     """Another worker brings the study to its end, where the lost trial counts as one."""
@@ -264,6 +266,7 @@ def test_journal_survives_a_kill(tmp_path):
     assert len(after) == 3
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 @pytest.mark.skipif(not SERVERS.exists() or not shutil.which("runuser"), reason="needs PostgreSQL's server")
 def test_postgres_survives_a_kill(tmp_path_factory):
@@ -294,6 +297,7 @@ def test_postgres_survives_a_kill(tmp_path_factory):
         shutil.rmtree(folder)
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(not SERVERS.exists() or os.getuid() != 0, reason="needs PostgreSQL's server, and to be root")
 def test_a_folder_that_the_server_may_not_enter(tmp_path):
     (tmp_path / "closed").mkdir(mode=0o700)
@@ -304,6 +308,7 @@ def test_a_folder_that_the_server_may_not_enter(tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.integration
 def test_without_a_server(tmp_path):
     """The script says what to install."""
     script = tmp_path / "postgres.sh"

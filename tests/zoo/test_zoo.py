@@ -4,7 +4,6 @@ import copy
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -17,45 +16,17 @@ import pytest
 import torch as th
 import yaml
 from gymnasium import spaces
-from parity import assert_equal
 from rl_zoo3 import ALGOS
 from rl_zoo3.exp_manager import ExperimentManager
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
-from rl_zoo3.utils import SimpleLinearSchedule, get_hf_trained_models, get_latest_run_id
+from rl_zoo3.utils import SimpleLinearSchedule, get_hf_trained_models
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecNormalize
+from support.parity import assert_equal
+from support.zoo import MODULE, RL_ZOO3, config, manager, run, saved, train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import registration as zoo
-
-BIN = Path(sys.executable).parent
-RL_ZOO3 = [str(BIN / "rl_zoo3")]
-MODULE = [sys.executable, "-m"]
-# With this seed the first trials are small.
-QUICK = ["--eval-freq", "-1", "--seed", "15", "--num-threads", "1", "--device", "cpu"]
-
-
-def run(*command, cwd, fails=False, **environment):
-    environment = {"SDL_VIDEODRIVER": "dummy", **os.environ, **environment}
-    completed = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=cwd, env=environment)
-    assert (completed.returncode != 0) == fails, completed.stdout + completed.stderr
-    return completed.stdout + completed.stderr
-
-
-def train(*arguments, cwd, algo="ppo_ext", command=(*RL_ZOO3, "train"), **kwargs):
-    return run(*command, "--algo", algo, *QUICK, *arguments, cwd=cwd, **kwargs)
-
-
-def saved(folder, env_id, algo="ppo_ext", run_id=None):
-    """The final model of a run, by default of the latest."""
-    run_id = run_id or get_latest_run_id(str(folder / "logs" / algo), env_id)
-    return folder / "logs" / algo / f"{env_id}_{run_id}" / f"{env_id}.zip"
-
-
-def config(folder, env_id, algo="ppo_ext"):
-    text = (saved(folder, env_id, algo).parent / env_id / "config.yml").read_text()
-    return dict(yaml.load(text, Loader=yaml.UnsafeLoader))
-
 
 # The command line
 
@@ -64,6 +35,7 @@ ZOO_FILE = Path(sys.modules["rl_zoo3"].__file__).parent / "hyperparams" / "ppo.y
 SMALL = ["-params", "n_steps:128", "n_epochs:2"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("env_id", "arguments"),
     [
@@ -99,6 +71,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_train_writes_what_the_zoo_writes(trained):
     """Model, best model, checkpoints, evaluations, monitor, TensorBoard, configuration."""
@@ -108,6 +81,7 @@ def test_train_writes_what_the_zoo_writes(trained):
     assert list((trained / "tb" / "CartPole-v1").glob("PPOExt_1/events*"))
 
 
+@pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_enjoy(trained):
     printed = run(
@@ -116,6 +90,7 @@ def test_enjoy(trained):
     assert "Mean reward" in printed
 
 
+@pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_record_video(trained):
     arguments = ["--algo", "ppo_ext", "--env", "CartPole-v1", "-f", "logs", "-n", "20", "-o", "videos", "--load-best"]
@@ -123,6 +98,7 @@ def test_record_video(trained):
     assert list((trained / "videos").glob("*.mp4"))
 
 
+@pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_continue_training(trained, tmp_path):
     """`-i` goes on with the parameters of a saved agent, of `ppo_ext` and of `ppo`."""
@@ -133,6 +109,7 @@ def test_continue_training(trained, tmp_path):
     assert after._n_updates > before._n_updates
 
 
+@pytest.mark.integration
 def test_our_own_command(tmp_path):
     """`python -m sb3_ppo_ext.zoo` needs no hook."""
     arguments = ["--env", "CartPole-v1", "-n", "300"]
@@ -150,6 +127,7 @@ def test_our_own_command(tmp_path):
     assert "--eval-freq" in run(*MODULE, "sb3_ppo_ext.zoo", "train", "--help", cwd=tmp_path)
 
 
+@pytest.mark.integration
 def test_conf_file_wins(tmp_path):
     """A file that the user names is the only one that counts."""
     entry = dict(n_timesteps=64, policy="MlpPolicy", n_steps=16, batch_size=16, learning_rate="lin_0.002")
@@ -159,6 +137,7 @@ def test_conf_file_wins(tmp_path):
     assert PPOExt.load(saved(tmp_path, "CartPole-v1")).n_steps == 16
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("parameter", "message"),
     [
@@ -189,6 +168,7 @@ def trials(storage, name="study"):
     return optuna.load_study(storage=storage, study_name=name).trials
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("sampler", "pruner", "more"),
     [
@@ -207,6 +187,7 @@ def test_tuning(sampler, pruner, more, tmp_path):
     assert optuna.trial.TrialState.COMPLETE in states
 
 
+@pytest.mark.integration
 def test_trial_of_a_journal(tmp_path):
     """`--trial-id` trains with a trial's values, those of the first one, and the entry's `policy_kwargs` stay."""
     study = ["--storage", "studies/study.log", "--study-name", "study"]
@@ -231,10 +212,6 @@ def test_trial_of_a_journal(tmp_path):
 # What the commands rest on, in this process
 
 
-def manager(algo="ppo_ext", env_id="MountainCarContinuous-v0", folder=".", **kwargs):
-    return ExperimentManager(Namespace(), algo, env_id, str(folder), **{"device": "cpu", "seed": 15, **kwargs})
-
-
 def test_registered():
     """Under its name and under the one that the Hub look-up makes of the class."""
     assert ALGOS["ppo_ext"] is ALGOS["ppoext"] is PPOExt
@@ -255,6 +232,7 @@ def test_hub_look_up(monkeypatch):
     assert env_id == "CartPole-v1"
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_ars_goes_on_working(tmp_path):
     """It sends its ExperimentManager to other processes."""
@@ -302,13 +280,15 @@ def test_a_subclass_of_ppo_ext_in_the_zoo(tmp_path, monkeypatch):
     assert model.extra == 2
 
 
+@pytest.mark.integration
 def test_source_checkout_of_the_zoo(tmp_path):
     """There the YAML files lie beside the package, not in it."""
     package = Path(sys.modules["rl_zoo3"].__file__).parent
     shutil.copytree(package, tmp_path / "rl_zoo3", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "rl_zoo3" / "hyperparams").rename(tmp_path / "hyperparams")
     arguments = ["--env", "HalfCheetah-v4", "-n", "256"]
-    train(*arguments, cwd=tmp_path, command=(*MODULE, "rl_zoo3.train"), PYTHONPATH=str(tmp_path))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    train(*arguments, cwd=tmp_path, command=(*MODULE, "rl_zoo3.train"), PYTHONPATH=path)
     assert config(tmp_path, "HalfCheetah-v4")["n_steps"] == 512
 
 
@@ -399,7 +379,7 @@ gym.register("Mixed-v0", Mixed)
 @pytest.mark.parametrize(
     ("env_id", "policy", "norm_obs"),
     [
-        ("HumanoidStandup-v5", "MlpPolicy", True),
+        pytest.param("HumanoidStandup-v5", "MlpPolicy", True, marks=pytest.mark.integration),
         ("Taxi-v4", "MlpPolicy", False),
         ("Mixed-v0", "MultiInputPolicy", ["vector"]),
     ],
@@ -437,6 +417,7 @@ def test_tasks_without_velocities():
     assert {entries[env_id]["policy"] for env_id in masked} == {"MlpTransformerPolicy"}
 
 
+@pytest.mark.integration  # importing MuJoCo's windows starts a process
 def test_every_entry_is_legal(tmp_path):
     """Each entry of our YAML builds a model."""
     for env_id in yaml.safe_load(zoo.HYPERPARAMS.read_text()).keys() - {"memory", "default", "shared"}:
@@ -444,6 +425,7 @@ def test_every_entry_is_legal(tmp_path):
         assert type(model) is PPOExt
 
 
+@pytest.mark.integration
 def test_memory(tmp_path):
     """A policy with a memory is trained with hyperparameters for it, and watched."""
     policy = "policy:'MlpTransformerPolicy'"
@@ -535,6 +517,7 @@ def test_schedules_of_the_zoo_can_be_saved():
     assert model.lr_schedule(0.5) == 5e-4
 
 
+@pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_enjoy_loads_with_custom_objects(trained):
     """As the Zoo's `enjoy` does it."""
@@ -544,6 +527,7 @@ def test_enjoy_loads_with_custom_objects(trained):
     assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
 
 
+@pytest.mark.integration
 def test_vec_normalize_statistics_are_saved(tmp_path):
     train("--env", "MountainCarContinuous-v0", "-n", "100", cwd=tmp_path)
     path = saved(tmp_path, "MountainCarContinuous-v0").parent / "MountainCarContinuous-v0" / "vecnormalize.pkl"

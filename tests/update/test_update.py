@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from parity import assert_equal
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
@@ -18,7 +17,8 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.torch_layers import FlattenExtractor
-from toys import BOX_ACTION, DICT, IMAGE, Brittle, LogRecorder, RolloutRecorder, make_toys
+from support.parity import assert_equal
+from support.toys import BOX_ACTION, DICT, IMAGE, Brittle, LogRecorder, RolloutRecorder, make_toys
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize, vtrace

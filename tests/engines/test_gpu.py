@@ -4,15 +4,16 @@ import numpy as np
 import optuna
 import pytest
 import torch as th
-from parity import assert_equal
 from stable_baselines3.common.vec_env import VecNormalize
-from test_options import SINGLE
-from test_transformer import SETTINGS as WINDOWS
-from test_transformer import evaluated
-from test_transformer import make as make_transformer
-from test_zoo import manager, saved
-from test_zoo import train as zoo_train
-from toys import DICT, IMAGE, make_toys
+from support.engines import assert_same_update
+from support.memory import SETTINGS as WINDOWS
+from support.memory import evaluated
+from support.memory import make as make_transformer
+from support.options import SINGLE
+from support.parity import assert_equal
+from support.toys import DICT, IMAGE, make_toys
+from support.zoo import manager, saved
+from support.zoo import train as zoo_train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.distributions.torch_distributions import BoundedBetaDistribution, TanhGaussianDistribution, kl_divergence
@@ -81,16 +82,16 @@ COMPILED = [
 ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("policy", "spaces", "options", "rtol"), COMPILED)
 def test_compiled_update(policy, spaces, options, rtol):
     """Equals the reference's there, what is logged included, although each run of a CUDA graph writes over the last one."""
-    from test_native import assert_same_update  # which needs the extension module
-
     skipped = th._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     assert_same_update(rtol, "compile", policy=policy, env=spaces, device="cuda", **options)
     assert th._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skipped
 
 
+@pytest.mark.integration
 def test_compiled_training(tmp_path):
     """Several updates with one compilation, a remainder among the minibatches, and on from the zip on both devices."""
     options = dict(backend="compile", n_steps=16, n_epochs=2, batch_size=12, clip_range="lin_0.2", ent_coef="lin_0.01")
@@ -145,6 +146,7 @@ def test_hint_to_prefer_the_cpu():
         PPOExt("MlpPolicy", make_toys(), device="cuda")
 
 
+@pytest.mark.integration
 def test_zoo_on_cuda(tmp_path):
     """`--device cuda`: the command line trains there, and the zip loads on the CPU."""
     zoo_train("--env", "CartPole-v1", "-n", "600", "--device", "cuda", cwd=tmp_path)

@@ -13,13 +13,13 @@ from gymnasium import spaces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
-from parity import assert_equal
 from sb3_contrib import TRPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
-from toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEnv, make_toys
+from support.parity import assert_equal
+from support.toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEnv, make_toys
 
 import sb3_ppo_ext
 from sb3_ppo_ext import CnnPolicy, MlpPolicy, MultiInputPolicy, PPOExt
@@ -573,6 +573,7 @@ def test_other_algorithms(law, algorithm, tmp_path):
 # Saved and loaded
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("law", LAWS)
 def test_zip_in_another_process(law, tmp_path):
     """Which imports nothing but the package."""

@@ -10,7 +10,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
-from toys import DICT, IMAGE, VECTOR, ToyEnv
+from support.toys import DICT, IMAGE, VECTOR, ToyEnv
 
 from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter
 from sb3_ppo_ext.zoo import registration as zoo
@@ -111,7 +111,7 @@ def test_ppo_ext_takes_it():
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("space", [VECTOR, DICT], ids=["vector", "dict"])
-@pytest.mark.parametrize("vector_class", [SyncVectorEnv, AsyncVectorEnv])
+@pytest.mark.parametrize("vector_class", [SyncVectorEnv, pytest.param(AsyncVectorEnv, marks=pytest.mark.integration)])
 def test_adapter_is_dummy(vector_class, space, mode):
     """In each mode of resetting: the first observation of the next episode comes with the last step, which says its own."""
     fns = [lambda: Plain(observation_space=space)] * 3

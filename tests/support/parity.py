@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch as th
 from stable_baselines3.common.logger import Logger
-from toys import LogRecorder, RolloutRecorder
+from support.toys import LogRecorder, RolloutRecorder
 
 # Wall-clock time is not comparable.
 CLOCK = ("time/fps", "time/time_elapsed", "time/rollout_seconds", "time/update_seconds")

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
-from toys import ToyEnv
+from support.toys import ToyEnv
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, is_constant, make_schedule, value_of

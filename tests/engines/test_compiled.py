@@ -8,17 +8,17 @@ from functools import partial
 import pytest
 import torch as th
 from gymnasium import spaces
-from parity import assert_equal
-from test_native import FUSED, SMALL, UPDATES, VECTORS, assert_same_update, make, relative_error, updated
-from test_options import assert_continues
+from support.engines import FUSED, SMALL, UPDATES, VECTORS, assert_same_update, make, relative_error, updated
+from support.options import assert_continues
+from support.parity import assert_equal
+from support.toys import DICT, IMAGE, make_toys
 from torch import nn
-from toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.engines import fused as fused_update
 from sb3_ppo_ext.engines.compiled import CompiledLoss, CompiledUpdate
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")]
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from gymnasium import spaces
-from parity import assert_equal
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
-from toys import DICT, VECTOR
+from support.parity import assert_equal
+from support.toys import DICT, VECTOR
 
 from sb3_ppo_ext.update.minibatches import (
     PrioritizedSegments,

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import yaml
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 import benchmark_returns  # noqa: E402
 import returns_report  # noqa: E402
@@ -161,6 +161,7 @@ def test_short_runs_want_a_folder_of_their_own(monkeypatch, capsys):
     assert "name another folder" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_times(tmp_path):
     """Both arms train as the Zoo's command would let them."""
@@ -169,6 +170,7 @@ def test_times(tmp_path):
     assert times["memory"]["CartPoleNoVel-v1"] > 0.5
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_benchmark_goes_on(tmp_path):
     """After one arm the other one is left; then there is nothing to do; a run of other hyperparameters is done again."""
@@ -192,6 +194,7 @@ def test_benchmark_goes_on(tmp_path):
         assert (tmp_path / name).exists()
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_a_terminated_benchmark_ends_its_runs(tmp_path):
     command = [sys.executable, SCRIPTS / "benchmark_returns.py", "--suites", "presets", "--tasks", "Pendulum-v1"]
@@ -206,6 +209,7 @@ def test_a_terminated_benchmark_ends_its_runs(tmp_path):
     assert subprocess.run(["ps", "-o", "stat=", "-p", *runs.split()], capture_output=True, text=True).stdout in ("", "Z\n")
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_tuning(tmp_path):
     """

@@ -8,11 +8,11 @@ import re
 import pytest
 import torch as th
 from gymnasium import spaces
-from parity import assert_equal
 from stable_baselines3 import PPO
 from stable_baselines3.common.torch_layers import FlattenExtractor
+from support.parity import assert_equal
+from support.toys import DICT, IMAGE, make_toys
 from torch import nn
-from toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import MlpPolicy, PPOExt
 from sb3_ppo_ext.update import optimizers

@@ -1,0 +1,114 @@
+"""Compare the update of an engine with that of the reference."""
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from support.toys import DICT, IMAGE, VECTOR, make_toys
+from torch import nn
+
+from sb3_ppo_ext import PPOExt
+
+SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
+VECTORS = spaces.Dict({"joints": VECTOR, "gear": spaces.Discrete(3)})
+
+
+def make(env=None, policy="MlpPolicy", backend="native", **options):
+    return PPOExt(policy, make_toys(**(env or {})), backend=backend, **{**SMALL, **options})
+
+
+def relative_error(expected, actual):
+    return ((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+def updated(model, backend):
+    """After one update, from the rollout that it has."""
+    model.backend = backend
+    np.random.seed(0)
+    th.manual_seed(0)
+    model.train()
+    return model
+
+
+def assert_same_update(rtol=1e-5, other="native", **kwargs):
+    """From the same rollout with the same minibatches: parameters, moments, and all that is logged."""
+    models = []
+    for backend in ("eager", other):
+        model = make(**{**kwargs, "backend": "eager"})
+        model.learn(SMALL["n_steps"] * model.n_envs)
+        models.append(updated(model, backend))
+    eager, native = models
+    for name, expected in eager.policy.state_dict().items():
+        assert relative_error(expected, native.policy.state_dict()[name]) < rtol, name
+    for expected, actual in zip(*(m.policy.optimizer.state_dict()["state"].values() for m in models), strict=True):
+        for name, value in expected.items():
+            assert relative_error(th.as_tensor(value), th.as_tensor(actual[name])) < 10 * rtol, name
+    assert eager.logger.name_to_value.keys() == native.logger.name_to_value.keys()
+    for name, expected in eager.logger.name_to_value.items():
+        if not name.startswith("time/"):
+            assert native.logger.name_to_value[name] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
+
+
+UPDATES = {
+    "box": {},
+    "box of shape (2, 2)": dict(env=dict(action_space=spaces.Box(-1, 1, (2, 2), np.float32))),
+    "box in float64": dict(env=dict(action_space=spaces.Box(-2.0, 2.0, (2,), np.float64))),
+    "discrete": dict(env=dict(action_space=spaces.Discrete(4))),
+    "multi-discrete": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
+    "multi-binary": dict(env=dict(action_space=spaces.MultiBinary(3))),
+    "discrete observations": dict(env=dict(observation_space=spaces.Discrete(5))),
+    "multi-discrete observations": dict(env=dict(observation_space=spaces.MultiDiscrete([4, 3]))),
+    "multi-binary observations": dict(env=dict(observation_space=spaces.MultiBinary(4))),
+    "float64 observations": dict(env=dict(observation_space=spaces.Box(-1.0, 1.0, (3,), np.float64))),
+    "observations of shape (2, 3)": dict(env=dict(observation_space=spaces.Box(-1.0, 1.0, (2, 3), np.float32))),
+    "flat images": dict(env=dict(observation_space=IMAGE), rtol=1e-4),
+    "dict of vectors": dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy"),
+    "one environment": dict(env=dict(n_envs=1)),
+    "a remainder": dict(batch_size=7),
+    "a single sample left": dict(batch_size=31),
+    "larger than the rollout": dict(batch_size=128),
+    "discrete, entropy": dict(env=dict(action_space=spaces.Discrete(4)), ent_coef=0.1),
+    "multi-discrete, entropy": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2])), ent_coef=0.1),
+    "entropy": dict(ent_coef=0.1),
+    "no normalisation": dict(normalize_advantage=False, vf_coef=0.9, max_grad_norm=0.1),
+    "stopped by the KL divergence": dict(target_kl=1e-4, learning_rate=1e-2),
+    "values are clipped": dict(clip_range_vf=0.01, learning_rate=1e-3),
+    "values are clipped, the worse counts": dict(clip_range_vf=0.01, vf_clip_mode="max", learning_rate=1e-3),
+    "all terms": dict(bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, dual_clip=3.0, ent_coef=0.01, learning_rate=1e-3),
+    "SPO": dict(surrogate="spo", learning_rate=1e-3, clip_range=0.05, rtol=1e-4),
+    "dual clip": dict(dual_clip=1.01, learning_rate=1e-2, rtol=1e-4),
+    "all terms, squashed": dict(action_dist="squashed_gaussian", bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5),
+    "KL, Beta": dict(action_dist="beta", kl_coef=0.5, surrogate="spo"),
+    "KL, discrete": dict(env=dict(action_space=spaces.Discrete(4)), kl_coef=0.5),
+    "much is clipped": dict(clip_range=0.001, learning_rate=1e-3),
+    "networks": dict(policy_kwargs=dict(net_arch=dict(pi=[8], vf=[16, 17]), activation_fn=nn.ReLU)),
+    "fifteen layers": dict(policy_kwargs=dict(net_arch=[8] * 15)),
+    "no hidden layers": dict(policy_kwargs=dict(net_arch=[])),
+    "separate extractors": dict(policy_kwargs=dict(share_features_extractor=False)),
+    "weight decay": dict(policy_kwargs=dict(optimizer_kwargs=dict(weight_decay=0.1))),
+    "mean_tanh": dict(policy_kwargs=dict(mean_tanh=True)),
+    "learn_std": dict(policy_kwargs=dict(learn_std=False, log_std_init=-1.0)),
+    "squashed, entropy": dict(action_dist="squashed_gaussian", ent_coef=0.1),
+    "beta, entropy": dict(action_dist="beta", ent_coef=0.1),
+    "gSDE": dict(use_sde=True, ent_coef=0.1),
+    "gSDE, one environment": dict(env=dict(n_envs=1), use_sde=True, sde_sample_freq=4),
+    "gSDE, no hidden layers": dict(use_sde=True, policy_kwargs=dict(net_arch=[])),
+    "gSDE, squashed": dict(use_sde=True, ent_coef=0.1, policy_kwargs=dict(squash_output=True, log_std_init=-2.0), rtol=1e-4),
+    "gSDE, expln": dict(use_sde=True, policy_kwargs=dict(use_expln=True, full_std=False, log_std_init=0.1)),
+    "gSDE, all terms": dict(use_sde=True, bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, ent_coef=0.01, learning_rate=1e-3),
+    "gSDE, V-trace, accumulated": dict(env=dict(n_envs=5), use_sde=True, vtrace=True, accumulate_grad=2, ent_coef=0.1),
+    "segments, EMA, V-trace": dict(priority_alpha=0.6, priority_segment=4, advantage_norm="ema", vtrace=True),
+}
+
+
+FUSED = {
+    "gSDE": dict(use_sde=True),
+    "images": dict(env=dict(observation_space=IMAGE), policy="CnnPolicy", rtol=1e-4),
+    "dict": dict(env=dict(observation_space=DICT), policy="MultiInputPolicy", rtol=1e-4),
+    "box": {},
+    "GELU": dict(policy_kwargs=dict(activation_fn=nn.GELU)),
+    "max_clip_fraction": dict(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001),
+    "accumulated": dict(accumulate_grad=2),
+    "KL": dict(target_kl=1e-4, learning_rate=1e-2, kl_coef=0.1),
+    "Muon": dict(optimizer="muon"),
+}

@@ -1,0 +1,43 @@
+"""Run the commands of RL Zoo, and find what they leave behind."""
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import yaml
+from rl_zoo3.exp_manager import ExperimentManager
+from rl_zoo3.utils import get_latest_run_id
+
+BIN = Path(sys.executable).parent
+RL_ZOO3 = [str(BIN / "rl_zoo3")]
+MODULE = [sys.executable, "-m"]
+# With this seed the first trials are small.
+QUICK = ["--eval-freq", "-1", "--seed", "15", "--num-threads", "1", "--device", "cpu"]
+
+
+def run(*command, cwd, fails=False, **environment):
+    environment = {"SDL_VIDEODRIVER": "dummy", **os.environ, **environment}
+    completed = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=cwd, env=environment)
+    assert (completed.returncode != 0) == fails, completed.stdout + completed.stderr
+    return completed.stdout + completed.stderr
+
+
+def train(*arguments, cwd, algo="ppo_ext", command=(*RL_ZOO3, "train"), **kwargs):
+    return run(*command, "--algo", algo, *QUICK, *arguments, cwd=cwd, **kwargs)
+
+
+def saved(folder, env_id, algo="ppo_ext", run_id=None):
+    """The final model of a run, by default of the latest."""
+    run_id = run_id or get_latest_run_id(str(folder / "logs" / algo), env_id)
+    return folder / "logs" / algo / f"{env_id}_{run_id}" / f"{env_id}.zip"
+
+
+def config(folder, env_id, algo="ppo_ext"):
+    text = (saved(folder, env_id, algo).parent / env_id / "config.yml").read_text()
+    return dict(yaml.load(text, Loader=yaml.UnsafeLoader))
+
+
+def manager(algo="ppo_ext", env_id="MountainCarContinuous-v0", folder=".", **kwargs):
+    return ExperimentManager(Namespace(), algo, env_id, str(folder), **{"device": "cpu", "seed": 15, **kwargs})
