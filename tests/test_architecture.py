@@ -85,7 +85,7 @@ SAID_BY_PARENT |= {
     "described",
     "make",
     "entropies",
-    "laws",
+    "why_not",
     "gradient",
     "run",
     "reset",

@@ -15,7 +15,7 @@ from test_zoo import train as zoo_train
 from toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.distributions.torch_distributions import BoundedBetaDistribution, TanhGaussianDistribution, kl_divergence
+from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution, kl_divergence
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from stable_baselines3.common.utils import explained_variance
 from sb3_ppo_ext.common.guards import refuse_gradient
 from sb3_ppo_ext.common.schedules import is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.distributions.torch_distributions import BoundedDistribution, kl_divergence, parameters, unsquashed_mean
+from sb3_ppo_ext.distributions import BoundedDistribution, kl_divergence, parameters, unsquashed_mean
 from sb3_ppo_ext.memory.sequences import SequenceBufferMixin
 from sb3_ppo_ext.update.advantages import normalize, vtrace
 from sb3_ppo_ext.update.losses import (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch as th
 
-from sb3_ppo_ext.distributions.heads import Head
+from sb3_ppo_ext.distributions import NumpyDistribution
 from sb3_ppo_ext.update.metrics import Metrics
 
 
@@ -40,7 +40,7 @@ class NativeMinibatches:
         samples: FlatRollout,
         sizes: np.ndarray,
         weights: np.ndarray | None,
-        head: Head,
+        head: NumpyDistribution,
     ):
         self.order, self.samples, self.sizes, self.weights, self.head = order, samples, sizes, weights, head
         # What other terms add to the loss of each minibatch
@@ -124,7 +124,7 @@ class Measured(NamedTuple):
         arrays: Any = [None if column[0] is None else np.concatenate(column) for column in columns]
         return cls(*arrays)
 
-    def report(self, metrics: Metrics, head: Head, clip_range: float, ent_coef: float, vf_coef: float) -> None:
+    def report(self, metrics: Metrics, head: NumpyDistribution, clip_range: float, ent_coef: float, vf_coef: float) -> None:
         """
         :param metrics: They get the means of each minibatch
         :param head: What the outputs mean
@@ -148,7 +148,7 @@ class Measured(NamedTuple):
             if len(values):
                 metrics[name].append(th.from_numpy(values))
 
-    def report_last(self, metrics: Metrics, head: Head) -> None:
+    def report_last(self, metrics: Metrics, head: NumpyDistribution) -> None:
         """
         :param metrics: They get what is measured in the last epoch alone
         :param head: What the outputs mean
@@ -158,7 +158,7 @@ class Measured(NamedTuple):
         if len(approx_kl):
             metrics["approx_kl"].append(th.from_numpy(approx_kl))
             metrics["ratio"].append(th.from_numpy(self.ratios[samples]))
-        laws = head.laws(self.described)
+        laws = head.parameters(self.described)
         if laws is not None and not metrics["law"]:
             metrics["law"].append(laws[samples])
 
