@@ -244,8 +244,8 @@ def check_parameters_are_of(state_dict: Mapping[str, Any], action_dist: str) -> 
 def with_action_distributions(policy_class: Any) -> Any:
     """
     :param policy_class: A policy class
-    :return: In place of one of SB3's own classes, the one with the keywords of :class:`ActionDistributionMixin`; else the class
-        itself
+    :return: The class with the keywords of :class:`ActionDistributionMixin` that replaces one of SB3's own; other classes are
+        returned unchanged
     """
     return _WITH_ACTION_DISTRIBUTIONS.get(policy_class, policy_class)
 
