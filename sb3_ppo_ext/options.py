@@ -19,9 +19,10 @@ from sb3_ppo_ext.common.validation import (
     keywords_of,
     refuse,
 )
+from sb3_ppo_ext.distributions import ACTION_DISTS
 from sb3_ppo_ext.engines.registry import ENGINES
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
-from sb3_ppo_ext.policies.actor_critic import BOUNDED, ActionLawMixin, check_action_law, with_laws
+from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, check_action_distribution, with_action_distributions
 from sb3_ppo_ext.update.optimizers import OPTIMIZERS
 from sb3_ppo_ext.update.rollout import knows_indices
 
@@ -93,7 +94,7 @@ CHECKS: dict[str, Check] = {
     "use_sde": _flag_as_sb3,
     "policy_kwargs": check_dictionary,
     # Ours
-    "action_dist": _choice("gaussian", *BOUNDED),
+    "action_dist": _choice(*ACTION_DISTS),
     "deterministic_action": _choice("mean", "mode"),
     "advantage_norm": _choice("minibatch", "rollout", "ema"),
     "adv_ema_alpha": _number(0, 1, open_low=True),
@@ -140,7 +141,7 @@ def check_options(model: Any) -> None:
         check_number("sde_sample_freq", model.sde_sample_freq)
     for check_together in (
         _check_minibatches,
-        _check_action_law,
+        _check_action_distribution,
         _check_classes,
         _check_losses,
         _check_learning_rate,
@@ -159,12 +160,12 @@ def _check_minibatches(model: Any) -> None:
         refuse("n_steps", model.n_steps, f"{remedy}, and n_envs={model.env.num_envs}; raise one of the two")
 
 
-def _check_action_law(model: Any) -> None:
+def _check_action_distribution(model: Any) -> None:
     for name in ("action_dist", "deterministic_action"):
         if name in model.policy_kwargs:
             remedy = "it is an argument of the algorithm, so that tuning cannot drop it; give it there, not in `policy_kwargs`"
             refuse(name, model.policy_kwargs[name], remedy)
-    policy_class = with_laws(model.policy_class)
+    policy_class = with_action_distributions(model.policy_class)
     given = {name: value for name, value in model.policy_kwargs.items() if name in ("mean_tanh", "learn_std")}
     if model.action_dist != "gaussian":
         given["action_dist"] = model.action_dist
@@ -174,9 +175,9 @@ def _check_action_law(model: Any) -> None:
                 "does not take it; let it inherit `sb3_ppo_ext.MlpPolicy`, `CnnPolicy` or `MultiInputPolicy`, with `**kwargs`"
             )
             refuse(name, value, f"{policy_class.__name__} {remedy}")
-    if not issubclass(policy_class, ActionLawMixin):
+    if not issubclass(policy_class, ActionDistributionMixin):
         return  # What its keywords mean is its own business.
-    check_action_law(
+    check_action_distribution(
         model.action_dist,
         model.deterministic_action,
         mean_tanh=model.policy_kwargs.get("mean_tanh", False),
@@ -190,7 +191,7 @@ def _check_action_law(model: Any) -> None:
 def _knows(policy_class: Any, keyword: str) -> bool:
     keywords = keywords_of(policy_class)
     if keywords is None:
-        return keyword != "action_dist" or issubclass(policy_class, ActionLawMixin)
+        return keyword != "action_dist" or issubclass(policy_class, ActionDistributionMixin)
     return keyword in keywords
 
 
@@ -199,7 +200,7 @@ def _check_losses(model: Any) -> None:
         remedy = None
         if not isinstance(getattr(model, "action_space", None), spaces.Box | None):
             remedy = f"{model.action_space} has no bounds; leave it at 0"
-        elif model.action_dist == "beta" or model.policy_kwargs.get("mean_tanh"):
+        elif ACTION_DISTS[model.action_dist].unsquashed_mean is None or model.policy_kwargs.get("mean_tanh"):
             remedy = 'the mean cannot leave the bounds with `action_dist="beta"` or `mean_tanh=True`; leave it at 0'
         if remedy is not None:
             refuse("bounds_coef", model.bounds_coef, remedy)
@@ -226,7 +227,7 @@ def _check_learning_rate(model: Any) -> None:
 
 def _check_classes(model: Any) -> None:
     given_to_policy = ("observation_space", "action_space", "lr_schedule", "use_sde")
-    check_kwargs("policy_kwargs", model.policy_kwargs, with_laws(model.policy_class), given_to_policy)
+    check_kwargs("policy_kwargs", model.policy_kwargs, with_action_distributions(model.policy_class), given_to_policy)
     if model.optimizer != "adam" and "optimizer_class" in model.policy_kwargs:
         refuse("optimizer", model.optimizer, "`policy_kwargs` has an `optimizer_class`; give only one of the two")
     buffer_class = model.rollout_buffer_class or RolloutBuffer

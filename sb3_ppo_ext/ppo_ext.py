@@ -49,7 +49,7 @@ from sb3_ppo_ext.memory.policies import (
 )
 from sb3_ppo_ext.memory.sequences import SequenceDictRolloutBuffer, SequenceRolloutBuffer
 from sb3_ppo_ext.options import check_options
-from sb3_ppo_ext.policies.actor_critic import MlpPolicy, check_law_of_parameters, fixes_std, with_laws
+from sb3_ppo_ext.policies.actor_critic import MlpPolicy, check_parameters_are_of, fixes_std, with_action_distributions
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
@@ -168,7 +168,7 @@ class PPOExt(RolloutCollector):
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
     """
 
-    # SB3's own, so that it can load what is saved; where an option needs more, `with_laws` takes ours.
+    # SB3's own, so that it can load what is saved; where an option needs more, `with_action_distributions` takes ours.
     policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
         "MlpPolicy": ActorCriticPolicy,
         "CnnPolicy": ActorCriticCnnPolicy,
@@ -332,7 +332,7 @@ class PPOExt(RolloutCollector):
             self.seed = int(self.seed)  # Gymnasium does not take NumPy's integers
         self._setup_schedules()
         given = self.policy_kwargs
-        self.policy_kwargs = self._setup_action_law(given)
+        self.policy_kwargs = self._setup_action_distribution(given)
         if self.optimizer != "adam":
             # They are for another class than the one that the policy makes.
             self.policy_kwargs = {k: v for k, v in self.policy_kwargs.items() if k != "optimizer_kwargs"}
@@ -349,13 +349,13 @@ class PPOExt(RolloutCollector):
         self._setup_engine()
         self._truncations = [] if self.vtrace else None
 
-    def _setup_action_law(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _setup_action_distribution(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Take a policy that knows the law, where SB3's own does not, and say what it is to be told."""
         if self.action_dist == "gaussian":
             if policy_kwargs.keys() & {"mean_tanh", "learn_std"}:
-                self.policy_class = with_laws(self.policy_class)
+                self.policy_class = with_action_distributions(self.policy_class)
             return policy_kwargs
-        self.policy_class = with_laws(self.policy_class)
+        self.policy_class = with_action_distributions(self.policy_class)
         law = {"action_dist": self.action_dist, "deterministic_action": self.deterministic_action}
         return {**policy_kwargs, **law}
 
@@ -387,7 +387,7 @@ class PPOExt(RolloutCollector):
             buffer.reset()
 
     def _setup_latents(self) -> None:
-        made = getattr(self.policy, "action_law", "gaussian")
+        made = getattr(self.policy, "action_dist_name", "gaussian")
         if made != self.action_dist:
             refuse(
                 "action_dist",
@@ -740,7 +740,7 @@ class PPOExt(RolloutCollector):
         else:
             check_saved_ppo(load_path_or_dict, self.policy_aliases.values())
             parameters = dict(load_from_zip_file(load_path_or_dict, device=device, load_data=False)[1])
-        check_law_of_parameters(parameters.get("policy", {}), self.action_dist)
+        check_parameters_are_of(parameters.get("policy", {}), self.action_dist)
         if "policy.optimizer" in parameters:
             parameters["policy.optimizer"] = adopt_state(self.policy, parameters["policy.optimizer"])
         for name in LEARNED:

@@ -90,7 +90,7 @@ SAID_BY_PARENT |= {
     "described",
     "make",
     "entropies",
-    "laws",
+    "why_not",
     "gradient",
     "run",
     "reset",

@@ -1,19 +1,35 @@
-"""Action distributions."""
+"""Action distributions: one file each, with the PyTorch and the NumPy implementation side by side, and a registry."""
 
-from sb3_ppo_ext.distributions.torch_distributions import (
-    BoundedBetaDistribution,
-    BoundedDistribution,
-    TanhGaussianDistribution,
+from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction, NumpyDistribution
+from sb3_ppo_ext.distributions.beta import BoundedBetaDistribution
+from sb3_ppo_ext.distributions.registry import (
+    ACTION_DISTS,
+    FAMILIES,
+    ActionDist,
+    DistributionFamily,
+    family_of,
     kl_divergence,
+    numpy_distribution,
     parameters,
     unsquashed_mean,
+    why_not_numpy,
 )
+from sb3_ppo_ext.distributions.squashed_gaussian import TanhGaussianDistribution
 
 __all__ = [
+    "ACTION_DISTS",
+    "FAMILIES",
+    "ActionDist",
     "BoundedBetaDistribution",
     "BoundedDistribution",
+    "DeterministicAction",
+    "DistributionFamily",
+    "NumpyDistribution",
     "TanhGaussianDistribution",
+    "family_of",
     "kl_divergence",
+    "numpy_distribution",
     "parameters",
     "unsquashed_mean",
+    "why_not_numpy",
 ]

@@ -24,7 +24,7 @@ from sb3_ppo_ext.common.observations import in_channels_last, map_observations
 from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_type, refuse
 from sb3_ppo_ext.memory.sequences import Sequences
 from sb3_ppo_ext.memory.transformer import Cache, Transformer
-from sb3_ppo_ext.policies.actor_critic import ActionLawMixin
+from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
 
 # That are preprocessed at once where no gradient is needed
 MAX_IMAGES = 64
@@ -62,7 +62,7 @@ class Memory(NamedTuple):
         return self._replace(last_rewards=last_rewards)
 
 
-class TransformerPolicyMixin(ActionLawMixin):
+class TransformerPolicyMixin(ActionDistributionMixin):
     """
     Stands before an actor-critic policy of SB3 among the parents of a class, and gives it a memory: a transformer reads the
     features of the last observations of the episode, and what it makes of them goes to the networks of actor and critic.
@@ -86,7 +86,7 @@ class TransformerPolicyMixin(ActionLawMixin):
         and zeros if it is discrete
     :param use_last_reward: Whether it sees the last reward as well. Then ``predict`` must be told, see
         :meth:`Memory.with_rewards`, which SB3's ``evaluate_policy`` and RL Zoo's ``enjoy`` do not
-    :param kwargs: As for SB3's policy, and :class:`~sb3_ppo_ext.policies.ActionLawMixin`. With
+    :param kwargs: As for SB3's policy, and :class:`~sb3_ppo_ext.policies.ActionDistributionMixin`. With
         ``share_features_extractor=False`` actor and critic have transformers of their own
     :raises ValueError: if a keyword is not valid
     """

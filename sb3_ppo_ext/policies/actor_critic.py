@@ -1,8 +1,8 @@
-"""SB3's actor-critic policies, which know further laws of the action beside the Gaussian."""
+"""SB3's actor-critic policies, with further action distributions beside the Gaussian."""
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch as th
@@ -16,36 +16,32 @@ from stable_baselines3.common.preprocessing import get_action_dim
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
-from sb3_ppo_ext.common.validation import check_choice, check_number, refuse
-from sb3_ppo_ext.distributions.torch_distributions import (
-    LOG_STD_RANGE,
-    BoundedBetaDistribution,
-    BoundedDistribution,
-    TanhGaussianDistribution,
-)
+from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
+from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction
+from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily
 
-# Before the name of the law among the parameters of a policy
-_MARK = "law_"
-BOUNDED = ("squashed_gaussian", "beta")
+# Prefix of the name of the action distribution among the parameters of a policy, and that of zips of earlier versions
+_MARK, _OLD_MARK = "action_distribution_", "law_"
 # Wider than this, a dimension of the action space is probably not what its author would explore from end to end.
 WIDE, WIDER_THAN_OTHERS = 50.0, 10.0
 
 
-class ActionLawMixin(ActorCriticPolicy):
+class ActionDistributionMixin(ActorCriticPolicy):
     """
-    Stands before an actor-critic policy of SB3 among the parents of a class, and gives it these keywords. With none of them
-    set, nothing changes.
+    Gives an actor-critic policy of SB3 these keywords; it comes before that policy among the parents of a class. With none of
+    them set, nothing changes.
 
-    The bounded laws sample and evaluate latents (see ``sb3_ppo_ext.distributions``): these are what ``forward`` returns,
-    what ``evaluate_actions`` takes, and what belongs in a rollout buffer. :meth:`unscale_action` turns them into actions,
-    as ``predict`` does, and every algorithm of SB3 for a policy with ``squash_output``.
+    Policies with a bounded action distribution sample and evaluate latents (see
+    :class:`~sb3_ppo_ext.distributions.BoundedDistribution`): these are what ``forward`` returns, what ``evaluate_actions``
+    takes, and what belongs in a rollout buffer. :meth:`unscale_action` turns them into actions, as ``predict`` does, and every
+    algorithm of SB3 for a policy with ``squash_output``.
 
     :param observation_space: Observation space
     :param action_space: Action space
     :param lr_schedule: Learning rate schedule
-    :param action_dist: ``"gaussian"`` (SB3's), ``"squashed_gaussian"`` or ``"beta"``
-    :param deterministic_action: Of Beta: ``"mean"`` or ``"mode"``
-    :param mean_tanh: Whether the mean of the Gaussian is bounded to the action space by tanh; its samples are clipped
+    :param action_dist: Action distribution, ``"gaussian"`` (SB3's), ``"squashed_gaussian"`` or ``"beta"``
+    :param deterministic_action: Deterministic action of the Beta distribution, ``"mean"`` or ``"mode"``
+    :param mean_tanh: Whether tanh keeps the mean of the Gaussian within the bounds of the action space; samples are clipped
     :param learn_std: Whether the standard deviation is learned; if not, it stays at ``exp(log_std_init)``, also when
         parameters with another one are loaded
     :raises ValueError: if a keyword is not valid, or does not go with the action space or another keyword
@@ -59,64 +55,79 @@ class ActionLawMixin(ActorCriticPolicy):
         action_space: spaces.Space,
         lr_schedule: Schedule,
         *args: Any,
-        action_dist: str = "gaussian",
-        deterministic_action: str = "mean",
+        action_dist: ActionDist = DEFAULT,
+        deterministic_action: DeterministicAction = "mean",
         mean_tanh: bool = False,
         learn_std: bool = True,
         **kwargs: Any,
     ):
-        # `action_dist` is SB3's name for the distribution that these make.
-        self.action_law, self.deterministic_action = action_dist, deterministic_action
+        # `policy.action_dist` is the distribution itself, as in SB3.
+        self.action_dist_name, self.deterministic_action = action_dist, deterministic_action
         self.mean_tanh, self.learn_std = mean_tanh, learn_std
         super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
 
+    @property
+    def _family(self) -> DistributionFamily:
+        return ACTION_DISTS[self.action_dist_name]
+
     def _build(self, lr_schedule: Schedule) -> None:
-        check_action_law(**self._law(), action_space=self.action_space, use_sde=self.use_sde, log_std_init=self.log_std_init)
-        # With the head of a Gaussian, as long as the law is not Beta
+        check_action_distribution(
+            **self._action_distribution_keywords(),
+            action_space=self.action_space,
+            use_sde=self.use_sde,
+            log_std_init=self.log_std_init,
+        )
+        # With the output layer and the `log_std` of SB3's Gaussian
         super()._build(lr_schedule)
-        if self.action_law != "gaussian":
-            _warn_if_wide(self.action_space)
-            # SB3, which knows no laws, must not find that the parameters of one fit another.
-            self.register_buffer(f"{_MARK}{self.action_law}", th.ones(()))
-        if self.action_law == "squashed_gaussian":
-            self.action_dist = TanhGaussianDistribution(get_action_dim(self.action_space))
-        if self.action_law == "beta":
-            self._build_beta(lr_schedule)
+        if self.action_dist_name != DEFAULT:
+            self._build_action_dist(lr_schedule)
         if self.mean_tanh:
             self.action_net = nn.Sequential(self.action_net, ScaledTanh(self.action_space))
         if not self.learn_std:
             self.log_std.requires_grad_(False)
 
-    def _build_beta(self, lr_schedule: Schedule) -> None:
+    def _build_action_dist(self, lr_schedule: Schedule) -> None:
+        if self._family.is_bounded:
+            _warn_if_wide(self.action_space)
+        # SB3, which does not know `action_dist`, must not find that the parameters for one distribution fit another.
+        self.register_buffer(f"{_MARK}{self.action_dist_name}", th.ones(()))
+        make: Any = self._family.torch_class
+        self.action_dist = make(get_action_dim(self.action_space), self.deterministic_action)
+        if not self._family.has_log_std:
+            self._replace_output_layer(lr_schedule)
+
+    def _replace_output_layer(self, lr_schedule: Schedule) -> None:
+        """By the one of the distribution, without ``log_std``."""
         if self.log_std_init != 0:
             warnings.warn(
-                f'`log_std_init={self.log_std_init}` has no effect: `action_dist="beta"` has no standard deviation to learn.',
+                f'`log_std_init={self.log_std_init}` has no effect: `action_dist="{self.action_dist_name}"` has no standard '
+                "deviation to learn.",
                 stacklevel=2,
             )
-        self.action_dist = BoundedBetaDistribution(get_action_dim(self.action_space), self.deterministic_action)
-        head = self.action_dist.proba_distribution_net(self.mlp_extractor.latent_dim_pi)
+        layer: Any = self.action_dist.proba_distribution_net(self.mlp_extractor.latent_dim_pi)
         if self.ortho_init:
-            nn.init.orthogonal_(head.weight, gain=0.01)
-        self.action_net = head
+            nn.init.orthogonal_(layer.weight, gain=0.01)
+        self.action_net = layer
         del self.log_std
         make_optimizer: Any = self.optimizer_class
         self.optimizer = make_optimizer(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
     @property
     def squash_output(self) -> bool:
-        """Whether what the network samples must be turned into actions by :meth:`unscale_action`."""
-        return self.action_law != "gaussian" or super().squash_output
+        """Whether what the policy samples must be turned into actions by :meth:`unscale_action`."""
+        return self._family.is_bounded or super().squash_output
 
     def _get_action_dist_from_latent(self, latent_pi: th.Tensor) -> Any:
-        if isinstance(self.action_dist, BoundedDistribution):
-            own = () if self.action_law == "beta" else (self.log_std,)
-            return self.action_dist.proba_distribution(self.action_net(latent_pi), *own)
-        return super()._get_action_dist_from_latent(latent_pi)
+        if self.action_dist_name == DEFAULT:
+            return super()._get_action_dist_from_latent(latent_pi)
+        own = (self.log_std,) if self._family.has_log_std else ()
+        return self.action_dist.proba_distribution(self.action_net(latent_pi), *own)
 
     def unscale_action(self, scaled_action: np.ndarray) -> np.ndarray:
         """
-        :param scaled_action: Latents of a bounded law, actions in [-1, 1] of another, shape ``(n, *action_shape)``
-        :return: The actions, within the bounds and of the dtype of the action space
+        :param scaled_action: Latents if the action distribution is bounded, else actions in [-1, 1], shape
+            ``(n, *action_shape)``
+        :return: Actions within the bounds and of the dtype of the action space, the same shape
         :raises ValueError: if a latent is not finite
         """
         if not isinstance(self.action_dist, BoundedDistribution):
@@ -137,8 +148,8 @@ class ActionLawMixin(ActorCriticPolicy):
         """
         The inverse of :meth:`unscale_action`, for instance for actions of an expert.
 
-        :param action: Within the bounds, shape ``(n, *action_shape)``
-        :return: Latents (float32) of a bounded law, actions in [-1, 1] of another
+        :param action: Actions within the bounds, shape ``(n, *action_shape)``
+        :return: Latents (float32) if the action distribution is bounded, else actions in [-1, 1], the same shape
         """
         if not isinstance(self.action_dist, BoundedDistribution):
             return super().scale_action(action)
@@ -149,16 +160,16 @@ class ActionLawMixin(ActorCriticPolicy):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """
-        As any module's, but a standard deviation that is not learned stays as it was configured, and the parameters of
-        another law are refused.
+        Load parameters as any module does, except that a standard deviation that is not learned stays as it was configured,
+        and the parameters for another action distribution are refused.
 
         :param state_dict: Parameters by name
         :param strict: Whether the names must match
-        :param assign: Whether to take the tensors themselves
+        :param assign: Whether to use the given tensors themselves, not their values
         :return: The names that did not match
-        :raises ValueError: if the parameters are of another law
+        :raises ValueError: if the parameters are for another action distribution
         """
-        check_law_of_parameters(state_dict, self.action_law)
+        check_parameters_are_of(state_dict, self.action_dist_name)
         results = super().load_state_dict(state_dict, strict, assign)
         if not self.learn_std:
             self.log_std.requires_grad_(False)
@@ -171,9 +182,14 @@ class ActionLawMixin(ActorCriticPolicy):
             nn.init.constant_(self.log_std, self.log_std_init)
         return results
 
-    def _law(self) -> dict[str, Any]:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        if (old := f"{prefix}{_OLD_MARK}{self.action_dist_name}") in state_dict:
+            state_dict[f"{prefix}{_MARK}{self.action_dist_name}"] = state_dict.pop(old)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _action_distribution_keywords(self) -> dict[str, Any]:
         return {
-            "action_dist": self.action_law,
+            "action_dist": self.action_dist_name,
             "deterministic_action": self.deterministic_action,
             "mean_tanh": self.mean_tanh,
             "learn_std": self.learn_std,
@@ -184,58 +200,61 @@ class ActionLawMixin(ActorCriticPolicy):
         return {
             **super()._get_constructor_parameters(),
             "share_features_extractor": self.share_features_extractor,
-            **self._law(),
+            **self._action_distribution_keywords(),
         }
 
 
-class MlpPolicy(ActionLawMixin, ActorCriticPolicy):
-    """SB3's policy of this name, with the keywords of :class:`ActionLawMixin`."""
+class MlpPolicy(ActionDistributionMixin, ActorCriticPolicy):
+    """SB3's policy of this name, with the keywords of :class:`ActionDistributionMixin`."""
 
 
-class CnnPolicy(ActionLawMixin, ActorCriticCnnPolicy):
-    """SB3's policy of this name, with the keywords of :class:`ActionLawMixin`."""
+class CnnPolicy(ActionDistributionMixin, ActorCriticCnnPolicy):
+    """SB3's policy of this name, with the keywords of :class:`ActionDistributionMixin`."""
 
 
-class MultiInputPolicy(ActionLawMixin, MultiInputActorCriticPolicy):
-    """SB3's policy of this name, with the keywords of :class:`ActionLawMixin`."""
+class MultiInputPolicy(ActionDistributionMixin, MultiInputActorCriticPolicy):
+    """SB3's policy of this name, with the keywords of :class:`ActionDistributionMixin`."""
 
 
-_WITH_LAWS: dict[type, type[ActorCriticPolicy]] = {
+_WITH_ACTION_DISTRIBUTIONS: dict[type, type[ActorCriticPolicy]] = {
     ActorCriticPolicy: MlpPolicy,
     ActorCriticCnnPolicy: CnnPolicy,
     MultiInputActorCriticPolicy: MultiInputPolicy,
 }
 
 
-def check_law_of_parameters(state_dict: Mapping[str, Any], action_dist: str) -> None:
+def check_parameters_are_of(state_dict: Mapping[str, Any], action_dist: str) -> None:
     """
+    The parameters of a Gaussian would fit a squashed Gaussian, and mean something else.
+
     :param state_dict: Parameters of a policy, by name
-    :param action_dist: The law that they shall serve
-    :raises ValueError: if they are those of another one. A Gaussian's would fit a squashed Gaussian, and mean something else.
+    :param action_dist: The action distribution that they shall be used for
+    :raises ValueError: if they are for another one
     """
     parts = {name.split(".")[0] for name in state_dict}
-    laws = [part.removeprefix(_MARK) for part in parts if part.startswith(_MARK)]
-    if not laws and not parts >= {"action_net", "value_net"}:
-        return  # Some parameters, of which nobody can tell
-    law = laws[0] if laws else "gaussian"
-    if law != action_dist:
-        remedy = f"the saved parameters are those of {law!r}; give `action_dist={law!r}`, or train a new model"
+    names = [part.removeprefix(mark) for mark in (_MARK, _OLD_MARK) for part in parts if part.startswith(mark)]
+    if not names and not parts >= {"action_net", "value_net"}:
+        return  # Only some parameters: nobody can tell.
+    name = names[0] if names else DEFAULT
+    if name != action_dist:
+        remedy = f"the saved parameters are those of {name!r}; give `action_dist={name!r}`, or train a new model"
         refuse("action_dist", action_dist, remedy)
 
 
-def with_laws(policy_class: Any) -> Any:
+def with_action_distributions(policy_class: Any) -> Any:
     """
-    :param policy_class: A policy
-    :return: The one that takes the keywords of :class:`ActionLawMixin` in its place, if it is one of SB3's own; else itself
+    :param policy_class: A policy class
+    :return: The class with the keywords of :class:`ActionDistributionMixin` that replaces one of SB3's own; other classes are
+        returned unchanged
     """
-    return _WITH_LAWS.get(policy_class, policy_class)
+    return _WITH_ACTION_DISTRIBUTIONS.get(policy_class, policy_class)
 
 
 def fixes_std(saved: Mapping[str, Any], given: Any) -> bool:
     """
-    :param saved: ``policy_kwargs`` of a zip
-    :param given: ``policy_kwargs`` to load it with
-    :return: Whether they are the same, but for a standard deviation that shall not be learned from here on
+    :param saved: The ``policy_kwargs`` of a zip
+    :param given: The ``policy_kwargs`` that it shall be loaded with
+    :return: Whether they are the same, except that the standard deviation shall not be learned from here on
     """
     if not isinstance(given, dict) or given.get("learn_std", True):
         return False
@@ -246,9 +265,9 @@ def fixes_std(saved: Mapping[str, Any], given: Any) -> bool:
 
 class ScaledTanh(nn.Module):
     """
-    ``tanh``, from the lower to the upper bounds of a space.
+    ``tanh``, scaled to reach from the lower to the upper bounds of a space.
 
-    :param space: With finite bounds; its dimensions are flattened
+    :param space: A ``Box`` with finite bounds; its dimensions are flattened
     """
 
     middle: th.Tensor
@@ -262,13 +281,13 @@ class ScaledTanh(nn.Module):
 
     def forward(self, values: th.Tensor) -> th.Tensor:
         """
-        :param values: Shape ``(batch_size, action_dim)``
-        :return: The same shape
+        :param values: Values, shape ``(batch_size, action_dim)``
+        :return: Values within the bounds, the same shape
         """
         return self.middle + self.half_width * th.tanh(values)
 
 
-def check_action_law(
+def check_action_distribution(
     action_dist: str,
     deterministic_action: str,
     mean_tanh: bool,
@@ -278,54 +297,71 @@ def check_action_law(
     log_std_init: float,
 ) -> None:
     """
-    :param action_dist: As for :class:`ActionLawMixin`, and so the next three
-    :param action_space: ``None`` if it is not known yet
-    :param use_sde: Whether there is state-dependent noise
-    :param log_std_init: Logarithm of the standard deviation at the start
+    :param action_dist: Name of the action distribution, see :class:`ActionDistributionMixin`, as for the next three
+    :param deterministic_action: Deterministic action
+    :param mean_tanh: Whether tanh bounds the mean
+    :param learn_std: Whether the standard deviation is learned
+    :param action_space: Action space, ``None`` if it is not known yet
+    :param use_sde: Whether there is state-dependent noise (gSDE)
+    :param log_std_init: Initial logarithm of the standard deviation
     :raises ValueError: if one of them is not valid, or they do not go together
     """
-    check_choice("action_dist", action_dist, ("gaussian", *BOUNDED))
-    check_choice("deterministic_action", deterministic_action, ("mean", "mode"))
-    changed = {"action_dist": action_dist, "mean_tanh": mean_tanh, "learn_std": learn_std}
-    for name, default in {"action_dist": "gaussian", "mean_tanh": False, "learn_std": True}.items():
-        value = changed[name]
-        if value == default:
-            continue
-        if name != "action_dist" and not isinstance(value, bool | np.bool_):
-            refuse(name, value, "give True or False")
-        if action_space is not None and not isinstance(action_space, spaces.Box):
-            refuse(name, value, f"{action_space} is not a Box; leave it at {default!r}")
-        if use_sde:
-            refuse(name, value, f"gSDE samples a law of its own; give `use_sde=False`, or leave {name} at {default!r}")
-    if isinstance(action_space, spaces.Box) and not np.all(np.isfinite([action_space.low, action_space.high])):
-        for name in ("action_dist", "mean_tanh"):
-            if changed[name] not in ("gaussian", False):
-                remedy = f"{action_space} has an infinite bound; declare finite ones, and scale the action in the environment"
-                refuse(name, changed[name], remedy)
-    if action_dist != "gaussian":
-        _check_bounded(action_dist, deterministic_action, mean_tanh, learn_std, action_space, log_std_init)
+    check_choice("action_dist", action_dist, ACTION_DISTS)
+    check_choice("deterministic_action", deterministic_action, get_args(DeterministicAction))
+    family = ACTION_DISTS[action_dist]
+    values = {"action_dist": action_dist, "mean_tanh": mean_tanh, "learn_std": learn_std}
+    defaults = {"action_dist": DEFAULT, "mean_tanh": False, "learn_std": True}
+    for name, default in defaults.items():
+        if values[name] != default:
+            _check_goes_with(name, values[name], default, action_space, use_sde)
+    if isinstance(action_space, spaces.Box):
+        if family.is_bounded:
+            _check_bounds("action_dist", action_dist, action_space)
+        if mean_tanh:
+            _check_bounds("mean_tanh", mean_tanh, action_space)
+    _check_family(family, deterministic_action, mean_tanh, learn_std, action_space, log_std_init)
 
 
-def _check_bounded(
-    action_dist: str,
+def _check_goes_with(name: str, value: Any, default: Any, action_space: spaces.Space | None, use_sde: bool) -> None:
+    """What holds for every option that changes SB3's Gaussian."""
+    if isinstance(default, bool):
+        check_type(name, value, (bool, np.bool_), "give True or False")
+    if action_space is not None and not isinstance(action_space, spaces.Box):
+        refuse(name, value, f"{action_space} is not a Box; leave it at {default!r}")
+    if use_sde:
+        remedy = f"gSDE has an action distribution of its own; give `use_sde=False`, or leave {name} at {default!r}"
+        refuse(name, value, remedy)
+
+
+def _check_bounds(name: str, value: Any, space: spaces.Box) -> None:
+    if not np.all(np.isfinite([space.low, space.high])):
+        remedy = f"{space} has an infinite bound; declare finite ones, and scale the action in the environment"
+        refuse(name, value, remedy)
+
+
+def _check_family(
+    family: DistributionFamily,
     deterministic_action: str,
     mean_tanh: bool,
     learn_std: bool,
     action_space: spaces.Space | None,
     log_std_init: float,
 ) -> None:
-    if isinstance(action_space, spaces.Box) and not np.issubdtype(action_space.dtype, np.floating):
-        remedy = f"{action_space} has integers; declare a Box of floats, and round in the environment"
-        refuse("action_dist", action_dist, remedy)
-    if mean_tanh:
-        refuse("mean_tanh", mean_tanh, f'it is for `action_dist="gaussian"`; {action_dist!r} is bounded already, leave it out')
-    if action_dist == "beta":
-        if not learn_std:
-            refuse("learn_std", learn_std, '`action_dist="beta"` has no standard deviation of its own; leave it out')
-    else:
-        check_number("log_std_init", log_std_init, *LOG_STD_RANGE)
-        if deterministic_action != "mean":
-            refuse("deterministic_action", deterministic_action, 'it is for `action_dist="beta"`; leave it at "mean"')
+    """What holds for this action distribution."""
+    name, choices = family.name, family.deterministic_actions
+    if family.is_bounded:
+        if isinstance(action_space, spaces.Box) and not np.issubdtype(action_space.dtype, np.floating):
+            remedy = f"{action_space} has integers; declare a Box of floats, and round in the environment"
+            refuse("action_dist", name, remedy)
+        if mean_tanh:
+            refuse("mean_tanh", mean_tanh, f'it is for `action_dist="gaussian"`; {name!r} is bounded already, leave it out')
+    if not family.has_log_std and not learn_std:
+        refuse("learn_std", learn_std, f'`action_dist="{name}"` has no standard deviation of its own; leave it out')
+    if family.log_std_range is not None:
+        check_number("log_std_init", log_std_init, *family.log_std_range)
+    if deterministic_action not in choices:
+        remedy = f'`action_dist="{name}"` does not know it; give {" or ".join(repr(choice) for choice in choices)}'
+        refuse("deterministic_action", deterministic_action, remedy)
 
 
 def _warn_if_wide(space: Any) -> None:
@@ -337,7 +373,7 @@ def _warn_if_wide(space: Any) -> None:
         index = wide[0]
         bounds = f"{space.low.flat[index]:g} to {space.high.flat[index]:g}"
         warnings.warn(
-            f"The action space {space} is very wide in its dimension {index} (from {bounds}), and a bounded law starts by "
-            "exploring all of it: better declare [-1, 1], and scale the action inside the environment.",
+            f"The action space {space} is very wide in its dimension {index} (from {bounds}), and a bounded action "
+            "distribution starts by exploring all of it: better declare [-1, 1], and scale the action inside the environment.",
             stacklevel=2,
         )

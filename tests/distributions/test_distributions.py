@@ -16,17 +16,16 @@ from stable_baselines3.common.distributions import (
     StateDependentNoiseDistribution,
 )
 
-from sb3_ppo_ext.distributions.torch_distributions import (
+from sb3_ppo_ext.distributions import (
     BoundedBetaDistribution,
     TanhGaussianDistribution,
-    _beta_mass_below,
-    _logistic_mixture,
-    clamp,
     kl_divergence,
-    log_tanh_derivative,
     parameters,
     unsquashed_mean,
 )
+from sb3_ppo_ext.distributions.base import clamp
+from sb3_ppo_ext.distributions.beta import _beta_mass_below
+from sb3_ppo_ext.distributions.squashed_gaussian import _logistic_mixture, log_tanh_derivative
 
 RNG = np.random.default_rng(0)
 

@@ -16,7 +16,7 @@ from support.zoo import manager, saved
 from support.zoo import train as zoo_train
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.distributions.torch_distributions import BoundedBetaDistribution, TanhGaussianDistribution, kl_divergence
+from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution, kl_divergence
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from sb3_ppo_ext.engines.native.collecting import _reads_estimates
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EveryNTimesteps
@@ -28,13 +29,12 @@ from torch import nn
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.guards import NonFinitePolicyError
-from sb3_ppo_ext.distributions.heads import TorchHead, make_head
-from sb3_ppo_ext.distributions.torch_distributions import BoundedBetaDistribution, TanhGaussianDistribution
+from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution, numpy_distribution
+from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 from sb3_ppo_ext.engines.fused import FusedUpdate, NativeAdam
 from sb3_ppo_ext.engines.native import collecting as native_collecting
 from sb3_ppo_ext.engines.native import policy as native_policy
 from sb3_ppo_ext.engines.native import update as native_update
-from sb3_ppo_ext.engines.native.collecting import _reads_estimates
 from sb3_ppo_ext.engines.native.minibatches import mean_of_each, normalize_each
 from sb3_ppo_ext.engines.native.policy import NativePolicy, why_not
 from sb3_ppo_ext.update.update import Update
@@ -185,7 +185,7 @@ def make_law(kind, dtype=th.float64):
         distribution = StateDependentNoiseDistribution(3, **GSDE[kind])
         _, log_std = distribution.proba_distribution_net(4)
         log_std.data = th.linspace(-1, 0.5, log_std.numel(), dtype=dtype).reshape(log_std.shape)
-        return distribution, log_std, make_head(distribution, log_std)
+        return distribution, log_std, numpy_distribution(distribution, log_std)
     log_std = {
         "gaussian": nn.Parameter(th.tensor([0.3, -1.0, 0.5], dtype=dtype)),
         "squashed": nn.Parameter(th.tensor([0.3, -1.0, 0.5], dtype=dtype)),
@@ -196,8 +196,8 @@ def make_law(kind, dtype=th.float64):
         "categorical": lambda: CategoricalDistribution(4),
         "beta": lambda: BoundedBetaDistribution(2),
     }.get(kind, lambda: TanhGaussianDistribution(3))()
-    head = make_head(distribution, log_std)
-    assert not isinstance(head, TorchHead)
+    head = numpy_distribution(distribution, log_std)
+    assert not isinstance(head, TorchFallback)
     return distribution, log_std, head
 
 

@@ -23,8 +23,8 @@ from support.toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEn
 
 import sb3_ppo_ext
 from sb3_ppo_ext import CnnPolicy, MlpPolicy, MultiInputPolicy, PPOExt
-from sb3_ppo_ext.distributions.torch_distributions import parameters, unsquashed_mean
-from sb3_ppo_ext.policies.actor_critic import ActionLawMixin
+from sb3_ppo_ext.distributions import parameters, unsquashed_mean
+from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
 
 LAWS = ["squashed_gaussian", "beta"]
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=0, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
@@ -142,7 +142,7 @@ def test_images_and_dictionaries(law, name, observation_space):
     """By name; with a features extractor of its own for each network."""
     env = make_toys(observation_space=observation_space)
     model = make(law, env=env, policy=name, policy_kwargs=dict(share_features_extractor=False)).learn(32)
-    assert isinstance(model.policy, ActionLawMixin)
+    assert isinstance(model.policy, ActionDistributionMixin)
     assert type(model.policy).__name__ == name
 
 
@@ -501,7 +501,7 @@ class OurPolicy(MlpPolicy):
         super().__init__(*args, **{**kwargs, "net_arch": [5]})
 
 
-class Mixed(ActionLawMixin, Sb3Policy):
+class Mixed(ActionDistributionMixin, Sb3Policy):
     pass
 
 
@@ -644,7 +644,7 @@ def test_law_of_a_zip_is_kept():
         with pytest.raises(ValueError, match=f"the saved parameters are those of '{law}'"):
             PPO.load(io.BytesIO(files[law].getvalue()))
         # Nor a policy of its own class take what looks like its parameters.
-        with pytest.raises(RuntimeError, match=f"law_{law}"):
+        with pytest.raises(RuntimeError, match=f"action_distribution_{law}"):
             PPO("MlpPolicy", make_toys(), **SMALL).policy.load_state_dict(make(law).policy.state_dict())
 
 

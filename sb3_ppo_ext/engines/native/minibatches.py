@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch as th
 
-from sb3_ppo_ext.distributions.heads import Head as NumpyDistribution
+from sb3_ppo_ext.distributions import NumpyDistribution
 from sb3_ppo_ext.update.losses import LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
 

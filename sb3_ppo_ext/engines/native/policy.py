@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.distributions import StateDependentNoiseDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, MlpExtractor
@@ -16,9 +15,9 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
-from sb3_ppo_ext.distributions.heads import OF_GAUSSIANS, make_head
+from sb3_ppo_ext.distributions import numpy_distribution, why_not_numpy
 from sb3_ppo_ext.engines.native import extension
-from sb3_ppo_ext.policies.actor_critic import ActionLawMixin, ScaledTanh
+from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTanh
 
 ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu"}
 # What a policy computes: one that does it in its own way stays on PyTorch.
@@ -83,7 +82,7 @@ class NativePolicy:
     def __init__(self, policy: ActorCriticPolicy):
         self.policy = policy
         last, transform = _split(policy.action_net)
-        self.distribution = make_head(policy.action_dist, getattr(policy, "log_std", None), transform)
+        self.distribution = numpy_distribution(policy.action_dist, getattr(policy, "log_std", None), transform)
         self.actor = Perceptron(policy.mlp_extractor.policy_net, last, self.distribution.needs_latents)
         self.critic = Perceptron(policy.mlp_extractor.value_net, policy.value_net)
         self.networks = (self.actor, self.critic)
@@ -101,8 +100,8 @@ class NativePolicy:
         :param policy: As it is now
         :return: Whether this is bound to the memory of its parameters
         """
-        same_law = policy.action_dist is self.distribution.distribution
-        return policy is self.policy and same_law and self._find_addresses() == self._addresses
+        same_distribution = policy.action_dist is self.distribution.distribution
+        return policy is self.policy and same_distribution and self._find_addresses() == self._addresses
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Each parameter that is learned, with its gradient"""
@@ -148,14 +147,13 @@ def unsupported_reason(policy: Any) -> str | None:
     """
     if (reason := extension.unsupported_reason(policy)) is not None:
         return reason
-    known = (ActorCriticPolicy, ActionLawMixin)
+    known = (ActorCriticPolicy, ActionDistributionMixin)
     if not isinstance(policy, ActorCriticPolicy) or any(
         getattr(type(policy), name) not in [getattr(cls, name) for cls in known] or name in vars(policy) for name in METHODS
     ):
         return f"{type(policy).__name__} computes in its own way"
-    law = policy.action_dist
-    if isinstance(law, StateDependentNoiseDistribution) and (law.learn_features or type(law) not in OF_GAUSSIANS):
-        return "gSDE of another kind than that of SB3's policies"
+    if (reason := why_not_numpy(policy.action_dist)) is not None:
+        return reason
     for extractor in {policy.pi_features_extractor, policy.vf_features_extractor}:
         if not _only_flattens(extractor):
             return f"{type(extractor).__name__} is not a plain vector"

@@ -1,0 +1,231 @@
+"""Beta distributions of where the action lies between its bounds (``action_dist="beta"``)."""
+
+import math
+from typing import TypeVar
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.distributions import sum_independent_dims
+from torch import nn
+from torch.distributions import Beta
+from torch.nn import functional as F
+
+from sb3_ppo_ext.distributions.base import (
+    EDGE,
+    LOG_2,
+    MAX_STATISTICS,
+    NEAR,
+    BoundedDistribution,
+    DeterministicAction,
+    NumpyDistribution,
+    at_least_float32,
+)
+
+SelfBoundedBeta = TypeVar("SelfBoundedBeta", bound="BoundedBetaDistribution")
+
+DETERMINISTIC_ACTIONS: tuple[DeterministicAction, ...] = ("mean", "mode")
+# Initial bias of the output layer: alpha = beta = 1.31, with an entropy of 0.02 nat below that of the uniform distribution
+BETA_BIAS = -1.0
+
+
+class BoundedBetaDistribution(BoundedDistribution):
+    """
+    Beta distributions of where the action lies between its bounds, which is the latent. Both parameters are at least 1, so
+    that there is one mode. The numbers are computed in float64: in float32 the KL divergence of two that are concentrated and
+    close is off by many per cent.
+
+    Papers: https://proceedings.mlr.press/v70/chou17a.html, https://arxiv.org/abs/2111.02202
+
+    :param action_dim: Dimension of the action space
+    :param deterministic_action: Which action ``get_actions(deterministic=True)`` returns, ``"mean"`` or ``"mode"``
+    :param max_concentration: Upper limit of ``alpha + beta - 2``; 1000 leaves a standard deviation of 1.6 % of the width
+    :raises ValueError: if ``deterministic_action`` is something else
+    """
+
+    def __init__(self, action_dim: int, deterministic_action: DeterministicAction = "mean", max_concentration: float = 1000.0):
+        if deterministic_action not in DETERMINISTIC_ACTIONS:
+            raise ValueError(f'`deterministic_action={deterministic_action!r}` is not valid: give "mean" or "mode"')
+        super().__init__(action_dim, deterministic_action)
+        self.max_concentration = max_concentration
+
+    def proba_distribution_net(self, latent_dim: int) -> nn.Linear:
+        """
+        :param latent_dim: Number of features that the policy's network puts out
+        :return: The layer that puts out what :meth:`proba_distribution` takes; its first distributions are nearly uniform
+        """
+        layer = nn.Linear(latent_dim, 2 * self.action_dim)
+        nn.init.constant_(layer.bias, BETA_BIAS)
+        return layer
+
+    def proba_distribution(self: SelfBoundedBeta, outputs: th.Tensor) -> SelfBoundedBeta:
+        """
+        ``alpha = 1 + softplus(output)``, and so beta, both drawn back where their sum becomes large: smoothly, so that there
+        is a gradient, and in proportion, so that the mode stays.
+
+        :param outputs: Outputs of the output layer, first those for alpha, shape ``(batch_size, 2 * action_dim)``
+        :return: The distribution itself
+        """
+        self.dtype = at_least_float32(outputs).dtype
+        excess = F.softplus(outputs.double())
+        alpha, beta = excess.chunk(2, dim=1)
+        excess = excess / (1 + (alpha + beta) / self.max_concentration).repeat(1, 2)
+        self.alpha, self.beta = (1 + excess).chunk(2, dim=1)
+        # alpha - 1 would lose what is small.
+        self._excess = excess.chunk(2, dim=1)
+        return self
+
+    @property
+    def distribution(self) -> Beta:  # type: ignore[override]
+        """PyTorch's distribution of the latent, made when it is asked for."""
+        return Beta(self.alpha, self.beta, validate_args=False)
+
+    def log_prob(self, actions: th.Tensor) -> th.Tensor:
+        """
+        :param actions: Latents x, from 0 to 1, shape ``(batch_size, action_dim)``
+        :return: Log probabilities of the actions, shape ``(batch_size,)``
+        """
+        x = actions.double().clamp(EDGE, 1 - EDGE)
+        alpha, beta = self._excess
+        log_density = alpha * x.log() + beta * (-x).log1p() - _log_beta(self.alpha, self.beta) - math.log(2)
+        return sum_independent_dims(log_density).to(self.dtype)
+
+    def entropy(self) -> th.Tensor:
+        """
+        :return: Entropies, shape ``(batch_size,)``
+        """
+        alpha, beta = self._excess
+        of_both = (alpha + beta) * th.digamma(self.alpha + self.beta)
+        each = alpha * th.digamma(self.alpha) + beta * th.digamma(self.beta)
+        entropy = _log_beta(self.alpha, self.beta) + of_both - each + math.log(2)
+        return sum_independent_dims(entropy).to(self.dtype)
+
+    def sample(self) -> th.Tensor:
+        # What is rounded and clamped here is what is stored, and evaluated later on.
+        x = self.distribution.rsample().clamp(EDGE, 1 - EDGE)
+        # The sampler hides NaN.
+        return th.where((self.alpha + self.beta).isnan(), th.nan, x).to(self.dtype)
+
+    def mean(self) -> th.Tensor:
+        """
+        :return: Means of the latents, shape ``(batch_size, action_dim)``
+        """
+        return (self.alpha / (self.alpha + self.beta)).to(self.dtype)
+
+    def mode(self) -> th.Tensor:
+        """
+        :return: Modes of the latents, shape ``(batch_size, action_dim)``; the middle where the distribution is uniform
+        """
+        alpha, beta = self._excess
+        both = alpha + beta
+        # Softplus underflows to 0 somewhere.
+        return th.where(both > 0, alpha / both, 0.5).to(self.dtype)
+
+    def get_actions(self, deterministic: bool = False) -> th.Tensor:
+        """
+        :param deterministic: Whether to return the mean, or with ``deterministic_action="mode"`` the mode, not a sample
+        :return: Latents, shape ``(batch_size, action_dim)``
+        """
+        if not deterministic:
+            return self.sample()
+        return self.mode() if self.deterministic_action == "mode" else self.mean()
+
+    @staticmethod
+    def position(latents: np.ndarray) -> np.ndarray:
+        return latents
+
+    @staticmethod
+    def latents(position: np.ndarray) -> np.ndarray:
+        return np.clip(position, EDGE, 1 - EDGE)
+
+    def parameters(self) -> th.Tensor:
+        return th.cat([self.alpha, self.beta], dim=1)
+
+    @staticmethod
+    def statistics(parameters: th.Tensor) -> dict[str, float]:
+        # The mass takes 32 evaluations of the density.
+        parameters = parameters[:: math.ceil(len(parameters) / MAX_STATISTICS)].double().cpu()
+        alpha, beta = parameters.chunk(2, dim=1)
+        mass = _beta_mass_below(NEAR, alpha, beta) + _beta_mass_below(NEAR, beta, alpha)
+        return {"mass_near_bounds": mass.mean().item(), "concentration": (alpha + beta).mean().item()}
+
+
+def parameters(distribution: BoundedBetaDistribution) -> th.Tensor:
+    """
+    :param distribution: A Beta distribution
+    :return: Alpha and beta, shape ``(batch_size, 2 * action_dim)``, float64
+    """
+    return distribution.parameters()
+
+
+def kl_divergence(old: th.Tensor, new: BoundedBetaDistribution) -> th.Tensor:
+    """
+    :param old: The :func:`parameters` of a Beta distribution, shape ``(batch_size, 2 * action_dim)``
+    :param new: A Beta distribution for the same observations
+    :return: KL(old || new) in nats, shape ``(batch_size,)``
+    """
+    alpha, beta = old.double().chunk(2, dim=1)
+    d_alpha, d_beta = alpha - new.alpha, beta - new.beta
+    expected = d_alpha * th.digamma(alpha) + d_beta * th.digamma(beta) - (d_alpha + d_beta) * th.digamma(alpha + beta)
+    divergences = _log_beta(new.alpha, new.beta) - _log_beta(alpha, beta) + expected
+    return divergences.sum(dim=1).to(new.dtype)
+
+
+class NumpyBeta(NumpyDistribution):
+    """
+    Beta distributions whose alpha and beta are made of the outputs, see :class:`BoundedBetaDistribution`. Of their log
+    densities, only the gamma function and its derivatives are PyTorch's.
+    """
+
+    distribution: BoundedBetaDistribution
+
+    def _excess(self, outputs: np.ndarray) -> np.ndarray:
+        """Alpha - 1 and beta - 1, shape ``(n, 2, action_dim)``; what their derivatives need is kept."""
+        self.outputs = outputs.astype(np.float64).reshape(len(outputs), 2, -1)
+        self.softplus = np.logaddexp(0.0, self.outputs)
+        self.shrink = 1 / (1 + self.softplus.sum(axis=1, keepdims=True) / self.distribution.max_concentration)
+        self.excess = self.softplus * self.shrink
+        return self.excess
+
+    def sample(self, outputs: np.ndarray, noise: None) -> np.ndarray:
+        alpha, beta = 1 + self._excess(outputs).transpose(1, 0, 2)
+        return np.clip(np.random.beta(alpha, beta), EDGE, 1 - EDGE).astype(np.float32)
+
+    def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        x = np.clip(actions.astype(np.float64), EDGE, 1 - EDGE)
+        self.logs = np.stack([np.log(x), np.log1p(-x)], axis=1)
+        excess = self._excess(outputs)
+        # alpha and beta, and their sum
+        self.arguments = th.from_numpy(np.concatenate([1 + excess, 2 + excess.sum(axis=1, keepdims=True)], axis=1))
+        log_gammas = th.lgamma(self.arguments).numpy()
+        density = (excess * self.logs - log_gammas[:, :2]).sum(axis=1) + log_gammas[:, 2] - LOG_2
+        return density.sum(axis=1).astype(outputs.dtype)
+
+    def _gradients(self, d_log_prob: np.ndarray, ent_coef: float) -> tuple[np.ndarray, None]:
+        digammas = th.digamma(self.arguments).numpy()
+        of_excess = (self.logs - digammas[:, :2] + digammas[:, 2:]) * d_log_prob[:, np.newaxis, np.newaxis]
+        if ent_coef != 0:
+            trigammas = th.polygamma(1, self.arguments).numpy()
+            sums = self.excess.sum(axis=1, keepdims=True) * trigammas[:, 2:]
+            of_excess -= (sums - self.excess * trigammas[:, :2]) * (ent_coef / len(of_excess))
+        # The excess is s / (1 + (s_alpha + s_beta) / c), where s is the softplus of the output.
+        common = (of_excess * self.excess).sum(axis=1, keepdims=True) / self.distribution.max_concentration
+        of_softplus = self.shrink * (of_excess - common)
+        # The derivative of softplus is the logistic function.
+        of_outputs = of_softplus * np.exp(self.outputs - self.softplus)
+        return of_outputs.reshape(len(of_outputs), -1).astype(d_log_prob.dtype), None
+
+
+def _log_beta(alpha: th.Tensor, beta: th.Tensor) -> th.Tensor:
+    return th.lgamma(alpha) + th.lgamma(beta) - th.lgamma(alpha + beta)
+
+
+def _beta_mass_below(end: float, alpha: th.Tensor, beta: th.Tensor) -> th.Tensor:
+    """
+    The probability of [0, end], for a small end: torch has no incomplete Beta function. By Gauss-Legendre quadrature of
+    ``x = end * t^2``, which smooths the power of x at 0.
+    """
+    nodes, weights = (th.from_numpy(values) for values in np.polynomial.legendre.leggauss(16))
+    t = (nodes + 1) / 2
+    x = (end * t.square())[:, None, None]
+    density = th.exp((alpha - 1) * x.log() + (beta - 1) * (-x).log1p() - _log_beta(alpha, beta))
+    return end * th.einsum("i,ijk->jk", weights * t, density)

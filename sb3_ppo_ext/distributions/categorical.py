@@ -1,0 +1,67 @@
+"""SB3's distribution over the actions of a ``Discrete`` space (``CategoricalDistribution``)."""
+
+from typing import Any
+
+import numpy as np
+import torch as th
+from torch.distributions import Categorical
+from torch.distributions import kl_divergence as torch_kl_divergence
+
+from sb3_ppo_ext.distributions.base import NumpyDistribution
+
+
+def parameters(distribution: Any) -> th.Tensor:
+    """
+    :param distribution: A categorical distribution
+    :return: Normalised logits, shape ``(batch_size, n_actions)``
+    """
+    return distribution.distribution.logits
+
+
+def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+    """
+    :param old: The :func:`parameters` of a categorical distribution, shape ``(batch_size, n_actions)``
+    :param new: A categorical distribution for the same observations
+    :return: KL(old || new) in nats, shape ``(batch_size,)``
+    """
+    return torch_kl_divergence(Categorical(logits=old, validate_args=False), new.distribution)
+
+
+class NumpyCategorical(NumpyDistribution):
+    """Categorical distributions, whose logits are the outputs."""
+
+    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
+        # The largest of logits with Gumbel noise is a sample.
+        return -th.empty(n_steps, n_envs, n_outputs).exponential_().log_().numpy()
+
+    def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        return (outputs + noise).argmax(axis=1)
+
+    # Arrays of shape (n_actions, batch_size): NumPy is fast along the first dimension, and slow along a short last one.
+
+    def _probabilities(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        logits = outputs.T.copy()
+        logits -= np.maximum.reduce(logits)
+        probabilities = np.exp(logits)
+        sums = np.add.reduce(probabilities)
+        probabilities /= sums
+        return probabilities, np.subtract(logits, np.log(sums), out=logits)
+
+    def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        self.probabilities, self.log_probabilities = self._probabilities(outputs)
+        self.taken = (actions[:, 0].astype(np.int64), np.arange(len(actions)))
+        return self.log_probabilities[self.taken]
+
+    def entropies(self, described: np.ndarray) -> np.ndarray:
+        probabilities, log_probabilities = self._probabilities(described)
+        return -np.add.reduce(probabilities * log_probabilities)
+
+    def _gradients(self, d_log_prob: np.ndarray, ent_coef: float) -> tuple[np.ndarray, None]:
+        # d log p(a) / d logit_i = [i = a] - p_i
+        gradient = self.probabilities * -d_log_prob
+        gradient[self.taken] += d_log_prob
+        if ent_coef != 0:
+            weighted = self.probabilities * self.log_probabilities
+            weighted -= self.probabilities * np.add.reduce(weighted)
+            gradient += weighted * np.float32(ent_coef / weighted.shape[1])
+        return np.ascontiguousarray(gradient.T), None

@@ -1,0 +1,74 @@
+"""SB3's Gaussian with independent dimensions (``DiagGaussianDistribution``)."""
+
+from typing import Any
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.distributions import Distribution
+from torch import nn
+from torch.distributions import Normal
+from torch.distributions import kl_divergence as torch_kl_divergence
+
+from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution
+
+
+def unsquashed_mean(distribution: Any) -> th.Tensor:
+    """
+    :param distribution: A Gaussian, squashed or not
+    :return: Its mean before any squashing, shape ``(batch_size, action_dim)``
+    """
+    return distribution.distribution.mean
+
+
+def parameters(distribution: Any) -> th.Tensor:
+    """
+    :param distribution: A Gaussian, squashed or not
+    :return: Means and standard deviations before any squashing, shape ``(batch_size, 2 * action_dim)``
+    """
+    return th.cat([distribution.distribution.mean, distribution.distribution.stddev], dim=1)
+
+
+def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+    """
+    KL(old || new). Squashing does not change it, for the Jacobian cancels.
+
+    :param old: The :func:`parameters` of a Gaussian, shape ``(batch_size, 2 * action_dim)``
+    :param new: A Gaussian for the same observations
+    :return: KL divergences in nats, shape ``(batch_size,)``
+    """
+    mean, std = old.chunk(2, dim=1)
+    return torch_kl_divergence(Normal(mean, std, validate_args=False), new.distribution).sum(dim=1)
+
+
+class NumpyGaussian(NumpyDistribution):
+    """Gaussians with independent dimensions, whose means are the outputs."""
+
+    def __init__(self, distribution: Distribution, log_std: nn.Parameter):
+        super().__init__(distribution, log_std)
+        self.halves = np.full(len(self.parameter), -0.5, np.float32)
+        self.pack()
+
+    def pack(self) -> None:
+        self.log_stds = self.parameter.copy()
+
+    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
+        return th.randn(n_steps, n_envs, n_outputs).numpy()
+
+    def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        # The standard deviations may have changed since the noise was drawn.
+        return outputs + noise * np.exp(self.log_stds)
+
+    def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        self.inverse_std = np.exp(-self.log_stds)
+        self.z = (actions - outputs) * self.inverse_std
+        self.squares = self.z * self.z
+        return self.squares @ self.halves - np.float32(self.log_stds.sum() + 0.5 * len(self.log_stds) * LOG_2_PI)
+
+    def entropies(self, described: np.ndarray) -> np.ndarray:
+        log_stds = described[:, len(self.log_stds) :]
+        return np.add.reduce(log_stds + np.float32(0.5 + 0.5 * LOG_2_PI), axis=1)
+
+    def _gradients(self, d_log_prob: np.ndarray, ent_coef: float) -> tuple[np.ndarray, np.ndarray]:
+        # d log p / d log std = z^2 - 1, d entropy / d log std = 1, d log p / d mean = z / std
+        d_log_std = d_log_prob @ self.squares - (d_log_prob.sum() + ent_coef)
+        return d_log_prob[:, np.newaxis] * self.z * self.inverse_std, d_log_std

@@ -1,0 +1,29 @@
+"""
+SB3's distribution over the actions of a ``MultiDiscrete`` space (``MultiCategoricalDistribution``): one categorical
+distribution for each dimension.
+"""
+
+from typing import Any
+
+import torch as th
+from torch.distributions import Categorical
+from torch.distributions import kl_divergence as torch_kl_divergence
+
+
+def parameters(distribution: Any) -> th.Tensor:
+    """
+    :param distribution: A multi-categorical distribution
+    :return: Normalised logits, dimension after dimension, shape ``(batch_size, sum(action_dims))``
+    """
+    return th.cat([part.logits for part in distribution.distribution], dim=1)
+
+
+def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+    """
+    :param old: The :func:`parameters` of a multi-categorical distribution, shape ``(batch_size, sum(action_dims))``
+    :param new: A multi-categorical distribution for the same observations
+    :return: KL(old || new) in nats, shape ``(batch_size,)``
+    """
+    parts = zip(old.split(new.action_dims, dim=1), new.distribution, strict=True)
+    divergences = [torch_kl_divergence(Categorical(logits=logits, validate_args=False), part) for logits, part in parts]
+    return th.stack(divergences).sum(dim=0)

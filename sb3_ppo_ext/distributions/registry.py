@@ -1,0 +1,203 @@
+"""
+All action distributions, one row each. To add one, write its file and add its row to :data:`FAMILIES`; if ``action_dist`` is
+to name it, add its name to :data:`ActionDist`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch as th
+from stable_baselines3.common.distributions import (
+    BernoulliDistribution,
+    CategoricalDistribution,
+    DiagGaussianDistribution,
+    Distribution,
+    MultiCategoricalDistribution,
+    StateDependentNoiseDistribution,
+)
+from torch import nn
+
+from sb3_ppo_ext.distributions import (
+    bernoulli,
+    beta,
+    categorical,
+    gaussian,
+    multi_categorical,
+    squashed_gaussian,
+    state_dependent_noise,
+)
+from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction, NumpyDistribution
+from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
+
+# What can be chosen for the actions in a `Box`
+ActionDist = Literal["gaussian", "squashed_gaussian", "beta"]
+# SB3's own
+DEFAULT: ActionDist = "gaussian"
+
+
+@dataclass(frozen=True)
+class DistributionFamily:
+    """
+    What the losses, the engines and the policies need to know of a family of action distributions.
+
+    The last three are for those that ``action_dist`` can name: but for SB3's Gaussian, their ``torch_class`` is called with
+    ``(action_dim, deterministic_action)``.
+
+    :param name: Name of the family
+    :param torch_class: SB3's class, or ours; subclasses belong to the same family unless they have a row of their own
+    :param parameters: Returns the numbers that define a distribution, shape ``(batch_size, n)``; ``None`` if its KL divergence
+        has no closed form
+    :param kl_divergence: Takes the parameters of the old distribution and the new distribution, returns KL(old || new), shape
+        ``(batch_size,)``; ``None`` if it has no closed form
+    :param numpy_class: NumPy implementation for the native engine; by default it calls PyTorch
+    :param unsquashed_mean: Returns the mean before any squashing, shape ``(batch_size, action_dim)``; ``None`` if the mean
+        cannot leave the bounds of the action space, or there is none
+    :param has_log_std: Whether the distribution is made as SB3's Gaussian is, of the means that the output layer returns and
+        the policy's parameter ``log_std``. If not, it is made of the outputs of the layer that its
+        ``proba_distribution_net`` returns
+    :param log_std_range: Allowed values of ``log_std_init``, ``None`` if any are
+    :param deterministic_actions: Allowed values of ``deterministic_action``
+    """
+
+    name: str
+    torch_class: type[Distribution]
+    parameters: Callable[[Any], th.Tensor] | None = None
+    kl_divergence: Callable[[th.Tensor, Any], th.Tensor] | None = None
+    numpy_class: type[NumpyDistribution] = TorchFallback
+    unsquashed_mean: Callable[[Any], th.Tensor] | None = None
+    has_log_std: bool = True
+    log_std_range: tuple[float, float] | None = None
+    deterministic_actions: tuple[DeterministicAction, ...] = ("mean",)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether its samples are latents, which :meth:`BoundedDistribution.position` turns into actions within the bounds."""
+        return issubclass(self.torch_class, BoundedDistribution)
+
+
+FAMILIES = (
+    DistributionFamily(
+        "gaussian",
+        DiagGaussianDistribution,
+        gaussian.parameters,
+        gaussian.kl_divergence,
+        gaussian.NumpyGaussian,
+        gaussian.unsquashed_mean,
+        deterministic_actions=("mean", "mode"),  # They are the same.
+    ),
+    DistributionFamily(
+        "state_dependent_noise",
+        StateDependentNoiseDistribution,
+        state_dependent_noise.parameters,
+        state_dependent_noise.kl_divergence,
+        state_dependent_noise.NumpyStateDependentNoise,
+        state_dependent_noise.unsquashed_mean,
+    ),
+    DistributionFamily(
+        "squashed_gaussian",
+        squashed_gaussian.TanhGaussianDistribution,
+        squashed_gaussian.parameters,
+        squashed_gaussian.kl_divergence,
+        squashed_gaussian.NumpySquashedGaussian,
+        squashed_gaussian.unsquashed_mean,
+        log_std_range=squashed_gaussian.LOG_STD_RANGE,
+    ),
+    DistributionFamily(
+        "beta",
+        beta.BoundedBetaDistribution,
+        beta.parameters,
+        beta.kl_divergence,
+        beta.NumpyBeta,
+        has_log_std=False,
+        deterministic_actions=beta.DETERMINISTIC_ACTIONS,
+    ),
+    DistributionFamily(
+        "categorical",
+        CategoricalDistribution,
+        categorical.parameters,
+        categorical.kl_divergence,
+        categorical.NumpyCategorical,
+    ),
+    DistributionFamily(
+        "multi_categorical", MultiCategoricalDistribution, multi_categorical.parameters, multi_categorical.kl_divergence
+    ),
+    DistributionFamily("bernoulli", BernoulliDistribution, bernoulli.parameters, bernoulli.kl_divergence),
+)
+_BY_NAME = {family.name: family for family in FAMILIES}
+_BY_CLASS: dict[type, DistributionFamily] = {family.torch_class: family for family in FAMILIES}
+# Those that `action_dist` names
+ACTION_DISTS = {name: _BY_NAME[name] for name in get_args(ActionDist)}
+
+
+def family_of(distribution: Any) -> DistributionFamily | None:
+    """
+    :param distribution: Any distribution
+    :return: The family that its class, or the nearest parent of this, belongs to; ``None`` if none of them has a row
+    """
+    for parent in type(distribution).__mro__:
+        if parent in _BY_CLASS:
+            return _BY_CLASS[parent]
+    return None
+
+
+def parameters(distribution: Any) -> th.Tensor | None:
+    """
+    :param distribution: A distribution for a batch of observations
+    :return: The numbers that define it, shape ``(batch_size, n)``: logits, means and standard deviations, or alpha and beta;
+        ``None`` if it has no KL divergence in closed form, or its family has no row here
+    """
+    family = family_of(distribution)
+    return None if family is None or family.parameters is None else family.parameters(distribution)
+
+
+def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+    """
+    KL(old || new), exact and differentiable in the new distribution.
+
+    :param old: The :func:`parameters` of a distribution of the same family, shape ``(batch_size, n)``
+    :param new: The new distribution, for the same observations
+    :return: KL divergences in nats, shape ``(batch_size,)``
+    :raises ValueError: if there is no closed form, or the family has no row here
+    """
+    family = family_of(new)
+    if family is None or family.kl_divergence is None:
+        raise ValueError(f"{type(new).__name__} has no known KL divergence in closed form")
+    return family.kl_divergence(old, new)
+
+
+def unsquashed_mean(distribution: Any) -> th.Tensor:
+    """
+    :param distribution: A Gaussian, squashed or not
+    :return: Its mean before any squashing, shape ``(batch_size, action_dim)``
+    :raises ValueError: if it has no mean that could leave the bounds of the action space
+    """
+    family = family_of(distribution)
+    if family is None or family.unsquashed_mean is None:
+        raise ValueError(f"{type(distribution).__name__} has no mean that could leave the bounds of the action space")
+    return family.unsquashed_mean(distribution)
+
+
+def numpy_distribution(
+    distribution: Distribution, log_std: nn.Parameter | None, transform: nn.Module | None = None
+) -> NumpyDistribution:
+    """
+    :param distribution: The policy's distribution (``policy.action_dist``)
+    :param log_std: The policy's parameter of this name, ``None`` if it has none
+    :param transform: What the policy applies to the outputs of its output layer, ``None`` if it applies nothing
+    :return: The NumPy implementation of exactly this class, for subclasses may compute in their own way; else one that calls
+        PyTorch
+    """
+    family = _BY_CLASS.get(type(distribution))
+    if family is None or transform is not None:
+        return TorchFallback(distribution, log_std, transform)
+    return family.numpy_class(distribution, log_std)
+
+
+def why_not_numpy(distribution: Any) -> str | None:
+    """
+    :param distribution: The policy's distribution
+    :return: Why :func:`numpy_distribution` cannot serve it, ``None`` if it can
+    """
+    family = family_of(distribution)
+    return None if family is None else family.numpy_class.why_not(distribution)

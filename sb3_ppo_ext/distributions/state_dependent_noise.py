@@ -1,0 +1,98 @@
+"""
+SB3's generalised state-dependent exploration, gSDE (``StateDependentNoiseDistribution``, ``use_sde=True``). Its density is
+that of a Gaussian whose standard deviation depends on the observation, and so are its parameters and its KL divergence.
+
+Paper: https://arxiv.org/abs/2005.05719
+"""
+
+from typing import Any
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.distributions import Distribution, StateDependentNoiseDistribution
+from torch import nn
+
+from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution
+from sb3_ppo_ext.distributions.gaussian import kl_divergence, parameters, unsquashed_mean
+
+__all__ = ["NumpyStateDependentNoise", "kl_divergence", "parameters", "unsquashed_mean"]
+
+
+class NumpyStateDependentNoise(NumpyDistribution):
+    """
+    Gaussians whose means are the first outputs. The others are the latents: the noise is a linear function of them, whose
+    coefficients the distribution keeps until SB3 draws new ones. No gradient goes through them.
+    """
+
+    distribution: StateDependentNoiseDistribution
+    needs_latents = True
+
+    def __init__(self, distribution: StateDependentNoiseDistribution, log_std: nn.Parameter):
+        super().__init__(distribution, log_std)
+        self.n_actions = distribution.action_dim
+        self.halves = np.full(self.n_actions, 0.5, np.float32)
+        self.pack()
+
+    @classmethod
+    def why_not(cls, distribution: Any) -> str | None:
+        if distribution.learn_features or type(distribution) is not StateDependentNoiseDistribution:
+            return "gSDE of another kind than that of SB3's policies"
+        return None
+
+    def pack(self) -> None:
+        # See `get_std`: the standard deviations of the coefficients, and their derivatives with respect to the parameter
+        self.stds = self.slopes = np.exp(self.parameter)
+        if self.distribution.use_expln:
+            positive, shifted = self.parameter > 0, 1 + self.distribution.epsilon + np.maximum(self.parameter, 0)
+            self.stds = np.where(positive, 1 + np.log(shifted), self.stds)
+            self.slopes = np.where(positive, 1 / shifted, self.slopes)
+        # Without `full_std` there is one for all actions.
+        self.coefficient_variances = np.repeat(np.square(self.stds), self.n_actions // self.stds.shape[1], axis=1)
+
+    def sample(self, outputs: np.ndarray, noise: None) -> np.ndarray:
+        means, latents = self._split(outputs)
+        with th.no_grad():
+            actions = means + self.distribution.get_noise(th.from_numpy(latents)).numpy()
+        return actions if self.distribution.bijector is None else np.tanh(actions)
+
+    def make(self, outputs: th.Tensor, log_std: th.Tensor | None = None) -> Distribution:
+        means, latents = self._split(outputs)
+        own: Any = self.log_std if log_std is None else log_std
+        return self.distribution.proba_distribution(means, own, latents)
+
+    def _split(self, outputs: Any) -> tuple[Any, Any]:
+        return outputs[:, : self.n_actions], outputs[:, self.n_actions :]
+
+    def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        bijector = self.distribution.bijector
+        log_derivatives: Any = 0.0
+        if bijector is not None:
+            unsquashed = bijector.inverse(th.from_numpy(actions))
+            actions, log_derivatives = unsquashed.numpy(), bijector.log_prob_correction(unsquashed).sum(dim=1).numpy()
+        means, latents = self._split(outputs)
+        self.squares = np.square(latents)
+        self.variances = self.squares @ self.coefficient_variances + self.distribution.epsilon
+        self.errors = actions - means
+        self.z_squares = np.square(self.errors) / self.variances
+        log_stds, constant = np.log(self.variances) @ self.halves, 0.5 * self.n_actions * LOG_2_PI
+        log_prob = -(self.z_squares @ self.halves) - log_stds - constant - log_derivatives
+        # The entropy of a squashed action has no closed form; SB3 estimates it from the action that was taken.
+        self.last_entropies = -log_prob if bijector is not None else log_stds + (constant + 0.5 * self.n_actions)
+        return log_prob
+
+    def described(self, outputs: np.ndarray) -> np.ndarray:
+        return self.last_entropies[:, np.newaxis]
+
+    def entropies(self, described: np.ndarray) -> np.ndarray:
+        return described[:, 0]
+
+    def _gradients(self, d_log_prob: np.ndarray, ent_coef: float) -> tuple[np.ndarray, np.ndarray]:
+        d_entropy = -ent_coef / len(d_log_prob)
+        if self.distribution.bijector is not None:
+            d_log_prob, d_entropy = d_log_prob - d_entropy, 0.0
+        of_each = d_log_prob[:, np.newaxis]
+        d_variances = (of_each * (self.z_squares - 1) + d_entropy) / (2 * self.variances)
+        of_coefficients = self.squares.T @ d_variances
+        if not self.distribution.full_std:
+            of_coefficients = of_coefficients.sum(axis=1, keepdims=True)
+        return of_each * self.errors / self.variances, of_coefficients * (2 * self.stds * self.slopes)

@@ -1,0 +1,48 @@
+"""The NumPy side of any action distribution without a NumPy implementation of its own: it calls PyTorch."""
+
+from typing import Any
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.distributions import Distribution
+from torch import nn
+
+from sb3_ppo_ext.distributions.base import NumpyDistribution
+
+
+class TorchFallback(NumpyDistribution):
+    """
+    The NumPy side of any distribution of SB3's or ours, with the gradient by autograd.
+
+    :param distribution: The policy's distribution
+    :param log_std: The policy's parameter of this name, ``None`` if it has none
+    :param transform: What the policy applies to the outputs of its output layer, ``None`` if it applies nothing
+    """
+
+    def __init__(self, distribution: Distribution, log_std: nn.Parameter | None, transform: nn.Module | None = None):
+        super().__init__(distribution, log_std)
+        self.transform = transform
+
+    def sample(self, outputs: np.ndarray, noise: None) -> np.ndarray:
+        with th.no_grad():
+            return self.make(th.from_numpy(outputs)).sample().numpy()
+
+    def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        self.outputs = th.from_numpy(outputs).requires_grad_()
+        self.made = self.make(self.outputs)
+        self.log_probs = self.made.log_prob(th.from_numpy(actions))
+        return self.log_probs.detach().numpy()
+
+    def make(self, outputs: th.Tensor, log_std: th.Tensor | None = None) -> Distribution:
+        return super().make(outputs if self.transform is None else self.transform(outputs), log_std)
+
+    def _gradients(self, d_log_prob: np.ndarray, ent_coef: float) -> tuple[np.ndarray, np.ndarray | None]:
+        loss = self.log_probs @ th.from_numpy(d_log_prob)
+        if ent_coef != 0:
+            entropies: Any = self.made.entropy()
+            loss = loss - ent_coef * entropies.mean()
+        if self.log_std is None or not self.log_std.requires_grad:
+            (d_outputs,) = th.autograd.grad(loss, [self.outputs])
+            return d_outputs.numpy(), None
+        d_outputs, d_log_std = th.autograd.grad(loss, [self.outputs, self.log_std])
+        return d_outputs.numpy(), d_log_std.numpy()
