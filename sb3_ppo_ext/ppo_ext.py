@@ -48,7 +48,18 @@ from sb3_ppo_ext.memory.policies import (
     TransformerPolicyMixin,
 )
 from sb3_ppo_ext.memory.sequences import SequenceDictRolloutBuffer, SequenceRolloutBuffer
-from sb3_ppo_ext.options import check_options
+from sb3_ppo_ext.options import OWN_OPTIONS, PPOExtOptions, check_options
+from sb3_ppo_ext.options.table import (
+    ActionDist,
+    AdvantageNorm,
+    Backend,
+    BadGradients,
+    DeterministicAction,
+    LrDecay,
+    OptimizerName,
+    SurrogateName,
+    VfClipMode,
+)
 from sb3_ppo_ext.policies.actor_critic import MlpPolicy, check_parameters_are_of, fixes_std, with_action_distributions
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.rollout.collector import RolloutCollector
@@ -68,7 +79,7 @@ SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr")
 
 
-class PPOExt(RolloutCollector):
+class PPOExt(PPOExtOptions, RolloutCollector):
     """
     Proximal Policy Optimization (PPO), as in Stable-Baselines3: with the same seed on a CPU it gives the same
     numbers as ``stable_baselines3.PPO``, to the bit.
@@ -80,91 +91,106 @@ class PPOExt(RolloutCollector):
 
     :param policy: The policy model to use (MlpPolicy, CnnPolicy, MultiInputPolicy, or a class)
     :param env: The environment to learn from (if registered in Gymnasium, can be str)
-    :param learning_rate: The learning rate, at least 0: a number, a function of the current progress remaining
-        (from 1 to 0), or ``"lin_3e-4"`` for a linear decay to 0
-    :param n_steps: The number of steps to run for each environment per update, at least 1
-        (the rollout holds ``n_steps * n_envs`` samples, which must be more than 1 with ``normalize_advantage``)
-    :param batch_size: Minibatch size, at least 2 with ``normalize_advantage``
+    :param learning_rate: Learning rate of the optimiser, at least 0: a number, a function of the remaining progress (from
+        1 to 0), or ``"lin_3e-4"`` for a linear decay to 0
+    :param n_steps: Number of steps to run for each environment per update, at least 1 (the rollout holds ``n_steps *
+        n_envs`` samples, which must be more than 1 with ``normalize_advantage``)
+    :param batch_size: Minibatch size, at least 1, and at least 2 with ``normalize_advantage``
     :param n_epochs: Number of passes over the rollout in each update, at least 1
     :param gamma: Discount factor, in [0, 1]
-    :param gae_lambda: Trade-off of bias and variance in Generalized Advantage Estimation, in [0, 1]
-    :param clip_range: Clipping parameter of the probability ratio, at least 0; a number, a function of the progress
-        remaining, or ``"lin_0.2"``
-    :param clip_range_vf: Clipping parameter of the value function, in units of the reward, greater than 0; as
-        ``clip_range``, or ``None`` (default) for no clipping
-    :param normalize_advantage: Whether to normalize the advantage in each minibatch
-    :param ent_coef: Entropy coefficient of the loss, at least 0; as ``learning_rate``
-    :param vf_coef: Value function coefficient of the loss, at least 0
-    :param max_grad_norm: The maximum norm of the gradient, at least 0 (``float("inf")`` for no clipping)
-    :param use_sde: Whether to use generalized State Dependent Exploration (gSDE)
-        instead of action noise exploration (default: False)
+    :param gae_lambda: Factor for the trade-off of bias and variance in Generalized Advantage Estimation (GAE), in [0, 1]
+    :param clip_range: Clipping parameter of the probability ratio, at least 0: a number, a function of the remaining
+        progress, or ``"lin_0.2"``
+    :param clip_range_vf: Clipping parameter of the value function, in units of the return; ``None`` for no clipping.
+        Greater than 0, given in the same ways as ``clip_range``
+    :param normalize_advantage: Whether to normalize the advantages (see ``advantage_norm``)
+    :param ent_coef: Coefficient of the entropy in the loss, at least 0, given in the same ways as ``learning_rate``
+    :param vf_coef: Coefficient of the value loss, at least 0
+    :param max_grad_norm: Maximum norm of the gradient, which is scaled down if it is larger. At least 0 (``float("inf")``
+        for no limit)
+    :param use_sde: Whether to use generalized State-Dependent Exploration (gSDE) instead of independent noise at each step
     :param sde_sample_freq: Sample a new noise matrix every n steps when using gSDE
         Default: -1 (only sample at the beginning of the rollout)
     :param rollout_buffer_class: Rollout buffer class to use. If ``None``, it will be automatically selected.
     :param rollout_buffer_kwargs: Keyword arguments to pass to the rollout buffer on creation
-    :param target_kl: Stop the update early when the estimated KL divergence exceeds 1.5 times this, at least 0.
-        ``None`` (default) for no limit
-    :param stats_window_size: Number of episodes over which the logged success rate, mean episode length and mean
-        reward are averaged
+    :param target_kl: Stop the update early when the estimated KL divergence exceeds 1.5 times this value; ``None`` for no
+        limit. At least 0
+    :param stats_window_size: Number of episodes over which the logged success rate, mean episode length and mean reward
+        are averaged. At least 0
     :param tensorboard_log: the log location for tensorboard (if None, no logging)
-    :param policy_kwargs: additional arguments to be passed to the policy on creation
+    :param policy_kwargs: Additional keyword arguments to be passed to the policy on creation
     :param verbose: Verbosity level: 0 for no output, 1 for info messages (such as device or wrappers used), 2 for
         debug messages
-    :param seed: Seed for the pseudo random generators
+    :param seed: Seed of the pseudo-random number generators, from 0 to 2**32 - 1
     :param device: Device (cpu, cuda, ...) on which the code should be run.
         Setting it to auto, the code will be run on the GPU if possible.
     :param _init_setup_model: Whether or not to build the network at the creation of the instance
 
-    What follows is given by keyword, and does not change anything by default. ``docs/options.md`` has the formulas and when
-    to use what.
+    The options that PPOExt adds are given by keyword, and by default they change nothing. ``docs/options.md`` has the
+    formulas and says when to use which, ``docs/options_reference.md`` is a table of all options.
 
-    :param action_dist: The law of actions in a ``Box``: ``"gaussian"`` (unbounded, and clipped), ``"squashed_gaussian"``
-        (its tanh) or ``"beta"``, which both respect the bounds
-    :param deterministic_action: What ``predict(deterministic=True)`` takes of Beta, ``"mean"`` or ``"mode"``
-    :param advantage_norm: What ``normalize_advantage`` normalizes by: ``"minibatch"`` (each by itself), ``"rollout"`` (once,
-        all of it), or ``"ema"`` (moving averages over the rollouts)
-    :param adv_ema_alpha: Weight of the newest rollout in the averages, in (0, 1]
-    :param adv_ema_warm_start: Whether the averages are corrected for their start and a rollout counts before it is
-        normalized; ``False`` is ProtoMotions' scheme
-    :param adv_min_std: The least standard deviation that ``"ema"`` divides by, in units of the reward, greater than 0
-    :param adv_clip: The largest absolute normalized advantage with ``"ema"``, greater than 0
-    :param adv_shift_mean: Whether ``"ema"`` subtracts the mean
-    :param bounds_coef: Coefficient of the bounds loss on the mean action, at least 0; for ``Box`` action spaces
-    :param bounds_limit: Up to where the mean action is free, at least 0, where 1 is the bound of the action space; with
-        ``"squashed_gaussian"`` it is the mean before the squashing, and 1.1 is 80 % of the bound
-    :param vf_clip_mode: With ``clip_range_vf``: ``"clip"`` takes the clipped error, ``"max"`` the larger of both
-    :param surrogate: Policy loss, ``"clip"`` (PPO) or ``"spo"`` (https://arxiv.org/abs/2401.16025)
-    :param dual_clip: Bounds the loss of a bad action at so many times its advantage, greater than 1
-        (https://arxiv.org/abs/1912.09729)
-    :param kl_coef: Coefficient of KL(old policy || new policy), at least 0
-    :param kl_target: The KL divergence that ``kl_coef`` is adapted to after each update, in nats, greater than 0
-    :param vtrace: Whether to estimate the advantages anew for each epoch, corrected for how far the policy has moved
-        (https://arxiv.org/abs/1802.01561)
-    :param vtrace_rho: Upper bound of the importance ratio of a step, greater than 0
-    :param vtrace_c: Upper bound of the importance ratio of what follows, at least 0
-    :param priority_alpha: How much more often segments with large advantages are drawn: 0 (default) for each sample once per
-        epoch, 1 in proportion
-    :param priority_beta: How much of that the importance weights undo at the start, in [0, 1]; 1 at the end
-    :param priority_segment: Successive steps that are drawn together, at least 1, at most ``n_steps`` and ``batch_size``
-    :param optimizer: ``"adam"``, ``"adamw"``, ``"sgd"``, or ``"muon"`` (hidden matrices; with AdamW for the rest; torch 2.9)
-    :param weight_decay: Decoupled for ``"adamw"`` and ``"muon"``, L2 for the others, at least 0; ``log_std`` has none
-    :param critic_learning_rate: The critic's own learning rate, as ``learning_rate``; its gradient is clipped by itself then.
-        A shared features extractor is the actor's
-    :param lr_decay: ``"constant"``, ``"linear"`` or ``"cosine"``, of both learning rates
-    :param lr_min_fraction: What is left of the learning rate at the end, in [0, 1]
-    :param lr_warmup: Fraction of the training during which the learning rate grows from 0, in [0, 1)
-    :param adaptive_lr_kl: The KL divergence that the learning rate is adapted to after each update, in nats, greater than 0
-    :param adaptive_lr_bounds: The least and the largest of these learning rates, also at the start
-    :param max_clip_fraction: The actor rests for the rest of an update once more than this share of a minibatch is clipped,
-        in [0, 1]; the critic learns on
-    :param accumulate_grad: Minibatches per step of the optimizer, at least 1; the same as a larger ``batch_size``, in less
-        memory
-    :param bad_gradients: If a loss or gradient is not finite, ``"raise"`` a ``ValueError`` or ``"skip"`` the step
-    :param backend: What computes: ``"eager"`` (PyTorch, as SB3's PPO to the bit), ``"fused"`` (the same, but for Adam and the
-        clipping of gradients, which an extension module in C makes), ``"native"`` (all of it in that module, for MLP policies
-        on the CPU; equal but for rounding and the random numbers of the actions), ``"compile"`` (``torch.compile`` makes one
-        function of the loss and its gradient, which takes seconds at the start; equal but for rounding), or ``"auto"``: the
-        fastest of the first three that supports the policy and the options
+    :param action_dist: Distribution of the actions in a ``Box`` action space: ``"gaussian"`` is SB3's, whose samples are
+        clipped to the bounds; ``"squashed_gaussian"`` (the tanh of a Gaussian) and ``"beta"`` stay within the bounds
+    :param deterministic_action: Action of a Beta distribution that ``predict(..., deterministic=True)`` returns: its
+        ``"mean"`` or its ``"mode"``
+    :param advantage_norm: Statistics that ``normalize_advantage`` normalizes by: those of each ``"minibatch"``, those of
+        the ``"rollout"``, or exponential moving averages over the rollouts (``"ema"``)
+    :param adv_ema_alpha: Weight of the newest rollout in the moving averages, with ``advantage_norm="ema"``; in (0, 1]
+    :param adv_ema_warm_start: Whether the moving averages are corrected for their bias at the start and include a rollout
+        before it is normalized; ``False`` is ProtoMotions' scheme
+    :param adv_min_std: Smallest standard deviation that advantages are divided by, in units of the return, with
+        ``advantage_norm="ema"``; greater than 0
+    :param adv_clip: Largest absolute value of a normalized advantage, to which larger ones are clipped, with
+        ``advantage_norm="ema"``; greater than 0
+    :param adv_shift_mean: Whether the mean is subtracted from the advantages, with ``advantage_norm="ema"``
+    :param bounds_coef: Coefficient of the bounds loss, which penalizes mean actions outside the bounds of a ``Box`` action
+        space. At least 0
+    :param bounds_limit: Absolute value of the mean action above which the bounds loss acts, where 1 is the bound of the
+        action space. At least 0. With ``action_dist="squashed_gaussian"`` it limits the mean before the tanh, where 1.1 is
+        80 % of the bound
+    :param vf_clip_mode: Value loss with ``clip_range_vf``: ``"clip"`` is the error of the clipped value (SB3), ``"max"``
+        the larger of the clipped and the unclipped error (PPO2)
+    :param surrogate: Policy loss: ``"clip"`` is PPO's clipped surrogate, ``"spo"`` that of Simple Policy Optimization
+        (https://arxiv.org/abs/2401.16025)
+    :param dual_clip: Bound of the policy loss for negative advantages, as a multiple of the advantage
+        (https://arxiv.org/abs/1912.09729); ``None`` for no bound. Greater than 1, for ``surrogate="clip"``
+    :param kl_coef: Coefficient of the KL penalty, KL(old policy || new policy), at least 0
+    :param kl_target: KL divergence in nats that ``kl_coef`` is adapted to after each update; ``None`` for a fixed
+        coefficient. Greater than 0
+    :param vtrace: Whether to estimate the advantages anew before each epoch, corrected by V-trace for the change of the
+        policy since the rollout (https://arxiv.org/abs/1802.01561)
+    :param vtrace_rho: Upper bound of the importance ratio of a step, which weights its TD error. Greater than 0
+    :param vtrace_c: Upper bound of the importance ratio that weights the TD errors of the steps that follow. At least 0
+    :param priority_alpha: Exponent of the priority with which segments are drawn, their sum of absolute advantages: 0 for
+        each sample once per epoch, 1 for draws in proportion to it (https://arxiv.org/abs/1511.05952). At least 0
+    :param priority_beta: Exponent of the importance weights that correct for the priorities, at the start of the training;
+        it grows to 1 at the end. In [0, 1]
+    :param priority_segment: Number of successive steps that are drawn together, at most ``n_steps`` and ``batch_size``. At
+        least 1
+    :param optimizer: Optimiser of the policy: ``"adam"``, ``"adamw"``, ``"sgd"``, or ``"muon"`` for hidden weight matrices
+        with AdamW for all other parameters (needs torch 2.9)
+    :param weight_decay: Weight decay of all parameters but ``log_std``: decoupled for ``"adamw"`` and ``"muon"``, an L2
+        penalty for the others. At least 0
+    :param critic_learning_rate: Learning rate of the critic, whose gradient is then clipped separately; ``None`` for
+        ``learning_rate``. At least 0, given in the same ways as ``learning_rate``. A features extractor that actor and
+        critic share learns at the actor's rate
+    :param lr_decay: Decay of the learning rates over the training: ``"constant"`` for none, ``"linear"`` or ``"cosine"``
+    :param lr_min_fraction: Fraction of the initial learning rate that is left at the end of the decay, in [0, 1]
+    :param lr_warmup: Fraction of the training during which the learning rates grow linearly from 0, in [0, 1)
+    :param adaptive_lr_kl: KL divergence in nats that the learning rate is adapted to after each update; ``None`` for no
+        adaptation. Greater than 0
+    :param adaptive_lr_bounds: Smallest and largest value of the adapted learning rate, which also bound its initial value.
+        Both greater than 0
+    :param max_clip_fraction: Fraction of clipped samples in a minibatch above which the actor is frozen for the rest of
+        the update, while the critic goes on learning; ``None`` for no limit. In [0, 1]
+    :param accumulate_grad: Number of minibatches whose gradients make one step of the optimiser: as with a larger
+        ``batch_size``, in less memory. At least 1
+    :param bad_gradients: Reaction to a loss or gradient that is not finite: ``"raise"`` a ``ValueError``, or ``"skip"``
+        the step of the optimiser
+    :param backend: Engine that computes rollouts and updates: ``"eager"`` is PyTorch, equal to SB3's PPO to the bit;
+        ``"fused"`` replaces Adam and the clipping of gradients by C; ``"native"`` computes MLP policies on the CPU in C;
+        ``"compile"`` uses ``torch.compile``; ``"auto"`` is the first of native, fused and eager that supports the policy
+        and the options. ``docs/options.md`` says what each engine supports, and how equal the results are
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
     """
 
@@ -207,9 +233,9 @@ class PPOExt(RolloutCollector):
         device: th.device | str = "auto",
         _init_setup_model: bool = True,
         *,
-        action_dist: str = "gaussian",
-        deterministic_action: str = "mean",
-        advantage_norm: str = "minibatch",
+        action_dist: ActionDist = "gaussian",
+        deterministic_action: DeterministicAction = "mean",
+        advantage_norm: AdvantageNorm = "minibatch",
         adv_ema_alpha: float = 0.05,
         adv_ema_warm_start: bool = True,
         adv_min_std: float = 1e-8,
@@ -217,8 +243,8 @@ class PPOExt(RolloutCollector):
         adv_shift_mean: bool = True,
         bounds_coef: float = 0.0,
         bounds_limit: float = 1.1,
-        vf_clip_mode: str = "clip",
-        surrogate: str = "clip",
+        vf_clip_mode: VfClipMode = "clip",
+        surrogate: SurrogateName = "clip",
         dual_clip: float | None = None,
         kl_coef: float = 0.0,
         kl_target: float | None = None,
@@ -228,20 +254,21 @@ class PPOExt(RolloutCollector):
         priority_alpha: float = 0.0,
         priority_beta: float = 0.4,
         priority_segment: int = 16,
-        optimizer: str = "adam",
+        optimizer: OptimizerName = "adam",
         weight_decay: float = 0.0,
         critic_learning_rate: ScheduleLike | None = None,
-        lr_decay: str = "constant",
+        lr_decay: LrDecay = "constant",
         lr_min_fraction: float = 0.0,
         lr_warmup: float = 0.0,
         adaptive_lr_kl: float | None = None,
         adaptive_lr_bounds: tuple[float, float] = (1e-5, 1e-2),
         max_clip_fraction: float | None = None,
         accumulate_grad: int = 1,
-        bad_gradients: str = "raise",
-        backend: str = "auto",
+        bad_gradients: BadGradients = "raise",
+        backend: Backend = "auto",
         **unknown_options: NoReturn,
     ):
+        arguments = dict(locals())
         check_known_options(unknown_options, _option_names(type(self)), type(self).__name__)
         check_device(device)
         if env is None and _init_setup_model:
@@ -276,40 +303,8 @@ class PPOExt(RolloutCollector):
         self.clip_range_vf = clip_range_vf
         self.normalize_advantage = normalize_advantage
         self.target_kl = target_kl
-
-        self.action_dist = action_dist
-        self.deterministic_action = deterministic_action
-        self.advantage_norm = advantage_norm
-        self.adv_ema_alpha = adv_ema_alpha
-        self.adv_ema_warm_start = adv_ema_warm_start
-        self.adv_min_std = adv_min_std
-        self.adv_clip = adv_clip
-        self.adv_shift_mean = adv_shift_mean
-        self.bounds_coef = bounds_coef
-        self.bounds_limit = bounds_limit
-        self.vf_clip_mode = vf_clip_mode
-        self.surrogate = surrogate
-        self.dual_clip = dual_clip
-        self.kl_coef = kl_coef
-        self.kl_target = kl_target
-        self.vtrace = vtrace
-        self.vtrace_rho = vtrace_rho
-        self.vtrace_c = vtrace_c
-        self.priority_alpha = priority_alpha
-        self.priority_beta = priority_beta
-        self.priority_segment = priority_segment
-        self.optimizer = optimizer
-        self.weight_decay = weight_decay
-        self.critic_learning_rate = critic_learning_rate
-        self.lr_decay = lr_decay
-        self.lr_min_fraction = lr_min_fraction
-        self.lr_warmup = lr_warmup
-        self.adaptive_lr_kl = adaptive_lr_kl
-        self.adaptive_lr_bounds = adaptive_lr_bounds
-        self.max_clip_fraction = max_clip_fraction
-        self.accumulate_grad = accumulate_grad
-        self.bad_gradients = bad_gradients
-        self.backend = backend
+        for name in OWN_OPTIONS:
+            setattr(self, name, arguments[name])
 
         # What is learned beside the policy
         self.advantage_normalizer: AdvantageNormalizer | None = None
@@ -589,9 +584,9 @@ class PPOExt(RolloutCollector):
             clip_range_vf=None if self.clip_range_vf is None else value_of(self.clip_range_vf, progress),
             ent_coef=value_of(self.ent_coef, max(progress, 0.0)),
             vf_coef=self.vf_coef,
-            surrogate=self.surrogate,  # type: ignore[arg-type]
+            surrogate=self.surrogate,
             dual_clip=self.dual_clip,
-            vf_clip_mode=self.vf_clip_mode,  # type: ignore[arg-type]
+            vf_clip_mode=self.vf_clip_mode,
             bounds_limit=self.bounds_limit,
             action_bounds=self._action_bounds(),
             auxiliary={name: value for name, value in coefficients.items() if value != 0},

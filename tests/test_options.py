@@ -5,6 +5,8 @@ import itertools
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import optuna
 import pytest
@@ -19,29 +21,113 @@ from support.toys import BOX_ACTION, make_toys
 from support.zoo import RL_ZOO3, config, run, saved, train
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.options import CHECKS
+from sb3_ppo_ext.distributions import ACTION_DISTS, FAMILIES
+from sb3_ppo_ext.engines.registry import ENGINES
+from sb3_ppo_ext.options import ALL_OPTIONS, OWN_OPTIONS, PPOExtOptions, table
+from sb3_ppo_ext.options.reference import needed_by, reference
+from sb3_ppo_ext.update.losses import SURROGATES
+from sb3_ppo_ext.update.optimizers import OPTIMIZERS, OptimizerName
 from sb3_ppo_ext.zoo.tuning import convert_ppo_ext_params
 
-
-def test_every_option_is_tested_and_checked():
-    """One that is added and forgotten here fails."""
-    assert own_options().keys() <= VALUES.keys()
-    assert own_options().keys() <= CHECKS.keys()
+DOCS = Path(__file__).parents[1] / "docs"
 
 
-DOCS = Path(__file__).parents[1] / "docs" / "options.md"
+def test_signature_is_the_table():
+    """The constructor spells out names, order, defaults and types of the rows."""
+    signature = inspect.signature(PPOExt.__init__).parameters
+    own = {name: row.default for name, row in OWN_OPTIONS.items()}
+    assert list(own_options().items()) == list(own.items())
+    of_constructor, of_model = get_type_hints(PPOExt.__init__), get_type_hints(PPOExtOptions)
+    assert {name: of_constructor[name] for name in own} == of_model
+    for name in ALL_OPTIONS.keys() - own.keys():
+        assert signature[name].default == ALL_OPTIONS[name].default, name
+        assert of_constructor[name] == get_type_hints(table.PPOOptions)[name], name
+
+
+def test_rows_accept_their_own_values():
+    """Default and examples, which differ from each other."""
+    for name, row in ALL_OPTIONS.items():
+        for value in (row.default, *row.examples):
+            row.accepted.check(name, value)
+        assert row.examples, name
+        assert row.default not in row.examples, name
 
 
 def test_every_option_is_documented():
-    """In the docstring and in docs/options.md."""
-    for name in own_options():
-        assert f":param {name}:" in PPOExt.__doc__, name
-        assert f"`{name}" in DOCS.read_text(encoding="utf-8"), name
+    """The docstring says what the row says and what else there is to say; docs/options.md names each of ours."""
+    text = inspect.cleandoc(PPOExt.__doc__)
+    said = dict(re.findall(r"^:param (\w+): (.*(?:\n +.*)*)", text, re.MULTILINE))
+    for name, row in ALL_OPTIONS.items():
+        assert " ".join(said[name].split()).replace("``", "`").startswith(row.doc), name
+    for name in OWN_OPTIONS:
+        assert f"`{name}" in (DOCS / "options.md").read_text(encoding="utf-8"), name
+
+
+def test_reference_is_up_to_date():
+    """If not: `python -m sb3_ppo_ext.options.reference > docs/options_reference.md`."""
+    assert (DOCS / "options_reference.md").read_text(encoding="utf-8") == reference()
+
+
+@pytest.mark.parametrize(
+    ("choices", "registered"),
+    [
+        (table.Backend, ("auto", *ENGINES)),
+        (table.SurrogateName, tuple(SURROGATES)),
+        (table.ActionDist, [family.name for family in FAMILIES if family.name in ACTION_DISTS]),
+        (OptimizerName, ("adam", *OPTIMIZERS, "muon")),
+    ],
+    ids=["backend", "surrogate", "action_dist", "optimizer"],
+)
+def test_types_name_what_is_registered(choices, registered):
+    """An editor offers what there is."""
+    assert get_args(choices) == tuple(registered)
+
+
+CONFLICTS = [
+    needed_by(row) | {row.name: value} | dict(conflict.when.example)
+    for row in ALL_OPTIONS.values()
+    for value in row.examples
+    for conflict in row.conflicts
+    if conflict.when.example
+]
+
+
+@pytest.mark.parametrize("options", CONFLICTS, ids=str)
+def test_each_conflict_is_refused(options):
+    """What the table says cannot be combined."""
+    with pytest.raises(ValueError, match="is not valid"):
+        make(options)
+
+
+SNIPPET = """
+from sb3_ppo_ext import PPOExt
+
+model = PPOExt("MlpPolicy", "CartPole-v1", {})
+reveal_type(model.vtrace)
+"""
+
+
+@pytest.mark.integration
+def test_mypy_finds_a_typo(tmp_path):
+    """In a value and in a name; and it knows the options as attributes."""
+    api = pytest.importorskip("mypy.api")
+    found = {}
+    arguments = ['action_dist="beta"', 'action_dist="betta"', "vtrase=True", "n_steps=2.5", 'ent_coef="lin_0.01"']
+    files = [tmp_path / f"snippet_{i}.py" for i in range(len(arguments))]
+    for argument, file in zip(arguments, files, strict=True):
+        file.write_text(SNIPPET.format(argument))
+    printed, _, _ = api.run(["--config-file=", f"--cache-dir={DOCS.parent / '.mypy_cache'}", *map(str, files)])
+    for argument, file in zip(arguments, files, strict=True):
+        lines = [line for line in printed.splitlines() if file.name in line]
+        assert any('Revealed type is "bool"' in line or 'Revealed type is "builtins.bool"' in line for line in lines), printed
+        found[argument] = [line for line in lines if "error:" in line]
+    assert {argument for argument, errors in found.items() if errors} == set(arguments[1:4]), printed
+    assert "Literal['gaussian', 'squashed_gaussian', 'beta']" in found['action_dist="betta"'][0]
 
 
 def test_example_of_the_documentation():
     """The subclass with its own loss, word for word but for the number of steps, which are fewer."""
-    (code,) = re.findall(r"```python\n(import torch.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = re.findall(r"```python\n(import torch.*?)```", (DOCS / "options.md").read_text(encoding="utf-8"), re.DOTALL)
     namespace = {}
     exec(code.replace("50_000", "8192"), namespace)
     assert 0 < namespace["model"].logger.name_to_value["train/asymmetry"] < 1
@@ -102,6 +188,17 @@ def test_enough_pairs():
     """The combinations are a few hundred, most of them legal."""
     assert 100 < len(COMBINATIONS) < 500
     assert sum(is_legal(*combination) for combination in COMBINATIONS) > 0.5 * len(COMBINATIONS)
+
+
+def test_table_agrees_with_the_oracle():
+    """The conflicts in the rows are those of `is_legal`, which is written independently."""
+    rows = ALL_OPTIONS.values()
+    fixed = {row.attribute: row.default for row in rows} | dict(policy_kwargs={}, rollout_buffer_class=None)
+    for options, action_space in COMBINATIONS:
+        model = SimpleNamespace(**{**fixed, **options}, action_space=action_space)
+        changed = [row for row in rows if getattr(model, row.attribute) != fixed[row.attribute]]
+        refused = [row.name for row in changed if any(conflict.when.holds(model) for conflict in row.conflicts)]
+        assert bool(refused) != is_legal(options, action_space), (options, action_space, refused)
 
 
 # Zips
@@ -175,6 +272,16 @@ def test_parameters_hold_what_was_learned():
     other = make(options)
     other.set_parameters({"policy": model.policy.state_dict()}, exact_match=False)
     assert other.kl_coefficient.value == 0.1
+
+
+def test_zips_that_lack_an_option(tmp_path):
+    """They were saved before there was one: it has its default."""
+    model = make(dict(surrogate="spo", kl_coef=0.1, advantage_norm="ema"))
+    model.save(tmp_path / "model.zip", exclude=list(OWN_OPTIONS))
+    loaded = PPOExt.load(tmp_path / "model.zip", env=make_toys())
+    assert {name: getattr(loaded, name) for name in OWN_OPTIONS} == own_options()
+    assert_equal(model.policy.state_dict(), loaded.policy.state_dict(), "policy")
+    loaded.learn(32)
 
 
 # RL Zoo

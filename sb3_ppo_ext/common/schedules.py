@@ -1,7 +1,7 @@
 """Numbers, callables and strings such as ``"lin_0.001"``, turned into schedules; what follows the KL divergence instead."""
 
 import math
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
@@ -9,6 +9,7 @@ from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
 from sb3_ppo_ext.common.validation import check_number, refuse
 
 ScheduleLike: TypeAlias = float | str | Schedule
+LrDecay: TypeAlias = Literal["constant", "linear", "cosine"]
 
 
 def make_schedule(name: str, value: ScheduleLike, positive: bool = False, infinite: bool = False) -> FloatSchedule:
@@ -93,7 +94,7 @@ class DecaySchedule:
     :param warmup: As a fraction of the training, in [0, 1)
     """
 
-    def __init__(self, schedule: Schedule, decay: str, min_fraction: float, warmup: float):
+    def __init__(self, schedule: Schedule, decay: LrDecay, min_fraction: float, warmup: float):
         self.schedule, self.decay, self.min_fraction, self.warmup = schedule, decay, min_fraction, warmup
 
     def __call__(self, progress_remaining: float) -> float:

@@ -53,6 +53,7 @@ def check_number(
     open_low: bool = False,
     integer: bool = False,
     infinite: bool = False,
+    open_high: bool = False,
 ) -> None:
     """
     :param name: The argument
@@ -60,6 +61,7 @@ def check_number(
     :param open_low: Whether ``low`` itself is refused
     :param integer: Whether it must be an integer
     :param infinite: Whether infinity is accepted
+    :param open_high: Whether ``high`` itself is refused
     :raises BadArgumentError: if it is not such a number
     """
     integers, kind = (int, np.integer), "an integer" if integer else "a number"
@@ -70,14 +72,17 @@ def check_number(
         )
         refuse(name, value, f"give {kind}{hint}")
     above = low < value if open_low else low <= value
+    below = value < high if open_high else value <= high
     # NaN fails as well
-    if not (above and value <= high and (infinite or math.isfinite(value))):
-        refuse(name, value, f"give {kind} {_interval(low, high, open_low)}")
+    if not (above and below and (infinite or math.isfinite(value))):
+        refuse(name, value, f"give {kind} {_interval(low, high, open_low, open_high)}")
 
 
-def _interval(low: float, high: float, open_low: bool) -> str:
+def _interval(low: float, high: float, open_low: bool, open_high: bool) -> str:
     if math.isinf(low):
         return "that is finite"
+    if open_high:
+        return f"of at least {low:g} and less than {high:g}"
     if math.isinf(high):
         return f"{'greater than' if open_low else 'of at least'} {low:g}"
     return f"between {low:g} and {high:g}"

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Set
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -15,6 +15,7 @@ from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, refuse
 Muon: type[th.optim.Optimizer] | None = getattr(th.optim, "Muon", None)
 # Beside "adam", which stands for the policy's own class, and "muon"
 OPTIMIZERS: dict[str, type[th.optim.Optimizer]] = {"adamw": th.optim.AdamW, "sgd": th.optim.SGD}
+OptimizerName: TypeAlias = Literal["adam", "adamw", "sgd", "muon"]
 # SB3's, which its policy puts into the arguments of its default optimiser
 ADAM_EPS = 1e-5
 

@@ -12,69 +12,28 @@ from support.parity import assert_equal
 from support.toys import BOX_ACTION, make_toys
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.options import ALL_OPTIONS, OWN_OPTIONS
+from sb3_ppo_ext.options.reference import needed_by
 
 SMALL = dict(n_steps=8, batch_size=8, n_epochs=2, seed=3, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
 
-# Each of our options with the values that are not its default, and what it needs beside it.
-VALUES = {
-    "action_dist": ["squashed_gaussian", "beta"],
-    "deterministic_action": ["mode"],
-    "advantage_norm": ["rollout", "ema"],
-    "adv_ema_alpha": [0.5],
-    "adv_ema_warm_start": [False],
+# Values that act on the toys, where the example of the documentation would hardly do so.
+TOY_VALUES = {
     "adv_min_std": [0.5],
     "adv_clip": [1.0],
-    "adv_shift_mean": [False],
-    "bounds_coef": [0.1],
     "bounds_limit": [0.0],
-    "vf_clip_mode": ["max"],
-    "surrogate": ["spo"],
-    "dual_clip": [3.0],
-    "kl_coef": [0.5],
-    "kl_target": [0.01],
-    "ent_coef": ["lin_0.01"],
-    "vtrace": [True],
-    "vtrace_rho": [0.9],
-    "vtrace_c": [0.9],
-    "priority_alpha": [0.6],
-    "priority_beta": [0.9],
     "priority_segment": [2],
-    "optimizer": ["adamw", "sgd", "muon"],
-    "weight_decay": [0.01],
-    "critic_learning_rate": [1e-3],
-    "lr_decay": ["linear", "cosine"],
-    "lr_min_fraction": [0.5],
     "lr_warmup": [0.3],
-    "adaptive_lr_kl": [0.01],
-    "adaptive_lr_bounds": [(1e-4, 1e-3)],
     "max_clip_fraction": [0.05],
     "accumulate_grad": [3],
-    "bad_gradients": ["skip"],
-    "backend": ["eager", "fused", "native"],
-    # SB3's, which meet ours
-    "clip_range_vf": [0.1],
-    "target_kl": [0.01],
-    "normalize_advantage": [False],
-    "use_sde": [True],
     "max_grad_norm": [0.01],
+    "backend": ["eager", "fused", "native"],  # "compile" takes seconds: see tests/engines/test_compiled.py
 }
-NEEDS = {
-    "deterministic_action": dict(action_dist="beta"),
-    "adv_ema_alpha": dict(advantage_norm="ema"),
-    "adv_ema_warm_start": dict(advantage_norm="ema"),
-    "adv_min_std": dict(advantage_norm="ema"),
-    "adv_clip": dict(advantage_norm="ema"),
-    "adv_shift_mean": dict(advantage_norm="ema"),
-    "bounds_limit": dict(bounds_coef=0.1),
-    "vf_clip_mode": dict(clip_range_vf=0.1),
-    "kl_target": dict(kl_coef=0.5),
-    "vtrace_rho": dict(vtrace=True),
-    "vtrace_c": dict(vtrace=True),
-    "priority_beta": dict(priority_alpha=0.6),
-    "priority_segment": dict(priority_alpha=0.6),
-    "lr_min_fraction": dict(lr_decay="linear"),
-    "adaptive_lr_bounds": dict(adaptive_lr_kl=0.01),
-}
+# Those of SB3 that meet ours
+OF_SB3 = ("ent_coef", "clip_range_vf", "target_kl", "normalize_advantage", "use_sde", "max_grad_norm")
+# Each option with values that are not its default, and what it needs beside it
+VALUES = {name: list(ALL_OPTIONS[name].examples) for name in (*OWN_OPTIONS, *OF_SB3)} | TOY_VALUES
+NEEDS = {name: needed_by(ALL_OPTIONS[name]) for name in VALUES}
 SINGLE = [{**NEEDS.get(name, {}), name: value} for name, values in VALUES.items() for value in values]
 
 

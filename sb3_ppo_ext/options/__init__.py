@@ -1,0 +1,6 @@
+"""The options of PPOExt: one row each in ``table.py``, from which checks, documentation and tests derive."""
+
+from sb3_ppo_ext.options.rules import check_options
+from sb3_ppo_ext.options.table import ALL_OPTIONS, OWN_OPTIONS, PPOExtOptions
+
+__all__ = ["ALL_OPTIONS", "OWN_OPTIONS", "PPOExtOptions", "check_options"]

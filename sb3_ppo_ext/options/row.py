@@ -1,0 +1,193 @@
+"""What a row of the table of options says, and how it is read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from sb3_ppo_ext.common.schedules import is_constant
+from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.options.values import Accepted, Choice, Flag, Optional, shown
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class When:
+    """
+    A condition on the settings of a model.
+
+    :param text: The condition in Markdown, behind "not with"
+    :param holds: Whether a model meets it
+    :param example: Options that meet it, empty if it takes more than options
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+    example: Mapping[str, Any] = field(default_factory=dict)
+
+
+def equals(name: str, value: Any) -> When:
+    """
+    :param name: Name of an option
+    :param value: Value of this option
+    :return: The condition that the option has the value
+    """
+    return When(f"`{name}={shown(value)}`", lambda model: getattr(model, name) == value, {name: value})
+
+
+def differs(name: str, value: Any, example: Any) -> When:
+    """
+    :param name: Name of an option
+    :param value: Value of this option
+    :param example: Another value
+    :return: The condition that the option has another value than ``value``
+    """
+    return When(f"`{name}` other than `{shown(value)}`", lambda model: getattr(model, name) != value, {name: example})
+
+
+def has_schedule(name: str) -> When:
+    """
+    :param name: Name of an option
+    :return: The condition that the option is a schedule, and not a number
+    """
+
+    def holds(model: Any) -> bool:
+        value = getattr(model, name)
+        return value is not None and not is_constant(value)
+
+    return When(f"a schedule as `{name}`", holds, {name: "lin_0.001"})
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """
+    What an option cannot be combined with.
+
+    :param when: Refused if the option is not at its default and this holds
+    :param remedy: What the error message tells the user to do, a format string with the attributes of the model;
+        ``None`` if it is refused elsewhere, where the policy is known
+    """
+
+    when: When
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Need:
+    """
+    What an option needs to have an effect.
+
+    :param name: Name of another option
+    :param value: Value of the other option, ``None`` for any but its default
+    """
+
+    name: str
+    value: Any = None
+
+    def described(self) -> str:
+        """:return: The need in Markdown"""
+        return f"`{self.name}`" if self.value is None else f"`{self.name}={shown(self.value)}`"
+
+
+@dataclass(frozen=True)
+class Option:
+    """
+    One row of the table.
+
+    :param name: Name of the argument of the constructor
+    :param default: Default of this argument
+    :param accepted: Accepted values
+    :param group: Title of the section of the reference
+    :param doc: One sentence in Markdown; the ``:param`` line of the constructor starts with it
+    :param examples: Values other than the default
+    :param needs: What the option needs to have an effect
+    :param conflicts: What the option cannot be combined with
+    :param attribute: Name of the attribute of the model
+    """
+
+    name: str
+    default: Any
+    accepted: Accepted
+    group: str
+    doc: str
+    examples: tuple[Any, ...]
+    needs: Need | None
+    conflicts: tuple[Conflict, ...]
+    attribute: str
+
+    def check(self, model: Any) -> None:
+        """
+        :param model: A model that has the option as an attribute
+        :raises ValueError: if the value of the option is not accepted
+        """
+        self.accepted.check(self.name, getattr(model, self.attribute))
+
+    def check_conflicts(self, model: Any) -> None:
+        """
+        :param model: A model that has all options as attributes
+        :raises ValueError: if the option is not at its default, and the model meets the condition of one of its conflicts
+        """
+        value = getattr(model, self.attribute)
+        if not self.conflicts or value == self.default:
+            return
+        for conflict in self.conflicts:
+            if conflict.remedy is not None and conflict.when.holds(model):
+                refuse(self.name, value, conflict.remedy.format_map(_Attributes(model)))
+
+
+class _Attributes(dict[str, Any]):
+    """The attributes of an object as a dictionary."""
+
+    def __init__(self, of: Any):
+        super().__init__()
+        self.of = of
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+
+def option(
+    default: T,
+    doc: str,
+    *,
+    group: str,
+    accepted: Accepted | None = None,
+    example: Any = None,
+    needs: Need | None = None,
+    conflicts: tuple[Conflict, ...] = (),
+    attribute: str | None = None,
+) -> T:
+    """
+    Make a field of a dataclass a row of the table. The parameters are those of :class:`Option`.
+
+    :param accepted: ``None`` if the type of the field says it: a ``Literal`` or ``bool``
+    :param example: A value other than the default; not needed where all accepted values can be listed
+    :param attribute: ``None`` if it is the name of the field
+    """
+    metadata = dict(accepted=accepted, group=group, doc=doc, example=example)
+    metadata |= dict(needs=needs, conflicts=conflicts, attribute=attribute)
+    return field(default=default, metadata=metadata)
+
+
+def rows_of(table: type) -> dict[str, Option]:
+    """
+    :param table: A dataclass whose fields are made by :func:`option`
+    :return: Its rows by name
+    """
+    types, rows = get_type_hints(table), {}
+    for each in fields(table):
+        metadata = dict(each.metadata)
+        accepted = _accepted(types[each.name], metadata.pop("accepted"))
+        example = metadata.pop("example")
+        examples = tuple(value for value in accepted.all() if value != each.default) if example is None else (example,)
+        metadata["attribute"] = metadata["attribute"] or each.name
+        rows[each.name] = Option(each.name, each.default, accepted, examples=examples, **metadata)
+    return rows
+
+
+def _accepted(kind: Any, accepted: Accepted | None) -> Accepted:
+    if accepted is None:
+        accepted = Flag() if kind is bool else Choice(get_args(kind))
+    is_union = get_origin(kind) in (Union, UnionType)
+    return Optional(accepted) if is_union and type(None) in get_args(kind) else accepted

@@ -1,0 +1,110 @@
+"""The check of all options of a model: the rows of the table, and what takes more than the options to judge."""
+
+from typing import Any, Protocol
+
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_ppo_ext.common.validation import check_kwargs, check_number, keywords_of, refuse
+from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
+from sb3_ppo_ext.options.table import ALL_OPTIONS, ActionDist, AdvantageNorm, DeterministicAction
+from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, check_action_distribution, with_action_distributions
+
+
+class ConfiguredModel(Protocol):
+    """The attributes of a ``PPOExt`` that are read here, beside those of the rows."""
+
+    action_dist: ActionDist
+    deterministic_action: DeterministicAction
+    advantage_norm: AdvantageNorm
+    accumulate_grad: int
+    n_steps: int
+    batch_size: int
+    normalize_advantage: bool
+    use_sde: bool
+    sde_sample_freq: int
+    env: VecEnv | None
+    policy_class: Any
+    policy_kwargs: dict[str, Any]
+    rollout_buffer_class: type[RolloutBuffer] | None
+    rollout_buffer_kwargs: dict[str, Any]
+
+
+def check_options(model: ConfiguredModel) -> None:
+    """
+    Check every option of a model, and that the options go together.
+
+    :param model: A ``PPOExt``, with or without its environment
+    :raises ValueError: if the value of an option is not valid, or two options do not go together
+    """
+    for option in ALL_OPTIONS.values():
+        option.check(model)
+    if model.use_sde:
+        check_number("sde_sample_freq", model.sde_sample_freq)
+    _check_minibatches(model)
+    _check_policy(model)
+    _check_buffer(model)
+    for option in ALL_OPTIONS.values():
+        option.check_conflicts(model)
+
+
+def _check_minibatches(model: ConfiguredModel) -> None:
+    if not model.normalize_advantage:
+        return
+    remedy = "with `normalize_advantage` the standard deviation of the advantages needs at least 2 samples"
+    if model.batch_size < 2 and model.advantage_norm == "minibatch" and model.accumulate_grad < 2:
+        refuse("batch_size", model.batch_size, f"{remedy}; give 2 or more, or `normalize_advantage=False`")
+    if model.env is not None and model.env.num_envs * model.n_steps < 2:
+        refuse("n_steps", model.n_steps, f"{remedy}, and n_envs={model.env.num_envs}; raise one of the two")
+
+
+def _check_policy(model: ConfiguredModel) -> None:
+    for name in ("action_dist", "deterministic_action"):
+        if name in model.policy_kwargs:
+            remedy = "it is an argument of the algorithm, so that tuning cannot drop it; give it there, not in `policy_kwargs`"
+            refuse(name, model.policy_kwargs[name], remedy)
+    policy_class = with_action_distributions(model.policy_class)
+    _check_keywords(model, policy_class)
+    if issubclass(policy_class, ActionDistributionMixin):  # What the keywords of another class mean is its own business.
+        check_action_distribution(
+            model.action_dist,
+            model.deterministic_action,
+            mean_tanh=model.policy_kwargs.get("mean_tanh", False),
+            learn_std=model.policy_kwargs.get("learn_std", True),
+            action_space=getattr(model, "action_space", None),
+            use_sde=model.use_sde,
+            log_std_init=model.policy_kwargs.get("log_std_init", 0.0),
+        )
+    given_to_policy = ("observation_space", "action_space", "lr_schedule", "use_sde")
+    check_kwargs("policy_kwargs", model.policy_kwargs, policy_class, given_to_policy)
+
+
+def _check_keywords(model: ConfiguredModel, policy_class: Any) -> None:
+    given = {name: value for name, value in model.policy_kwargs.items() if name in ("mean_tanh", "learn_std")}
+    if model.action_dist != "gaussian":
+        given["action_dist"] = model.action_dist
+    for name, value in given.items():
+        if not _knows(policy_class, name):
+            remedy = (
+                "does not take it; let it inherit `sb3_ppo_ext.MlpPolicy`, `CnnPolicy` or `MultiInputPolicy`, with `**kwargs`"
+            )
+            refuse(name, value, f"{policy_class.__name__} {remedy}")
+
+
+def _knows(policy_class: Any, keyword: str) -> bool:
+    keywords = keywords_of(policy_class)
+    if keywords is None:
+        return keyword != "action_dist" or issubclass(policy_class, ActionDistributionMixin)
+    return keyword in keywords
+
+
+def _check_buffer(model: ConfiguredModel) -> None:
+    buffer_class: Any = model.rollout_buffer_class or RolloutBuffer
+    if not callable(buffer_class):
+        refuse("rollout_buffer_class", buffer_class, "give a class, or None")
+    given_to_buffer = ("buffer_size", "observation_space", "action_space", "device", "gamma", "gae_lambda", "n_envs")
+    check_kwargs("rollout_buffer_kwargs", model.rollout_buffer_kwargs, buffer_class, given_to_buffer)
+    reads_sequences = isinstance(model.policy_class, type) and issubclass(model.policy_class, TransformerPolicyMixin)
+    if reads_sequences and buffer_class not in (RolloutBuffer, DictRolloutBuffer):
+        remedy = f"{model.policy_class.__name__} has a buffer of its own; give None"
+        refuse("rollout_buffer_class", buffer_class, remedy)

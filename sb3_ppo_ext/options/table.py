@@ -1,0 +1,447 @@
+"""
+The options of PPOExt, one row each: type, default, accepted values, meaning, example, and what goes with what.
+
+From the rows derive the checks, the reference in ``docs/options_reference.md``, and the tests of single options and pairs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer
+
+from sb3_ppo_ext.common.schedules import LrDecay, ScheduleLike, is_constant, value_of
+from sb3_ppo_ext.distributions import ACTION_DISTS, ActionDist, DeterministicAction
+from sb3_ppo_ext.engines.registry import Backend
+from sb3_ppo_ext.options.row import Conflict, Need, When, differs, equals, has_schedule, option, rows_of
+from sb3_ppo_ext.options.values import Bounds, Dictionary, Flag, Number, Schedule
+from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
+from sb3_ppo_ext.update.losses import SurrogateName, VfClipMode
+from sb3_ppo_ext.update.optimizers import OptimizerName
+from sb3_ppo_ext.update.rollout import knows_indices
+
+SB3 = "Parameters of SB3's PPO"
+DISTRIBUTION = "Action distribution"
+ADVANTAGES = "Advantages"
+LOSSES = "Losses"
+SAMPLING = "Sampling"
+OPTIMISER = "Optimiser"
+LEARNING_RATE = "Learning rate"
+GUARDS = "Guards"
+ENGINE = "Engine"
+
+COUNT = Number(1, integer=True)
+FRACTION = Number(0, 1)
+NOT_NEGATIVE = Number(0)
+POSITIVE = Number(0, open_low=True)
+POSITIVE_OR_INFINITE = Number(0, open_low=True, infinite=True)
+
+
+def _draws_its_own_minibatches(model: Any) -> bool:
+    return not knows_indices(model.rollout_buffer_class or RolloutBuffer)
+
+
+def _has_own_estimates(model: Any) -> bool:
+    buffer_class = model.rollout_buffer_class or RolloutBuffer
+    estimates = getattr(buffer_class, "compute_returns_and_advantage", None)
+    return estimates is not RolloutBuffer.compute_returns_and_advantage
+
+
+OWN_GET = When("a `rollout_buffer_class` that overrides `get`", _draws_its_own_minibatches)
+OWN_GET_REMEDY = "it must know which samples make a minibatch, and {rollout_buffer_class} has its own `get`; inherit SB3's"
+OWN_GET_CONFLICT = Conflict(OWN_GET, OWN_GET_REMEDY)
+# `advantage_norm` has no effect without `normalize_advantage`.
+NORMALIZED_OWN_GET = When(OWN_GET.text, lambda model: model.normalize_advantage and _draws_its_own_minibatches(model))
+OWN_ESTIMATES = When("a `rollout_buffer_class` that overrides `compute_returns_and_advantage`", _has_own_estimates)
+NOT_BOX = When(
+    "action spaces other than `Box`", lambda model: not isinstance(getattr(model, "action_space", None), spaces.Box | None)
+)
+MEAN_TANH = When(
+    "`mean_tanh=True` in `policy_kwargs`",
+    lambda model: bool(model.policy_kwargs.get("mean_tanh")),
+    {"policy_kwargs": {"mean_tanh": True}},
+)
+OPTIMIZER_CLASS = When("an `optimizer_class` in `policy_kwargs`", lambda model: "optimizer_class" in model.policy_kwargs)
+NO_CRITIC = When("policies without a critic of their own", lambda model: False)
+SPO_WITHOUT_RANGE = When(
+    '`surrogate="spo"` if it is 0',
+    lambda model: model.surrogate == "spo" and is_constant(model.clip_range) and value_of(model.clip_range, 1.0) == 0,
+    {"surrogate": "spo", "clip_range": 0.0},
+)
+# Action distributions whose mean cannot leave the bounds
+MEAN_BOUNDED = [name for name, family in ACTION_DISTS.items() if family.unsquashed_mean is None]
+MEAN_WITHIN_BOUNDS = 'the mean cannot leave the bounds with `action_dist="beta"` or `mean_tanh=True`; leave it at 0'
+KL_DRIVES_RATE = (
+    "the KL divergence drives the learning rate; "
+    "give a number as `learning_rate`, no `lr_decay`, no `lr_warmup`, or `adaptive_lr_kl=None`"
+)
+
+
+@dataclass(init=False, repr=False, eq=False)
+class PPOOptions:
+    """The parameters of SB3's PPO whose values are checked, with SB3's defaults, in SB3's order."""
+
+    learning_rate: ScheduleLike = option(
+        3e-4, "Learning rate of the optimiser", group=SB3, accepted=Schedule(), example="lin_0.001"
+    )
+    n_steps: int = option(
+        2048, "Number of steps to run for each environment per update", group=SB3, accepted=COUNT, example=1024
+    )
+    batch_size: int = option(64, "Minibatch size", group=SB3, accepted=COUNT, example=256)
+    n_epochs: int = option(10, "Number of passes over the rollout in each update", group=SB3, accepted=COUNT, example=4)
+    gamma: float = option(0.99, "Discount factor", group=SB3, accepted=FRACTION, example=0.95)
+    gae_lambda: float = option(
+        0.95,
+        "Factor for the trade-off of bias and variance in Generalized Advantage Estimation (GAE)",
+        group=SB3,
+        accepted=FRACTION,
+        example=0.9,
+    )
+    clip_range: ScheduleLike = option(
+        0.2,
+        "Clipping parameter of the probability ratio",
+        group=SB3,
+        accepted=Schedule(infinite=True),
+        example="lin_0.2",
+        conflicts=(Conflict(SPO_WITHOUT_RANGE, '`surrogate="spo"` divides by it; give more than 0'),),
+    )
+    clip_range_vf: ScheduleLike | None = option(
+        None,
+        "Clipping parameter of the value function, in units of the return; `None` for no clipping",
+        group=SB3,
+        accepted=Schedule(positive=True, infinite=True),
+        example=0.1,
+    )
+    normalize_advantage: bool = option(True, "Whether to normalize the advantages", group=SB3, accepted=Flag(as_sb3=True))
+    ent_coef: ScheduleLike = option(
+        0.0, "Coefficient of the entropy in the loss", group=SB3, accepted=Schedule(), example="lin_0.01"
+    )
+    vf_coef: float = option(0.5, "Coefficient of the value loss", group=SB3, accepted=NOT_NEGATIVE, example=1.0)
+    max_grad_norm: float = option(
+        0.5,
+        "Maximum norm of the gradient, which is scaled down if it is larger",
+        group=SB3,
+        accepted=Number(0, infinite=True),
+        example=1.0,
+    )
+    use_sde: bool = option(
+        False,
+        "Whether to use generalized State-Dependent Exploration (gSDE) instead of independent noise at each step",
+        group=SB3,
+        accepted=Flag(as_sb3=True),
+        conflicts=(Conflict(NOT_BOX),),
+    )
+    target_kl: float | None = option(
+        None,
+        "Stop the update early when the estimated KL divergence exceeds 1.5 times this value; `None` for no limit",
+        group=SB3,
+        accepted=Number(0, infinite=True),
+        example=0.01,
+    )
+    stats_window_size: int = option(
+        100,
+        "Number of episodes over which the logged success rate, mean episode length and mean reward are averaged",
+        group=SB3,
+        accepted=Number(0, integer=True),
+        example=20,
+        attribute="_stats_window_size",
+    )
+    policy_kwargs: dict[str, Any] | None = option(
+        None,
+        "Additional keyword arguments to be passed to the policy on creation",
+        group=SB3,
+        accepted=Dictionary(),
+        example={"net_arch": [256, 256]},
+    )
+    seed: int | None = option(
+        None,
+        "Seed of the pseudo-random number generators",
+        group=SB3,
+        accepted=Number(0, 2**32 - 1, integer=True),
+        example=1,
+    )
+
+
+@dataclass(init=False, repr=False, eq=False)
+class PPOExtOptions:
+    """The options that PPOExt adds to SB3's PPO, in the order of its constructor. They are attributes of the model."""
+
+    action_dist: ActionDist = option(
+        "gaussian",
+        'Distribution of the actions in a `Box` action space: `"gaussian"` is SB3\'s, whose samples are clipped to the '
+        'bounds; `"squashed_gaussian"` (the tanh of a Gaussian) and `"beta"` stay within the bounds',
+        group=DISTRIBUTION,
+        conflicts=(Conflict(equals("use_sde", True)), Conflict(NOT_BOX)),
+    )
+    deterministic_action: DeterministicAction = option(
+        "mean",
+        "Action of a Beta distribution that `predict(..., deterministic=True)` returns",
+        group=DISTRIBUTION,
+        needs=Need("action_dist", "beta"),
+        conflicts=(Conflict(equals("action_dist", "squashed_gaussian")),),
+    )
+    advantage_norm: AdvantageNorm = option(
+        "minibatch",
+        'Statistics that `normalize_advantage` normalizes by: those of each `"minibatch"`, those of the `"rollout"`, or '
+        'exponential moving averages over the rollouts (`"ema"`)',
+        group=ADVANTAGES,
+        needs=Need("normalize_advantage", True),
+        conflicts=(Conflict(NORMALIZED_OWN_GET, OWN_GET_REMEDY),),
+    )
+    adv_ema_alpha: float = option(
+        0.05,
+        "Weight of the newest rollout in the moving averages",
+        group=ADVANTAGES,
+        accepted=Number(0, 1, open_low=True),
+        example=0.2,
+        needs=Need("advantage_norm", "ema"),
+    )
+    adv_ema_warm_start: bool = option(
+        True,
+        "Whether the moving averages are corrected for their bias at the start and include a rollout before it is "
+        "normalized; `False` is ProtoMotions' scheme",
+        group=ADVANTAGES,
+        needs=Need("advantage_norm", "ema"),
+    )
+    adv_min_std: float = option(
+        1e-8,
+        "Smallest standard deviation that advantages are divided by, in units of the return",
+        group=ADVANTAGES,
+        accepted=POSITIVE,
+        example=0.02,
+        needs=Need("advantage_norm", "ema"),
+    )
+    adv_clip: float = option(
+        4.0,
+        "Largest absolute value of a normalized advantage, to which larger ones are clipped",
+        group=ADVANTAGES,
+        accepted=POSITIVE_OR_INFINITE,
+        example=3.0,
+        needs=Need("advantage_norm", "ema"),
+    )
+    adv_shift_mean: bool = option(
+        True,
+        "Whether the mean is subtracted from the advantages",
+        group=ADVANTAGES,
+        needs=Need("advantage_norm", "ema"),
+    )
+    bounds_coef: float = option(
+        0.0,
+        "Coefficient of the bounds loss, which penalizes mean actions outside the bounds of a `Box` action space",
+        group=LOSSES,
+        accepted=NOT_NEGATIVE,
+        example=0.1,
+        conflicts=(
+            Conflict(NOT_BOX, "{action_space} has no bounds; leave it at 0"),
+            *(Conflict(equals("action_dist", name), MEAN_WITHIN_BOUNDS) for name in MEAN_BOUNDED),
+            Conflict(MEAN_TANH, MEAN_WITHIN_BOUNDS),
+        ),
+    )
+    bounds_limit: float = option(
+        1.1,
+        "Absolute value of the mean action above which the bounds loss acts, where 1 is the bound of the action space",
+        group=LOSSES,
+        accepted=NOT_NEGATIVE,
+        example=1.0,
+        needs=Need("bounds_coef"),
+    )
+    vf_clip_mode: VfClipMode = option(
+        "clip",
+        'Value loss with `clip_range_vf`: `"clip"` is the error of the clipped value (SB3), `"max"` the larger of the '
+        "clipped and the unclipped error (PPO2)",
+        group=LOSSES,
+        needs=Need("clip_range_vf"),
+    )
+    surrogate: SurrogateName = option(
+        "clip",
+        'Policy loss: `"clip"` is PPO\'s clipped surrogate, `"spo"` that of Simple Policy Optimization '
+        "(https://arxiv.org/abs/2401.16025)",
+        group=LOSSES,
+    )
+    dual_clip: float | None = option(
+        None,
+        "Bound of the policy loss for negative advantages, as a multiple of the advantage "
+        "(https://arxiv.org/abs/1912.09729); `None` for no bound",
+        group=LOSSES,
+        accepted=Number(1, open_low=True),
+        example=3.0,
+        conflicts=(
+            Conflict(
+                differs("surrogate", "clip", example="spo"), 'it is for `surrogate="clip"`, not {surrogate!r}; give None'
+            ),
+        ),
+    )
+    kl_coef: float = option(
+        0.0,
+        "Coefficient of the KL penalty, KL(old policy || new policy)",
+        group=LOSSES,
+        accepted=NOT_NEGATIVE,
+        example=0.5,
+        conflicts=(OWN_GET_CONFLICT,),
+    )
+    kl_target: float | None = option(
+        None,
+        "KL divergence in nats that `kl_coef` is adapted to after each update; `None` for a fixed coefficient",
+        group=LOSSES,
+        accepted=POSITIVE,
+        example=0.01,
+        needs=Need("kl_coef"),
+        conflicts=(
+            Conflict(equals("kl_coef", 0.0), "it adapts `kl_coef`, which is 0; give that a value to start from, such as 1.0"),
+        ),
+    )
+    vtrace: bool = option(
+        False,
+        "Whether to estimate the advantages anew before each epoch, corrected by V-trace for the change of the policy since "
+        "the rollout (https://arxiv.org/abs/1802.01561)",
+        group=ADVANTAGES,
+        conflicts=(
+            OWN_GET_CONFLICT,
+            Conflict(
+                OWN_ESTIMATES,
+                "it would replace the advantages that {rollout_buffer_class} computes; choose one of them",
+            ),
+        ),
+    )
+    vtrace_rho: float = option(
+        1.0,
+        "Upper bound of the importance ratio of a step, which weights its TD error",
+        group=ADVANTAGES,
+        accepted=POSITIVE_OR_INFINITE,
+        example=0.9,
+        needs=Need("vtrace", True),
+    )
+    vtrace_c: float = option(
+        1.0,
+        "Upper bound of the importance ratio that weights the TD errors of the steps that follow",
+        group=ADVANTAGES,
+        accepted=Number(0, infinite=True),
+        example=0.9,
+        needs=Need("vtrace", True),
+    )
+    priority_alpha: float = option(
+        0.0,
+        "Exponent of the priority with which segments are drawn, their sum of absolute advantages: 0 for each sample once "
+        "per epoch, 1 for draws in proportion to it (https://arxiv.org/abs/1511.05952)",
+        group=SAMPLING,
+        accepted=NOT_NEGATIVE,
+        example=0.6,
+        conflicts=(OWN_GET_CONFLICT,),
+    )
+    priority_beta: float = option(
+        0.4,
+        "Exponent of the importance weights that correct for the priorities, at the start of the training; it grows to 1 at "
+        "the end",
+        group=SAMPLING,
+        accepted=FRACTION,
+        example=0.9,
+        needs=Need("priority_alpha"),
+    )
+    priority_segment: int = option(
+        16,
+        "Number of successive steps that are drawn together, at most `n_steps` and `batch_size`",
+        group=SAMPLING,
+        accepted=COUNT,
+        example=8,
+        needs=Need("priority_alpha"),
+    )
+    optimizer: OptimizerName = option(
+        "adam",
+        'Optimiser of the policy: `"adam"`, `"adamw"`, `"sgd"`, or `"muon"` for hidden weight matrices with AdamW for all '
+        "other parameters (needs torch 2.9)",
+        group=OPTIMISER,
+        conflicts=(Conflict(OPTIMIZER_CLASS, "`policy_kwargs` has an `optimizer_class`; give only one of the two"),),
+    )
+    weight_decay: float = option(
+        0.0,
+        'Weight decay of all parameters but `log_std`: decoupled for `"adamw"` and `"muon"`, an L2 penalty for the others',
+        group=OPTIMISER,
+        accepted=NOT_NEGATIVE,
+        example=0.01,
+    )
+    critic_learning_rate: ScheduleLike | None = option(
+        None,
+        "Learning rate of the critic, whose gradient is then clipped separately; `None` for `learning_rate`",
+        group=LEARNING_RATE,
+        accepted=Schedule(),
+        example=1e-3,
+        conflicts=(Conflict(NO_CRITIC),),
+    )
+    lr_decay: LrDecay = option(
+        "constant",
+        "Decay of the learning rates over the training",
+        group=LEARNING_RATE,
+        conflicts=tuple(
+            Conflict(has_schedule(name), f"`{name}` is a schedule by itself; give it a number, or no `lr_decay`")
+            for name in ("learning_rate", "critic_learning_rate")
+        ),
+    )
+    lr_min_fraction: float = option(
+        0.0,
+        "Fraction of the initial learning rate that is left at the end of the decay",
+        group=LEARNING_RATE,
+        accepted=FRACTION,
+        example=0.1,
+        needs=Need("lr_decay"),
+    )
+    lr_warmup: float = option(
+        0.0,
+        "Fraction of the training during which the learning rates grow linearly from 0",
+        group=LEARNING_RATE,
+        accepted=Number(0, 1, open_high=True),
+        example=0.05,
+    )
+    adaptive_lr_kl: float | None = option(
+        None,
+        "KL divergence in nats that the learning rate is adapted to after each update; `None` for no adaptation",
+        group=LEARNING_RATE,
+        accepted=POSITIVE,
+        example=0.01,
+        conflicts=(
+            Conflict(differs("lr_decay", "constant", example="linear"), KL_DRIVES_RATE),
+            Conflict(differs("lr_warmup", 0.0, example=0.3), KL_DRIVES_RATE),
+            Conflict(has_schedule("learning_rate"), KL_DRIVES_RATE),
+        ),
+    )
+    adaptive_lr_bounds: tuple[float, float] = option(
+        (1e-5, 1e-2),
+        "Smallest and largest value of the adapted learning rate, which also bound its initial value",
+        group=LEARNING_RATE,
+        accepted=Bounds("give the least and the largest learning rate, such as (1e-5, 1e-2)"),
+        example=(1e-4, 1e-3),
+        needs=Need("adaptive_lr_kl"),
+    )
+    max_clip_fraction: float | None = option(
+        None,
+        "Fraction of clipped samples in a minibatch above which the actor is frozen for the rest of the update, while the "
+        "critic goes on learning; `None` for no limit",
+        group=GUARDS,
+        accepted=FRACTION,
+        example=0.6,
+        conflicts=(Conflict(NO_CRITIC),),
+    )
+    accumulate_grad: int = option(
+        1,
+        "Number of minibatches whose gradients make one step of the optimiser: as with a larger `batch_size`, in less memory",
+        group=OPTIMISER,
+        accepted=COUNT,
+        example=4,
+        conflicts=(OWN_GET_CONFLICT,),
+    )
+    bad_gradients: BadGradients = option(
+        "raise",
+        'Reaction to a loss or gradient that is not finite: `"raise"` a `ValueError`, or `"skip"` the step of the optimiser',
+        group=GUARDS,
+    )
+    backend: Backend = option(
+        "auto",
+        'Engine that computes rollouts and updates: `"eager"` is PyTorch, equal to SB3\'s PPO to the bit; `"fused"` replaces '
+        'Adam and the clipping of gradients by C; `"native"` computes MLP policies on the CPU in C; `"compile"` uses '
+        '`torch.compile`; `"auto"` is the first of native, fused and eager that supports the policy and the options',
+        group=ENGINE,
+    )
+
+
+PPO_OPTIONS = rows_of(PPOOptions)
+OWN_OPTIONS = rows_of(PPOExtOptions)
+ALL_OPTIONS = PPO_OPTIONS | OWN_OPTIONS
