@@ -98,6 +98,7 @@ SAID_BY_PARENT |= {
     "step_wait",
     "close",
 }
+SAID_BY_PARENT |= {"check", "alternatives", "all"}  # of the accepted values of an option
 SAID_BY_PARENT |= {"get_images", "get_attr", "set_attr", "env_method", "env_is_wrapped"}
 
 
