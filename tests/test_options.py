@@ -1,5 +1,6 @@
 """Every option is saved, loaded and continued, from Python, YAML and `-params`; and any two go together or are refused."""
 
+import inspect
 import io
 import itertools
 import random

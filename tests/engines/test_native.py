@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from sb3_ppo_ext.engines.native.collecting import _reads_estimates
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EveryNTimesteps
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EveryNTimesteps
 from stable_baselines3.common.distributions import (
     CategoricalDistribution,
     DiagGaussianDistribution,
@@ -31,13 +30,15 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.guards import NonFinitePolicyError
 from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution, numpy_distribution
 from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
-from sb3_ppo_ext.engines.fused import FusedUpdate, NativeAdam
-from sb3_ppo_ext.engines.native import collecting as native_collecting
-from sb3_ppo_ext.engines.native import policy as native_policy
-from sb3_ppo_ext.engines.native import update as native_update
+from sb3_ppo_ext.engines.eager import EagerEngine
+from sb3_ppo_ext.engines.fused import FusedEngine
+from sb3_ppo_ext.engines.native import extension, gradients
+from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.native.minibatches import mean_of_each, normalize_each
-from sb3_ppo_ext.engines.native.policy import NativePolicy, why_not
-from sb3_ppo_ext.update.update import Update
+from sb3_ppo_ext.engines.native.policy import unsupported_reason
+from sb3_ppo_ext.engines.steppers import FusedAdamStepper
+from sb3_ppo_ext.rollout import collector
+from sb3_ppo_ext.rollout.user_code import runs_user_code
 
 _mlp = pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
 
@@ -306,7 +307,7 @@ def test_update_with_pairs_of_options(name):
 
 def test_reports_in_the_middle_of_an_update(monkeypatch):
     """Of long ones, so that not all is kept: each epoch counts once."""
-    monkeypatch.setattr(native_update, "MAX_MEASURED", 8)
+    monkeypatch.setattr(gradients, "MAX_MEASURED", 8)
     assert_same_update(learning_rate=1e-2, ent_coef=0.1, rtol=1e-4)
 
 
@@ -327,7 +328,7 @@ def test_fused_is_refused():
     """On parameters that the module cannot read."""
     with pytest.raises(ValueError, match=r"`backend='fused'`.*float32"):
         make(backend="fused", policy=Double)
-    assert type(make(backend="auto", policy=Double)._make_update()) is Update
+    assert type(make(backend="auto", policy=Double)._find_engine()) is EagerEngine
 
 
 # Rollouts
@@ -367,7 +368,7 @@ ROLLOUTS = {
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_rollout(name, estimates, monkeypatch):
     """The buffer holds what SB3 would have stored for these actions: values, log probabilities, returns, bootstraps."""
-    monkeypatch.setattr(native_collecting, "_reads_estimates", lambda callback: estimates)
+    monkeypatch.setattr(collector, "runs_user_code", lambda callback: estimates)
     model, steps = make(**ROLLOUTS[name]), Steps()
     _, callback = model._setup_learn(10**6, CallbackList([steps]))
     first = copy.deepcopy(model._last_obs)
@@ -500,40 +501,27 @@ def test_first_ratios_of_gsde():
     assert logged["train/ratio_max"] == pytest.approx(1, abs=1e-5)
 
 
-def test_who_reads_estimates():
-    """Those who name the locals or the buffer, directly or in a list; not SB3's own."""
+def test_whose_code_runs():
+    """Not SB3's own callbacks, however nested; everybody else's, functions and methods that were replaced included."""
 
-    class InBuffer(BaseCallback):
-        def _on_step(self):
-            return len([self.model.rollout_buffer.values for _ in range(1)]) == 1
-
-    plain = [EvalCallback(ToyEnv()), EveryNTimesteps(5, EvalCallback(ToyEnv())), CallbackList([EvalCallback(ToyEnv())])]
-    assert not any(map(_reads_estimates, plain))
-
-    class InProperty(BaseCallback):
-        @property
-        def value(self):
-            return self.locals["values"]
-
+    class Own(BaseCallback):
         def _on_step(self):
             return True
 
-    class InStaticMethod(InProperty):
-        @staticmethod
-        def value(callback):
-            return callback.locals["values"]
-
-    class InFunctionOfAnother(InProperty):
-        value = None
+    class OfASimilarName(Own):
         __module__ = "stable_baselines3_of_mine"
 
-        def _on_step(self):
-            return self.locals is not None
+    class Subclass(EvalCallback):
+        pass
 
-    nested = EvalCallback(ToyEnv(), callback_on_new_best=InBuffer()), EvalCallback(ToyEnv(), callback_after_eval=InBuffer())
-    own = RolloutRecorder(), InBuffer(), InProperty(), InStaticMethod(), InFunctionOfAnother()
-    for reader in (*own, *nested, EveryNTimesteps(5, InBuffer()), CallbackList([plain[0], RolloutRecorder()])):
-        assert _reads_estimates(reader), reader
+    plain = [EvalCallback(ToyEnv()), EveryNTimesteps(5, EvalCallback(ToyEnv())), CallbackList([EvalCallback(ToyEnv())])]
+    assert not any(map(runs_user_code, plain))
+    nested = EvalCallback(ToyEnv(), callback_on_new_best=Own()), EvalCallback(ToyEnv(), callback_after_eval=Own())
+    replaced = EvalCallback(ToyEnv())
+    replaced._on_step = lambda: True
+    own = Own(), OfASimilarName(), Subclass(ToyEnv()), replaced, *nested
+    for callback in (*own, EveryNTimesteps(5, Own()), CallbackList([plain[0], Own()]), ConvertCallback(lambda *_: True)):
+        assert runs_user_code(callback), callback
     seen = []
     make().learn(16, callback=lambda local, _: seen.append(local["values"]) or True)
     assert seen[0].shape == (2, 1)
@@ -623,7 +611,7 @@ def test_engine_can_change_in_the_middle():
             parameter.data = parameter.data.clone()
     model.set_parameters(other.get_parameters())
     observations = VECTOR.sample()[np.newaxis]
-    native = model._find_native_policy()
+    native = model._find_engine().native
     native.pack()
     expected = other.policy.predict_values(th.from_numpy(observations)).detach().numpy()
     np.testing.assert_allclose(native.critic(native.features(observations)), expected, rtol=1e-5)
@@ -632,11 +620,13 @@ def test_engine_can_change_in_the_middle():
 def test_copies():
     """A model that has not learned is copied as with the reference; what is bound to memory is bound anew."""
     model = make()
-    model._find_native_policy()
+    assert type(model._find_engine()) is NativeEngine
     model.env = model._vec_normalize_env = None
-    copied = copy.deepcopy(model)
-    assert copied._native is None
-    assert pickle.loads(pickle.dumps(NativePolicy(model.policy))) is None
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied._engines == {}
+        assert type(copied._find_engine()) is NativeEngine
+        assert copied._find_engine().policy is copied.policy is not model.policy
+    assert model._engines
 
 
 # Which engine
@@ -692,14 +682,14 @@ def test_what_native_does_not_support(reason, capsys):
         make(**REFUSED[reason])
     model = make(backend="auto", verbose=1, **REFUSED[reason])
     assert "Backend: fused (not native: " in capsys.readouterr().out
-    assert type(model._make_update()) is FusedUpdate
+    assert type(model._find_engine()) is FusedEngine
 
 
 def test_loss_of_a_subclass():
     """It may differentiate what it likes."""
     with pytest.raises(ValueError, match="extra_actor_loss"):
         OwnLoss("MlpPolicy", ToyEnv(), backend="native")
-    assert OwnLoss("MlpPolicy", ToyEnv(), **SMALL)._find_native_policy() is None
+    assert type(OwnLoss("MlpPolicy", ToyEnv(), **SMALL)._find_engine()) is FusedEngine
 
 
 def test_reasons_that_come_later():
@@ -708,7 +698,7 @@ def test_reasons_that_come_later():
     def of(change):
         policy = make().policy
         change(policy)
-        return why_not(policy)
+        return unsupported_reason(policy)
 
     assert of(lambda policy: None) is None
     assert "float32" in of(lambda policy: policy.double())
@@ -722,7 +712,7 @@ def test_reasons_that_come_later():
 
 def test_without_the_extension_module(monkeypatch, capsys):
     """All works, on PyTorch; a line says why."""
-    monkeypatch.setattr(native_policy, "_mlp", None)
+    monkeypatch.setattr(extension, "module", None)
     model = make(backend="auto", verbose=1)
     assert "Backend: eager (not native: the extension module was not built" in capsys.readouterr().out
     model.learn(32)
@@ -732,14 +722,18 @@ def test_without_the_extension_module(monkeypatch, capsys):
 
 def test_optimizers_that_torch_steps():
     """Those that are not plainly Adam, and those whose step somebody has replaced."""
+
+    def takes(model):
+        return FusedAdamStepper.takes(model.policy.optimizer, model.policy)
+
     model = make()
-    assert NativeAdam.takes(model.policy.optimizer)
+    assert takes(model)
     th.optim.lr_scheduler.LambdaLR(model.policy.optimizer, lambda step: 1.0)
-    assert not NativeAdam.takes(model.policy.optimizer)
+    assert not takes(model)
     model.learn(32)
     assert {int(state["step"]) for state in model.policy.optimizer.state.values()} == {12}
     for kwargs in (dict(amsgrad=True), dict(maximize=True)):
-        assert not NativeAdam.takes(make(policy_kwargs=dict(optimizer_kwargs=kwargs)).policy.optimizer)
+        assert not takes(make(policy_kwargs=dict(optimizer_kwargs=kwargs)))
 
 
 def test_auto_takes_native(capsys):
