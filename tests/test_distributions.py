@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,15 +18,22 @@ from stable_baselines3.common.distributions import (
 )
 
 from sb3_ppo_ext.distributions import (
+    ACTION_DISTS,
+    FAMILIES,
+    ActionDist,
     BoundedBetaDistribution,
     TanhGaussianDistribution,
+    family_of,
     kl_divergence,
+    numpy_distribution,
     parameters,
     unsquashed_mean,
+    why_not_numpy,
 )
 from sb3_ppo_ext.distributions.base import clamp
 from sb3_ppo_ext.distributions.beta import _beta_mass_below
 from sb3_ppo_ext.distributions.squashed_gaussian import _logistic_mixture, log_tanh_derivative
+from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 
 RNG = np.random.default_rng(0)
 
@@ -94,22 +102,55 @@ def test_bernoulli():
     th.testing.assert_close(kl_divergence(parameters(old), new), expected)
 
 
-@pytest.mark.parametrize("family", ["gaussian", "categorical", "multi-categorical", "bernoulli", "beta", "squashed"])
+# So that there are four numbers for each observation; two dimensions otherwise
+SIZES = {"categorical": 4, "multi_categorical": [2, 2], "bernoulli": 4}
+
+
+def make(family, x):
+    """A distribution of the family, of four numbers for each observation, shape `(batch_size, 4)`."""
+    distribution = family.torch_class(SIZES.get(family.name, 2))
+    if not family.has_log_std:
+        return distribution.proba_distribution(x)
+    means, log_std = x[:, :2], x[0, 2:]
+    if family.name == "state_dependent_noise":
+        return distribution.proba_distribution(means, log_std.expand(3, 2), th.ones(len(x), 3, dtype=x.dtype))
+    return distribution.proba_distribution(means, log_std)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.kl_divergence is not None], ids=lambda f: f.name)
 def test_gradient(family):
     """By finite differences; 0 where both are the same."""
-    make = {
-        "gaussian": lambda x: gaussian(x[:, :2], x[0, 2:]),
-        "categorical": lambda x: CategoricalDistribution(4).proba_distribution(x),
-        "multi-categorical": lambda x: MultiCategoricalDistribution([2, 2]).proba_distribution(x),
-        "bernoulli": lambda x: BernoulliDistribution(4).proba_distribution(x),
-        "beta": lambda x: beta(x),
-        "squashed": lambda x: squashed(x[:, :2], x[0, 2:]),
-    }[family]
-    at, other = tensor(3, 4).requires_grad_(), parameters(make(tensor(3, 4)))
-    assert th.autograd.gradcheck(lambda x: kl_divergence(other, make(x)), (at,))
-    same = kl_divergence(parameters(make(at.detach())), make(at)).sum()
+    at, other = tensor(3, 4).requires_grad_(), parameters(make(family, tensor(3, 4)))
+    assert th.autograd.gradcheck(lambda x: kl_divergence(other, make(family, x)), (at,))
+    same = kl_divergence(parameters(make(family, at.detach())), make(family, at)).sum()
     assert same.item() == pytest.approx(0, abs=1e-12)
     assert th.autograd.grad(same, at)[0].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_registry(family):
+    """Subclasses belong to the family, but a NumPy implementation is for exactly one class: theirs calls PyTorch."""
+
+    class Subclass(family.torch_class):
+        pass
+
+    size = SIZES.get(family.name, 2)
+    assert family_of(family.torch_class(size)) is family_of(Subclass(size)) is family
+    log_std = th.nn.Parameter(th.zeros(3, 2) if family.name == "state_dependent_noise" else th.zeros(2))
+    log_std = log_std if family.has_log_std else None
+    assert type(numpy_distribution(family.torch_class(size), log_std)) is family.numpy_class
+    assert type(numpy_distribution(Subclass(size), log_std)) is TorchFallback
+    assert type(numpy_distribution(family.torch_class(size), log_std, th.nn.Tanh())) is TorchFallback
+    assert why_not_numpy(family.torch_class(size)) is None
+    # PyTorch's calls are not given latents, nor actions of the shape that a categorical distribution takes.
+    assert (why_not_numpy(Subclass(size)) is not None) == (family.name in ("state_dependent_noise", "categorical"))
+
+
+def test_registry_names():
+    """What `action_dist` can name is what the type allows."""
+    assert tuple(ACTION_DISTS) == get_args(ActionDist) == ("gaussian", "squashed_gaussian", "beta")
+    assert all(family.name == name for name, family in ACTION_DISTS.items())
+    assert {name for name, family in ACTION_DISTS.items() if family.is_bounded} == {"squashed_gaussian", "beta"}
 
 
 def test_unknown_family():
@@ -120,11 +161,16 @@ def test_unknown_family():
 
     Other.__abstractmethods__ = frozenset()
     assert parameters(Other()) is None
+    assert type(numpy_distribution(Other(), None)) is TorchFallback
+    with pytest.raises(ValueError, match="Other has no known KL divergence"):
+        kl_divergence(tensor(3, 2), Other())
 
 
 def test_unsquashed_mean():
     mean = tensor(3, 2) * 5
     assert th.equal(unsquashed_mean(gaussian(mean, tensor(2), SquashedDiagGaussianDistribution)), mean)
+    with pytest.raises(ValueError, match="BoundedBetaDistribution has no mean that could leave the bounds"):
+        unsquashed_mean(beta(tensor(3, 2)))
 
 
 # Beta and squashed Gaussian. Their latents run through a grid of actions, dense where these come close to a bound, in units
@@ -271,16 +317,15 @@ def test_kl_divergence_is_exact_in_float32():
 
 
 @pytest.mark.parametrize("quantity", ["log_prob", "entropy", "kl_divergence"])
-@pytest.mark.parametrize("name", ["squashed", "beta"])
-def test_gradients_of_bounded_laws(name, quantity):
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.is_bounded], ids=lambda family: family.name)
+def test_gradients_of_bounded_distributions(family, quantity):
     """By finite differences, from the middle out to where the policy is saturated."""
-    make = {"squashed": lambda x: squashed(x[:, :2], x[0, 2:]), "beta": beta}[name]
     at = th.tensor([[0.3, -1.0, -0.7, 0.4], [8.0, -9.0, -3.0, 5.0]], dtype=th.float64).requires_grad_()
-    other = parameters(make(tensor(2, 4)))
-    latents = make(tensor(2, 4)).sample()
+    other = parameters(make(family, tensor(2, 4)))
+    latents = make(family, tensor(2, 4)).sample()
 
     def function(x):
-        law = make(x)
+        law = make(family, x)
         return {
             "log_prob": lambda: law.log_prob(latents),
             "entropy": law.entropy,
