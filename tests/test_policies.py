@@ -647,6 +647,22 @@ def test_law_of_a_zip_is_kept():
             PPO("MlpPolicy", make_toys(), **SMALL).policy.load_state_dict(make(law).policy.state_dict())
 
 
+@pytest.mark.parametrize("exact_match", [True, False])
+def test_parameters_of_earlier_versions(exact_match):
+    """They name the action distribution in another way."""
+    for name in LAWS:
+        model, other = make(name, seed=1), make(name)
+        parameters = model.policy.state_dict()
+        old = {key.replace("action_distribution_", "law_"): value for key, value in parameters.items()}
+        assert f"law_{name}" in old
+        other.set_parameters({"policy": old, "policy.optimizer": model.policy.optimizer.state_dict()}, exact_match=exact_match)
+        assert_equal(parameters, other.policy.state_dict(), "policy")
+        assert f"law_{name}" in old
+        for wrong in {"gaussian", *LAWS} - {name}:
+            with pytest.raises(ValueError, match=f"the saved parameters are those of '{name}'"):
+                make(wrong).set_parameters({"policy": old}, exact_match=exact_match)
+
+
 def test_zips_of_ppo_are_gaussian():
     file = io.BytesIO()
     PPO("MlpPolicy", make_toys(), **SMALL).save(file)

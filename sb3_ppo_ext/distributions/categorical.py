@@ -33,10 +33,8 @@ class NumpyCategorical(NumpyDistribution):
 
     @classmethod
     def why_not(cls, distribution: Any) -> str | None:
-        # The buffer has a dimension more than SB3's `log_prob` takes, which a call of PyTorch would not know.
-        return (
-            None if type(distribution) is CategoricalDistribution else "a categorical distribution of another kind than SB3's"
-        )
+        # SB3's `log_prob` takes actions of shape `(batch_size,)`, the buffer has one dimension more.
+        return None if type(distribution) is CategoricalDistribution else "a categorical distribution that is not SB3's"
 
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
         # The largest of logits with Gumbel noise is a sample.
