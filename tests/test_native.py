@@ -563,8 +563,8 @@ def test_callback_that_changes_the_policy():
         observations, actions = (th.from_numpy(array[steps]).flatten(0, 1) for array in (buffer.observations, buffer.actions))
         with th.no_grad():
             values, log_probs, _ = policy.evaluate_actions(observations, actions)
-            law = policy.get_distribution(observations).distribution
-        assert 0.5 < ((actions - law.mean) / law.stddev).std() < 1.5
+            normal = policy.get_distribution(observations).distribution
+        assert 0.5 < ((actions - normal.mean) / normal.stddev).std() < 1.5
         np.testing.assert_allclose(buffer.values[steps].ravel(), values.flatten().numpy(), rtol=1e-5)
         np.testing.assert_allclose(buffer.log_probs[steps].ravel(), log_probs.numpy(), rtol=1e-4, atol=1e-3)
 
@@ -599,7 +599,7 @@ def test_exploration_of_gsde(n_envs, options):
 
 
 def test_first_ratios_of_gsde():
-    """Are 1, for rollout and update evaluate the same law."""
+    """Are 1, for rollout and update evaluate the same distribution."""
     model = make(use_sde=True, n_epochs=1, batch_size=32).learn(32)
     logged = model.logger.name_to_value
     assert logged["train/ratio_mean"] == pytest.approx(1, abs=1e-6)
@@ -697,22 +697,22 @@ def test_vec_normalize():
 
 def test_reproducible():
     """The same seed gives the same bits."""
-    one, other = (make(action_dist=law).learn(96) for law in ("beta", "beta"))
+    one, other = (make(action_dist="beta").learn(96) for _ in range(2))
     assert_equal(one.policy.state_dict(), other.policy.state_dict(), "policy")
 
 
-@pytest.mark.parametrize("law", ["gaussian", "beta"])
-def test_engines_share_zips(law, tmp_path):
+@pytest.mark.parametrize("action_dist", ["gaussian", "beta"])
+def test_engines_share_zips(action_dist, tmp_path):
     """A zip of one goes on in the other, moments and steps of the optimiser included; SB3 loads it as well."""
     for first, second in [("native", "eager"), ("eager", "native")]:
-        model = make(backend=first, action_dist=law).learn(64)
+        model = make(backend=first, action_dist=action_dist).learn(64)
         model.save(tmp_path / "model")
         loaded = PPOExt.load(tmp_path / "model", env=make_toys(), backend=second)
         assert_equal(model.policy.optimizer.state_dict(), loaded.policy.optimizer.state_dict(), "optimizer")
         loaded.learn(32, reset_num_timesteps=False)
         steps = {int(state["step"]) for state in loaded.policy.optimizer.state.values()}
         assert steps == {loaded._n_updates * 4}
-    if law == "gaussian":
+    if action_dist == "gaussian":
         assert PPO.load(tmp_path / "model").num_timesteps == 64
 
 

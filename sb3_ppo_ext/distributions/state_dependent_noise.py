@@ -36,7 +36,7 @@ class NumpyStateDependentNoise(NumpyDistribution):
     @classmethod
     def why_not(cls, distribution: Any) -> str | None:
         if distribution.learn_features or type(distribution) is not StateDependentNoiseDistribution:
-            return "gSDE that is not that of SB3's policies"
+            return "gSDE of another kind than that of SB3's policies"
         return None
 
     def pack(self) -> None:
