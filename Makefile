@@ -19,6 +19,7 @@ lint: $(VENV)/.all
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(VENV)/.all
 	$(BIN)/ruff check --fix .

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import sb3_ppo_ext
 
 PACKAGE = Path(sb3_ppo_ext.__file__).parent
@@ -14,9 +16,20 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_importing_is_light():
-    """The Zoo and Optuna stay out."""
-    assert run("import sys, sb3_ppo_ext; print({'rl_zoo3', 'optuna', 'pandas'} & set(sys.modules))") == "set()\n"
+def test_imports_go_one_way():
+    """As pyproject.toml declares."""
+    command = [Path(sys.executable).parent / "lint-imports", "--no-cache", "--no-logo"]
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["sb3_ppo_ext", "sb3_ppo_ext.zoo", "sb3_ppo_ext.zoo.import_hook", "sb3_ppo_ext.zoo.__main__"]
+)
+def test_importing_is_light(module):
+    """The Zoo, what comes with it, plots and JAX stay out."""
+    heavy = {"rl_zoo3", "optuna", "sqlalchemy", "yaml", "pandas", "matplotlib", "jax"}
+    assert run(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()\n"
 
 
 def test_without_the_zoo():
