@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 from pathlib import Path
 
@@ -28,12 +29,18 @@ def run(*command, **kwargs):
     return completed.stdout
 
 
+def copy_checkout(target):
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "demo", "logs", "*.egg-info", "__pycache__", "*.so")
+    shutil.copytree(ROOT, target, symlinks=True, ignore=ignored)
+
+
 def build(kind, source, target):
-    """Build a wheel with the backend itself, from a copy of the checkout and without a network."""
+    """Build with the backend itself, from a copy of the checkout and without a network."""
     target.mkdir()
     code = f"import sys; from setuptools.build_meta import build_{kind} as build; build({str(target)!r})"
     run(sys.executable, "-c", code, cwd=source)
-    return next(target.glob("*.whl"))
+    [built] = target.iterdir()
+    return built
 
 
 class Installation:
@@ -59,12 +66,21 @@ class Installation:
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def installation(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "demo", "logs", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=ignored)
+    copy_checkout(folder / "source")
     wheel = build(request.param, folder / "source", folder / "dist")
     installation = Installation(folder / "environment", wheel)
     installation.kind, installation.source = request.param, folder / "source"
     return installation
+
+
+def test_source_distribution(tmp_path):
+    """It has all of the package, the hook, the tests and the scripts."""
+    copy_checkout(tmp_path / "source")
+    needed = [tmp_path / "source" / "sb3_ppo_ext_zoo_hook.py"]
+    needed += [path for folder in ("sb3_ppo_ext", "tests", "scripts") for path in (tmp_path / "source" / folder).rglob("*.*")]
+    with tarfile.open(build("sdist", tmp_path / "source", tmp_path / "dist")) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {str(path.relative_to(tmp_path / "source")) for path in needed if path.is_file()} <= packed
 
 
 def test_yaml_and_types(installation):
