@@ -28,7 +28,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.common.observations import in_float32
-from sb3_ppo_ext.common.saved_models import SavedModel, check_saved_ppo, read_policy_kwargs
+from sb3_ppo_ext.common.saved_models import SavedModel, check_saved_ppo, read_policy_kwargs, read_renamed
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, ScheduleLike, is_constant, make_schedule, value_of
 from sb3_ppo_ext.common.validation import (
     SUPPORTED_SPACES,
@@ -709,9 +709,12 @@ class PPOExt(PPOExtOptions, RolloutCollector):
         check_device(device)
         saved = check_saved_ppo(path, cls.policy_aliases.values())
         check_known_options(kwargs, saved.keys() | _option_names(cls), f"{cls.__name__}.load")
+        replaced = read_renamed(saved)
         law, policy_kwargs = _law_and_policy_kwargs(saved, kwargs.get("policy_kwargs"))
         if policy_kwargs is not None:
-            kwargs, custom_objects = {**law, **kwargs}, {"policy_kwargs": policy_kwargs, **(custom_objects or {})}
+            kwargs, replaced["policy_kwargs"] = {**law, **kwargs}, policy_kwargs
+        if custom_objects is None or isinstance(custom_objects, dict):  # SB3 refuses anything else
+            custom_objects = {**replaced, **(custom_objects or {})}
         if "stats_window_size" in kwargs:
             # The only option whose attribute has another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
