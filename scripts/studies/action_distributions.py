@@ -5,8 +5,8 @@ The hyperparameters are those which RL Zoo tuned for PPO with its Gaussian, the 
 gSDE (generalised state-dependent exploration), the laws go without that, and the Zoo's entry as it stands is a fourth arm.
 BangBang is a task of our own whose optimum lies at the bounds. Evaluated is the deterministic policy.
 
-Run it: python scripts/studies/action_laws.py (about an hour on two cores; it needs RL Zoo, MuJoCo and Box2D)
-It writes docs/studies/action_laws.csv, after each task, and docs/studies/action_laws.png. With `--tasks` it runs some of the
+Run it: python scripts/studies/action_distributions.py (about an hour on two cores; it needs RL Zoo, MuJoCo and Box2D)
+It writes docs/studies/action_distributions.csv, after each task, and docs/studies/action_distributions.png. With `--tasks` it runs some of the
 tasks, and keeps the rows of the others. The table there has three seeds of LunarLander and Swimmer: `--seeds 3 --tasks
 LunarLanderContinuous-v3 Swimmer-v5`. These two have less than a fifth of the steps that the Zoo gives them.
 """
@@ -235,11 +235,11 @@ def plot(rows: list[Row]) -> Figure:
 
 def main() -> None:
     arguments = parse_arguments(__doc__, timesteps=None, tasks=tuple(TASKS))
-    path = arguments.out / "action_laws.csv"
+    path = arguments.out / "action_distributions.csv"
     for task in arguments.tasks:
         run_task(run, task, TASKS[task].timesteps, arms(task), arguments, path)
     rows = read_csv(path)
-    save_plot(plot(rows), arguments.out / "action_laws.png")
+    save_plot(plot(rows), arguments.out / "action_distributions.png")
     report(rows)
 
 
