@@ -131,7 +131,8 @@ def entries(source: str) -> dict[str, dict[str, Any]]:
     spec = importlib.util.find_spec("sb3_ppo_ext" if ours else "rl_zoo3")
     assert spec is not None
     assert spec.origin is not None
-    listed = yaml.safe_load((Path(spec.origin).parent / "hyperparams" / f"{source}.yml").read_text())
+    folder = Path(spec.origin).parent / ("zoo/hyperparams" if ours else "hyperparams")
+    listed = yaml.safe_load((folder / f"{source}.yml").read_text())
     return {**(entries("ppo") if ours else {}), **listed}
 
 
