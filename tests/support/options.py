@@ -34,7 +34,15 @@ OF_SB3 = ("ent_coef", "clip_range_vf", "target_kl", "normalize_advantage", "use_
 # Each option with values that are not its default, and what it needs beside it
 VALUES = {name: list(ALL_OPTIONS[name].examples) for name in (*OWN_OPTIONS, *OF_SB3)} | TOY_VALUES
 NEEDS = {name: needed_by(ALL_OPTIONS[name]) for name in VALUES}
-SINGLE = [{**NEEDS.get(name, {}), name: value} for name, values in VALUES.items() for value in values]
+
+
+def with_needs(options):
+    """With what its options need beside them, where it does not say otherwise."""
+    needed = {key: value for name in options for key, value in NEEDS[name].items()}
+    return {**needed, **options}
+
+
+SINGLE = [with_needs({name: value}) for name, values in VALUES.items() for value in values]
 
 
 def is_legal(options, action_space):
