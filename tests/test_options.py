@@ -1,10 +1,10 @@
 """Every option is saved, loaded and continued, from Python, YAML and `-params`; and any two go together or are refused."""
 
 import inspect
-import io
 import itertools
 import random
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -19,6 +19,7 @@ from stable_baselines3 import PPO
 from support.options import SINGLE, SMALL, VALUES, assert_continues, is_legal, make, own_options, with_needs
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, make_toys
+from support.zips import Zip
 from support.zoo import RL_ZOO3, config, run, saved, train
 
 from sb3_ppo_ext import PPOExt
@@ -220,14 +221,9 @@ def test_table_agrees_with_the_oracle():
 
 def test_options_given_to_load():
     """They replace the saved ones; what was learned under them starts anew."""
-    file = io.BytesIO()
     options = dict(advantage_norm="ema", kl_coef=0.1, kl_target=1e-9, adaptive_lr_kl=1e-9, ent_coef="lin_0.02")
     model = make(options).learn(32)
-    model.save(file)
-
-    def load(**kwargs):
-        return PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), **kwargs)
-
+    load = partial(Zip(model).load, env=make_toys())
     loaded = load()
     assert loaded.kl_coefficient.value == model.kl_coefficient.value > 0.1
     assert loaded.adaptive_lr.value == model.adaptive_lr.value < 3e-4
@@ -250,11 +246,9 @@ def test_options_given_to_load():
 
 def test_zips_of_ppo_take_options():
     """What PPO has not learned starts from the beginning."""
-    file = io.BytesIO()
     model = PPO("MlpPolicy", make_toys(), **SMALL).learn(32)
-    model.save(file)
     options = dict(advantage_norm="ema", kl_coef=0.1, kl_target=0.01, adaptive_lr_kl=0.01, vtrace=True)
-    loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), **options)
+    loaded = Zip(model).load(env=make_toys(), **options)
     assert_equal(model.policy.state_dict(), loaded.policy.state_dict(), "policy")
     loaded.learn(32, reset_num_timesteps=False)
     assert loaded.advantage_normalizer.state_dict()["weight"] == pytest.approx(1 - 0.95**2)
@@ -264,9 +258,7 @@ def test_ppo_loads_what_it_can_use():
     """Options that leave nothing behind beside the policy."""
     options = dict(advantage_norm="rollout", bounds_coef=0.1, vtrace=True, priority_alpha=0.5, lr_decay="cosine")
     model = make(options).learn(32)
-    file = io.BytesIO()
-    model.save(file)
-    loaded = PPO.load(io.BytesIO(file.getvalue()), env=make_toys())
+    loaded = Zip(model).load(PPO, env=make_toys())
     assert_equal(model.policy.state_dict(), loaded.policy.state_dict(), "policy")
     loaded.learn(32)
 

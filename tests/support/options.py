@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import random
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch as th
 from gymnasium import spaces
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, make_toys
+from support.zips import Zip
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.options import ALL_OPTIONS, OWN_OPTIONS
@@ -89,10 +89,9 @@ def assert_continues(options, action_space=BOX_ACTION):
     straight = make(options, action_space).learn(32)
     again = make(options, action_space).learn(32)
     assert_equal(straight.policy.state_dict(), again.policy.state_dict(), "policy")
-    file, env, state = io.BytesIO(), copy.deepcopy(straight.env), random_state()
-    straight.save(file)
+    saved, env, state = Zip(straight), copy.deepcopy(straight.env), random_state()
     straight.learn(32, reset_num_timesteps=False)
-    loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=env, force_reset=False, device="cpu")
+    loaded = saved.load(env=env, force_reset=False, device="cpu")
     set_random_state(state)
     loaded.learn(32, reset_num_timesteps=False)
     for name, (expected, actual) in {
