@@ -137,6 +137,7 @@ def test_example_of_the_documentation():
 
 @pytest.mark.parametrize("options", [{}, *SINGLE], ids=str)
 def test_each_option_continues(options):
+    """Each value of each option by itself is finite, reproducible, and continues from a zip."""
     assert_continues(options)
 
 

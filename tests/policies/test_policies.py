@@ -427,6 +427,7 @@ BAD_COMBINATIONS = [
 
 @pytest.mark.parametrize(("options", "policy_kwargs", "message"), BAD_COMBINATIONS, ids=str)
 def test_bad_combination(options, policy_kwargs, message):
+    """Options of the algorithm and keywords of the policy that exclude each other are refused."""
     with pytest.raises(ValueError, match=message):
         PPOExt("MlpPolicy", ToyEnv(), policy_kwargs=policy_kwargs, **options)
 
@@ -642,6 +643,7 @@ def test_law_of_a_zip_is_kept():
 
 
 def test_zips_of_ppo_are_gaussian():
+    """A zip of SB3's PPO is loaded as a Gaussian, and as nothing else."""
     saved = Zip(PPO("MlpPolicy", make_toys(), **SMALL))
     assert saved.load().action_dist == "gaussian"
     with pytest.raises(ValueError, match="the saved parameters are those of 'gaussian'"):

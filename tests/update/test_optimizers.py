@@ -72,6 +72,7 @@ def test_parameters_of_the_critic(policy, observation_space, options, expected):
 
 
 def test_separate_extractors_of_the_critic():
+    """With an extractor for each network, the critic's is the critic's."""
     policy = make("CnnPolicy", make_toys(observation_space=IMAGE), **SEPARATE).policy
     of_critic = names(policy, critic_parameters(policy))
     assert {name.split(".")[0] for name in of_critic} == {"vf_features_extractor", "value_net"}
@@ -276,6 +277,7 @@ def test_optimizer_class_of_the_policy_keeps_its_defaults():
 
 
 def test_weight_decay_that_a_class_does_not_take():
+    """Weight decay for an optimiser that has none is refused."""
     with pytest.raises(ValueError, match="has no option `weight_decay`"):
         make(weight_decay=0.1, policy_kwargs=dict(optimizer_class=th.optim.Rprop))
 
