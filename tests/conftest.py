@@ -1,13 +1,23 @@
 """What all tests share. Plain helpers, such as toy environments, are in `tests/support`."""
 
 import platform
+import random
 import subprocess
 from multiprocessing.process import BaseProcess
 
+import numpy as np
 import pytest
 import torch as th
 
 platform.uname().processor  # noqa: B018 - SB3's `save` asks for it, by a process whose answer is kept
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers():
+    """Whatever ran before, and in whichever process."""
+    random.seed(0)
+    np.random.seed(0)
+    th.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -82,6 +82,7 @@ print("the same")
 
 
 def test_version():
+    """The package knows its version."""
     assert sb3_ppo_ext.__version__ == "0.1.0"
 
 

@@ -1,10 +1,10 @@
 """Every option is saved, loaded and continued, from Python, YAML and `-params`; and any two go together or are refused."""
 
 import inspect
-import io
 import itertools
 import random
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -16,9 +16,10 @@ from gymnasium import spaces
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from stable_baselines3 import PPO
-from support.options import NEEDS, SINGLE, SMALL, VALUES, assert_continues, is_legal, make, own_options
+from support.options import SINGLE, SMALL, VALUES, assert_continues, is_legal, make, own_options, with_needs
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, make_toys
+from support.zips import Zip
 from support.zoo import RL_ZOO3, config, run, saved, train
 
 from sb3_ppo_ext import PPOExt
@@ -127,75 +128,89 @@ def test_mypy_finds_a_typo(tmp_path):
 
 
 def test_example_of_the_documentation():
-    """The subclass with its own loss, word for word but for the number of steps, which are fewer."""
+    """The subclass with its own loss, word for word but for the number of steps: one rollout."""
     (code,) = re.findall(r"```python\n(import torch.*?)```", (DOCS / "options.md").read_text(encoding="utf-8"), re.DOTALL)
     namespace = {}
-    exec(code.replace("50_000", "8192"), namespace)
+    exec(code.replace("50_000", "4096"), namespace)
     assert 0 < namespace["model"].logger.name_to_value["train/asymmetry"] < 1
 
 
 @pytest.mark.parametrize("options", [{}, *SINGLE], ids=str)
 def test_each_option_continues(options):
+    """Each value of each option by itself is finite, reproducible, and continues from a zip."""
     assert_continues(options)
 
 
-def pairs_of(options):
-    return set(itertools.combinations(sorted(options.items(), key=str), 2))
+# Pairs of values of two options, with what these need
+PAIRS = [
+    with_needs({one: value, other: other_value})
+    for one, other in itertools.combinations(VALUES, 2)
+    for value, other_value in itertools.product(VALUES[one], VALUES[other])
+]
 
 
-def combinations():
-    """Sets of options in which each pair of values occurs, found greedily, with what they need."""
-    choices = {name: [(name, value) for value in values] for name, values in VALUES.items()}
-    wanted = {
-        tuple(sorted(pair, key=str))
-        for one, other in itertools.combinations(choices, 2)
-        for pair in itertools.product(choices[one], choices[other])
-    }
-    rng = random.Random(0)
-    while wanted:
-        candidates = []
-        for _ in range(15):
-            pair = rng.choice(sorted(wanted, key=str))
-            names = rng.sample(sorted(VALUES), 3)
-            drawn = {name: rng.choice(VALUES[name]) for name in names} | dict(pair)
-            candidates.append(drawn)
-        best = max(candidates, key=lambda drawn: len(pairs_of(drawn) & wanted))
-        wanted -= pairs_of(best)
-        needed = {k: v for name in best for k, v in NEEDS.get(name, {}).items() if k not in best}
-        yield best | needed
+def pairs_in(options):
+    return {frozenset(pair) for pair in itertools.combinations(map(repr, options.items()), 2)}
 
 
-COMBINATIONS = list(itertools.product(combinations(), [BOX_ACTION, spaces.Discrete(3)]))
+def combinations(action_space, n_more=8, n_candidates=15):
+    """Legal sets of options in which each legal pair of values occurs, found greedily."""
+    legal = [pair for pair in PAIRS if is_legal(pair, action_space)]
+    left, rng = set().union(*map(pairs_in, legal)), random.Random(0)
+    while left:
+        pair = next(pair for pair in legal if pairs_in(pair) & left)
+        candidates = [extended(pair, rng.sample(sorted(VALUES), n_more), action_space, rng) for _ in range(n_candidates)]
+        best = max(candidates, key=lambda options: len(pairs_in(options) & left))
+        left -= pairs_in(best)
+        yield best
+
+
+def extended(options, names, action_space, rng):
+    """With a value of each name, but for those that would make it illegal."""
+    for name in names:
+        longer = with_needs({name: rng.choice(VALUES[name])} | options)
+        options = longer if is_legal(longer, action_space) else options
+    return options
+
+
+COMBINATIONS = [(options, space) for space in (BOX_ACTION, spaces.Discrete(3)) for options in combinations(space)]
 
 
 @pytest.mark.parametrize("part", range(8))
 def test_pairs(part):
-    """Legal combinations are finite, reproducible and continue; the others raise ValueError before anything is trained."""
-    n_legal = 0
+    """Whatever is legal together is finite, reproducible, and continues from a zip."""
     for options, action_space in COMBINATIONS[part::8]:
-        if is_legal(options, action_space):
-            n_legal += 1
-            try:
-                assert_continues(options, action_space)
-            except Exception as error:
-                raise AssertionError(f"{options} with {action_space}") from error
-        else:
-            with pytest.raises(ValueError, match=r"is not valid|gSDE|Box"):
-                make(options, action_space)
-    assert n_legal > 5
+        try:
+            assert_continues(options, action_space)
+        except Exception as error:
+            raise AssertionError(f"{options} with {action_space}") from error
 
 
-def test_enough_pairs():
-    """The combinations are a few hundred, most of them legal."""
-    assert 100 < len(COMBINATIONS) < 500
-    assert sum(is_legal(*combination) for combination in COMBINATIONS) > 0.5 * len(COMBINATIONS)
+@pytest.mark.parametrize("action_space", [BOX_ACTION, spaces.Discrete(3)], ids=["box", "discrete"])
+def test_illegal_pairs(action_space):
+    """They raise ValueError before anything is trained."""
+    illegal = [pair for pair in PAIRS if not is_legal(pair, action_space)]
+    assert len(illegal) > 10
+    for options in illegal:
+        with pytest.raises(ValueError, match=r"is not valid|gSDE|Box"):
+            make(options, action_space)
+
+
+def test_every_pair_is_trained_or_refused():
+    """There are about a thousand, most of them legal."""
+    for action_space in (BOX_ACTION, spaces.Discrete(3)):
+        trained = set().union(*(pairs_in(options) for options, space in COMBINATIONS if space == action_space))
+        legal = [pair for pair in PAIRS if is_legal(pair, action_space)]
+        assert len(PAIRS) > 900
+        assert len(legal) > 0.5 * len(PAIRS)
+        assert all(pairs_in(pair) <= trained for pair in legal)
 
 
 def test_table_agrees_with_the_oracle():
     """The conflicts in the rows are those of `is_legal`, which is written independently."""
     rows = ALL_OPTIONS.values()
     fixed = {row.attribute: row.default for row in rows} | dict(policy_kwargs={}, rollout_buffer_class=None)
-    for options, action_space in COMBINATIONS:
+    for options, action_space in itertools.product(PAIRS, [BOX_ACTION, spaces.Discrete(3)]):
         model = SimpleNamespace(**{**fixed, **options}, action_space=action_space)
         changed = [row for row in rows if getattr(model, row.attribute) != fixed[row.attribute]]
         refused = [row.name for row in changed if any(conflict.when.holds(model) for conflict in row.conflicts)]
@@ -207,14 +222,9 @@ def test_table_agrees_with_the_oracle():
 
 def test_options_given_to_load():
     """They replace the saved ones; what was learned under them starts anew."""
-    file = io.BytesIO()
     options = dict(advantage_norm="ema", kl_coef=0.1, kl_target=1e-9, adaptive_lr_kl=1e-9, ent_coef="lin_0.02")
     model = make(options).learn(32)
-    model.save(file)
-
-    def load(**kwargs):
-        return PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), **kwargs)
-
+    load = partial(Zip(model).load, env=make_toys())
     loaded = load()
     assert loaded.kl_coefficient.value == model.kl_coefficient.value > 0.1
     assert loaded.adaptive_lr.value == model.adaptive_lr.value < 3e-4
@@ -237,11 +247,9 @@ def test_options_given_to_load():
 
 def test_zips_of_ppo_take_options():
     """What PPO has not learned starts from the beginning."""
-    file = io.BytesIO()
     model = PPO("MlpPolicy", make_toys(), **SMALL).learn(32)
-    model.save(file)
     options = dict(advantage_norm="ema", kl_coef=0.1, kl_target=0.01, adaptive_lr_kl=0.01, vtrace=True)
-    loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), **options)
+    loaded = Zip(model).load(env=make_toys(), **options)
     assert_equal(model.policy.state_dict(), loaded.policy.state_dict(), "policy")
     loaded.learn(32, reset_num_timesteps=False)
     assert loaded.advantage_normalizer.state_dict()["weight"] == pytest.approx(1 - 0.95**2)
@@ -251,9 +259,7 @@ def test_ppo_loads_what_it_can_use():
     """Options that leave nothing behind beside the policy."""
     options = dict(advantage_norm="rollout", bounds_coef=0.1, vtrace=True, priority_alpha=0.5, lr_decay="cosine")
     model = make(options).learn(32)
-    file = io.BytesIO()
-    model.save(file)
-    loaded = PPO.load(io.BytesIO(file.getvalue()), env=make_toys())
+    loaded = Zip(model).load(PPO, env=make_toys())
     assert_equal(model.policy.state_dict(), loaded.policy.state_dict(), "policy")
     loaded.learn(32)
 

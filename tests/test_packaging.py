@@ -115,6 +115,7 @@ print(ALGOS["ppo_ext"])
 
 
 def test_the_hook_can_be_switched_off(installation):
+    """With the variable at 0 nothing is registered before the user asks for it."""
     code = """
 from rl_zoo3 import ALGOS
 print('ppo_ext' in ALGOS)

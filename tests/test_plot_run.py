@@ -37,6 +37,7 @@ def run_folder(tmp_path_factory):
 
 
 def test_both_sources_say_the_same(run_folder):
+    """The CSV file and the TensorBoard file of a training hold the same numbers at the same steps."""
     ours, theirs = read_log(run_folder), read_log(run_folder / "tensorboard")
     assert {"rollout/ep_rew_mean", "train/approx_kl", "adv/ema_std", "train/critic_learning_rate"} <= ours.keys()
     for key in set(KEYS) & ours.keys():
@@ -45,6 +46,7 @@ def test_both_sources_say_the_same(run_folder):
 
 
 def test_what_is_drawn_is_what_was_logged(run_folder):
+    """The lines of the panels are the logged numbers."""
     log, drawn = read_log(run_folder), lines(plot_runs([run_folder]))
     np.testing.assert_array_equal(drawn["KL divergence"][0], np.stack(log["train/approx_kl"], axis=1))
     np.testing.assert_array_equal(drawn["entropy"][0][:, 1], -log["train/entropy_loss"][1])
@@ -106,6 +108,7 @@ def test_quantities_that_were_not_logged_have_no_panel(tmp_path):
 
 
 def test_several_runs(run_folder):
+    """Each run has a line in each panel, and the legend names it."""
     figure = plot_runs([run_folder, run_folder / "tensorboard"])
     assert len(lines(figure)["clip fraction"]) == 2
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
@@ -141,6 +144,7 @@ def test_bad_folders(tmp_path):
 
 @pytest.mark.integration
 def test_bad_format(run_folder, tmp_path):
+    """A file name that Matplotlib cannot write is refused before anything is written."""
     completed = command(run_folder, "-o", tmp_path / "plots" / "run.foo")
     assert "Matplotlib writes" in completed.stderr
     assert not (tmp_path / "plots").exists()

@@ -44,6 +44,7 @@ def test_eval_and_checkpoints(tmp_path):
 
 
 def test_stop_on_max_episodes():
+    """StopTrainingOnMaxEpisodes ends the training after as many episodes."""
     model = PPOExt("MlpPolicy", ToyEnv(p_end=0.0), **SMALL)
     assert model.learn(1000, callback=StopTrainingOnMaxEpisodes(3)).num_timesteps == 3 * 7
 
@@ -67,6 +68,7 @@ def test_tensorboard_log(tmp_path):
 
 
 def test_progress_bar_and_stdout(capfd):
+    """The progress bar comes to its end, and the table of statistics is printed."""
     PPOExt("MlpPolicy", "CartPole-v1", verbose=1, **SMALL).learn(48, progress_bar=True)
     printed = "".join(capfd.readouterr())
     assert "48/48" in printed
@@ -87,6 +89,7 @@ def test_predict():
 
 @pytest.mark.parametrize("wrap", [VecNormalize, VecMonitor, VecCheckNan, lambda env: VecFrameStack(env, 2)])
 def test_wrappers(wrap):
+    """PPOExt trains in each of SB3's wrappers of vectorised environments."""
     PPOExt("MlpPolicy", wrap(make_toys()), **SMALL).learn(64)
 
 
@@ -103,6 +106,7 @@ def test_vec_normalize_saved_and_loaded(tmp_path):
 
 @pytest.mark.integration
 def test_subprocesses():
+    """PPOExt trains on environments in other processes."""
     env = make_vec_env("CartPole-v1", 2, vec_env_cls=SubprocVecEnv)
     PPOExt("MlpPolicy", env, **SMALL).learn(64)
     env.close()
@@ -133,6 +137,7 @@ def test_save_and_load(policy, kwargs, tmp_path):
 
 
 def test_set_env():
+    """The training goes on in an environment that was set afterwards."""
     model = PPOExt("MlpPolicy", make_toys(), **SMALL).learn(32)
     model.set_env(make_toys())
     model.learn(32, reset_num_timesteps=False)

@@ -18,6 +18,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
 from support.parity import assert_equal
 from support.toys import DICT, IMAGE, Brittle, ToyEnv, make_toys
+from support.zips import Zip
 
 from sb3_ppo_ext import PPOExt
 
@@ -149,10 +150,9 @@ def test_bounds_loss_without_bounds(space):
     env = ToyEnv(action_space=space)
     with pytest.raises(ValueError, match=r"`bounds_coef=0\.01` is not valid: .* has no bounds"):
         PPOExt("MlpPolicy", env, bounds_coef=0.01)
-    file = io.BytesIO()
-    PPOExt("MlpPolicy", env).save(file)
+    saved = Zip(PPOExt("MlpPolicy", env))
     with pytest.raises(ValueError, match=re.escape("`bounds_coef=0.01` is not valid")):
-        PPOExt.load(io.BytesIO(file.getvalue()), bounds_coef=0.01)
+        saved.load(bounds_coef=0.01)
 
 
 class OwnDraws(RolloutBuffer):
@@ -251,6 +251,7 @@ def test_legal_extremes(options):
 
 
 def test_unknown_policy():
+    """A misspelt name of a policy is refused, with the names that exist."""
     with pytest.raises(ValueError, match=r"`policy='MlpPolcy'`.*MlpPolicy, CnnPolicy, MultiInputPolicy"):
         PPOExt("MlpPolcy", ToyEnv())
 
@@ -382,6 +383,7 @@ def test_stats_window_size_of_load(saved):
 
 @pytest.mark.parametrize("env", [None, 5])
 def test_no_environment(env):
+    """No environment, or something that is none, is refused."""
     with pytest.raises(ValueError, match="env"):
         PPOExt("MlpPolicy", env)
 
@@ -429,6 +431,7 @@ def test_zip_whose_sizes_are_wrong(saved):
 
 @pytest.mark.parametrize("lost", ["data", "policy.pth", "policy.optimizer.pth"])
 def test_incomplete_zip(saved, tmp_path, lost):
+    """A zip without one of its members is refused, and the member is named."""
     with zipfile.ZipFile(saved) as source, zipfile.ZipFile(tmp_path / "incomplete.zip", "w") as target:
         for name in source.namelist():
             if name != lost:

@@ -44,6 +44,7 @@ def test_linear_is_never_negative(tmp_path):
 
 
 def test_can_be_pickled():
+    """A pickled schedule gives the same values."""
     assert pickle.loads(pickle.dumps(make_schedule("clip_range", "lin_0.2")))(0.5) == pytest.approx(0.1)
 
 
@@ -72,6 +73,7 @@ def test_string_acts_in_training(tmp_path):
 
 
 def test_value_of():
+    """The value of a number is the number, and that of a schedule its value at the progress."""
     assert value_of(0.3, 0.5) == 0.3
     assert value_of(np.float32(0.5), 0.5) == 0.5
     assert value_of(LinearSchedule(1.0, 0.0, 1.0), 0.25) == 0.25
@@ -90,6 +92,7 @@ def test_value_of():
     ],
 )
 def test_is_constant(value, expected):
+    """Numbers and constant schedules are known to be constant, other callables are not."""
     assert is_constant(value) is expected
 
 
@@ -110,6 +113,7 @@ SQRT = math.sqrt(2)
     ],
 )
 def test_decay(options, expected):
+    """The factor at each fraction of the training, computed by hand; pickling changes nothing."""
     schedule = DecaySchedule(ConstantSchedule(2.0), **options)
     assert [schedule(1 - done) for done in AT] == pytest.approx([2 * factor for factor in expected])
     assert pickle.loads(pickle.dumps(schedule))(0.5) == schedule(0.5)
@@ -145,6 +149,7 @@ def test_learning_rate(kl, factor):
 
 
 def test_bounds_of_what_follows_the_kl():
+    """The value stays within its bounds, at the start and however often it is adapted."""
     rate = KLAdaptive(1e-3, target=0.01, factor=1 / 1.5, tolerance=2.0, bounds=(1e-5, 1e-2))
     assert KLAdaptive(1.0, target=0.01, factor=1 / 1.5, tolerance=2.0, bounds=(1e-5, 1e-2)).value == 1e-2
     for kl, bound in ((1.0, 1e-5), (1e-6, 1e-2)):

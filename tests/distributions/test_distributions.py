@@ -167,6 +167,7 @@ def test_unknown_family():
 
 
 def test_unsquashed_mean():
+    """The mean of SB3's squashed Gaussian before the squashing is the mean it was given."""
     mean = tensor(3, 2) * 5
     assert th.equal(unsquashed_mean(gaussian(mean, tensor(2), SquashedDiagGaussianDistribution)), mean)
     with pytest.raises(ValueError, match="BoundedBetaDistribution has no mean that could leave the bounds"):

@@ -159,6 +159,7 @@ def test_zoo_on_cuda(tmp_path):
 
 
 def test_tuning_on_cuda(tmp_path):
+    """Trials run on the GPU, and at least one completes."""
     experiment = manager(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=100, device="cuda")
     experiment.setup_experiment()
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=15))

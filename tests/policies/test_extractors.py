@@ -36,7 +36,7 @@ def test_order_of_a_sequence_counts():
     frames = batch(SEQUENCE)
     assert extractor(frames).shape == (2, 64)
     assert extractor.features_dim == 64
-    assert (extractor(frames) - extractor(frames.flip(1))).abs().min(dim=1).values.max() > 1e-4
+    assert (extractor(frames) - extractor(frames.flip(1))).abs().mean(dim=1).min() > 1e-2
 
 
 def test_stacked_frames_are_a_sequence():

@@ -3,7 +3,6 @@ Policies with bounded action distributions: what the environment gets, what the 
 switches.
 """
 
-import io
 import subprocess
 import sys
 import warnings
@@ -23,6 +22,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, DICT, IMAGE, VECTOR, RolloutRecorder, ToyEnv, make_toys
+from support.zips import Zip
 
 import sb3_ppo_ext
 from sb3_ppo_ext import CnnPolicy, MlpPolicy, MultiInputPolicy, PPOExt
@@ -237,11 +237,10 @@ def test_deterministic_action():
     np.testing.assert_allclose(model.predict(observation, deterministic=True)[0], expected, rtol=1e-5)
     model = make("beta")
     saturate(model.policy, 2.0)
-    file = io.BytesIO()
-    model.save(file)
+    saved = Zip(model)
     alpha, beta = parameters(model.policy.get_distribution(th.as_tensor(observation)[None])).detach().numpy()[0].reshape(2, 2)
     for name, position in {"mean": alpha / (alpha + beta), "mode": (alpha - 1) / (alpha + beta - 2)}.items():
-        loaded = PPOExt.load(io.BytesIO(file.getvalue()), deterministic_action=name)
+        loaded = saved.load(deterministic_action=name)
         expected = low + (high - low) * position
         np.testing.assert_allclose(loaded.predict(observation, deterministic=True)[0], expected, rtol=1e-4)
 
@@ -362,32 +361,29 @@ def test_standard_deviation_that_is_not_learned(action_dist, optimizer):
 @pytest.mark.parametrize("algorithm", [PPO, PPOExt])
 def test_configured_standard_deviation_wins(algorithm):
     """Over that of a zip, in `load` and in `set_parameters`; and a warning says so."""
-    file = io.BytesIO()
     kwargs = dict(SMALL, policy_kwargs=dict(net_arch=[8, 8], log_std_init=0.3))
     learned = algorithm("MlpPolicy", make_toys(), **kwargs).learn(64)
-    learned.save(file)
+    saved = Zip(learned)
     fixed = dict(net_arch=[8, 8], learn_std=False, log_std_init=-1.5)
     with pytest.warns(UserWarning, match=r"stays at exp of `log_std_init=-1\.5` .* is not used"):
-        loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), device="cpu", policy_kwargs=fixed)
+        loaded = saved.load(env=make_toys(), device="cpu", policy_kwargs=fixed)
     assert loaded.policy.log_std.tolist() == [-1.5, -1.5]
     assert th.equal(loaded.policy.action_net.weight, learned.policy.action_net.weight)
     loaded.learn(32)
     assert loaded.policy.log_std.tolist() == [-1.5, -1.5]
     other = make(policy_kwargs=fixed)
     with pytest.warns(UserWarning, match="is not used"):
-        other.set_parameters(io.BytesIO(file.getvalue()))
+        other.set_parameters(saved.open())
     assert other.policy.log_std.tolist() == [-1.5, -1.5]
     # Its own zip has nothing to say, and what else is in `policy_kwargs` cannot change, as in SB3.
-    own = io.BytesIO()
-    loaded.save(own)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert PPOExt.load(io.BytesIO(own.getvalue()), device="cpu").policy.log_std.tolist() == [-1.5, -1.5]
+        assert Zip(loaded).load(device="cpu").policy.log_std.tolist() == [-1.5, -1.5]
     for other in (dict(net_arch=[4]), dict(ortho_init=False)):
         with pytest.raises(ValueError, match="policy kwargs"):
-            PPOExt.load(io.BytesIO(file.getvalue()), policy_kwargs={**fixed, **other})
+            saved.load(policy_kwargs={**fixed, **other})
     with pytest.raises(ValueError, match="policy kwargs"):
-        PPOExt.load(io.BytesIO(file.getvalue()), policy_kwargs=dict(net_arch=[8, 8], log_std_init=-1.5))
+        saved.load(policy_kwargs=dict(net_arch=[8, 8], log_std_init=-1.5))
 
 
 # What is refused
@@ -436,6 +432,7 @@ BAD_COMBINATIONS = [
 
 @pytest.mark.parametrize(("options", "policy_kwargs", "message"), BAD_COMBINATIONS, ids=str)
 def test_bad_combination(options, policy_kwargs, message):
+    """Options of the algorithm and keywords of the policy that exclude each other are refused."""
     with pytest.raises(ValueError, match=message):
         PPOExt("MlpPolicy", ToyEnv(), policy_kwargs=policy_kwargs, **options)
 
@@ -624,20 +621,17 @@ def test_policy_alone(keywords, policy_class, observation_space, tmp_path):
 
 def test_action_distribution_of_a_zip_is_kept():
     """Another one is refused: the parameters of a Gaussian would fit a squashed one, and mean something else."""
-    files = {action_dist: io.BytesIO() for action_dist in ["gaussian", *BOUNDED]}
-    for action_dist, file in files.items():
-        make(action_dist).save(file)
-    for action_dist, file in files.items():
-        zip_file = io.BytesIO(file.getvalue())
-        assert PPOExt.load(io.BytesIO(file.getvalue()), action_dist=action_dist).action_dist == action_dist
-        for other in files.keys() - {action_dist}:
+    zips = {action_dist: Zip(make(action_dist)) for action_dist in ["gaussian", *BOUNDED]}
+    for action_dist, saved in zips.items():
+        assert saved.load(action_dist=action_dist).action_dist == action_dist
+        for other in zips.keys() - {action_dist}:
             refused = pytest.raises(
                 ValueError, match=f"`action_dist='{other}'`.*the saved parameters are those of '{action_dist}'"
             )
             with refused:
-                PPOExt.load(io.BytesIO(file.getvalue()), action_dist=other)
+                saved.load(action_dist=other)
             with refused:
-                make(other).set_parameters(zip_file)
+                make(other).set_parameters(saved.open())
             for exact_match in (True, False):
                 with refused:
                     make(other).set_parameters({"policy": make(action_dist).policy.state_dict()}, exact_match=exact_match)
@@ -645,11 +639,11 @@ def test_action_distribution_of_a_zip_is_kept():
                 with refused:
                     make(other).policy.load_state_dict(make(action_dist).policy.state_dict(), strict=False)
         with pytest.raises(ValueError, match=r"`action_dist='betta'`.*\"gaussian\""):
-            PPOExt.load(io.BytesIO(file.getvalue()), action_dist="betta")
+            saved.load(action_dist="betta")
     # SB3's PPO does not know the option, and must not take the policy for a Gaussian.
     for action_dist in BOUNDED:
         with pytest.raises(ValueError, match=f"the saved parameters are those of '{action_dist}'"):
-            PPO.load(io.BytesIO(files[action_dist].getvalue()))
+            zips[action_dist].load(PPO)
         # Nor a policy of its own class take what looks like its parameters.
         with pytest.raises(RuntimeError, match=f"action_distribution_{action_dist}"):
             PPO("MlpPolicy", make_toys(), **SMALL).policy.load_state_dict(make(action_dist).policy.state_dict())
@@ -672,11 +666,11 @@ def test_parameters_of_earlier_versions(exact_match):
 
 
 def test_zips_of_ppo_are_gaussian():
-    file = io.BytesIO()
-    PPO("MlpPolicy", make_toys(), **SMALL).save(file)
-    assert PPOExt.load(io.BytesIO(file.getvalue())).action_dist == "gaussian"
+    """A zip of SB3's PPO is loaded as a Gaussian, and as nothing else."""
+    saved = Zip(PPO("MlpPolicy", make_toys(), **SMALL))
+    assert saved.load().action_dist == "gaussian"
     with pytest.raises(ValueError, match="the saved parameters are those of 'gaussian'"):
-        PPOExt.load(io.BytesIO(file.getvalue()), action_dist="beta")
+        saved.load(action_dist="beta")
 
 
 @pytest.mark.parametrize("action_dist", BOUNDED)

@@ -63,6 +63,7 @@ def test_aggregates():
 
 
 def test_intervals_are_reproducible():
+    """The bootstrap gives the same interval each time."""
     scores = np.random.default_rng(0).normal(size=(5, 3))
     first, second = (returns_report.intervals_of({"arm": scores}, lambda values: np.array([values.mean()])) for _ in range(2))
     assert np.array_equal(first[1]["arm"], second[1]["arm"])
@@ -70,6 +71,7 @@ def test_intervals_are_reproducible():
 
 
 def test_improvement_is_that_of_rliable():
+    """The probability of improvement and its interval are rliable's."""
     rng = np.random.default_rng(0)
     ours, theirs = rng.normal(0.3, 1.0, (2, 5, 3))
     pair = {"pair": (ours, theirs)}
@@ -120,6 +122,7 @@ def test_entries(job):
 
 
 def test_the_command_has_the_entry(tmp_path):
+    """The command names the file with the hyperparameters, the seed and the interval of evaluation."""
     job = benchmark_returns.Job("presets", "Pendulum-v1", "ppo", 3, limit=2000)
     words = benchmark_returns.command(job, tmp_path)
     assert yaml.safe_load(Path(words[words.index("-conf") + 1]).read_text()) == {"Pendulum-v1": job.entry()}
@@ -155,6 +158,7 @@ def test_current_rows():
 
 
 def test_short_runs_want_a_folder_of_their_own(monkeypatch, capsys):
+    """With fewer timesteps than the benchmark has, another folder must be named."""
     monkeypatch.setattr(sys, "argv", ["benchmark_returns.py", "--timesteps", "100"])
     with pytest.raises(SystemExit):
         benchmark_returns.parse_arguments()
@@ -197,6 +201,7 @@ def test_benchmark_goes_on(tmp_path):
 @pytest.mark.integration
 @pytest.mark.slow
 def test_a_terminated_benchmark_ends_its_runs(tmp_path):
+    """No training is left when the benchmark itself is terminated."""
     command = [sys.executable, SCRIPTS / "benchmark_returns.py", "--suites", "presets", "--tasks", "Pendulum-v1"]
     process = subprocess.Popen([*command, "--timesteps", "90000", "--processes", "1", "--out", tmp_path])
     runs = ""

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import random
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch as th
 from gymnasium import spaces
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, make_toys
+from support.zips import Zip
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.options import ALL_OPTIONS, OWN_OPTIONS
@@ -34,7 +34,15 @@ OF_SB3 = ("ent_coef", "clip_range_vf", "target_kl", "normalize_advantage", "use_
 # Each option with values that are not its default, and what it needs beside it
 VALUES = {name: list(ALL_OPTIONS[name].examples) for name in (*OWN_OPTIONS, *OF_SB3)} | TOY_VALUES
 NEEDS = {name: needed_by(ALL_OPTIONS[name]) for name in VALUES}
-SINGLE = [{**NEEDS.get(name, {}), name: value} for name, values in VALUES.items() for value in values]
+
+
+def with_needs(options):
+    """With what its options need beside them, where it does not say otherwise."""
+    needed = {key: value for name in options for key, value in NEEDS[name].items()}
+    return {**needed, **options}
+
+
+SINGLE = [with_needs({name: value}) for name, values in VALUES.items() for value in values]
 
 
 def is_legal(options, action_space):
@@ -81,10 +89,9 @@ def assert_continues(options, action_space=BOX_ACTION):
     straight = make(options, action_space).learn(32)
     again = make(options, action_space).learn(32)
     assert_equal(straight.policy.state_dict(), again.policy.state_dict(), "policy")
-    file, env, state = io.BytesIO(), copy.deepcopy(straight.env), random_state()
-    straight.save(file)
+    saved, env, state = Zip(straight), copy.deepcopy(straight.env), random_state()
     straight.learn(32, reset_num_timesteps=False)
-    loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=env, force_reset=False, device="cpu")
+    loaded = saved.load(env=env, force_reset=False, device="cpu")
     set_random_state(state)
     loaded.learn(32, reset_num_timesteps=False)
     for name, (expected, actual) in {

@@ -50,6 +50,8 @@ def test_time_major():
 
 
 def test_buffers_that_draw_themselves():
+    """Buffers with a `get` of their own are told from those that draw as SB3 does."""
+
     class Own(RolloutBuffer):
         def get(self, batch_size=None):
             yield from super().get(batch_size)
@@ -94,6 +96,7 @@ def test_probabilities_by_hand():
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_probabilities_do_not_depend_on_the_scale(scale):
+    """Very small and very large advantages have the same priorities."""
     advantages = np.random.default_rng(0).normal(size=(8, 4))
     one, scaled = (PrioritizedSegments(a, 2, 3.0, 0.4) for a in (advantages, advantages * scale))
     np.testing.assert_allclose(one.probabilities, scaled.probabilities)
@@ -146,6 +149,7 @@ def test_weights_of_few_draws_are_those_of_prioritised_replay():
 
 
 def test_weights_have_mean_one_and_prefer_the_rare():
+    """The weights of a minibatch have mean 1, and are larger for what is drawn less often."""
     for indices, weights in segments(beta=1.0, n_steps=60, n_envs=2).epoch(30):
         assert weights.mean() == pytest.approx(1)
         rare, frequent = weights[indices < 60], weights[indices >= 60]

@@ -1,7 +1,6 @@
 """Groups of parameters and their rules, against torch's own optimisers."""
 
 import copy
-import io
 import pickle
 import re
 
@@ -12,6 +11,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from support.parity import assert_equal
 from support.toys import DICT, IMAGE, make_toys
+from support.zips import Zip
 from torch import nn
 
 from sb3_ppo_ext import MlpPolicy, PPOExt
@@ -72,6 +72,7 @@ def test_parameters_of_the_critic(policy, observation_space, options, expected):
 
 
 def test_separate_extractors_of_the_critic():
+    """With an extractor for each network, the critic's is the critic's."""
     policy = make("CnnPolicy", make_toys(observation_space=IMAGE), **SEPARATE).policy
     of_critic = names(policy, critic_parameters(policy))
     assert {name.split(".")[0] for name in of_critic} == {"vf_features_extractor", "value_net"}
@@ -276,6 +277,7 @@ def test_optimizer_class_of_the_policy_keeps_its_defaults():
 
 
 def test_weight_decay_that_a_class_does_not_take():
+    """Weight decay for an optimiser that has none is refused."""
     with pytest.raises(ValueError, match="has no option `weight_decay`"):
         make(weight_decay=0.1, policy_kwargs=dict(optimizer_class=th.optim.Rprop))
 
@@ -347,11 +349,9 @@ def moments(model):
 @pytest.mark.parametrize("after", KINDS)
 def test_moments_follow_their_parameters(before, after):
     """A critic's rate or weight decay may come and go: the moments stay, the new hyperparameters hold."""
-    file = io.BytesIO()
     model = make(**KINDS[before]).learn(32)
-    model.save(file)
     options = dict(critic_learning_rate=None, weight_decay=0.0) | KINDS[after]
-    loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), **options)
+    loaded = Zip(model).load(env=make_toys(), **options)
     assert_equal(moments(model), moments(loaded), "moments")
     assert loaded.policy.optimizer.param_groups[-1]["weight_decay"] == options["weight_decay"]
     loaded.learn(32, reset_num_timesteps=False)
@@ -359,10 +359,8 @@ def test_moments_follow_their_parameters(before, after):
 
 def test_moments_of_sb3s_zip():
     """PPO's own, under a second learning rate."""
-    file = io.BytesIO()
     model = make(algorithm=PPO).learn(32)
-    model.save(file)
-    loaded = PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), critic_learning_rate=1e-3)
+    loaded = Zip(model).load(env=make_toys(), critic_learning_rate=1e-3)
     assert_equal(moments(model), moments(loaded), "moments")
 
 
@@ -377,14 +375,12 @@ def test_moments_of_sb3s_zip():
 )
 def test_another_optimizer(before, after, message):
     """Its state means something else; the remedy works."""
-    file = io.BytesIO()
     model = make(**before).learn(32)
-    model.save(file)
+    saved = Zip(model)
     with pytest.raises(ValueError, match=re.escape(message)):
-        PPOExt.load(io.BytesIO(file.getvalue()), env=make_toys(), **after)
-    saved = PPOExt.load(io.BytesIO(file.getvalue()))
+        saved.load(env=make_toys(), **after)
     other = make(**after)
-    other.set_parameters({"policy": saved.policy.state_dict()}, exact_match=False)
+    other.set_parameters({"policy": saved.load().policy.state_dict()}, exact_match=False)
     assert_equal(model.policy.state_dict(), other.policy.state_dict(), "policy")
     other.learn(32)
 

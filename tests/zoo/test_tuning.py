@@ -76,6 +76,7 @@ def test_space_is_sampled():
 
 
 def test_discrete_actions_have_no_choice_of_distribution():
+    """Options of continuous actions are not sampled for discrete ones."""
     for seed in range(20):
         _, sampled = sample(seed, n_actions=0)
         assert not {"action_dist", "use_sde", "bounds_coef"} & sampled.keys()
@@ -249,6 +250,7 @@ def assert_starts_at_once(url, folder):
 @pytest.mark.integration
 @pytest.mark.slow
 def test_sqlite_survives_a_kill(tmp_path):
+    """A study in an SQLite database is completed although a worker was killed during a trial."""
     assert_starts_at_once(f"sqlite:///{tmp_path}/first.db", tmp_path)
     assert_survives_a_kill(f"sqlite:///{tmp_path}/study.db", tmp_path)
 
@@ -301,6 +303,7 @@ def test_postgres_survives_a_kill(tmp_path_factory):
 @pytest.mark.integration
 @pytest.mark.skipif(not SERVERS.exists() or os.getuid() != 0, reason="needs PostgreSQL's server, and to be root")
 def test_a_folder_that_the_server_may_not_enter(tmp_path):
+    """The script refuses it, says so, and leaves nothing behind."""
     (tmp_path / "closed").mkdir(mode=0o700)
     folder = tmp_path / "closed" / "postgres"
     completed = subprocess.run([POSTGRES, "start", folder], capture_output=True, text=True)

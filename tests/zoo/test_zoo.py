@@ -85,6 +85,7 @@ def test_train_writes_what_the_zoo_writes(trained):
 @pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_enjoy(trained):
+    """`enjoy` loads the agent and plays it."""
     printed = run(
         *RL_ZOO3, "enjoy", "--algo", "ppo_ext", "--env", "CartPole-v1", "-f", "logs", "-n", "200", "--no-render", cwd=trained
     )
@@ -94,6 +95,7 @@ def test_enjoy(trained):
 @pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_record_video(trained):
+    """`record_video` writes a video of the best model."""
     arguments = ["--algo", "ppo_ext", "--env", "CartPole-v1", "-f", "logs", "-n", "20", "-o", "videos", "--load-best"]
     run(*MODULE, "rl_zoo3.record_video", *arguments, cwd=trained)
     assert list((trained / "videos").glob("*.mp4"))
@@ -321,6 +323,7 @@ def test_trial_and_command_line(tmp_path):
     ],
 )
 def test_no_such_trial(storage, study_name, trial_id, message, tmp_path, monkeypatch):
+    """A trial that cannot be found is refused with the reason, and nothing is created."""
     monkeypatch.chdir(tmp_path)
     optuna.create_study(storage="sqlite:///study.db", study_name="study")
     experiment = manager(storage=storage, study_name=study_name, trial_id=trial_id)
@@ -344,6 +347,7 @@ def test_no_such_trial(storage, study_name, trial_id, message, tmp_path, monkeyp
     ],
 )
 def test_find_hyperparams(env_id, entry_point, expected):
+    """Our entry goes before the Zoo's, the Zoo's before our default."""
     assert find_hyperparams(env_id, entry_point, ZOO_FILE) == expected
 
 
@@ -403,6 +407,7 @@ def test_default_entry(env_id, policy, norm_obs, tmp_path):
 
 
 def test_users_say_what_is_normalized(tmp_path):
+    """`normalize` of the command line replaces that of the entry."""
     experiment = manager(
         env_id="Acrobot-v1", folder=tmp_path, hyperparams=dict(normalize="dict(norm_obs=False, clip_reward=5.0)")
     )
@@ -530,6 +535,7 @@ def test_enjoy_loads_with_custom_objects(trained):
 
 @pytest.mark.integration
 def test_vec_normalize_statistics_are_saved(tmp_path):
+    """The statistics lie beside the zip, and count the observations of the training."""
     train("--env", "MountainCarContinuous-v0", "-n", "100", cwd=tmp_path)
     path = saved(tmp_path, "MountainCarContinuous-v0").parent / "MountainCarContinuous-v0" / "vecnormalize.pkl"
     assert VecNormalize.load(str(path), PPOExt("MlpPolicy", "MountainCarContinuous-v0").env).obs_rms.count > 100

@@ -1,0 +1,64 @@
+"""The tests themselves: where they lie, what they import, and that they say what they hold."""
+
+import ast
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+MODULES = sorted(TESTS.rglob("test_*.py"))
+
+
+def imported(tree):
+    """Names of the modules that are imported anywhere in the tree."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def defined_tests(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+
+
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_test_imports_another_test(path):
+    """What several share is in `tests/support` or a fixture of a `conftest.py`."""
+    words = {word for name in imported(parsed(path)) for word in name.split(".")}
+    assert not words & {"conftest", "tests", *(module.stem for module in MODULES)}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(TESTS)))
+def test_every_test_has_a_docstring(path):
+    """It says the property, the one of the module what they have in common."""
+    tree = parsed(path)
+    assert ast.get_docstring(tree)
+    assert not [test.name for test in defined_tests(tree) if not ast.get_docstring(test)]
+
+
+def test_folders_mirror_the_package():
+    """So that the test of a module is found by the name of its folder."""
+    folders = {path.parent.relative_to(TESTS) for path in MODULES} - {Path(".")}
+    assert all((ROOT / "sb3_ppo_ext" / folder).is_dir() or (ROOT / folder).is_dir() for folder in folders), folders
+
+
+def test_names_of_modules_are_unique():
+    """Without packages of tests, pytest imports them by their own names."""
+    assert not [name for name, number in Counter(path.stem for path in MODULES).items() if number > 1]
+    assert not [path.stem for path in MODULES if path.stem in sys.stdlib_module_names]
+
+
+def test_no_test_is_defined_twice():
+    """The second one of a name would hide the first."""
+    for path in MODULES:
+        names = Counter(node.name for node in parsed(path).body if isinstance(node, ast.FunctionDef))
+        assert not [name for name, number in names.items() if number > 1], path
