@@ -35,7 +35,7 @@ from sb3_ppo_ext.engines.native import extension, gradients
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.native.minibatches import mean_of_each, normalize_each
 from sb3_ppo_ext.engines.native.policy import unsupported_reason
-from sb3_ppo_ext.engines.steppers import FusedAdamStepper
+from sb3_ppo_ext.engines.steppers import FusedAdamStepper, GradientMemory
 from sb3_ppo_ext.rollout import collector
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 
@@ -253,7 +253,9 @@ def test_samples(family):
     distribution, n_outputs, log_std = make_distribution(family, {}, None, th.float32)
     numpy_side = numpy_distribution(distribution, log_std)
     outputs = np.resize(np.float32([0.5, -1.0, 2.0, 0.0]), (1, n_outputs))
-    samples = np.concatenate([numpy_side.sample(outputs, noise) for noise in numpy_side.noise(n, 1, n_outputs)])
+    samples = np.concatenate(
+        [numpy_side.sample(outputs, numpy_side.scaled(noise)) for noise in numpy_side.noise(n, 1, n_outputs)]
+    )
     own = None if log_std is None else log_std.detach()
     expected = distribution_of(distribution, th.from_numpy(outputs).expand(n, -1), own).sample().numpy()
     for ours, theirs in zip(samples.reshape(n, -1).T, expected.reshape(n, -1).T, strict=True):
@@ -727,7 +729,7 @@ def test_optimizers_that_torch_steps():
     """Those that are not plainly Adam, and those whose step somebody has replaced."""
 
     def takes(model):
-        return FusedAdamStepper.takes(model.policy.optimizer, model.policy)
+        return FusedAdamStepper.takes(model.policy.optimizer, GradientMemory.of(model.policy))
 
     model = make()
     assert takes(model)
