@@ -13,6 +13,7 @@ from sb3_ppo_ext.algorithm.policy_updater import PolicyUpdater
 from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, make_schedule, value_of
 from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.distributions import ACTION_DISTS
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequences import SequenceDictRolloutBuffer, SequenceRolloutBuffer
 from sb3_ppo_ext.policies.actor_critic import MlpPolicy, with_action_distributions

@@ -170,8 +170,6 @@ class CompiledBackward:
 class _LossModule(nn.Module):
     """The loss as a module, so that other tensors can stand for the policy's parameters."""
 
-    policy: Any
-
     def __init__(self, policy: ActorCriticPolicy):
         super().__init__()
         self.policy = policy
@@ -197,7 +195,7 @@ class _LossModule(nn.Module):
         self.policy.action_dist = distribution
         return results
 
-    def _of_preprocessed(self, observations: Any, space: spaces.Space) -> EvaluateActions:
+    def _of_preprocessed(self, observations: Any, space: spaces.Space[Any]) -> EvaluateActions:
         """``evaluate_actions`` of the policy for observations that are preprocessed already."""
 
         def evaluate_actions(_: Any, actions: th.Tensor) -> Any:
@@ -216,18 +214,19 @@ def _loss_and_gradients(module: _LossModule, *inputs: Any) -> tuple[list[th.Tens
 
     def loss(parameters: dict[str, th.Tensor]) -> tuple[th.Tensor, dict[str, th.Tensor]]:
         everywhere = {path: parameters[name] for path, name in module.names.items() if name in parameters}
-        return functional_call(module, everywhere, inputs, tie_weights=False)
+        results: tuple[th.Tensor, dict[str, th.Tensor]] = functional_call(module, everywhere, inputs, tie_weights=False)
+        return results
 
     gradients, (_, measured) = grad_and_value(loss, has_aux=True)(learned)
     return list(gradients.values()), _split(measured)
 
 
-def _preprocesses_as_sb3(policy: Any) -> bool:
+def _preprocesses_as_sb3(policy: ActorCriticPolicy) -> bool:
     names = ("evaluate_actions", "extract_features")
     return all(getattr(type(policy), name) is getattr(ActorCriticPolicy, name) and name not in vars(policy) for name in names)
 
 
-def _preprocessed(space: spaces.Space) -> spaces.Space:
+def _preprocessed(space: spaces.Space[Any]) -> spaces.Space[Any]:
     """A space of plain vectors in the place of each part, for the shape plays no role."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _preprocessed(part) for key, part in space.spaces.items()})
@@ -241,7 +240,7 @@ def _split(measured: dict[str, th.Tensor]) -> Measured:
     return tuple(scalars), th.stack(list(scalars.values())), vectors
 
 
-def _own(function: Callable) -> Callable:
+def _own(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with code and name of its own: torch keeps what it has compiled with the one, and what it knows of shapes
     with the other, and would count the variants of all models together."""
     assert isinstance(function, FunctionType)

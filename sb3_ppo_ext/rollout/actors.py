@@ -14,6 +14,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequences import SequenceBufferMixin
 from sb3_ppo_ext.memory.transformer import Cache
 from sb3_ppo_ext.rollout.weights import WeightWatch
@@ -179,13 +180,16 @@ class HistoryActor(PolicyActor):
         self.weights = WeightWatch(by_value=config.is_watched)
         self.caches: list[Cache] = []
 
-    def _evaluate(self, policy: Any, obs_tensor: Any, starts: np.ndarray, step: int) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+    def _evaluate(
+        self, policy: ActorCriticPolicy, obs_tensor: Any, starts: np.ndarray, step: int
+    ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        assert isinstance(policy, TransformerPolicyMixin)
         if self.weights.have_changed(policy):
             self.caches = self._filled_caches(policy, step)
         self.buffer.keep_observations(step, map_observations(lambda part: part.cpu().numpy(), obs_tensor), starts)
         return policy.act(self.buffer.sequences_at(step), self.caches)
 
-    def _filled_caches(self, policy: Any, step: int) -> list[Cache]:
+    def _filled_caches(self, policy: TransformerPolicyMixin, step: int) -> list[Cache]:
         """What the transformers have computed of the steps before this one."""
         buffer, transformers = self.buffer, policy.transformers()
         capacity = buffer.n_before + buffer.buffer_size - step
@@ -202,7 +206,8 @@ class HistoryActor(PolicyActor):
             transformer(th.cat(parts), th.cat(episodes), cache)
         return caches
 
-    def record(self, policy: Any, transition: Transition) -> None:
+    def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
+        assert isinstance(policy, TransformerPolicyMixin)
         encoded = policy.encode_actions(transition.env_actions) if policy.use_last_action else None
         # Before the rewards are bootstrapped
         self.buffer.keep_outcome(transition.step, encoded, transition.rewards)

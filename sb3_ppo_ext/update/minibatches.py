@@ -86,7 +86,8 @@ class PrioritizedSegments:
         n = len(sums)
         # Scaled first, so that no power overflows; nothing can be preferred among zeros, nor where one is not finite
         priorities = (sums / sums.max()) ** alpha if 0 < sums.max() < np.inf else np.ones(n)
-        return (1 - self.UNIFORM) * priorities / priorities.sum() + self.UNIFORM / n
+        probabilities: np.ndarray = (1 - self.UNIFORM) * priorities / priorities.sum() + self.UNIFORM / n
+        return probabilities
 
     def epoch(self, batch_size: int) -> Iterator[Draw]:
         """

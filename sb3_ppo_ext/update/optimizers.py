@@ -118,7 +118,8 @@ def make_optimizer(
         groups = parameter_groups(policy, own_critic, "AdamW", _checked_hidden_matrices(policy))
     else:
         groups = parameter_groups(policy, own_critic, factory.__name__)
-    return factory(groups, lr=0.0, **kwargs)
+    optimizer: th.optim.Optimizer = factory(groups, lr=0.0, **kwargs)
+    return optimizer
 
 
 def _arguments(
@@ -231,7 +232,7 @@ def clip_gradients(policy: ActorCriticPolicy, max_norm: float) -> dict[str, th.T
     }
 
 
-def adopt_state(policy: ActorCriticPolicy, saved: Any) -> dict[str, Any]:
+def adopt_state(policy: ActorCriticPolicy, saved: dict[str, Any]) -> dict[str, Any]:
     """
     Bring the saved state of an optimiser into the form of the policy's: parameter by parameter, under the policy's own
     grouping and hyperparameters.

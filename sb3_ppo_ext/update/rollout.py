@@ -94,7 +94,8 @@ class Rollout:
         :param flat: One number per sample, shape ``(n_envs * n_steps,)`` or with a last dimension of 1
         :return: Shape ``(n_steps, n_envs)``, as before :func:`flatten`
         """
-        return flat.reshape(self.buffer.n_envs, self.buffer.buffer_size).T
+        by_time: np.ndarray = flat.reshape(self.buffer.n_envs, self.buffer.buffer_size).T
+        return by_time
 
     def last_values(self, policy: ActorCriticPolicy) -> np.ndarray:
         """
@@ -102,7 +103,8 @@ class Rollout:
         :return: Values of the observations after the last step, shape ``(n_envs,)``
         """
         values = last_values(policy, self.buffer, self.last_observations, self.last_dones)
-        return values.cpu().numpy().flatten()
+        flat: np.ndarray = values.cpu().numpy().flatten()
+        return flat
 
     def rewards(self, policy: ActorCriticPolicy) -> np.ndarray:
         """
@@ -110,7 +112,9 @@ class Rollout:
         :return: Rewards, with these values, shape ``(n_steps, n_envs)``
         """
         buffer = self.buffer
-        return buffer.rewards + change_of_terminal_values(policy, buffer, self.truncations, self.gamma)
+        change = change_of_terminal_values(policy, buffer, self.truncations, self.gamma)
+        rewards: np.ndarray = buffer.rewards + change
+        return rewards
 
 
 class SamplesOnDevice:

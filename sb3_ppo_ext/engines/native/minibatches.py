@@ -164,7 +164,8 @@ class Measured(NamedTuple):
 
     def _means(self, values: np.ndarray) -> np.ndarray:
         """Of the minibatches that count."""
-        return mean_of_each(values, self.sizes)[self.kept].astype(np.float32)
+        means: np.ndarray = mean_of_each(values, self.sizes)[self.kept]
+        return means.astype(np.float32)
 
 
 def mean_of_each(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -173,9 +174,13 @@ def mean_of_each(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     :param sizes: Of its parts
     :return: The mean of each part, in float64
     """
+    sums: np.ndarray
     if sizes.min() == sizes.max():
-        return np.add.reduce(values.reshape(len(sizes), -1), axis=1, dtype=np.float64) / sizes
-    return np.add.reduceat(values, np.cumsum(sizes) - sizes, dtype=np.float64) / sizes
+        sums = np.add.reduce(values.reshape(len(sizes), -1), axis=1, dtype=np.float64)
+    else:
+        sums = np.add.reduceat(values, np.cumsum(sizes) - sizes, dtype=np.float64)
+    means: np.ndarray = sums / sizes
+    return means
 
 
 def normalize_each(advantages: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -184,7 +189,7 @@ def normalize_each(advantages: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     :param sizes: Of the minibatches
     :return: Each minibatch by itself as in :func:`sb3_ppo_ext.update.advantages.normalize`
     """
-    centred = advantages - np.repeat(mean_of_each(advantages, sizes), sizes)
+    centred: np.ndarray = advantages - np.repeat(mean_of_each(advantages, sizes), sizes)
     # Of the sample, that is by n - 1; a single advantage stays as it is.
     variances = mean_of_each(np.square(centred), sizes) * sizes / np.maximum(sizes - 1, 1)
     centred /= np.repeat(np.sqrt(variances) + 1e-8, sizes)

@@ -142,7 +142,7 @@ class NativePolicy:
             return np.ascontiguousarray(features.numpy())
 
 
-def unsupported_reason(policy: Any) -> str | None:
+def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
     """
     :param policy: Of a model
     :return: Why it has to stay on PyTorch, ``None`` if :class:`NativePolicy` computes what it does
