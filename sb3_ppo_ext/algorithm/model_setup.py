@@ -15,7 +15,7 @@ from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, make_schedul
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import ACTION_DISTS
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
-from sb3_ppo_ext.memory.sequences import SequenceDictRolloutBuffer, SequenceRolloutBuffer
+from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer
 from sb3_ppo_ext.policies.actor_critic import MlpPolicy, with_action_distributions
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import critic_parameters, make_optimizer

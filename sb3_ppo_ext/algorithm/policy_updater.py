@@ -22,9 +22,9 @@ from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
-from sb3_ppo_ext.update.ppo_loss import ExtraActorLoss
+from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
 from sb3_ppo_ext.update.report import further_metrics, sb3_metrics
-from sb3_ppo_ext.update.rollout import Rollout
+from sb3_ppo_ext.update.rollout_data import Rollout
 from sb3_ppo_ext.update.update import UpdateResult
 
 # Options that an update is given as they are

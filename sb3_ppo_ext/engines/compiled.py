@@ -18,16 +18,16 @@ from torch import nn
 from torch.func import functional_call, grad_and_value
 
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.engines.autograd import AutogradGradients, BackwardLoss
+from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.fused import can_fuse_steps
-from sb3_ppo_ext.engines.steppers import FusedAdamStepper, GradientMemory, TorchStepper
+from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.losses import LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.minibatch_loss import EvaluateActions, ExtraActorLoss, evaluate, ppo_loss
 from sb3_ppo_ext.update.minibatches import Minibatch
-from sb3_ppo_ext.update.ppo_loss import EvaluateActions, ExtraActorLoss, evaluate, ppo_loss
 from sb3_ppo_ext.update.update import GradientSource, Stepper
 
 # Names and values of all scalars, and what else is measured

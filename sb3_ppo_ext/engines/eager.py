@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sb3_ppo_ext.engines.autograd import AutogradGradients, BackwardLoss
+from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss
 from sb3_ppo_ext.engines.engine import Engine, Setup
-from sb3_ppo_ext.engines.steppers import TorchStepper
+from sb3_ppo_ext.engines.optimizer_steps import TorchStepper
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.metrics import Metrics

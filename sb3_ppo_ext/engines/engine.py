@@ -8,13 +8,13 @@ from typing import NamedTuple
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 
-from sb3_ppo_ext.memory.sequences import SequenceBufferMixin
+from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.rollout.actors import Actor, HistoryActor, PolicyActor, RolloutConfig
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.metrics import Metrics
-from sb3_ppo_ext.update.rollout import Rollout
+from sb3_ppo_ext.update.rollout_data import Rollout
 from sb3_ppo_ext.update.update import GradientSource, Stepper, Update, UpdateResult
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
-from sb3_ppo_ext.engines.autograd import AutogradGradients, BackwardLoss
+from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native import extension
-from sb3_ppo_ext.engines.steppers import FusedAdamStepper, GradientMemory, TorchStepper
+from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.metrics import Metrics

@@ -22,7 +22,7 @@ from torch import nn
 
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
 from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_type, refuse
-from sb3_ppo_ext.memory.sequences import Sequences
+from sb3_ppo_ext.memory.sequence_buffers import Sequences
 from sb3_ppo_ext.memory.transformer import Cache, Transformer
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
 
@@ -68,7 +68,7 @@ class TransformerPolicyMixin(ActionDistributionMixin):
     features of the last observations of the episode, and what it makes of them goes to the networks of actor and critic.
 
     ``evaluate_actions``, ``get_distribution`` and ``predict_values`` take
-    :class:`~sb3_ppo_ext.memory.sequences.Sequences`, as the rollout buffer has them.
+    :class:`~sb3_ppo_ext.memory.sequence_buffers.Sequences`, as the rollout buffer has them.
     ``predict`` takes and returns a :class:`Memory` as its state.
 
     :param args: As for SB3's policy

@@ -18,7 +18,7 @@ from sb3_ppo_ext.options.values import Bounds, Dictionary, Flag, Number, Schedul
 from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
 from sb3_ppo_ext.update.losses import SurrogateName, VfClipMode
 from sb3_ppo_ext.update.optimizers import OptimizerName
-from sb3_ppo_ext.update.rollout import knows_indices
+from sb3_ppo_ext.update.rollout_data import knows_indices
 
 SB3 = "Parameters of SB3's PPO"
 DISTRIBUTION = "Action distribution"

@@ -12,7 +12,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.observations import stack
-from sb3_ppo_ext.memory.sequences import SequenceBufferMixin
+from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 
 
 class Truncation(NamedTuple):

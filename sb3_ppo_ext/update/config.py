@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sb3_ppo_ext.update.losses import LossConfig
-from sb3_ppo_ext.update.ppo_loss import ExtraActorLoss
+from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
 
 AdvantageNorm = Literal["minibatch", "rollout", "ema"]
 BadGradients = Literal["raise", "skip"]

@@ -15,9 +15,9 @@ from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize, vtrace
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
 from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.minibatch_loss import actions_of
 from sb3_ppo_ext.update.minibatches import PrioritizedSegments
-from sb3_ppo_ext.update.ppo_loss import actions_of
-from sb3_ppo_ext.update.rollout import Rollout
+from sb3_ppo_ext.update.rollout_data import Rollout
 
 
 class Estimates:

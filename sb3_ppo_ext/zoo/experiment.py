@@ -20,9 +20,9 @@ from sb3_ppo_ext.common.schedules import make_schedule
 from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
-from sb3_ppo_ext.zoo.hyperparameters import TrialHyperparams, find_hyperparams, is_default_file, merge_trial
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 from sb3_ppo_ext.zoo.tuning import is_history_based
+from sb3_ppo_ext.zoo.yaml_entries import TrialHyperparams, find_hyperparams, is_default_file, merge_trial
 
 if TYPE_CHECKING:
     import optuna
@@ -141,7 +141,7 @@ def hyperparameters_optimization(theirs: Callable[[], None], experiment: "Experi
     storage = experiment.storage
     if not isinstance(storage, str) or "://" not in storage or storage.endswith(".log"):
         return theirs()
-    from sb3_ppo_ext.zoo.storage import fail_stale_trials, open_storage
+    from sb3_ppo_ext.zoo.study_storage import fail_stale_trials, open_storage
 
     database: Any = open_storage(storage)
     fail_stale_trials(database, experiment.study_name)

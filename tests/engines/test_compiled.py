@@ -16,7 +16,7 @@ from torch import nn
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.engines.compiled import CompiledEngine
 from sb3_ppo_ext.engines.native import extension
-from sb3_ppo_ext.engines.steppers import TorchStepper
+from sb3_ppo_ext.engines.optimizer_steps import TorchStepper
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")]
 

@@ -33,9 +33,9 @@ from sb3_ppo_ext.engines.eager import EagerEngine
 from sb3_ppo_ext.engines.fused import FusedEngine
 from sb3_ppo_ext.engines.native import extension, gradients
 from sb3_ppo_ext.engines.native.engine import NativeEngine
-from sb3_ppo_ext.engines.native.minibatches import mean_of_each, normalize_each
+from sb3_ppo_ext.engines.native.epoch import mean_of_each, normalize_each
 from sb3_ppo_ext.engines.native.policy import unsupported_reason
-from sb3_ppo_ext.engines.steppers import FusedAdamStepper, GradientMemory
+from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory
 from sb3_ppo_ext.rollout import collector
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 

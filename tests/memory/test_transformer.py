@@ -16,10 +16,10 @@ from support.toys import VECTOR, ToyEnv, make_toys
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.memory.policies import Memory
-from sb3_ppo_ext.memory.sequences import Sequences
+from sb3_ppo_ext.memory.sequence_buffers import Sequences
 from sb3_ppo_ext.memory.transformer import Block, Cache, GRUGate, Transformer
 from sb3_ppo_ext.rollout import actors
-from sb3_ppo_ext.update import ppo_loss
+from sb3_ppo_ext.update import minibatch_loss
 from sb3_ppo_ext.update.minibatches import shuffled_segments
 
 # The network
@@ -311,14 +311,14 @@ def test_bad_states():
 
 def first_ratios(model):
     """Those of the first minibatch of the next update."""
-    ratios, original = [], ppo_loss.policy_loss
+    ratios, original = [], minibatch_loss.policy_loss
 
     def policy_loss(advantages, ratio, *args):
         ratios.append(ratio.detach().numpy().copy())
         return original(advantages, ratio, *args)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(ppo_loss, "policy_loss", policy_loss)
+        monkeypatch.setattr(minibatch_loss, "policy_loss", policy_loss)
         model.learn(model.n_steps * model.n_envs, reset_num_timesteps=False)
     return ratios[0]
 

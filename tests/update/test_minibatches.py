@@ -8,7 +8,7 @@ from support.parity import assert_equal
 from support.toys import DICT, VECTOR
 
 from sb3_ppo_ext.update.minibatches import PrioritizedSegments, inclusion_probabilities, shuffled
-from sb3_ppo_ext.update.rollout import Rollout, flatten, knows_indices
+from sb3_ppo_ext.update.rollout_data import Rollout, flatten, knows_indices
 
 
 def full_buffer(observation_space=VECTOR, n_steps=6, n_envs=3):

@@ -26,7 +26,7 @@ from sb3_ppo_ext.rollout.actors import Action, PolicyActor, Transition
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize, vtrace
 from sb3_ppo_ext.update.minibatches import PrioritizedSegments
 from sb3_ppo_ext.update.optimizers import clip_gradients, critic_parameters
-from sb3_ppo_ext.update.rollout import SamplesOnDevice
+from sb3_ppo_ext.update.rollout_data import SamplesOnDevice
 
 # Nothing is clipped, so that actor and critic do not influence each other.
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu", max_grad_norm=1e9)
@@ -239,7 +239,7 @@ class Recording(PPOExt):
 @pytest.mark.parametrize("length", [4, 5])  # with and without an end at the last step
 def test_vtrace_uses_the_current_policy(action_space, length, monkeypatch):
     """In every epoch, of values, ratios, the last value and those of the terminal observations."""
-    monkeypatch.setattr("sb3_ppo_ext.update.rollout.EVALUATION_BATCH", 7)
+    monkeypatch.setattr("sb3_ppo_ext.update.rollout_data.EVALUATION_BATCH", 7)
     env = dict(action_space=action_space, length=length, p_end=0.0)
     model = make(Recording, env, vtrace=True, batch_size=32, normalize_advantage=False, learning_rate=0.02)
     model.learn(32)
@@ -674,7 +674,9 @@ def test_accumulated_gradients_are_those_of_a_larger_batch(options):
 def test_target_kl_judges_the_accumulated_step(monkeypatch):
     """By the mean over its minibatches: 1 in the first of four is 0.25 in all."""
     divergences = itertools.cycle([1.0, 0.0, 0.0, 0.0])
-    monkeypatch.setattr("sb3_ppo_ext.update.ppo_loss.approximate_kl", lambda ratio, log_ratio: th.tensor(next(divergences)))
+    monkeypatch.setattr(
+        "sb3_ppo_ext.update.minibatch_loss.approximate_kl", lambda ratio, log_ratio: th.tensor(next(divergences))
+    )
     for target_kl, n_minibatches in ((0.16, 4), (0.17, 24)):
         model = make(Recording, batch_size=4, accumulate_grad=4, target_kl=1.0001 * target_kl).learn(32)
         assert len(model.seen) == n_minibatches

@@ -21,9 +21,10 @@ from sqlalchemy.exc import OperationalError
 from support.zoo import QUICK, RL_ZOO3, manager, run
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.zoo import storage, tuning
+from sb3_ppo_ext.zoo import study_storage as storage
+from sb3_ppo_ext.zoo import tuning
 from sb3_ppo_ext.zoo.experiment import hyperparameters_optimization
-from sb3_ppo_ext.zoo.hyperparameters import HYPERPARAMS
+from sb3_ppo_ext.zoo.yaml_entries import HYPERPARAMS
 
 POSTGRES = Path(__file__).parents[2] / "scripts" / "postgres.sh"
 SERVERS = Path("/usr/lib/postgresql")
@@ -183,7 +184,7 @@ def test_trial_that_sampled_nothing(tmp_path):
 
 WORKER = """
 import sys
-from sb3_ppo_ext.zoo import storage
+from sb3_ppo_ext.zoo import study_storage as storage
 storage.HEARTBEAT_INTERVAL, storage.GRACE_PERIOD = 1, 2
 from rl_zoo3.train import train
 sys.argv = ["train", *sys.argv[1:]]

@@ -27,7 +27,7 @@ from support.zoo import MODULE, RL_ZOO3, config, manager, run, saved, train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import register
-from sb3_ppo_ext.zoo.hyperparameters import HYPERPARAMS, TrialHyperparams, find_hyperparams
+from sb3_ppo_ext.zoo.yaml_entries import HYPERPARAMS, TrialHyperparams, find_hyperparams
 
 # The command line
 

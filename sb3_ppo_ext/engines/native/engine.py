@@ -11,7 +11,7 @@ from sb3_ppo_ext.engines.fused import can_fuse_steps
 from sb3_ppo_ext.engines.native.actor import NativeActor
 from sb3_ppo_ext.engines.native.gradients import AnalyticGradients
 from sb3_ppo_ext.engines.native.policy import NativePolicy, unsupported_reason
-from sb3_ppo_ext.engines.steppers import FusedAdamStepper, GradientMemory, TorchStepper
+from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates

@@ -16,13 +16,13 @@ import torch as th
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
-from sb3_ppo_ext.engines.native.minibatches import FlatRollout, Measured, NativeMinibatches, normalize_each
+from sb3_ppo_ext.engines.native.epoch import FlatRollout, Measured, NativeMinibatches, normalize_each
 from sb3_ppo_ext.engines.native.policy import NativePolicy
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.losses import SURROGATES, active_auxiliary_losses, value_slope
 from sb3_ppo_ext.update.metrics import Metrics
-from sb3_ppo_ext.update.ppo_loss import actions_of
+from sb3_ppo_ext.update.minibatch_loss import actions_of
 from sb3_ppo_ext.update.update import GradientSource
 
 # Samples whose measurements are kept before they are averaged

@@ -12,7 +12,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.common.observations import map_observations
-from sb3_ppo_ext.memory.sequences import SequenceBufferMixin
+from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.update.bootstrap import Truncation, change_of_terminal_values, last_values
 from sb3_ppo_ext.update.minibatches import Draw, PrioritizedSegments, shuffled, shuffled_segments
 

@@ -16,8 +16,8 @@ from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
 from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.minibatch_loss import evaluate, ppo_loss
 from sb3_ppo_ext.update.minibatches import Minibatch
-from sb3_ppo_ext.update.ppo_loss import evaluate, ppo_loss
 from sb3_ppo_ext.update.update import GradientSource
 
 # Adds the gradient of a minibatch, times its share of the step, and returns what was measured.
