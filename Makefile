@@ -22,13 +22,14 @@ lint: $(VENV)/.all
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(VENV)/.all
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # One environment, which grows with what is asked of it.
-$(VENV)/.%: setup.cfg setup.py startup/zoo_hook.py constraints.txt $(wildcard sb3_ppo_ext/engines/native/csrc/*)
+$(VENV)/.%: setup.cfg setup.py constraints.txt $(wildcard sb3_ppo_ext/engines/native/csrc/*)
 	$(BIN)/python -c "import pip, sys; sys.exit(sys.prefix == sys.base_prefix)" 2>/dev/null \
 		|| $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$*]"

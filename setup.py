@@ -3,14 +3,22 @@ Metadata lives in ``setup.cfg``; this file adds what setuptools cannot declare: 
 module in C, which is left out where no compiler takes it.
 """
 
-import ast
+import py_compile
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
-HOOK = Path(__file__).parent / "startup" / "zoo_hook.py"
+HOOK = Path(__file__).parent / "sb3_ppo_ext_zoo_hook.py"
 PTH = "sb3_ppo_ext_zoo.pth"
+# Python runs a line of a `.pth` file if it begins with `import`. Where the checkout of an editable install is gone, so is the
+# module, and without the `except` Python would complain at every start.
+PTH_LINE = (
+    "import os; os.environ.get('SB3_PPO_EXT_AUTOREGISTER') == '0' or "
+    r"exec('try: import sb3_ppo_ext_zoo_hook as hook; hook.install()\nexcept ImportError: pass')"
+    "\n"
+)
 MLP = Extension(
     "sb3_ppo_ext.engines.native._mlp",
     ["sb3_ppo_ext/engines/native/csrc/mlp.c"],
@@ -21,24 +29,6 @@ MLP = Extension(
 )
 
 
-def pth_line(source: str) -> str:
-    """
-    Python runs a line of a ``.pth`` file if it starts with ``import``. The source goes in as a whole, without its
-    comments: a module of its own would cost three times as much wherever its bytecode is not cached. In a virtual
-    environment the line runs twice.
-    """
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
-            del node.body[0]
-    return (
-        "import os, sys; "
-        "os.environ.get('SB3_PPO_EXT_AUTOREGISTER') == '0' "
-        "or any(type(finder).__name__ == 'ZooWatcher' for finder in sys.meta_path) "
-        f"or exec({ast.unparse(tree)!r}, {{'__name__': 'sb3_ppo_ext_zoo_hook'}})\n"
-    )
-
-
 class BuildWithStartupHook(build_py):
     """Write the ``.pth`` file to the root of the wheel: Python finds it there, and pip removes it again."""
 
@@ -46,12 +36,16 @@ class BuildWithStartupHook(build_py):
         super().run()
         root = Path(self._root_of_the_wheel())
         root.mkdir(parents=True, exist_ok=True)
-        (root / PTH).write_text(pth_line(HOOK.read_text(encoding="utf-8")), encoding="utf-8")
+        (root / PTH).write_text(PTH_LINE, encoding="utf-8")
+        if self.editable_mode:
+            # As pip does for a wheel: where Python may not write bytecode, compiling would take most of the start-up's time.
+            py_compile.compile(str(HOOK))
 
     def _root_of_the_wheel(self) -> str:
         if self.editable_mode:
             # Files in `build_lib` stay out of an editable wheel, those of the install scheme go in.
-            return str(self.get_finalized_command("install").install_lib)
+            install: Any = self.get_finalized_command("install")
+            return str(install.install_lib)
         return str(self.build_lib)
 
 

@@ -28,7 +28,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.common.observations import in_float32
-from sb3_ppo_ext.common.saved_models import SavedModel, check_saved_ppo, read_policy_kwargs
+from sb3_ppo_ext.common.saved_models import SavedModel, check_saved_ppo, read_policy_kwargs, read_renamed
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, ScheduleLike, is_constant, make_schedule, value_of
 from sb3_ppo_ext.common.validation import (
     SUPPORTED_SPACES,
@@ -455,7 +455,8 @@ class PPOExt(PPOExtOptions, RolloutCollector):
 
     def _setup_engine(self) -> None:
         """Refuse a backend that does not support the policy and the options; engines are made when they are needed."""
-        self._engine: Engine | None = None
+        # The engines that were used, for the backend may be changed and changed back
+        self._engines: dict[str, Engine] = {}
         backend, reasons = choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons:
             refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')
@@ -472,13 +473,14 @@ class PPOExt(PPOExtOptions, RolloutCollector):
 
     def _find_engine(self) -> Engine:
         """The engine for the backend and the policy as they are now."""
-        setup, engine = self._engine_setup(), self._engine
-        wanted = None if self.backend == "auto" else ENGINES[self.backend]
-        if engine is None or (type(engine) is not wanted) or not engine.is_for(setup):
-            engine_class = ENGINES[choose_backend(self.backend, setup)[0]]
-            if type(engine) is not engine_class or not engine.is_for(setup):
-                engine = engine_class(self.policy)
-        self._engine = engine
+        setup = self._engine_setup()
+        engine = self._engines.get(self.backend)
+        if engine is not None and engine.is_for(setup):
+            return engine
+        backend, _ = choose_backend(self.backend, setup)
+        engine = self._engines.get(backend)
+        if engine is None or not engine.is_for(setup):
+            engine = self._engines[backend] = ENGINES[backend](self.policy)
         return engine
 
     def _warn_about_truncated_minibatch(self) -> None:
@@ -707,9 +709,12 @@ class PPOExt(PPOExtOptions, RolloutCollector):
         check_device(device)
         saved = check_saved_ppo(path, cls.policy_aliases.values())
         check_known_options(kwargs, saved.keys() | _option_names(cls), f"{cls.__name__}.load")
+        replaced = read_renamed(saved)
         law, policy_kwargs = _law_and_policy_kwargs(saved, kwargs.get("policy_kwargs"))
         if policy_kwargs is not None:
-            kwargs, custom_objects = {**law, **kwargs}, {"policy_kwargs": policy_kwargs, **(custom_objects or {})}
+            kwargs, replaced["policy_kwargs"] = {**law, **kwargs}, policy_kwargs
+        if custom_objects is None or isinstance(custom_objects, dict):  # SB3 refuses anything else
+            custom_objects = {**replaced, **(custom_objects or {})}
         if "stats_window_size" in kwargs:
             # The only option whose attribute has another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
@@ -746,12 +751,16 @@ class PPOExt(PPOExtOptions, RolloutCollector):
                 parameters.setdefault(name, learner.state_dict())  # it was off there
         super().set_parameters(parameters, exact_match, device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which make engines of their own: these are bound to the memory of one policy."""
+        return {**vars(self), "_engines": {}}
+
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
         state_dicts, variables = super()._get_torch_save_params()
         return [*state_dicts, *(name for name in LEARNED if getattr(self, name) is not None)], variables
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents", "_engine"]
+        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents", "_engines"]
 
 
 def _law_and_policy_kwargs(saved: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:

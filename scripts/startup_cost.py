@@ -1,12 +1,14 @@
 """
 What the start-up hook costs an interpreter that never imports RL Zoo: ``python scripts/startup_cost.py``.
 
-Runs ``python -c pass`` with the hook and without it, one after the other, and reports the difference with
-its standard error. A third column has the hook switched off by its environment variable.
+Runs ``python -c pass`` without the hook, with it, with it where no bytecode of its module is cached, and with it switched off
+by its environment variable, one after the other. Reports each difference from the first with its standard error.
 """
 
 import argparse
 import os
+import py_compile
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,12 +19,24 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from setup import HOOK, PTH, pth_line
+from setup import HOOK, PTH, PTH_LINE
+
+
+def make_python(folder: Path, with_hook: bool, cached: bool = False) -> Path:
+    venv.create(folder)
+    [site_packages] = folder.glob("lib/python*/site-packages")
+    if with_hook:
+        hook = shutil.copy(str(HOOK), str(site_packages))
+        (site_packages / PTH).write_text(PTH_LINE)
+        if cached:
+            py_compile.compile(hook)
+    return folder / "bin" / "python"
 
 
 def seconds(python: Path, **environment: str) -> float:
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment}
     start = time.perf_counter()
-    subprocess.run([python, "-c", "pass"], check=True, env={**os.environ, **environment})
+    subprocess.run([python, "-c", "pass"], check=True, env=environment)
     return time.perf_counter() - start
 
 
@@ -32,23 +46,18 @@ def main() -> None:
     runs = parser.parse_args().runs
 
     with tempfile.TemporaryDirectory() as folder:
-        pythons = []
-        for name in ("without", "with"):
-            venv.create(Path(folder, name))
-            pythons.append(Path(folder, name, "bin", "python"))
-        [site_packages] = Path(folder, "with", "lib").glob("python*/site-packages")
-        (site_packages / PTH).write_text(pth_line(HOOK.read_text()))
-        without, with_hook = pythons
+        without = make_python(Path(folder, "without"), with_hook=False)
+        with_hook = make_python(Path(folder, "with"), with_hook=True, cached=True)
+        uncached = make_python(Path(folder, "uncached"), with_hook=True)
 
         def measure() -> list[float]:
-            return [seconds(without), seconds(with_hook), seconds(with_hook, SB3_PPO_EXT_AUTOREGISTER="0")]
+            pythons = [seconds(python) for python in (without, with_hook, uncached)]
+            return [*pythons, seconds(with_hook, SB3_PPO_EXT_AUTOREGISTER="0")]
 
         times = 1000 * np.array([measure() for _ in range(runs)])
 
-    median = np.median(times, axis=0)
-    print(f"{sys.version.split()[0]}, {runs} interleaved runs, medians in ms")
-    print(f"without: {median[0]:.2f}   with the hook: {median[1]:.2f}   switched off: {median[2]:.2f}")
-    for name, column in (("the hook", 1), ("switched off", 2)):
+    print(f"{sys.version.split()[0]}, {runs} interleaved runs; without the hook: {np.median(times[:, 0]):.2f} ms (median)")
+    for name, column in (("the hook", 1), ("without cached bytecode", 2), ("switched off", 3)):
         cost = times[:, column] - times[:, 0]
         print(f"{name}: {np.median(cost):+.2f} ms (mean {cost.mean():+.2f} ± {cost.std() / runs**0.5:.2f})")
 

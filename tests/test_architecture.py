@@ -17,9 +17,21 @@ def run(code):
 
 
 @pytest.mark.integration
-def test_importing_is_light():
-    """The Zoo and Optuna stay out."""
-    assert run("import sys, sb3_ppo_ext; print({'rl_zoo3', 'optuna', 'pandas'} & set(sys.modules))") == "set()\n"
+def test_imports_go_one_way():
+    """As pyproject.toml declares."""
+    command = [Path(sys.executable).parent / "lint-imports", "--no-cache", "--no-logo"]
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "module", ["sb3_ppo_ext", "sb3_ppo_ext.zoo", "sb3_ppo_ext.zoo.import_hook", "sb3_ppo_ext.zoo.__main__"]
+)
+def test_importing_is_light(module):
+    """The Zoo, what comes with it, plots and JAX stay out."""
+    heavy = {"rl_zoo3", "optuna", "sqlalchemy", "yaml", "pandas", "matplotlib", "jax"}
+    assert run(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()\n"
 
 
 @pytest.mark.integration

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HOOK = "sb3_ppo_ext_zoo.pth"
+HOOK_MODULE = "sb3_ppo_ext_zoo_hook"
 SWITCH = "SB3_PPO_EXT_AUTOREGISTER"
 # A checkout on the path would hide what is installed.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -27,12 +29,18 @@ def run(*command, **kwargs):
     return completed.stdout
 
 
+def copy_checkout(target):
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "demo", "logs", "*.egg-info", "__pycache__", "*.so")
+    shutil.copytree(ROOT, target, symlinks=True, ignore=ignored)
+
+
 def build(kind, source, target):
-    """Build a wheel with the backend itself, from a copy of the checkout and without a network."""
+    """Build with the backend itself, from a copy of the checkout and without a network."""
     target.mkdir()
     code = f"import sys; from setuptools.build_meta import build_{kind} as build; build({str(target)!r})"
     run(sys.executable, "-c", code, cwd=source)
-    return next(target.glob("*.whl"))
+    [built] = target.iterdir()
+    return built
 
 
 class Installation:
@@ -58,12 +66,21 @@ class Installation:
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def installation(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "demo", "logs", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=ignored)
+    copy_checkout(folder / "source")
     wheel = build(request.param, folder / "source", folder / "dist")
     installation = Installation(folder / "environment", wheel)
     installation.kind, installation.source = request.param, folder / "source"
     return installation
+
+
+def test_source_distribution(tmp_path):
+    """It has all of the package, the hook, the tests and the scripts."""
+    copy_checkout(tmp_path / "source")
+    needed = [tmp_path / "source" / "sb3_ppo_ext_zoo_hook.py"]
+    needed += [path for folder in ("sb3_ppo_ext", "tests", "scripts") for path in (tmp_path / "source" / folder).rglob("*.*")]
+    with tarfile.open(build("sdist", tmp_path / "source", tmp_path / "dist")) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {str(path.relative_to(tmp_path / "source")) for path in needed if path.is_file()} <= packed
 
 
 def test_yaml_and_types(installation):
@@ -72,16 +89,15 @@ def test_yaml_and_types(installation):
     assert package.parent == (installation.source if installation.kind == "editable" else installation.site_packages)
     assert "Pendulum-v1" in (package / "zoo" / "hyperparams" / "ppo_ext.yml").read_text()
     assert (package / "py.typed").exists()
+    assert (package / "engines" / "native" / "_mlp.pyi").exists()
 
 
 def test_nothing_else_is_installed(installation):
     """No tests, no scripts, no set-up code at the top of site-packages."""
     installed = {path.name for path in installation.site_packages.iterdir()} - {"__pycache__", "zz_dependencies.pth"}
-    assert installed == {
-        HOOK,
-        "sb3_ppo_ext-0.1.0.dist-info",
-        "sb3_ppo_ext" if installation.kind == "wheel" else "__editable__.sb3_ppo_ext-0.1.0.pth",
-    }
+    wheel = {"sb3_ppo_ext", f"{HOOK_MODULE}.py"}
+    rest = wheel if installation.kind == "wheel" else {"__editable__.sb3_ppo_ext-0.1.0.pth"}
+    assert installed == {HOOK, "sb3_ppo_ext-0.1.0.dist-info", *rest}
 
 
 def test_the_hook_registers(installation):
@@ -90,9 +106,9 @@ def test_the_hook_registers(installation):
 from rl_zoo3 import ALGOS
 assert ALGOS["ppo_ext"] is ALGOS["ppoext"]
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
-from sb3_ppo_ext.zoo import registration as zoo
-assert HYPERPARAMS_SAMPLER["ppo_ext"] is zoo.sample_ppo_ext_params
-assert HYPERPARAMS_CONVERTER["ppo_ext"] is zoo.convert_ppo_ext_params
+from sb3_ppo_ext.zoo import tuning
+assert HYPERPARAMS_SAMPLER["ppo_ext"] is tuning.sample_ppo_ext_params
+assert HYPERPARAMS_CONVERTER["ppo_ext"] is tuning.convert_ppo_ext_params
 print(ALGOS["ppo_ext"])
 """
     assert installation.run(code) == "<class 'sb3_ppo_ext.PPOExt'>\n"
@@ -111,15 +127,30 @@ print('ppo_ext' in ALGOS)
 
 
 def test_the_hook_is_light(installation):
-    """An interpreter that does not import the Zoo gets one more finder and no module."""
+    """An interpreter that does not import the Zoo gets one more finder and one module, which is compiled already."""
     code = "import sys; print(*sorted(sys.modules)); print(len(sys.meta_path))"
     modules, finders = installation.run(code).splitlines()
     modules_switched_off, finders_switched_off = installation.run(code, environment={SWITCH: "0"}).splitlines()
     (installation.site_packages / HOOK).rename(installation.site_packages / "hidden")
     modules_without, finders_without = installation.run(code).splitlines()
     (installation.site_packages / "hidden").rename(installation.site_packages / HOOK)
-    assert modules == modules_switched_off == modules_without
+    assert set(modules.split()) == {*modules_without.split(), HOOK_MODULE}
+    assert modules_switched_off == modules_without
     assert int(finders) == int(finders_switched_off) + 1 == int(finders_without) + 1
+    cached = f"import os, sys; print(os.path.exists(sys.modules['{HOOK_MODULE}'].__cached__))"
+    assert installation.run(cached, environment={"PYTHONDONTWRITEBYTECODE": "1"}) == "True\n"
+
+
+def test_the_hook_can_be_read(installation):
+    """It is a module like any other, and the line that calls it is short."""
+    lines = (installation.site_packages / HOOK).read_text().splitlines()
+    assert len(lines) == 1
+    assert len(lines[0]) < 160
+    folder = installation.source if installation.kind == "editable" else installation.site_packages
+    path = installation.run(f"import sys; print(sys.modules['{HOOK_MODULE}'].__file__)").strip()
+    assert Path(path) == folder / f"{HOOK_MODULE}.py"
+    code = f"import sys, {HOOK_MODULE} as hook; before = list(sys.meta_path); hook.install(); print(before == sys.meta_path)"
+    assert installation.run(code) == "True\n"
 
 
 @pytest.mark.parametrize(
@@ -198,15 +229,24 @@ print("ppo_ext" in rl_zoo3.ALGOS)
 
 def test_the_hook_without_the_package(installation, tmp_path):
     """Left behind alone, as when the checkout of an editable install is gone, it does no harm."""
-    shutil.copy(installation.site_packages / HOOK, tmp_path)
-    code = f"""
-import sys, site
+    code = """
+import sys
 sys.modules["sb3_ppo_ext"] = None  # importing it fails
-site.addsitedir({str(tmp_path)!r})
 import rl_zoo3
 print(len(rl_zoo3.ALGOS) > 10, "ppo_ext" in rl_zoo3.ALGOS)
 """
     assert installation.run(code) == "True False\n"
+
+
+def test_the_hook_without_its_module(installation, tmp_path):
+    """The line that is left does no harm either, and says nothing."""
+    venv.create(tmp_path / "environment")
+    python = tmp_path / "environment" / "bin" / "python"
+    [site_packages] = (tmp_path / "environment" / "lib").glob("python*/site-packages")
+    shutil.copy(installation.site_packages / HOOK, site_packages)
+    command = [python, "-W", "always", "-c", "print('hello')"]
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    assert (completed.stdout, completed.stderr) == ("hello\n", "")
 
 
 def test_uninstall(installation):

@@ -1,8 +1,11 @@
-"""What a saved zip holds, read before anything is built from it."""
+"""What a saved zip holds, read before anything is built from it, and zips of earlier versions."""
 
+import base64
+import contextlib
 import io
 import json
 import pathlib
+import pickle
 import zipfile
 from collections.abc import Iterable
 from typing import Any
@@ -66,7 +69,38 @@ def read_policy_kwargs(saved: dict[str, Any]) -> dict[str, Any]:
     :param saved: From :func:`check_saved_ppo`
     :return: The ``policy_kwargs`` among them, unpickled
     """
-    return dict(json_to_data(json.dumps({"policy_kwargs": saved.get("policy_kwargs", {})})).get("policy_kwargs", {}))
+    policy_kwargs = {"policy_kwargs": saved.get("policy_kwargs", {})}
+    return dict(json_to_data(json.dumps(policy_kwargs), read_renamed(policy_kwargs)).get("policy_kwargs", {}))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds a class of ours that has moved to another module by its public name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (ModuleNotFoundError, AttributeError):
+            if not module.startswith("sb3_ppo_ext."):
+                raise
+            return super().find_class("sb3_ppo_ext", name)
+
+
+def read_renamed(saved: dict[str, Any]) -> dict[str, Any]:
+    """
+    Read the attributes that an earlier version has saved under names that have changed since, which SB3 could not read.
+
+    :param saved: Attributes of a zip, from :func:`check_saved_ppo`
+    :return: Those that have changed, for the ``custom_objects`` of SB3's ``load``
+    """
+    renamed: dict[str, Any] = {}
+    for name, value in saved.items():
+        pickled = base64.b64decode(value.get(":serialized:", "")) if isinstance(value, dict) else b""
+        if b"sb3_ppo_ext." in pickled:  # today the package itself is the module of its classes
+            with contextlib.suppress(Exception):  # SB3 will say what else is wrong, unless the user replaces it
+                renamed[name] = _Unpickler(io.BytesIO(pickled)).load()
+    if saved.get("backend") == "lean":
+        renamed["backend"] = "fused"
+    return renamed
 
 
 def _read_members(file: Any) -> dict[str, bytes]:

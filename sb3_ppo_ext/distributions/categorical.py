@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch as th
+from stable_baselines3.common.distributions import CategoricalDistribution
 from torch.distributions import Categorical
 from torch.distributions import kl_divergence as torch_kl_divergence
 
@@ -29,6 +30,11 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
 
 class NumpyCategorical(NumpyDistribution):
     """Categorical distributions, whose logits are the outputs."""
+
+    @classmethod
+    def why_not(cls, distribution: Any) -> str | None:
+        # SB3's `log_prob` takes actions of shape `(batch_size,)`, the buffer has one dimension more.
+        return None if type(distribution) is CategoricalDistribution else "a categorical distribution that is not SB3's"
 
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
         # The largest of logits with Gumbel noise is a sample.

@@ -41,8 +41,8 @@ class DistributionFamily:
     """
     What the losses, the engines and the policies need to know of a family of action distributions.
 
-    The last three are for those that ``action_dist`` can name: but for SB3's Gaussian, their ``torch_class`` is called with
-    ``(action_dim, deterministic_action)``.
+    Those that ``action_dist`` can name, other than SB3's Gaussian, are constructed by
+    ``torch_class(action_dim, deterministic_action)``.
 
     :param name: Name of the family
     :param torch_class: SB3's class, or ours; subclasses belong to the same family unless they have a row of their own
@@ -53,9 +53,8 @@ class DistributionFamily:
     :param numpy_class: NumPy implementation for the native engine; by default it calls PyTorch
     :param unsquashed_mean: Returns the mean before any squashing, shape ``(batch_size, action_dim)``; ``None`` if the mean
         cannot leave the bounds of the action space, or there is none
-    :param has_log_std: Whether the distribution is made as SB3's Gaussian is, of the means that the output layer returns and
-        the policy's parameter ``log_std``. If not, it is made of the outputs of the layer that its
-        ``proba_distribution_net`` returns
+    :param has_log_std: Whether ``proba_distribution`` takes means and the policy's parameter ``log_std``, as SB3's Gaussian
+        does. If not, it takes the outputs of the layer that ``proba_distribution_net`` returns
     :param log_std_range: Allowed values of ``log_std_init``, ``None`` if any are
     :param deterministic_actions: Allowed values of ``deterministic_action``
     """
@@ -66,7 +65,7 @@ class DistributionFamily:
     kl_divergence: Callable[[th.Tensor, Any], th.Tensor] | None = None
     numpy_class: type[NumpyDistribution] = TorchFallback
     unsquashed_mean: Callable[[Any], th.Tensor] | None = None
-    has_log_std: bool = True
+    has_log_std: bool = False
     log_std_range: tuple[float, float] | None = None
     deterministic_actions: tuple[DeterministicAction, ...] = ("mean",)
 
@@ -84,6 +83,7 @@ FAMILIES = (
         gaussian.kl_divergence,
         gaussian.NumpyGaussian,
         gaussian.unsquashed_mean,
+        has_log_std=True,
         deterministic_actions=("mean", "mode"),  # They are the same.
     ),
     DistributionFamily(
@@ -93,6 +93,7 @@ FAMILIES = (
         state_dependent_noise.kl_divergence,
         state_dependent_noise.NumpyStateDependentNoise,
         state_dependent_noise.unsquashed_mean,
+        has_log_std=True,
     ),
     DistributionFamily(
         "squashed_gaussian",
@@ -101,6 +102,7 @@ FAMILIES = (
         squashed_gaussian.kl_divergence,
         squashed_gaussian.NumpySquashedGaussian,
         squashed_gaussian.unsquashed_mean,
+        has_log_std=True,
         log_std_range=squashed_gaussian.LOG_STD_RANGE,
     ),
     DistributionFamily(
@@ -109,7 +111,6 @@ FAMILIES = (
         beta.parameters,
         beta.kl_divergence,
         beta.NumpyBeta,
-        has_log_std=False,
         deterministic_actions=beta.DETERMINISTIC_ACTIONS,
     ),
     DistributionFamily(

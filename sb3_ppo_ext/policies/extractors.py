@@ -16,25 +16,26 @@ from sb3_ppo_ext.common.validation import check_number, refuse
 
 class TransformerExtractor(BaseFeaturesExtractor):
     """
-    Reads a sequence of frames, or a set of entities, by attention: ``features_extractor_class=TransformerExtractor``.
+    A transformer that reads a sequence of frames, or a set of entities: ``features_extractor_class=TransformerExtractor``.
 
     The observation space is one of
 
     - a ``Box`` of shape ``(n_tokens, token_dim)``, a sequence;
-    - a ``Box`` of one dimension, which ``VecFrameStack`` has made of ``n_frames`` frames;
-    - a ``Dict``, of which ``tokens_key`` names a ``Box`` of shape ``(n_tokens, token_dim)``: a set, whose order does not
-      count. ``mask_key`` may name a part that tells which of them are there. All others are flattened, and read beside it.
+    - a ``Box`` with one dimension, in which ``VecFrameStack`` has stacked ``n_frames`` frames;
+    - a ``Dict`` whose part ``tokens_key`` is a ``Box`` of shape ``(n_tokens, token_dim)``: a set of tokens, whose order does
+      not count. The part ``mask_key``, if there is one, tells which tokens are present. All other parts are flattened and
+      given to the transformer as well.
 
     :param observation_space: Observation space
-    :param d_model: Size of what is known of a token, and of the features, a multiple of ``n_heads``
-    :param n_heads: Heads of the attention
-    :param n_layers: Layers
-    :param ffn_dim: Hidden size of their linear layers, ``2 * d_model`` by default
-    :param n_frames: How many frames a ``Box`` of one dimension holds
-    :param tokens_key: Of a ``Dict``: the part that is a set
-    :param mask_key: Of a ``Dict``: the part that is 1 for those that are there and 0 for the others, shape ``(n_tokens,)``;
-        all are, if it is ``None``
-    :raises ValueError: if an argument is not valid, or the space is another one
+    :param d_model: Size of the embedding of a token, and of the features, a multiple of ``n_heads``
+    :param n_heads: Number of attention heads
+    :param n_layers: Number of layers
+    :param ffn_dim: Hidden size of the feed-forward networks of the layers, ``2 * d_model`` by default
+    :param n_frames: Number of frames that a ``Box`` with one dimension holds
+    :param tokens_key: Key of the set of tokens in a ``Dict``
+    :param mask_key: Key of the mask in a ``Dict``, 1 for tokens that are present and 0 for the others, shape ``(n_tokens,)``;
+        ``None`` if all tokens are always present
+    :raises ValueError: if an argument is not valid, or the observation space is another one
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class TransformerExtractor(BaseFeaturesExtractor):
         self.encoder = nn.TransformerEncoder(layer, n_layers, enable_nested_tensor=False)
 
     def _find_tokens(self, space: spaces.Space, n_frames: int | None) -> tuple[int, int]:
-        """How many there are, and their size."""
+        """The number of tokens and their size."""
         if isinstance(space, spaces.Dict):
             if self.tokens_key not in space.spaces:
                 refuse("tokens_key", self.tokens_key, f"the observation has {', '.join(space.spaces)}")
@@ -90,17 +91,17 @@ class TransformerExtractor(BaseFeaturesExtractor):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> TransformerExtractor:
         """
-        SB3's policies make all linear layers of an extractor orthogonal by this, as those of a perceptron. A transformer stays
-        as it is.
+        SB3's policies call this to make all linear layers of a features extractor orthogonal. Those of a transformer keep
+        their own initialisation.
 
-        :param fn: Not called
-        :return: Itself
+        :param fn: A function that is not called
+        :return: The features extractor itself
         """
         return self
 
     def forward(self, observations: Any) -> th.Tensor:
         """
-        :param observations: As SB3 preprocesses them
+        :param observations: Observations as SB3 preprocesses them, a tensor or a dictionary of tensors
         :return: Features, shape ``(batch_size, d_model)``
         """
         tokens, hidden, reader = observations, None, self.reader

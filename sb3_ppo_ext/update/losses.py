@@ -91,6 +91,7 @@ class LossInputs(Protocol):
     :param distribution: The action distributions of the current policy
     :param old_distribution: Parameters of the distributions that the policy had before the update, shape
         ``(batch_size, n)``, ``None`` if no loss reads them or the family has no KL divergence in closed form
+    :param policy_name: Name of the policy's class, for messages
     """
 
     @property
@@ -109,6 +110,8 @@ class LossInputs(Protocol):
     def distribution(self) -> Distribution: ...
     @property
     def old_distribution(self) -> th.Tensor | None: ...
+    @property
+    def policy_name(self) -> str: ...
 
 
 # Policy losses
@@ -373,7 +376,7 @@ def check_differentiable(option: str, value: object, inputs: LossInputs) -> None
     distribution: Any = inputs.distribution
     found = None if distribution is None else parameters(distribution)
     if found is None or (inputs.ratio.requires_grad and not found.requires_grad):
-        refuse(option, value, "`evaluate_actions` of this policy does not set `action_dist`; set it there")
+        refuse(option, value, f"`evaluate_actions` of {inputs.policy_name} does not set `action_dist`; set it there")
 
 
 def bounds_loss(mean_actions: th.Tensor, low: th.Tensor, high: th.Tensor, limit: float) -> th.Tensor:

@@ -46,6 +46,7 @@ class Evaluation(NamedTuple):
     ratio: th.Tensor
     distribution: Distribution
     old_distribution: th.Tensor | None
+    policy_name: str
 
 
 def evaluate(
@@ -68,7 +69,15 @@ def evaluate(
     # `evaluate_actions` of SB3's policies has just set it. A copy, for the next call for a distribution sets it anew.
     distribution: Any = copy(getattr(policy, "action_dist", None))
     return Evaluation(
-        data, values.flatten(), log_prob, entropy, log_ratio, th.exp(log_ratio), distribution, minibatch.old_distribution
+        data,
+        values.flatten(),
+        log_prob,
+        entropy,
+        log_ratio,
+        th.exp(log_ratio),
+        distribution,
+        minibatch.old_distribution,
+        type(policy).__name__,
     )
 
 

@@ -1,6 +1,39 @@
-"""``python -m sb3_ppo_ext.zoo``: see :func:`sb3_ppo_ext.zoo.registration.main`."""
+"""The command line: ``python -m sb3_ppo_ext.zoo SCRIPT ...`` runs a script of RL Zoo with ``ppo_ext`` registered."""
 
-from sb3_ppo_ext.zoo.registration import main
+import argparse
+import runpy
+import sys
+
+from sb3_ppo_ext.zoo.registration import register
+
+SCRIPTS = {
+    "train": "rl_zoo3.train",
+    "enjoy": "rl_zoo3.enjoy",
+    "record_video": "rl_zoo3.record_video",
+    "record_training": "rl_zoo3.record_training",
+    "load_from_hub": "rl_zoo3.load_from_hub",
+    "push_to_hub": "rl_zoo3.push_to_hub",
+    "benchmark": "rl_zoo3.benchmark",
+    "plot_train": "rl_zoo3.plots.plot_train",
+    "plot_from_file": "rl_zoo3.plots.plot_from_file",
+    "all_plots": "rl_zoo3.plots.all_plots",
+}
+
+
+def main() -> None:
+    """
+    Run a script of RL Zoo with ``ppo_ext`` registered: ``python -m sb3_ppo_ext.zoo train --env CartPole-v1 ...``
+    """
+    parser = argparse.ArgumentParser(prog="python -m sb3_ppo_ext.zoo", description=main.__doc__, add_help=False)
+    parser.add_argument("script", choices=SCRIPTS)
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        parser.print_help()
+        return
+    script = parser.parse_args(sys.argv[1:2]).script
+    register()
+    sys.argv = [f"{sys.argv[0]} {script}", *sys.argv[2:]]
+    runpy.run_module(SCRIPTS[script], run_name="__main__", alter_sys=True)
+
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Callbacks."""
+"""Keeps what a training logs in ``progress.csv``, for ``plot_run``."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ class ProgressFile(BaseCallback):
     Writes the numbers that are logged to ``progress.csv`` as well, whatever else the logger writes to. A training that goes on
     (``reset_num_timesteps=False``) adds to the file that is there; one that begins replaces it.
 
-    :param folder: For the file; made if it is not there
+    :param folder: Folder of the file, made if it is not there
     """
 
     def __init__(self, folder: str | Path):

@@ -19,7 +19,7 @@ class HeartbeatStorage(RDBStorage):
     While a trial runs, its worker gives signs of life. If they stop, because the worker was killed, the next worker that
     begins a trial lets that one fail, and its hyperparameters are tried once more.
 
-    :param url: As SQLAlchemy understands it
+    :param url: URL of the database, as SQLAlchemy understands it
     """
 
     def __init__(self, url: str):
@@ -41,8 +41,8 @@ def open_storage(url: str, attempts: int = 10) -> HeartbeatStorage:
     """
     Optuna makes its tables in an empty database, and raises in a worker that does so at the same time as another one.
 
-    :param url: As SQLAlchemy understands it
-    :param attempts: How often to try, once a second
+    :param url: URL of the database, as SQLAlchemy understands it
+    :param attempts: Number of tries, one a second
     """
     for attempt in range(attempts):
         try:
@@ -58,8 +58,8 @@ def fail_stale_trials(storage: HeartbeatStorage, study_name: str | None) -> None
     """
     Let the trials of dead workers fail, and be tried again.
 
-    :param storage: Where the study is
-    :param study_name: Its name; it need not exist yet
+    :param storage: Database of the study
+    :param study_name: Name of the study, which need not exist yet
     """
     if study_name not in optuna.get_all_study_names(storage):
         return

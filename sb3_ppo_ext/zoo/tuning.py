@@ -1,5 +1,5 @@
 """
-What hyperparameters RL Zoo and Optuna try for ``ppo_ext``.
+The search space of ``-optimize``: what hyperparameters RL Zoo and Optuna try for ``ppo_ext``.
 
 A trial samples few numbers; one function makes hyperparameters of them, while tuning and afterwards with ``--trial-id``.
 """
@@ -19,7 +19,7 @@ MIN_UPDATES = 10
 SMALLEST_MINIBATCH = 32
 NETWORKS = {"tiny": [64], "small": [64, 64], "medium": [256, 256]}
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
-LAWS = ("gaussian", "gsde", "squashed_gaussian", "beta")
+ACTION_DISTS = ("gaussian", "gsde", "squashed_gaussian", "beta")
 BOUNDS_COEFS = (0.0, 0.01, 0.1)
 
 
@@ -27,15 +27,15 @@ def sample_ppo_ext_params(
     trial: "optuna.Trial", n_actions: int, n_envs: int, additional_args: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """
-    Sample PPO's hyperparameters and those of PPOExt: the law of the actions, where they are a ``Box``, how advantages are
-    normalised, control of the KL divergence, a decay of the learning rate or one of the critic's own; for policies with a
-    memory its size, too. No minibatch is larger than a rollout.
+    Sample PPO's hyperparameters and those of PPOExt: the action distribution, where actions are a ``Box``, how advantages are
+    normalised, control of the KL divergence, a decay of the learning rate or a learning rate of the critic's own; for
+    history-based policies the size of their transformer, too. No minibatch is larger than a rollout.
 
-    :param trial: If it has the attribute ``policy``, the name of the policy, and ``n_timesteps``, the length of the training,
-        they are taken into account
-    :param n_actions: Dimensions of the actions if they are a ``Box``, 0 otherwise
-    :param n_envs: Environments that step together
-    :param additional_args: What the Zoo passes to all samplers; not used
+    :param trial: Trial that samples. Two of its user attributes are taken into account, if it has them: ``policy``, the name
+        of the policy, and ``n_timesteps``, the length of the training
+    :param n_actions: Number of dimensions of the actions if they are a ``Box``, 0 otherwise
+    :param n_envs: Number of environments that step together
+    :param additional_args: Arguments that the Zoo passes to every sampler; not used
     :return: Keyword arguments of ``PPOExt``
     """
     policy = str(trial.user_attrs.get("policy", "MlpPolicy"))
@@ -43,11 +43,11 @@ def sample_ppo_ext_params(
     _suggest_learning(trial)
     _suggest_learning_rate(trial, has_two_networks=policy == "MlpPolicy")
     if n_actions > 0:
-        _suggest_law(trial)
+        _suggest_action_distribution(trial)
     trial.suggest_categorical("net_arch", list(NETWORKS))
     trial.suggest_categorical("activation_fn", list(ACTIVATIONS))
-    if has_memory(policy):
-        _suggest_memory(trial)
+    if is_history_based(policy):
+        _suggest_transformer(trial)
     hyperparams = convert_ppo_ext_params(trial.params)
     for name in ("n_steps", "batch_size", "gamma", "gae_lambda"):  # what was sampled is not easy to read
         trial.set_user_attr(name, hyperparams[name])
@@ -87,15 +87,15 @@ def _suggest_learning_rate(trial: "optuna.Trial", has_two_networks: bool) -> Non
         trial.suggest_categorical("critic_lr_factor", [1.0, 3.0])
 
 
-def _suggest_law(trial: "optuna.Trial") -> None:
-    law = trial.suggest_categorical("law", LAWS)
-    if law != "beta":
+def _suggest_action_distribution(trial: "optuna.Trial") -> None:
+    action_dist = trial.suggest_categorical("action_dist", ACTION_DISTS)
+    if action_dist != "beta":
         trial.suggest_float("log_std_init", -3.0, 0.0)
-    if law in ("gaussian", "gsde"):
+    if action_dist in ("gaussian", "gsde"):
         trial.suggest_categorical("bounds_coef", BOUNDS_COEFS)
 
 
-def _suggest_memory(trial: "optuna.Trial") -> None:
+def _suggest_transformer(trial: "optuna.Trial") -> None:
     trial.suggest_int("context_length_pow", 2, 6)
     trial.suggest_categorical("d_model", [32, 64, 128])
     trial.suggest_categorical("n_heads", [1, 2, 4])
@@ -109,7 +109,7 @@ def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
     """
     Options that exclude each other are all given, those which are off as well: an entry in a YAML file may have them on.
 
-    :param sampled_params: As Optuna keeps those of :func:`sample_ppo_ext_params`
+    :param sampled_params: Parameters of a trial as Optuna keeps them, sampled by :func:`sample_ppo_ext_params`
     :return: Keyword arguments of ``PPOExt``
     """
     given = dict(sampled_params)
@@ -117,7 +117,7 @@ def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
     policy_kwargs = {
         "net_arch": {"pi": NETWORKS[network], "vf": NETWORKS[network]},
         "activation_fn": ACTIVATIONS[activation],
-        **_memory(given),
+        **_transformer(given),
     }
     hyperparams = {
         **_rollout(given),
@@ -125,9 +125,10 @@ def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
         "gae_lambda": 1 - given.pop("one_minus_gae_lambda"),
         **_learning_rate(given),
     }
-    if "law" in given:
-        law = given.pop("law")
-        hyperparams |= {"action_dist": "gaussian" if law == "gsde" else law, "use_sde": law == "gsde"}
+    if "action_dist" in given:
+        action_dist = given.pop("action_dist")
+        use_sde = action_dist == "gsde"
+        hyperparams |= {"action_dist": "gaussian" if use_sde else action_dist, "use_sde": use_sde}
         hyperparams["bounds_coef"] = given.pop("bounds_coef", 0.0)
         policy_kwargs["log_std_init"] = given.pop("log_std_init", 0.0)
     return {**hyperparams, **given, "policy_kwargs": policy_kwargs}
@@ -156,14 +157,15 @@ def _learning_rate(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _memory(given: dict[str, Any]) -> dict[str, Any]:
+def _transformer(given: dict[str, Any]) -> dict[str, Any]:
     names = ("d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor")
     context = {"context_length": 2 ** given.pop("context_length_pow")} if "context_length_pow" in given else {}
     return {**context, **{name: given.pop(name) for name in names if name in given}}
 
 
-def has_memory(policy: Any) -> bool:
+def is_history_based(policy: Any) -> bool:
     """
-    :param policy: Its name, or its class
+    :param policy: Name or class of a policy
+    :return: Whether the policy acts on the history of observations, for partially observable tasks (POMDPs)
     """
     return getattr(policy, "__name__", str(policy)).endswith("TransformerPolicy")

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,15 +18,22 @@ from stable_baselines3.common.distributions import (
 )
 
 from sb3_ppo_ext.distributions import (
+    ACTION_DISTS,
+    FAMILIES,
+    ActionDist,
     BoundedBetaDistribution,
     TanhGaussianDistribution,
+    family_of,
     kl_divergence,
+    numpy_distribution,
     parameters,
     unsquashed_mean,
+    why_not_numpy,
 )
 from sb3_ppo_ext.distributions.base import clamp
 from sb3_ppo_ext.distributions.beta import _beta_mass_below
 from sb3_ppo_ext.distributions.squashed_gaussian import _logistic_mixture, log_tanh_derivative
+from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 
 RNG = np.random.default_rng(0)
 
@@ -94,22 +102,55 @@ def test_bernoulli():
     th.testing.assert_close(kl_divergence(parameters(old), new), expected)
 
 
-@pytest.mark.parametrize("family", ["gaussian", "categorical", "multi-categorical", "bernoulli", "beta", "squashed"])
+# So that there are four numbers for each observation; two dimensions otherwise
+SIZES = {"categorical": 4, "multi_categorical": [2, 2], "bernoulli": 4}
+
+
+def make(family, x):
+    """A distribution of the family, of four numbers for each observation, shape `(batch_size, 4)`."""
+    distribution = family.torch_class(SIZES.get(family.name, 2))
+    if not family.has_log_std:
+        return distribution.proba_distribution(x)
+    means, log_std = x[:, :2], x[0, 2:]
+    if family.name == "state_dependent_noise":
+        return distribution.proba_distribution(means, log_std.expand(3, 2), th.ones(len(x), 3, dtype=x.dtype))
+    return distribution.proba_distribution(means, log_std)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.kl_divergence is not None], ids=lambda f: f.name)
 def test_gradient(family):
     """By finite differences; 0 where both are the same."""
-    make = {
-        "gaussian": lambda x: gaussian(x[:, :2], x[0, 2:]),
-        "categorical": lambda x: CategoricalDistribution(4).proba_distribution(x),
-        "multi-categorical": lambda x: MultiCategoricalDistribution([2, 2]).proba_distribution(x),
-        "bernoulli": lambda x: BernoulliDistribution(4).proba_distribution(x),
-        "beta": lambda x: beta(x),
-        "squashed": lambda x: squashed(x[:, :2], x[0, 2:]),
-    }[family]
-    at, other = tensor(3, 4).requires_grad_(), parameters(make(tensor(3, 4)))
-    assert th.autograd.gradcheck(lambda x: kl_divergence(other, make(x)), (at,))
-    same = kl_divergence(parameters(make(at.detach())), make(at)).sum()
+    at, other = tensor(3, 4).requires_grad_(), parameters(make(family, tensor(3, 4)))
+    assert th.autograd.gradcheck(lambda x: kl_divergence(other, make(family, x)), (at,))
+    same = kl_divergence(parameters(make(family, at.detach())), make(family, at)).sum()
     assert same.item() == pytest.approx(0, abs=1e-12)
     assert th.autograd.grad(same, at)[0].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_registry(family):
+    """Subclasses belong to the family, but a NumPy implementation is for exactly one class: theirs calls PyTorch."""
+
+    class Subclass(family.torch_class):
+        pass
+
+    size = SIZES.get(family.name, 2)
+    assert family_of(family.torch_class(size)) is family_of(Subclass(size)) is family
+    log_std = th.nn.Parameter(th.zeros(3, 2) if family.name == "state_dependent_noise" else th.zeros(2))
+    log_std = log_std if family.has_log_std else None
+    assert type(numpy_distribution(family.torch_class(size), log_std)) is family.numpy_class
+    assert type(numpy_distribution(Subclass(size), log_std)) is TorchFallback
+    assert type(numpy_distribution(family.torch_class(size), log_std, th.nn.Tanh())) is TorchFallback
+    assert why_not_numpy(family.torch_class(size)) is None
+    # PyTorch's calls are not given latents, nor actions of the shape that a categorical distribution takes.
+    assert (why_not_numpy(Subclass(size)) is not None) == (family.name in ("state_dependent_noise", "categorical"))
+
+
+def test_registry_names():
+    """What `action_dist` can name is what the type allows."""
+    assert tuple(ACTION_DISTS) == get_args(ActionDist) == ("gaussian", "squashed_gaussian", "beta")
+    assert all(family.name == name for name, family in ACTION_DISTS.items())
+    assert {name for name, family in ACTION_DISTS.items() if family.is_bounded} == {"squashed_gaussian", "beta"}
 
 
 def test_unknown_family():
@@ -120,12 +161,17 @@ def test_unknown_family():
 
     Other.__abstractmethods__ = frozenset()
     assert parameters(Other()) is None
+    assert type(numpy_distribution(Other(), None)) is TorchFallback
+    with pytest.raises(ValueError, match="Other has no known KL divergence"):
+        kl_divergence(tensor(3, 2), Other())
 
 
 def test_unsquashed_mean():
     """The mean of SB3's squashed Gaussian before the squashing is the mean it was given."""
     mean = tensor(3, 2) * 5
     assert th.equal(unsquashed_mean(gaussian(mean, tensor(2), SquashedDiagGaussianDistribution)), mean)
+    with pytest.raises(ValueError, match="BoundedBetaDistribution has no mean that could leave the bounds"):
+        unsquashed_mean(beta(tensor(3, 2)))
 
 
 # Beta and squashed Gaussian. Their latents run through a grid of actions, dense where these come close to a bound, in units
@@ -168,37 +214,37 @@ def beta_grid(distribution):
     return x[:, None], 2 * x - 1
 
 
-LAWS = [(squashed([[mean]], log_std), squashed_grid) for mean, log_std in SQUASHED_GRID]
-LAWS += [(beta(head_of(*pair), **UNCAPPED), beta_grid) for pair in BETA_GRID]
+DISTRIBUTIONS = [(squashed([[mean]], log_std), squashed_grid) for mean, log_std in SQUASHED_GRID]
+DISTRIBUTIONS += [(beta(head_of(*pair), **UNCAPPED), beta_grid) for pair in BETA_GRID]
 
 
-@pytest.mark.parametrize(("law", "grid"), LAWS)
+@pytest.mark.parametrize(("distribution", "grid"), DISTRIBUTIONS)
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (-2.0, 3.0), (100.0, 100.5)])
-def test_density_is_one_in_all(law, grid, low, high):
+def test_density_is_one_in_all(distribution, grid, low, high):
     """Over the actions between any bounds, whose density is that in units of the bounds over half the width."""
-    latents, z = grid(law)
-    actions, density = low + (high - low) * (z + 1) / 2, law.log_prob(latents).exp() / ((high - low) / 2)
+    latents, z = grid(distribution)
+    actions, density = low + (high - low) * (z + 1) / 2, distribution.log_prob(latents).exp() / ((high - low) / 2)
     assert th.trapezoid(density, actions).item() == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.parametrize(("law", "grid"), LAWS)
-def test_entropy(law, grid):
+@pytest.mark.parametrize(("distribution", "grid"), DISTRIBUTIONS)
+def test_entropy(distribution, grid):
     """Minus the integral of p log p."""
-    latents, z = grid(law)
-    log_prob = law.log_prob(latents)
+    latents, z = grid(distribution)
+    log_prob = distribution.log_prob(latents)
     expected = -th.trapezoid(log_prob.exp() * log_prob, z)
-    assert law.entropy().item() == pytest.approx(expected.item(), abs=1e-4)
+    assert distribution.entropy().item() == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_entropy_of_wide_and_saturated_gaussians():
     """To a millionth, where 32 nodes of Gauss-Hermite are off by 0.03: integrated over u, with the entropy of a Gaussian."""
     z = th.linspace(-12, 12, 200001, dtype=th.float64)
     for mean, log_std in itertools.product([0.0, 0.7, 5.0, 50.0], [-5.0, 0.0, 1.0, 1.6, 2.0]):
-        law = squashed([[mean]], log_std)
+        distribution = squashed([[mean]], log_std)
         u = mean + math.exp(log_std) * z
         expected = th.trapezoid(th.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) * log_tanh_derivative(u), z)
-        expected = expected + law.distribution.entropy()
-        assert law.entropy().item() == pytest.approx(expected.item(), abs=2e-6)
+        expected = expected + distribution.distribution.entropy()
+        assert distribution.entropy().item() == pytest.approx(expected.item(), abs=2e-6)
 
 
 def test_entropy_of_uniform_and_narrow():
@@ -223,18 +269,18 @@ def test_several_dimensions(name):
     """Log-probability, entropy and divergence are sums over them."""
     if name == "squashed":
         mean, log_std = tensor(4, 3), tensor(3) / 2
-        law, parts = squashed(mean, log_std), [squashed(mean[:, [i]], log_std[[i]]) for i in range(3)]
+        distribution, parts = squashed(mean, log_std), [squashed(mean[:, [i]], log_std[[i]]) for i in range(3)]
     else:
         head = tensor(4, 6)
-        law, parts = beta(head), [beta(head[:, [i, i + 3]]) for i in range(3)]
-    latents = law.sample()
+        distribution, parts = beta(head), [beta(head[:, [i, i + 3]]) for i in range(3)]
+    latents = distribution.sample()
     each = [latents[:, [i]] for i in range(3)]
-    th.testing.assert_close(law.log_prob(latents), sum(p.log_prob(x) for p, x in zip(parts, each, strict=True)))
-    th.testing.assert_close(law.entropy(), sum(part.entropy() for part in parts))
+    th.testing.assert_close(distribution.log_prob(latents), sum(p.log_prob(x) for p, x in zip(parts, each, strict=True)))
+    th.testing.assert_close(distribution.entropy(), sum(part.entropy() for part in parts))
     others = [part.parameters().flip(0) for part in parts]
-    other = law.parameters().flip(0)
+    other = distribution.parameters().flip(0)
     expected = sum(kl_divergence(o, part) for o, part in zip(others, parts, strict=True))
-    th.testing.assert_close(kl_divergence(other, law), expected)
+    th.testing.assert_close(kl_divergence(other, distribution), expected)
 
 
 PAIRS = list(itertools.combinations(BETA_GRID, 2))
@@ -272,20 +318,19 @@ def test_kl_divergence_is_exact_in_float32():
 
 
 @pytest.mark.parametrize("quantity", ["log_prob", "entropy", "kl_divergence"])
-@pytest.mark.parametrize("name", ["squashed", "beta"])
-def test_gradients_of_bounded_laws(name, quantity):
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.is_bounded], ids=lambda family: family.name)
+def test_gradients_of_bounded_distributions(family, quantity):
     """By finite differences, from the middle out to where the policy is saturated."""
-    make = {"squashed": lambda x: squashed(x[:, :2], x[0, 2:]), "beta": beta}[name]
     at = th.tensor([[0.3, -1.0, -0.7, 0.4], [8.0, -9.0, -3.0, 5.0]], dtype=th.float64).requires_grad_()
-    other = parameters(make(tensor(2, 4)))
-    latents = make(tensor(2, 4)).sample()
+    other = parameters(make(family, tensor(2, 4)))
+    latents = make(family, tensor(2, 4)).sample()
 
     def function(x):
-        law = make(x)
+        distribution = make(family, x)
         return {
-            "log_prob": lambda: law.log_prob(latents),
-            "entropy": law.entropy,
-            "kl_divergence": lambda: kl_divergence(other, law),
+            "log_prob": lambda: distribution.log_prob(latents),
+            "entropy": distribution.entropy,
+            "kl_divergence": lambda: kl_divergence(other, distribution),
         }[quantity]()
 
     assert th.autograd.gradcheck(function, (at,))
@@ -298,9 +343,9 @@ def test_gradient_of_the_entropy():
     """
 
     def integral(mean, log_std):
-        law = squashed([[mean]], log_std)
-        u, z = squashed_grid(law)
-        log_prob = law.log_prob(u)
+        distribution = squashed([[mean]], log_std)
+        u, z = squashed_grid(distribution)
+        log_prob = distribution.log_prob(u)
         return -th.trapezoid(log_prob.exp() * log_prob, z).item()
 
     for mean, log_std in [(0.0, 0.5), (0.0, -1.0), (1.0, 0.0), (2.5, 0.8)]:
@@ -316,10 +361,10 @@ def test_gradient_of_the_entropy():
 
     th.manual_seed(0)
     log_std = th.tensor([0.5], requires_grad=True)
-    law = gaussian(th.zeros(200_000, 1), log_std, SquashedDiagGaussianDistribution)
+    distribution = gaussian(th.zeros(200_000, 1), log_std, SquashedDiagGaussianDistribution)
     with th.no_grad():
-        actions = law.sample()
-    (-law.log_prob(actions, law.gaussian_actions.detach())).mean().backward()
+        actions = distribution.sample()
+    (-distribution.log_prob(actions, distribution.gaussian_actions.detach())).mean().backward()
     assert abs(log_std.grad.item()) < 0.01
     log_std.grad = None
     squashed([[0.0]], log_std, th.float32).entropy().sum().backward()
@@ -344,13 +389,13 @@ def test_samples_have_the_density(name):
     grid = [(0.4, 0.2), (3.0, -1.0)] if name == "squashed" else [(1.2, 1.4), (30.0, 2.0)]
     for pair in grid:
         if name == "squashed":
-            law, (latents, z) = squashed([[pair[0]]] * n, pair[1]), squashed_grid(squashed([[pair[0]]], pair[1]))
+            distribution, (latents, z) = squashed([[pair[0]]] * n, pair[1]), squashed_grid(squashed([[pair[0]]], pair[1]))
             one = squashed([[pair[0]]], pair[1])
         else:
             one = beta(head_of(*pair))
-            law, (latents, z) = beta(head_of(*pair).expand(n, 2)), beta_grid(one)
+            distribution, (latents, z) = beta(head_of(*pair).expand(n, 2)), beta_grid(one)
         cumulative = th.cumulative_trapezoid(one.log_prob(latents).exp(), z)
-        samples = 2 * law.position(law.sample().numpy().flatten()) - 1
+        samples = 2 * distribution.position(distribution.sample().numpy().flatten()) - 1
         expected = np.interp(np.sort(samples), z[1:].numpy(), cumulative.numpy())
         steps = np.arange(n + 1) / n
         statistic = max(np.abs(expected - steps[1:]).max(), np.abs(expected - steps[:-1]).max())
@@ -366,26 +411,35 @@ def test_nothing_is_nan_or_infinite(dtype):
     heads = th.tensor(list(itertools.product(EXTREMES, EXTREMES)), dtype=dtype)
     for log_std in (-50.0, -5.0, 0.0, 2.0, 50.0):
         mean, std = heads[:, :1].clone().requires_grad_(), th.tensor([log_std], dtype=dtype).requires_grad_()
-        law = squashed(mean, std, dtype)
-        latents = [law.sample().detach(), law.mode().detach(), th.full_like(mean, 50.0), th.full_like(mean, -50.0)]
-        assert_finite(law, latents, (mean, std))
+        distribution = squashed(mean, std, dtype)
+        latents = [
+            distribution.sample().detach(),
+            distribution.mode().detach(),
+            th.full_like(mean, 50.0),
+            th.full_like(mean, -50.0),
+        ]
+        assert_finite(distribution, latents, (mean, std))
     heads.requires_grad_()
     for deterministic_action in ("mean", "mode"):
-        law = beta(heads, dtype, deterministic_action=deterministic_action)
+        distribution = beta(heads, dtype, deterministic_action=deterministic_action)
         edges = [th.full((len(heads), 1), edge, dtype=dtype) for edge in (0.0, 1e-6, 1 - 1e-6, 1.0)]
-        assert_finite(law, [law.sample().detach(), law.get_actions(deterministic=True).detach(), *edges], (heads,))
+        assert_finite(
+            distribution,
+            [distribution.sample().detach(), distribution.get_actions(deterministic=True).detach(), *edges],
+            (heads,),
+        )
 
 
-def assert_finite(law, latents, leaves):
-    old = law.parameters().detach().roll(7, 0)
+def assert_finite(distribution, latents, leaves):
+    old = distribution.parameters().detach().roll(7, 0)
     for x in latents:
         assert th.isfinite(x).all()
-        assert ((law.position(x.numpy()) >= 0) & (law.position(x.numpy()) <= 1)).all()
-        for value in (law.log_prob(x), law.entropy(), kl_divergence(old, law)):
+        assert ((distribution.position(x.numpy()) >= 0) & (distribution.position(x.numpy()) <= 1)).all()
+        for value in (distribution.log_prob(x), distribution.entropy(), kl_divergence(old, distribution)):
             assert th.isfinite(value).all()
             gradients = th.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True)
             assert all(th.isfinite(gradient).all() for gradient in gradients if gradient is not None)
-    assert all(math.isfinite(value) for value in law.statistics(law.parameters().detach()).values())
+    assert all(math.isfinite(value) for value in distribution.statistics(distribution.parameters().detach()).values())
 
 
 def test_float32_is_exact_enough():
@@ -412,9 +466,14 @@ def test_autocast(name):
     with th.autocast("cpu", dtype=th.bfloat16):
         head = layer(observations)
         assert head.dtype == th.bfloat16
-        law = squashed(head, log_std, head.dtype) if name == "squashed" else beta(head, head.dtype)
-        latents = law.sample()
-        values = [latents, law.log_prob(latents), law.entropy(), kl_divergence(parameters(law).flip(0), law)]
+        distribution = squashed(head, log_std, head.dtype) if name == "squashed" else beta(head, head.dtype)
+        latents = distribution.sample()
+        values = [
+            latents,
+            distribution.log_prob(latents),
+            distribution.entropy(),
+            kl_divergence(parameters(distribution).flip(0), distribution),
+        ]
     assert {value.dtype for value in values} == {th.float32}
     exact = squashed(head, log_std) if name == "squashed" else beta(head.double())
     expected = [exact.log_prob(latents.double()), exact.entropy(), kl_divergence(parameters(exact).flip(0), exact)]
@@ -448,10 +507,10 @@ def test_concentration_is_capped():
     """However large the head, with a gradient that still makes it smaller; the mode stays where it is."""
     for head, mode in [([1e6, 1e6], 0.5), ([3e5, 1e5], 0.75), ([50.0, 0.0], 50 / (50 + math.log(2)))]:
         at = th.tensor([head], dtype=th.float64, requires_grad=True)
-        law = beta(at)
-        assert law.parameters().sum().item() <= 1002
-        assert law.mode().item() == pytest.approx(mode, rel=1e-6)
-        law.entropy().sum().backward()
+        distribution = beta(at)
+        assert distribution.parameters().sum().item() <= 1002
+        assert distribution.mode().item() == pytest.approx(mode, rel=1e-6)
+        distribution.entropy().sum().backward()
         assert (at.grad <= 0).any()
         assert (at.grad != 0).all()
     assert beta([[3e5, 1e5]], max_concentration=10.0).parameters().sum().item() == pytest.approx(12, rel=1e-3)
@@ -461,12 +520,12 @@ def test_concentration_is_capped():
 
 def test_mean_and_mode_of_beta():
     """By hand; of the uniform distribution, the middle."""
-    law = beta(head_of(3.0, 2.0), **UNCAPPED)
-    assert law.mean().item() == pytest.approx(3 / 5)
-    assert law.mode().item() == pytest.approx(2 / 3)
-    assert law.get_actions(deterministic=True).item() == law.mean().item()
+    distribution = beta(head_of(3.0, 2.0), **UNCAPPED)
+    assert distribution.mean().item() == pytest.approx(3 / 5)
+    assert distribution.mode().item() == pytest.approx(2 / 3)
+    assert distribution.get_actions(deterministic=True).item() == distribution.mean().item()
     other = beta(head_of(3.0, 2.0), deterministic_action="mode", **UNCAPPED)
-    assert other.get_actions(deterministic=True).item() == law.mode().item()
+    assert other.get_actions(deterministic=True).item() == distribution.mode().item()
     # Far out, where alpha and beta themselves are 1 to the last digit
     assert beta([[-40.0, -41.0]], deterministic_action="mode").mode().item() == pytest.approx(1 / (1 + math.exp(-1)))
     with pytest.raises(ValueError, match="`deterministic_action='median'`"):
@@ -477,9 +536,9 @@ def test_mean_and_mode_of_beta():
 
 def test_deterministic_action_of_the_squashed_gaussian():
     """The image of its mean."""
-    law = squashed([[0.7, -3.0]], 0.0)
-    assert law.get_actions(deterministic=True).tolist() == [[0.7, -3.0]]
-    np.testing.assert_allclose(2 * law.position(law.mode().numpy()) - 1, np.tanh([[0.7, -3.0]]))
+    distribution = squashed([[0.7, -3.0]], 0.0)
+    assert distribution.get_actions(deterministic=True).tolist() == [[0.7, -3.0]]
+    np.testing.assert_allclose(2 * distribution.position(distribution.mode().numpy()) - 1, np.tanh([[0.7, -3.0]]))
 
 
 def test_initial_beta_is_nearly_uniform():
@@ -488,8 +547,8 @@ def test_initial_beta_is_nearly_uniform():
     distribution = BoundedBetaDistribution(2)
     head = distribution.proba_distribution_net(64)
     th.nn.init.orthogonal_(head.weight, gain=0.01)
-    law = distribution.proba_distribution(head(th.randn(100, 64)))
-    assert (2 * math.log(2) - law.entropy() < 0.05).all()
+    distribution = distribution.proba_distribution(head(th.randn(100, 64)))
+    assert (2 * math.log(2) - distribution.entropy() < 0.05).all()
 
 
 @pytest.mark.parametrize("family", [TanhGaussianDistribution, BoundedBetaDistribution])
@@ -503,12 +562,12 @@ def test_latents_and_positions(family):
 
 def test_statistics():
     """The mass within 1 % of the bounds, by integration over both ends; standard deviation and concentration."""
-    for law, grid in [LAWS[3], LAWS[9], LAWS[12], *LAWS[-8:]]:
-        latents, z = grid(law)
-        density = law.log_prob(latents).exp()
+    for distribution, grid in [DISTRIBUTIONS[3], DISTRIBUTIONS[9], DISTRIBUTIONS[12], *DISTRIBUTIONS[-8:]]:
+        latents, z = grid(distribution)
+        density = distribution.log_prob(latents).exp()
         middle = (z > -0.98) & (z < 0.98)
         expected = 1 - th.trapezoid(density[middle], z[middle]).item()
-        assert law.statistics(law.parameters())["mass_near_bounds"] == pytest.approx(expected, abs=5e-4)
+        assert distribution.statistics(distribution.parameters())["mass_near_bounds"] == pytest.approx(expected, abs=5e-4)
     for alpha, beta_, expected in [(1.01, 1.3, 0.012418074), (1.2, 800.0, 0.999455923), (1.5, 200.0, 0.741238848)]:
         # By scipy.stats.beta.cdf(0.01, alpha, beta)
         numbers = [th.tensor([[value]], dtype=th.float64) for value in (alpha, beta_)]

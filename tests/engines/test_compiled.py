@@ -15,8 +15,9 @@ from support.toys import DICT, IMAGE, make_toys
 from torch import nn
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.engines import fused as fused_update
-from sb3_ppo_ext.engines.compiled import CompiledLoss, CompiledUpdate
+from sb3_ppo_ext.engines.compiled import CompiledEngine
+from sb3_ppo_ext.engines.native import extension
+from sb3_ppo_ext.engines.steppers import TorchStepper
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")]
 
@@ -126,7 +127,7 @@ def test_compiles_once(tmp_path, capsys, quick):
     names = model.policy.state_dict().keys()
     model.learn(96, callback=lambda local, _: local["self"].num_timesteps <= 64)
     before = n_compiled()
-    assert type(model._make_update()) is CompiledUpdate
+    assert type(model._find_engine()) is CompiledEngine
     model.vf_coef = 0.7
     model.learn(96, reset_num_timesteps=False)
     for backend in ("eager", "compile", "fused", "compile"):
@@ -182,7 +183,7 @@ def test_loss_of_a_subclass(kind, monkeypatch, recwarn, quick):
     logs = [model.logger.name_to_value["train/asymmetry"] for model in models]
     assert logs[0] == pytest.approx(logs[1], rel=1e-4)
     assert models[0].n_calls == models[1].n_calls
-    assert (models[1]._compiled.differentiate is not None) == (kind == "traced")
+    assert (models[1]._find_engine().compiled.differentiate is not None) == (kind == "traced")
     assert any("stays eager" in str(warning.message) for warning in recwarn) == (kind != "traced")
     monkeypatch.setattr(Hooked, "kind", "taken")
     with pytest.raises(ValueError, match="`extra_actor_loss='loss'`"):
@@ -222,6 +223,6 @@ def test_compiler_that_fails(monkeypatch):
 
 def test_without_the_extension_module(monkeypatch):
     """PyTorch makes the steps of Adam."""
-    monkeypatch.setattr(fused_update, "_mlp", None)
+    monkeypatch.setattr(extension, "module", None)
     model = compiled()
-    assert CompiledUpdate(model, CompiledLoss(model.policy)).adam is None
+    assert type(model._find_engine().make_stepper(model._update_config())) is TorchStepper

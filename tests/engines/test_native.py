@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from sb3_ppo_ext.engines.native.collecting import _reads_estimates
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EveryNTimesteps
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EveryNTimesteps
 from stable_baselines3.common.distributions import (
     CategoricalDistribution,
-    DiagGaussianDistribution,
     StateDependentNoiseDistribution,
 )
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -29,15 +27,17 @@ from torch import nn
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.guards import NonFinitePolicyError
-from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution, numpy_distribution
+from sb3_ppo_ext.distributions import FAMILIES, numpy_distribution
 from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
-from sb3_ppo_ext.engines.fused import FusedUpdate, NativeAdam
-from sb3_ppo_ext.engines.native import collecting as native_collecting
-from sb3_ppo_ext.engines.native import policy as native_policy
-from sb3_ppo_ext.engines.native import update as native_update
+from sb3_ppo_ext.engines.eager import EagerEngine
+from sb3_ppo_ext.engines.fused import FusedEngine
+from sb3_ppo_ext.engines.native import extension, gradients
+from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.native.minibatches import mean_of_each, normalize_each
-from sb3_ppo_ext.engines.native.policy import NativePolicy, why_not
-from sb3_ppo_ext.update.update import Update
+from sb3_ppo_ext.engines.native.policy import unsupported_reason
+from sb3_ppo_ext.engines.steppers import FusedAdamStepper
+from sb3_ppo_ext.rollout import collector
+from sb3_ppo_ext.rollout.user_code import runs_user_code
 
 _mlp = pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
 
@@ -168,91 +168,95 @@ def test_gae(n_envs):
     np.testing.assert_allclose(advantages, buffer.advantages, rtol=1e-5, atol=1e-6)
 
 
-# Gradients by hand
+# The NumPy sides of the action distributions
 
-
-GSDE = {
-    "gSDE": {},
-    "gSDE, one std for all actions": dict(full_std=False),
-    "gSDE, expln": dict(use_expln=True),
-    "gSDE, squashed": dict(squash_output=True),
+# What the constructor of a family takes, if not three dimensions
+SIZES = {"categorical": 4, "multi_categorical": [3, 2], "beta": 2}
+# Of some families, further keywords of the constructor and the range of the logarithms of the standard deviations
+MORE = {
+    "squashed_gaussian": [({}, (-6.0, 2.5))],
+    "state_dependent_noise": [(dict(full_std=False), None), (dict(use_expln=True), None), (dict(squash_output=True), None)],
 }
+CASES = [(family, *case, False) for family in FAMILIES for case in [({}, None), *MORE.get(family.name, [])]]
+# By PyTorch, which is not given latents, nor actions of the shape that a categorical distribution takes
+CASES += [(family, {}, None, True) for family in FAMILIES if family.name not in ("state_dependent_noise", "categorical")]
 
 
-def make_law(kind, dtype=th.float64):
-    """SB3's or our distribution, its `log_std`, and its head."""
-    if kind in GSDE:
-        distribution = StateDependentNoiseDistribution(3, **GSDE[kind])
-        _, log_std = distribution.proba_distribution_net(4)
-        log_std.data = th.linspace(-1, 0.5, log_std.numel(), dtype=dtype).reshape(log_std.shape)
-        return distribution, log_std, numpy_distribution(distribution, log_std)
-    log_std = {
-        "gaussian": nn.Parameter(th.tensor([0.3, -1.0, 0.5], dtype=dtype)),
-        "squashed": nn.Parameter(th.tensor([0.3, -1.0, 0.5], dtype=dtype)),
-        "squashed, out of range": nn.Parameter(th.tensor([-6.0, 2.5, -5.0], dtype=dtype)),
-    }.get(kind)
-    distribution = {
-        "gaussian": lambda: DiagGaussianDistribution(3),
-        "categorical": lambda: CategoricalDistribution(4),
-        "beta": lambda: BoundedBetaDistribution(2),
-    }.get(kind, lambda: TanhGaussianDistribution(3))()
-    head = numpy_distribution(distribution, log_std)
-    assert not isinstance(head, TorchFallback)
-    return distribution, log_std, head
+def make_distribution(family, kwargs, log_stds, dtype=th.float64):
+    """A distribution of the family, the number of its outputs, and its `log_std`."""
+    distribution = family.torch_class(SIZES.get(family.name, 3), **kwargs)
+    made = distribution.proba_distribution_net(4)
+    layer, log_std = made if isinstance(made, tuple) else (made, None)
+    if log_std is not None:
+        log_std.data = th.linspace(*(log_stds or (-1.0, 0.5)), log_std.numel(), dtype=dtype).reshape(log_std.shape)
+    return distribution, layer.out_features + 4 * family.numpy_class.needs_latents, log_std
 
 
-LAWS = ["gaussian", "categorical", "squashed", "squashed, out of range", "beta"]
-
-
-def law_of(distribution, outputs, log_std):
+def distribution_of(distribution, outputs, log_std):
     if isinstance(distribution, StateDependentNoiseDistribution):
         return distribution.proba_distribution(outputs[:, :3], log_std, outputs[:, 3:])
     return distribution.proba_distribution(outputs, *(() if log_std is None else (log_std,)))
 
 
 @pytest.mark.parametrize("ent_coef", [0.0, 0.3])
-@pytest.mark.parametrize("kind", [*LAWS, *GSDE])
-def test_heads(kind, ent_coef):
+@pytest.mark.parametrize(("family", "kwargs", "log_stds", "fallback"), CASES, ids=lambda x: getattr(x, "name", str(x)))
+def test_numpy_distributions(family, kwargs, log_stds, fallback, ent_coef):
     """Log probabilities, entropies and gradients are those of autograd in double precision."""
     th.manual_seed(0)
-    distribution, log_std, head = make_law(kind)
-    if kind in GSDE:
+    distribution, n_outputs, log_std = make_distribution(family, kwargs, log_stds)
+    numpy_side = (TorchFallback if fallback else numpy_distribution)(distribution, log_std)
+    assert type(numpy_side) is (TorchFallback if fallback else family.numpy_class)
+    if isinstance(distribution, StateDependentNoiseDistribution):
         distribution.sample_weights(log_std, 5)
-    # With gSDE three means and four latents
-    size = 4 if log_std is None else 7 if kind in GSDE else 3
-    outputs = 3 * th.randn(5, size, dtype=th.float64)
+    outputs = 3 * th.randn(5, n_outputs, dtype=th.float64)
     d_log_prob = th.randn(5, dtype=th.float64)
-    actions = law_of(distribution, outputs, log_std).sample().double().detach()
-    stored = actions.unsqueeze(1) if kind == "categorical" else actions
-    log_prob = head.log_prob(outputs.numpy(), stored.numpy())
-    gradient = head.gradient(d_log_prob.numpy(), ent_coef)
+    actions = distribution_of(distribution, outputs, log_std).sample().double().detach()
+    stored = actions.reshape(5, -1).numpy()
+    log_prob = numpy_side.log_prob(outputs.numpy(), stored)
+    gradient = numpy_side.gradient(d_log_prob.numpy(), ent_coef)
 
     leaf = outputs.clone().requires_grad_()
-    made = law_of(distribution, leaf, log_std)
+    made = distribution_of(copy.copy(distribution), leaf, log_std)
     expected = made.log_prob(actions)
     np.testing.assert_allclose(log_prob, expected.detach().numpy(), rtol=1e-6)
-    entropies = made.entropy() if kind != "gSDE, squashed" else -expected
-    np.testing.assert_allclose(head.entropies(head.described(outputs.numpy())), entropies.detach().numpy(), rtol=1e-6)
+    entropies = made.entropy()
+    # Without a closed form SB3 estimates it from the actions.
+    entropies = -expected if entropies is None else entropies
+    described = numpy_side.described(outputs.numpy())
+    np.testing.assert_allclose(numpy_side.entropies(described), entropies.detach().numpy(), rtol=1e-6)
+    found = numpy_side.parameters(described)
+    if family.is_bounded:
+        np.testing.assert_allclose(found, distribution_of(distribution, outputs, log_std).parameters().detach().numpy())
+    else:
+        assert found is None
+
     (expected @ d_log_prob - ent_coef * entropies.mean()).backward()
-    n_outputs = gradient.shape[1]
-    np.testing.assert_allclose(gradient, leaf.grad[:, :n_outputs].numpy(), rtol=1e-8, atol=1e-8)
-    assert not leaf.grad[:, n_outputs:].any()
+    n_means = gradient.shape[1]
+    np.testing.assert_allclose(gradient, leaf.grad[:, :n_means].numpy(), rtol=1e-8, atol=1e-8)
+    assert not leaf.grad[:, n_means:].any()
     if log_std is not None:
-        np.testing.assert_allclose(head.d_log_std, log_std.grad.numpy(), rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(numpy_side.d_log_std, log_std.grad.numpy(), rtol=1e-8, atol=1e-10)
+    # Once more replaces the gradient, or is added to it.
+    for accumulate, times in [(False, 1), (True, 2), (True, 3)]:
+        numpy_side.log_prob(outputs.numpy(), stored)
+        np.testing.assert_array_equal(numpy_side.gradient(d_log_prob.numpy(), ent_coef, accumulate=accumulate), gradient)
+        if log_std is not None:
+            np.testing.assert_allclose(numpy_side.d_log_std, times * log_std.grad.numpy(), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LAWS if kind != "categorical"])
-def test_samples(kind):
+@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.numpy_class.needs_latents], ids=lambda family: family.name)
+def test_samples(family):
     """Follow the distribution: Kolmogorov's and Smirnov's distance to as many samples of PyTorch's."""
-    n, outputs = 20000, np.float32([[0.5, -1.0, 2.0, 0.0]])
+    n = 20000
     np.random.seed(0)
     th.manual_seed(0)
-    distribution, log_std, head = make_law(kind, th.float32)
-    outputs = outputs[:, : 4 if log_std is None else 3]
-    samples = np.concatenate([head.sample(outputs, noise) for noise in head.noise(n, 1, outputs.shape[1])])
-    own = () if log_std is None else (log_std.detach(),)
-    expected = distribution.proba_distribution(th.from_numpy(outputs).expand(n, -1), *own).sample().numpy()
-    for ours, theirs in zip(samples.T, expected.T, strict=True):
+    distribution, n_outputs, log_std = make_distribution(family, {}, None, th.float32)
+    numpy_side = numpy_distribution(distribution, log_std)
+    outputs = np.resize(np.float32([0.5, -1.0, 2.0, 0.0]), (1, n_outputs))
+    samples = np.concatenate([numpy_side.sample(outputs, noise) for noise in numpy_side.noise(n, 1, n_outputs)])
+    own = None if log_std is None else log_std.detach()
+    expected = distribution_of(distribution, th.from_numpy(outputs).expand(n, -1), own).sample().numpy()
+    for ours, theirs in zip(samples.reshape(n, -1).T, expected.reshape(n, -1).T, strict=True):
         both = np.sort(np.concatenate([ours, theirs]))
         shares = [np.searchsorted(np.sort(part), both, side="right") / n for part in (ours, theirs)]
         # Exceeded once in a thousand
@@ -263,8 +267,8 @@ def test_samples_of_categories():
     """Are as frequent as they should be."""
     th.manual_seed(0)
     outputs = np.float32([[0.5, -1.0, 2.0, 0.0]])
-    head = make_law("categorical")[2]
-    samples = np.concatenate([head.sample(outputs, noise) for noise in head.noise(20000, 1, 4)])
+    numpy_side = numpy_distribution(CategoricalDistribution(4), None)
+    samples = np.concatenate([numpy_side.sample(outputs, noise) for noise in numpy_side.noise(20000, 1, 4)])
     np.testing.assert_allclose(np.bincount(samples) / 20000, th.from_numpy(outputs[0]).softmax(0).numpy(), atol=0.01)
 
 
@@ -306,7 +310,7 @@ def test_update_with_pairs_of_options(name):
 
 def test_reports_in_the_middle_of_an_update(monkeypatch):
     """Of long ones, so that not all is kept: each epoch counts once."""
-    monkeypatch.setattr(native_update, "MAX_MEASURED", 8)
+    monkeypatch.setattr(gradients, "MAX_MEASURED", 8)
     assert_same_update(learning_rate=1e-2, ent_coef=0.1, rtol=1e-4)
 
 
@@ -327,7 +331,7 @@ def test_fused_is_refused():
     """On parameters that the module cannot read."""
     with pytest.raises(ValueError, match=r"`backend='fused'`.*float32"):
         make(backend="fused", policy=Double)
-    assert type(make(backend="auto", policy=Double)._make_update()) is Update
+    assert type(make(backend="auto", policy=Double)._find_engine()) is EagerEngine
 
 
 # Rollouts
@@ -367,7 +371,7 @@ ROLLOUTS = {
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_rollout(name, estimates, monkeypatch):
     """The buffer holds what SB3 would have stored for these actions: values, log probabilities, returns, bootstraps."""
-    monkeypatch.setattr(native_collecting, "_reads_estimates", lambda callback: estimates)
+    monkeypatch.setattr(collector, "runs_user_code", lambda callback: estimates)
     model, steps = make(**ROLLOUTS[name]), Steps()
     _, callback = model._setup_learn(10**6, CallbackList([steps]))
     first = copy.deepcopy(model._last_obs)
@@ -457,8 +461,8 @@ def test_callback_that_changes_the_policy():
         observations, actions = (th.from_numpy(array[steps]).flatten(0, 1) for array in (buffer.observations, buffer.actions))
         with th.no_grad():
             values, log_probs, _ = policy.evaluate_actions(observations, actions)
-            law = policy.get_distribution(observations).distribution
-        assert 0.5 < ((actions - law.mean) / law.stddev).std() < 1.5
+            normal = policy.get_distribution(observations).distribution
+        assert 0.5 < ((actions - normal.mean) / normal.stddev).std() < 1.5
         np.testing.assert_allclose(buffer.values[steps].ravel(), values.flatten().numpy(), rtol=1e-5)
         np.testing.assert_allclose(buffer.log_probs[steps].ravel(), log_probs.numpy(), rtol=1e-4, atol=1e-3)
 
@@ -493,47 +497,34 @@ def test_exploration_of_gsde(n_envs, options):
 
 
 def test_first_ratios_of_gsde():
-    """Are 1, for rollout and update evaluate the same law."""
+    """Are 1, for rollout and update evaluate the same distribution."""
     model = make(use_sde=True, n_epochs=1, batch_size=32).learn(32)
     logged = model.logger.name_to_value
     assert logged["train/ratio_mean"] == pytest.approx(1, abs=1e-6)
     assert logged["train/ratio_max"] == pytest.approx(1, abs=1e-5)
 
 
-def test_who_reads_estimates():
-    """Those who name the locals or the buffer, directly or in a list; not SB3's own."""
+def test_whose_code_runs():
+    """Not SB3's own callbacks, however nested; everybody else's, functions and methods that were replaced included."""
 
-    class InBuffer(BaseCallback):
-        def _on_step(self):
-            return len([self.model.rollout_buffer.values for _ in range(1)]) == 1
-
-    plain = [EvalCallback(ToyEnv()), EveryNTimesteps(5, EvalCallback(ToyEnv())), CallbackList([EvalCallback(ToyEnv())])]
-    assert not any(map(_reads_estimates, plain))
-
-    class InProperty(BaseCallback):
-        @property
-        def value(self):
-            return self.locals["values"]
-
+    class Own(BaseCallback):
         def _on_step(self):
             return True
 
-    class InStaticMethod(InProperty):
-        @staticmethod
-        def value(callback):
-            return callback.locals["values"]
-
-    class InFunctionOfAnother(InProperty):
-        value = None
+    class OfASimilarName(Own):
         __module__ = "stable_baselines3_of_mine"
 
-        def _on_step(self):
-            return self.locals is not None
+    class Subclass(EvalCallback):
+        pass
 
-    nested = EvalCallback(ToyEnv(), callback_on_new_best=InBuffer()), EvalCallback(ToyEnv(), callback_after_eval=InBuffer())
-    own = RolloutRecorder(), InBuffer(), InProperty(), InStaticMethod(), InFunctionOfAnother()
-    for reader in (*own, *nested, EveryNTimesteps(5, InBuffer()), CallbackList([plain[0], RolloutRecorder()])):
-        assert _reads_estimates(reader), reader
+    plain = [EvalCallback(ToyEnv()), EveryNTimesteps(5, EvalCallback(ToyEnv())), CallbackList([EvalCallback(ToyEnv())])]
+    assert not any(map(runs_user_code, plain))
+    nested = EvalCallback(ToyEnv(), callback_on_new_best=Own()), EvalCallback(ToyEnv(), callback_after_eval=Own())
+    replaced = EvalCallback(ToyEnv())
+    replaced._on_step = lambda: True
+    own = Own(), OfASimilarName(), Subclass(ToyEnv()), replaced, *nested
+    for callback in (*own, EveryNTimesteps(5, Own()), CallbackList([plain[0], Own()]), ConvertCallback(lambda *_: True)):
+        assert runs_user_code(callback), callback
     seen = []
     make().learn(16, callback=lambda local, _: seen.append(local["values"]) or True)
     assert seen[0].shape == (2, 1)
@@ -591,22 +582,22 @@ def test_vec_normalize():
 
 def test_reproducible():
     """The same seed gives the same bits."""
-    one, other = (make(action_dist=law).learn(96) for law in ("beta", "beta"))
+    one, other = (make(action_dist="beta").learn(96) for _ in range(2))
     assert_equal(one.policy.state_dict(), other.policy.state_dict(), "policy")
 
 
-@pytest.mark.parametrize("law", ["gaussian", "beta"])
-def test_engines_share_zips(law, tmp_path):
+@pytest.mark.parametrize("action_dist", ["gaussian", "beta"])
+def test_engines_share_zips(action_dist, tmp_path):
     """A zip of one goes on in the other, moments and steps of the optimiser included; SB3 loads it as well."""
     for first, second in [("native", "eager"), ("eager", "native")]:
-        model = make(backend=first, action_dist=law).learn(64)
+        model = make(backend=first, action_dist=action_dist).learn(64)
         model.save(tmp_path / "model")
         loaded = PPOExt.load(tmp_path / "model", env=make_toys(), backend=second)
         assert_equal(model.policy.optimizer.state_dict(), loaded.policy.optimizer.state_dict(), "optimizer")
         loaded.learn(32, reset_num_timesteps=False)
         steps = {int(state["step"]) for state in loaded.policy.optimizer.state.values()}
         assert steps == {loaded._n_updates * 4}
-    if law == "gaussian":
+    if action_dist == "gaussian":
         assert PPO.load(tmp_path / "model").num_timesteps == 64
 
 
@@ -623,7 +614,7 @@ def test_engine_can_change_in_the_middle():
             parameter.data = parameter.data.clone()
     model.set_parameters(other.get_parameters())
     observations = VECTOR.sample()[np.newaxis]
-    native = model._find_native_policy()
+    native = model._find_engine().native
     native.pack()
     expected = other.policy.predict_values(th.from_numpy(observations)).detach().numpy()
     np.testing.assert_allclose(native.critic(native.features(observations)), expected, rtol=1e-5)
@@ -632,11 +623,13 @@ def test_engine_can_change_in_the_middle():
 def test_copies():
     """A model that has not learned is copied as with the reference; what is bound to memory is bound anew."""
     model = make()
-    model._find_native_policy()
+    assert type(model._find_engine()) is NativeEngine
     model.env = model._vec_normalize_env = None
-    copied = copy.deepcopy(model)
-    assert copied._native is None
-    assert pickle.loads(pickle.dumps(NativePolicy(model.policy))) is None
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied._engines == {}
+        assert type(copied._find_engine()) is NativeEngine
+        assert copied._find_engine().policy is copied.policy is not model.policy
+    assert model._engines
 
 
 # Which engine
@@ -692,14 +685,14 @@ def test_what_native_does_not_support(reason, capsys):
         make(**REFUSED[reason])
     model = make(backend="auto", verbose=1, **REFUSED[reason])
     assert "Backend: fused (not native: " in capsys.readouterr().out
-    assert type(model._make_update()) is FusedUpdate
+    assert type(model._find_engine()) is FusedEngine
 
 
 def test_loss_of_a_subclass():
     """It may differentiate what it likes."""
     with pytest.raises(ValueError, match="extra_actor_loss"):
         OwnLoss("MlpPolicy", ToyEnv(), backend="native")
-    assert OwnLoss("MlpPolicy", ToyEnv(), **SMALL)._find_native_policy() is None
+    assert type(OwnLoss("MlpPolicy", ToyEnv(), **SMALL)._find_engine()) is FusedEngine
 
 
 def test_reasons_that_come_later():
@@ -708,7 +701,7 @@ def test_reasons_that_come_later():
     def of(change):
         policy = make().policy
         change(policy)
-        return why_not(policy)
+        return unsupported_reason(policy)
 
     assert of(lambda policy: None) is None
     assert "float32" in of(lambda policy: policy.double())
@@ -722,7 +715,7 @@ def test_reasons_that_come_later():
 
 def test_without_the_extension_module(monkeypatch, capsys):
     """All works, on PyTorch; a line says why."""
-    monkeypatch.setattr(native_policy, "_mlp", None)
+    monkeypatch.setattr(extension, "module", None)
     model = make(backend="auto", verbose=1)
     assert "Backend: eager (not native: the extension module was not built" in capsys.readouterr().out
     model.learn(32)
@@ -732,14 +725,18 @@ def test_without_the_extension_module(monkeypatch, capsys):
 
 def test_optimizers_that_torch_steps():
     """Those that are not plainly Adam, and those whose step somebody has replaced."""
+
+    def takes(model):
+        return FusedAdamStepper.takes(model.policy.optimizer, model.policy)
+
     model = make()
-    assert NativeAdam.takes(model.policy.optimizer)
+    assert takes(model)
     th.optim.lr_scheduler.LambdaLR(model.policy.optimizer, lambda step: 1.0)
-    assert not NativeAdam.takes(model.policy.optimizer)
+    assert not takes(model)
     model.learn(32)
     assert {int(state["step"]) for state in model.policy.optimizer.state.values()} == {12}
     for kwargs in (dict(amsgrad=True), dict(maximize=True)):
-        assert not NativeAdam.takes(make(policy_kwargs=dict(optimizer_kwargs=kwargs)).policy.optimizer)
+        assert not takes(make(policy_kwargs=dict(optimizer_kwargs=kwargs)))
 
 
 def test_auto_takes_native(capsys):

@@ -18,6 +18,8 @@ from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.memory.policies import Memory
 from sb3_ppo_ext.memory.sequences import Sequences
 from sb3_ppo_ext.memory.transformer import Block, Cache, GRUGate, Transformer
+from sb3_ppo_ext.rollout import actors
+from sb3_ppo_ext.update import ppo_loss
 from sb3_ppo_ext.update.minibatches import shuffled_segments
 
 # The network
@@ -212,18 +214,18 @@ def test_same_windows_everywhere(setting):
 
 
 @pytest.mark.parametrize("setting", ["plain", "longer than a rollout", "last action and reward", "own critic", "dictionaries"])
-def test_bootstrapped_values(setting):
+def test_bootstrapped_values(setting, monkeypatch):
     """The terminal observation of a truncated episode, and the last one of a rollout, follow the window that was."""
     model = make(**{**SETTINGS[setting], "env": {"length": 4, **SETTINGS[setting].get("env", {})}}, learning_rate=1e-30)
     loud(model.policy)
     stream, truncations = Stream(), []
-    keep = model.keep_truncations
+    note = actors.note_truncations
 
-    def spy(steps, environments, observations, values):
+    def spy(config, steps, environments, observations, values):
         truncations.extend(zip([len(stream.steps) - 1] * len(steps), environments, observations, values, strict=True))
-        keep(steps, environments, observations, values)
+        note(config, steps, environments, observations, values)
 
-    model.keep_truncations = spy
+    monkeypatch.setattr(actors, "note_truncations", spy)
     estimate = model.rollout_buffer.compute_returns_and_advantage
     last = []
     model.rollout_buffer.compute_returns_and_advantage = lambda last_values, dones: (
@@ -309,16 +311,15 @@ def test_bad_states():
 
 def first_ratios(model):
     """Those of the first minibatch of the next update."""
-    ratios = []
+    ratios, original = [], ppo_loss.policy_loss
 
-    def surrogate(self, minibatch, ratio):
+    def policy_loss(advantages, ratio, *args):
         ratios.append(ratio.detach().numpy().copy())
-        return original(self, minibatch, ratio)
+        return original(advantages, ratio, *args)
 
-    update = model._make_update
-    original = type(update())._surrogate
-    model._make_update = lambda: type("Spy", (type(update()),), {"_surrogate": surrogate})(model)
-    model.learn(model.n_steps * model.n_envs, reset_num_timesteps=False)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ppo_loss, "policy_loss", policy_loss)
+        model.learn(model.n_steps * model.n_envs, reset_num_timesteps=False)
     return ratios[0]
 
 

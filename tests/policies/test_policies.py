@@ -1,4 +1,7 @@
-"""Policies with bounded laws: what the environment gets, what the buffer holds, what is saved; and the Gaussian's switches."""
+"""
+Policies with bounded action distributions: what the environment gets, what the buffer holds, what is saved; and the Gaussian's
+switches.
+"""
 
 import subprocess
 import sys
@@ -26,7 +29,7 @@ from sb3_ppo_ext import CnnPolicy, MlpPolicy, MultiInputPolicy, PPOExt
 from sb3_ppo_ext.distributions import parameters, unsquashed_mean
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
 
-LAWS = ["squashed_gaussian", "beta"]
+BOUNDED = ["squashed_gaussian", "beta"]
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=0, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
 SCHEDULE = ConstantSchedule(3e-4)
 # A policy by itself gets images with the channels first.
@@ -35,10 +38,10 @@ DICTIONARY = spaces.Dict({**DICT.spaces, "camera": CHANNELS_FIRST})
 POLICIES = [(MlpPolicy, VECTOR), (CnnPolicy, CHANNELS_FIRST), (MultiInputPolicy, DICTIONARY)]
 
 
-def make(law="gaussian", action_space=BOX_ACTION, env=None, policy="MlpPolicy", policy_kwargs=None, **options):
+def make(action_dist="gaussian", action_space=BOX_ACTION, env=None, policy="MlpPolicy", policy_kwargs=None, **options):
     policy_kwargs = {**SMALL["policy_kwargs"], **(policy_kwargs or {})}
     env = env or make_toys(action_space=action_space)
-    return PPOExt(policy, env, action_dist=law, **{**SMALL, **options, "policy_kwargs": policy_kwargs})
+    return PPOExt(policy, env, action_dist=action_dist, **{**SMALL, **options, "policy_kwargs": policy_kwargs})
 
 
 def saturate(policy, size):
@@ -69,20 +72,20 @@ def boxes(draw):
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     space=boxes(),
-    law=st.sampled_from(LAWS),
+    action_dist=st.sampled_from(BOUNDED),
     deterministic_action=st.sampled_from(["mean", "mode"]),
     deterministic=st.booleans(),
     size=st.sampled_from([0.0, 1.0, 50.0, 1e4]),
     policy=st.sampled_from(POLICIES),
     seed=st.integers(0, 1000),
 )
-def test_actions_are_in_the_box(space, law, deterministic_action, deterministic, size, policy, seed):
-    """Of any space, policy and law, deterministic or not, single or in a batch, saturated or not."""
+def test_actions_are_in_the_box(space, action_dist, deterministic_action, deterministic, size, policy, seed):
+    """Of any space, policy and action distribution, deterministic or not, single or in a batch, saturated or not."""
     th.manual_seed(seed)
     policy_class, observation_space = policy
-    deterministic_action = deterministic_action if law == "beta" else "mean"
-    law = dict(action_dist=law, deterministic_action=deterministic_action)
-    policy = policy_class(observation_space, space, SCHEDULE, net_arch=[4], **law)
+    deterministic_action = deterministic_action if action_dist == "beta" else "mean"
+    keywords = dict(action_dist=action_dist, deterministic_action=deterministic_action)
+    policy = policy_class(observation_space, space, SCHEDULE, net_arch=[4], **keywords)
     saturate(policy, size)
     observation = observation_space.sample()
     action, _ = policy.predict(observation, deterministic=deterministic)
@@ -123,11 +126,11 @@ class Watcher(BaseCallback):
 
 @pytest.mark.filterwarnings("ignore:The action space")
 @pytest.mark.parametrize("space", BOXES, ids=str)
-@pytest.mark.parametrize("law", LAWS)
-def test_training(law, space):
+@pytest.mark.parametrize("action_dist", BOUNDED)
+def test_training(action_dist, space):
     """The environment checks each action. Callbacks see it as it is; the buffer holds latents, float32, that give just it."""
     watcher = Watcher()
-    model = make(law, space).learn(32, callback=watcher)
+    model = make(action_dist, space).learn(32, callback=watcher)
     assert watcher.stored.dtype == np.float32
     actions = np.stack(watcher.actions)
     assert actions.dtype == space.dtype
@@ -137,17 +140,17 @@ def test_training(law, space):
 
 
 @pytest.mark.parametrize(("name", "observation_space"), [("CnnPolicy", IMAGE), ("MultiInputPolicy", DICT)])
-@pytest.mark.parametrize("law", LAWS)
-def test_images_and_dictionaries(law, name, observation_space):
+@pytest.mark.parametrize("action_dist", BOUNDED)
+def test_images_and_dictionaries(action_dist, name, observation_space):
     """By name; with a features extractor of its own for each network."""
     env = make_toys(observation_space=observation_space)
-    model = make(law, env=env, policy=name, policy_kwargs=dict(share_features_extractor=False)).learn(32)
+    model = make(action_dist, env=env, policy=name, policy_kwargs=dict(share_features_extractor=False)).learn(32)
     assert isinstance(model.policy, ActionDistributionMixin)
     assert type(model.policy).__name__ == name
 
 
 @pytest.mark.parametrize(
-    ("law", "size"),
+    ("action_dist", "size"),
     [
         ("gaussian", 0.0),
         ("gaussian", 8.0),
@@ -157,7 +160,7 @@ def test_images_and_dictionaries(law, name, observation_space):
         ("beta", 50.0),
     ],
 )
-def test_first_ratio_is_one(law, size):
+def test_first_ratio_is_one(action_dist, size):
     """Before the first step of the optimiser, for each sample: what was stored is what is evaluated, at saturation too."""
 
     class Recorded(PPOExt):
@@ -168,25 +171,27 @@ def test_first_ratio_is_one(law, size):
             self.deviation = max(self.deviation, (log_ratio.exp() - 1).abs().max().item())
             return 0.0, {}
 
-    model = Recorded("MlpPolicy", make_toys(), n_steps=512, batch_size=64, n_epochs=1, learning_rate=0.0, action_dist=law)
+    model = Recorded(
+        "MlpPolicy", make_toys(), n_steps=512, batch_size=64, n_epochs=1, learning_rate=0.0, action_dist=action_dist
+    )
     saturate(model.policy, size)
     model.learn(1024)
     assert 0 <= model.deviation < 1e-5
-    if law != "gaussian" and size > 0:
+    if action_dist != "gaussian" and size > 0:
         assert model.logger.name_to_value["train/mass_near_bounds"] > 0.2
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_same_seed_same_policy(law):
+@pytest.mark.parametrize("action_dist", BOUNDED)
+def test_same_seed_same_policy(action_dist):
     """Also across the boundary between rollouts."""
-    one, other = (make(law).learn(64) for _ in range(2))
+    one, other = (make(action_dist).learn(64) for _ in range(2))
     assert_equal(one.policy.state_dict(), other.policy.state_dict(), "policy")
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_action_that_is_not_finite(law):
+@pytest.mark.parametrize("action_dist", BOUNDED)
+def test_action_that_is_not_finite(action_dist):
     """It does not get to the environment."""
-    model = make(law)
+    model = make(action_dist)
     with th.no_grad():
         model.policy.action_net.bias.fill_(float("nan"))
     with pytest.raises(ValueError, match="2 of 2 numbers in the policy's actions are not finite"):
@@ -198,22 +203,22 @@ def test_action_that_is_not_finite(law):
 
 
 @pytest.mark.filterwarnings("ignore:The action space")
-@pytest.mark.parametrize("law", LAWS)
-def test_actions_to_latents(law):
+@pytest.mark.parametrize("action_dist", BOUNDED)
+def test_actions_to_latents(action_dist):
     """For the actions of an expert: their latents give them back."""
     space = spaces.Box(np.float32([[-1, 100], [-4, 2]]), np.float32([[1, 101], [5, 2]]))
-    policy = MlpPolicy(VECTOR, space, SCHEDULE, action_dist=law)
+    policy = MlpPolicy(VECTOR, space, SCHEDULE, action_dist=action_dist)
     actions = np.stack([space.sample() for _ in range(10)])
     latents = policy.scale_action(actions)
     assert latents.dtype == np.float32
     np.testing.assert_allclose(policy.unscale_action(latents), actions, rtol=1e-5, atol=1e-5)
     flat = spaces.Box(np.float16([-6e4, 3]), np.float16([6e4, 3]), dtype=np.float16)
-    policy_of_flat = MlpPolicy(VECTOR, flat, SCHEDULE, action_dist=law)
+    policy_of_flat = MlpPolicy(VECTOR, flat, SCHEDULE, action_dist=action_dist)
     actions = np.float16([[-3e4, 3], [0, 3]])
     np.testing.assert_allclose(policy_of_flat.unscale_action(policy_of_flat.scale_action(actions)), actions, atol=40)
     np.testing.assert_allclose(policy_of_flat.action_dist.position(policy_of_flat.scale_action(actions))[:, 1], 0.5)
     widest = np.finfo(np.float64).max
-    policy_of_widest = MlpPolicy(VECTOR, spaces.Box(-widest, widest, (1,), np.float64), SCHEDULE, action_dist=law)
+    policy_of_widest = MlpPolicy(VECTOR, spaces.Box(-widest, widest, (1,), np.float64), SCHEDULE, action_dist=action_dist)
     middle = policy_of_widest.action_dist.latents(np.float64([[0.5]]))
     assert policy_of_widest.unscale_action(middle) == 0
     edges = policy.scale_action(np.stack([space.low, space.high]))
@@ -250,7 +255,7 @@ def test_initial_policies():
         assert model.logger.name_to_value["train/mass_near_bounds"] < 0.05
 
 
-# What acts on the laws
+# What acts on the action distributions
 
 
 class NoReward(ToyEnv):
@@ -259,16 +264,16 @@ class NoReward(ToyEnv):
         return observation, 0.0, *rest
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_entropy_bonus_leads_to_the_uniform_law(law):
-    """From a law at the bounds, where the entropy of the Gaussian itself would only go on growing, and from a narrow one."""
-    for start in (1.5, -2.0) if law == "squashed_gaussian" else (8.0, 30.0):
+@pytest.mark.parametrize("action_dist", BOUNDED)
+def test_entropy_bonus_leads_to_the_uniform_distribution(action_dist):
+    """From one at the bounds, where the entropy of the Gaussian itself would only go on growing, and from a narrow one."""
+    for start in (1.5, -2.0) if action_dist == "squashed_gaussian" else (8.0, 30.0):
         options = dict(ent_coef=1.0, learning_rate=0.02, n_epochs=10, normalize_advantage=False)
         env = make_toys(vec_env_class=lambda fns: sb3_vec([NoReward] * 2))
-        if law == "squashed_gaussian":
+        if action_dist == "squashed_gaussian":
             options["policy_kwargs"] = dict(log_std_init=start)
-        model = make(law, env=env, **options)
-        if law == "beta":
+        model = make(action_dist, env=env, **options)
+        if action_dist == "beta":
             with th.no_grad():
                 model.policy.action_net.bias.copy_(th.tensor([start, start, -3.0, 5.0]))
         before = entropy(model)
@@ -302,10 +307,10 @@ def test_bounds_loss_acts_before_the_squashing():
 
 
 def test_what_is_logged():
-    """Of each law what it has; the share of clipped actions is the Gaussian's alone."""
-    logs = {law: make(law).learn(32).logger.name_to_value for law in ["gaussian", *LAWS]}
+    """Of each action distribution what it has; the share of clipped actions is the Gaussian's alone."""
+    logs = {action_dist: make(action_dist).learn(32).logger.name_to_value for action_dist in ["gaussian", *BOUNDED]}
     keys = ("train/std", "train/mass_near_bounds", "train/concentration", "train/actions_at_bounds")
-    found = {law: [key in log for key in keys] for law, log in logs.items()}
+    found = {action_dist: [key in log for key in keys] for action_dist, log in logs.items()}
     assert found["gaussian"] == [True, False, False, True]
     assert found["squashed_gaussian"] == [True, True, False, False]
     assert found["beta"] == [False, True, True, False]
@@ -339,12 +344,12 @@ def test_mean_within_the_bounds():
         make().set_parameters(model.get_parameters())
 
 
-@pytest.mark.parametrize("law", ["gaussian", "squashed_gaussian"])
+@pytest.mark.parametrize("action_dist", ["gaussian", "squashed_gaussian"])
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
-def test_standard_deviation_that_is_not_learned(law, optimizer):
+def test_standard_deviation_that_is_not_learned(action_dist, optimizer):
     """It stays where it was put, and everything else learns."""
     fixed = dict(learn_std=False, log_std_init=-1.0)
-    model = make(law, policy_kwargs=fixed, optimizer=optimizer, ent_coef=0.1, learning_rate=0.01)
+    model = make(action_dist, policy_kwargs=fixed, optimizer=optimizer, ent_coef=0.1, learning_rate=0.01)
     before = {name: value.clone() for name, value in model.policy.state_dict().items()}
     model.learn(64)
     after = model.policy.state_dict()
@@ -383,7 +388,7 @@ def test_configured_standard_deviation_wins(algorithm):
 
 # What is refused
 
-BAD_LAWS = [
+BAD_KEYWORDS = [
     (dict(action_dist="betta"), {}, BOX_ACTION, '`action_dist=\'betta\'`.*"gaussian", "squashed_gaussian" or "beta"'),
     (dict(action_dist=None), {}, BOX_ACTION, "`action_dist=None`"),
     (dict(action_dist="beta", deterministic_action="median"), {}, BOX_ACTION, "`deterministic_action='median'`.*or \"mode\""),
@@ -406,8 +411,8 @@ BAD_LAWS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "policy_kwargs", "space", "message"), BAD_LAWS, ids=str)
-def test_bad_law(options, policy_kwargs, space, message):
+@pytest.mark.parametrize(("options", "policy_kwargs", "space", "message"), BAD_KEYWORDS, ids=str)
+def test_bad_action_distribution(options, policy_kwargs, space, message):
     """Of the algorithm and, before anything of it is built, of a policy by itself."""
     with pytest.raises(ValueError, match=message):
         PPOExt("MlpPolicy", ToyEnv(action_space=space), policy_kwargs=policy_kwargs, **options)
@@ -435,13 +440,13 @@ def test_bad_combination(options, policy_kwargs, message):
 def test_infinite_bounds():
     """Also for a policy by itself."""
     space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
-    for law in LAWS:
+    for action_dist in BOUNDED:
         with pytest.raises(ValueError, match="infinite bound"):
-            PPOExt("MlpPolicy", ToyEnv(action_space=space), action_dist=law)
+            PPOExt("MlpPolicy", ToyEnv(action_space=space), action_dist=action_dist)
         half_infinite = spaces.Box(-1.0, np.inf, (2,), np.float32)
         for bad in (space, half_infinite):
             with pytest.raises(ValueError, match=r"infinite bound.*finite ones"):
-                MlpPolicy(VECTOR, bad, SCHEDULE, action_dist=law)
+                MlpPolicy(VECTOR, bad, SCHEDULE, action_dist=action_dist)
     with pytest.raises(ValueError, match=r"`mean_tanh=True`.*infinite bound.*finite ones"):
         MlpPolicy(VECTOR, space, SCHEDULE, mean_tanh=True)
 
@@ -502,28 +507,28 @@ class Mixed(ActionDistributionMixin, Sb3Policy):
     pass
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_own_policy_classes(law):
-    """Those that inherit the laws have them; for others the message tells how."""
+@pytest.mark.parametrize("action_dist", BOUNDED)
+def test_own_policy_classes(action_dist):
+    """Those that inherit the action distributions have them; for others the message tells how."""
     for policy_class in (Sb3Policy, AnyKeyword, Tight):
         with pytest.raises(ValueError, match=f"`action_dist=.*{policy_class.__name__} does not take it; let it inherit"):
-            PPOExt(policy_class, ToyEnv(), action_dist=law)
+            PPOExt(policy_class, ToyEnv(), action_dist=action_dist)
     for policy_class in (Sb3Policy, Tight):
         with pytest.raises(ValueError, match=f"`mean_tanh=True`.*{policy_class.__name__} does not take it; let it inherit"):
             PPOExt(policy_class, ToyEnv(), policy_kwargs=dict(mean_tanh=True))
     # One that decides by itself must be told so.
     with pytest.raises(ValueError, match=r"`action_dist='gaussian'`.*Stubborn makes it 'beta'"):
         PPOExt(Stubborn, ToyEnv())
-    if law != "beta":
-        with pytest.raises(ValueError, match=f"`action_dist='{law}'`.*Stubborn makes it 'beta'"):
-            PPOExt(Stubborn, ToyEnv(), action_dist=law)
+    if action_dist != "beta":
+        with pytest.raises(ValueError, match=f"`action_dist='{action_dist}'`.*Stubborn makes it 'beta'"):
+            PPOExt(Stubborn, ToyEnv(), action_dist=action_dist)
     assert PPOExt(Stubborn, ToyEnv(), action_dist="beta").policy.squash_output
     for policy_class in (OurPolicy, Mixed):
-        model = PPOExt(policy_class, make_toys(), action_dist=law, n_steps=16, batch_size=8).learn(32)
+        model = PPOExt(policy_class, make_toys(), action_dist=action_dist, n_steps=16, batch_size=8).learn(32)
         assert type(model.policy) is policy_class
         assert model.policy.squash_output
     # SB3's classes stand for their names.
-    assert type(PPOExt(ActorCriticPolicy, ToyEnv(), action_dist=law).policy) is MlpPolicy
+    assert type(PPOExt(ActorCriticPolicy, ToyEnv(), action_dist=action_dist).policy) is MlpPolicy
 
 
 def test_keywords_of_other_policies():
@@ -532,7 +537,7 @@ def test_keywords_of_other_policies():
     assert model.policy.mine == (0.5, "yes")
 
 
-def test_without_a_law_it_is_sb3():
+def test_without_action_dist_it_is_sb3():
     """By name the policy is SB3's class, so that SB3 loads what is saved; our classes give the same numbers."""
     model = make()
     assert type(model.policy) is ActorCriticPolicy
@@ -547,22 +552,22 @@ def test_without_a_law_it_is_sb3():
     np.testing.assert_array_equal(theirs.policy.scale_action(BOX_ACTION.high), ours.policy.scale_action(BOX_ACTION.high))
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("action_dist", BOUNDED)
 @pytest.mark.parametrize("algorithm", [A2C, PPO, TRPO])
-def test_other_algorithms(law, algorithm, tmp_path):
+def test_other_algorithms(action_dist, algorithm, tmp_path):
     """Those of SB3 and SB3-Contrib work with these policies; the environment checks the actions."""
-    policy_kwargs = dict(action_dist=law, net_arch=[8])
+    policy_kwargs = dict(action_dist=action_dist, net_arch=[8])
     model = algorithm(MlpPolicy, make_toys(), n_steps=16, policy_kwargs=policy_kwargs, device="cpu", seed=0).learn(128)
     model.save(tmp_path / "model")
     observation = np.zeros((2, 3), np.float32)
     expected = model.predict(observation, deterministic=True)[0]
-    # PPOExt finds the law among the `policy_kwargs` of SB3's PPO, and goes on with it.
+    # PPOExt finds the action distribution among the `policy_kwargs` of SB3's PPO, and goes on with it.
     for loader in (algorithm, PPOExt) if algorithm is PPO else (algorithm,):
         loaded = loader.load(tmp_path / "model", env=make_toys(), device="cpu")
         np.testing.assert_array_equal(loaded.predict(observation, deterministic=True)[0], expected)
         loaded.learn(64)
     if algorithm is PPO:
-        assert loaded.action_dist == law
+        assert loaded.action_dist == action_dist
         assert loaded.policy_kwargs == dict(net_arch=[8])
     assert BOX_ACTION.contains(expected[0])
 
@@ -571,10 +576,10 @@ def test_other_algorithms(law, algorithm, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("law", LAWS)
-def test_zip_in_another_process(law, tmp_path):
+@pytest.mark.parametrize("action_dist", BOUNDED)
+def test_zip_in_another_process(action_dist, tmp_path):
     """Which imports nothing but the package."""
-    model = make(law).learn(32)
+    model = make(action_dist).learn(32)
     model.save(tmp_path / "model")
     observation = np.float32([0.1, 0.2, -0.3])
     code = f"""
@@ -583,7 +588,7 @@ model = sb3_ppo_ext.PPOExt.load({str(tmp_path / "model")!r}, device="cpu")
 print(model.action_dist, model.predict({observation.tolist()}, deterministic=True)[0].tolist())
 """
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed == f"{law} {model.predict(observation, deterministic=True)[0].tolist()}\n"
+    assert printed == f"{action_dist} {model.predict(observation, deterministic=True)[0].tolist()}\n"
 
 
 KEYWORDS = [
@@ -614,32 +619,50 @@ def test_policy_alone(keywords, policy_class, observation_space, tmp_path):
     np.testing.assert_array_equal(loaded.predict(observation, deterministic=True)[0], expected)
 
 
-def test_law_of_a_zip_is_kept():
+def test_action_distribution_of_a_zip_is_kept():
     """Another one is refused: the parameters of a Gaussian would fit a squashed one, and mean something else."""
-    zips = {law: Zip(make(law)) for law in ["gaussian", *LAWS]}
-    for law, saved in zips.items():
-        assert saved.load(action_dist=law).action_dist == law
-        for other in zips.keys() - {law}:
-            refused = pytest.raises(ValueError, match=f"`action_dist='{other}'`.*the saved parameters are those of '{law}'")
+    zips = {action_dist: Zip(make(action_dist)) for action_dist in ["gaussian", *BOUNDED]}
+    for action_dist, saved in zips.items():
+        assert saved.load(action_dist=action_dist).action_dist == action_dist
+        for other in zips.keys() - {action_dist}:
+            refused = pytest.raises(
+                ValueError, match=f"`action_dist='{other}'`.*the saved parameters are those of '{action_dist}'"
+            )
             with refused:
                 saved.load(action_dist=other)
             with refused:
                 make(other).set_parameters(saved.open())
             for exact_match in (True, False):
                 with refused:
-                    make(other).set_parameters({"policy": make(law).policy.state_dict()}, exact_match=exact_match)
+                    make(other).set_parameters({"policy": make(action_dist).policy.state_dict()}, exact_match=exact_match)
             if other != "gaussian":
                 with refused:
-                    make(other).policy.load_state_dict(make(law).policy.state_dict(), strict=False)
+                    make(other).policy.load_state_dict(make(action_dist).policy.state_dict(), strict=False)
         with pytest.raises(ValueError, match=r"`action_dist='betta'`.*\"gaussian\""):
             saved.load(action_dist="betta")
     # SB3's PPO does not know the option, and must not take the policy for a Gaussian.
-    for law in LAWS:
-        with pytest.raises(ValueError, match=f"the saved parameters are those of '{law}'"):
-            zips[law].load(PPO)
+    for action_dist in BOUNDED:
+        with pytest.raises(ValueError, match=f"the saved parameters are those of '{action_dist}'"):
+            zips[action_dist].load(PPO)
         # Nor a policy of its own class take what looks like its parameters.
-        with pytest.raises(RuntimeError, match=f"action_distribution_{law}"):
-            PPO("MlpPolicy", make_toys(), **SMALL).policy.load_state_dict(make(law).policy.state_dict())
+        with pytest.raises(RuntimeError, match=f"action_distribution_{action_dist}"):
+            PPO("MlpPolicy", make_toys(), **SMALL).policy.load_state_dict(make(action_dist).policy.state_dict())
+
+
+@pytest.mark.parametrize("exact_match", [True, False])
+def test_parameters_of_earlier_versions(exact_match):
+    """They name the action distribution in another way."""
+    for name in BOUNDED:
+        model, other = make(name, seed=1), make(name)
+        parameters = model.policy.state_dict()
+        old = {key.replace("action_distribution_", "law_"): value for key, value in parameters.items()}
+        assert f"law_{name}" in old
+        other.set_parameters({"policy": old, "policy.optimizer": model.policy.optimizer.state_dict()}, exact_match=exact_match)
+        assert_equal(parameters, other.policy.state_dict(), "policy")
+        assert f"law_{name}" in old
+        for wrong in {"gaussian", *BOUNDED} - {name}:
+            with pytest.raises(ValueError, match=f"the saved parameters are those of '{name}'"):
+                make(wrong).set_parameters({"policy": old}, exact_match=exact_match)
 
 
 def test_zips_of_ppo_are_gaussian():
@@ -650,11 +673,11 @@ def test_zips_of_ppo_are_gaussian():
         saved.load(action_dist="beta")
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_pendulum(law):
+@pytest.mark.parametrize("action_dist", BOUNDED)
+def test_pendulum(action_dist):
     """A task whose bounds are not 1: what is learned gets the return up, in the units of the environment."""
     env = gym.make("Pendulum-v1")
-    model = PPOExt("MlpPolicy", env, action_dist=law, device="cpu", n_steps=64, batch_size=32, n_epochs=2).learn(128)
+    model = PPOExt("MlpPolicy", env, action_dist=action_dist, device="cpu", n_steps=64, batch_size=32, n_epochs=2).learn(128)
     action, _ = model.predict(env.observation_space.sample())
     assert env.action_space.contains(action)
 
@@ -665,10 +688,10 @@ def test_exports():
     assert issubclass(MlpPolicy, ActorCriticPolicy)
 
 
-@pytest.mark.parametrize("law", ["gaussian", *LAWS])
-def test_hint_to_prefer_the_cpu(law):
+@pytest.mark.parametrize("action_dist", ["gaussian", *BOUNDED])
+def test_hint_to_prefer_the_cpu(action_dist):
     """SB3's own, which goes by the name of the policy's class."""
-    model = make(law)
+    model = make(action_dist)
     model.device = th.device("cuda")
     with pytest.warns(UserWarning, match="trying to run PPOExt on the GPU"):
         model._maybe_recommend_cpu()
@@ -696,14 +719,14 @@ def test_head_of_beta():
         norms = policy.action_net.weight.norm(dim=1)
         assert ((norms > low) & (norms < high)).all()
         assert (policy.action_net.bias == -1).all()
-    law = MlpPolicy(VECTOR, BOX_ACTION, SCHEDULE, action_dist="beta").get_distribution(th.zeros(1, 3))
-    np.testing.assert_allclose(parameters(law).detach(), 1.31, atol=0.01)
+    distribution = MlpPolicy(VECTOR, BOX_ACTION, SCHEDULE, action_dist="beta").get_distribution(th.zeros(1, 3))
+    np.testing.assert_allclose(parameters(distribution).detach(), 1.31, atol=0.01)
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_parameters_with_noise(law):
+@pytest.mark.parametrize("action_dist", BOUNDED)
+def test_parameters_with_noise(action_dist):
     """As in SB3's example of an evolution strategy: every tensor takes noise, and partial parameters can be loaded."""
-    model = make(law)
+    model = make(action_dist)
     parameters = {
         k: v + 0.1 * th.randn_like(v) for k, v in model.policy.state_dict().items() if "action" in k or "policy" in k
     }
@@ -724,20 +747,20 @@ def test_statistics_are_of_the_last_epoch():
     """As the KL divergence: of each sample once."""
     model = make("beta", n_epochs=3)
     seen = []
-    model.policy.action_dist.statistics = lambda law: seen.append(len(law)) or {}
+    model.policy.action_dist.statistics = lambda parameters: seen.append(len(parameters)) or {}
     model.learn(32)
     assert seen == [32]
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_no_statistics_without_a_step(law):
+@pytest.mark.parametrize("action_dist", BOUNDED)
+def test_no_statistics_without_a_step(action_dist):
     """If every minibatch was left out, what would be logged of the Gaussian is not logged of latents."""
 
     class Bad(PPOExt):
         def extra_actor_loss(self, rollout_data, distribution):
             return th.tensor(float("nan")), {}
 
-    model = Bad("MlpPolicy", make_toys(), action_dist=law, bad_gradients="skip", **SMALL).learn(32)
+    model = Bad("MlpPolicy", make_toys(), action_dist=action_dist, bad_gradients="skip", **SMALL).learn(32)
     assert "train/actions_at_bounds" not in model.logger.name_to_value
 
 

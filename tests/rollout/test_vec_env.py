@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMoni
 from support.toys import DICT, IMAGE, VECTOR, ToyEnv
 
 from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter
-from sb3_ppo_ext.zoo import registration as zoo
+from sb3_ppo_ext.zoo.experiment import setup_experiment
 
 
 class Talkative(ToyEnv):
@@ -287,7 +287,7 @@ def test_the_zoo_takes_it():
     """For `ppo_ext`, where it would take SB3's; subprocesses stay."""
     for before, after in [(DummyVecEnv, FastDummyVecEnv), (SubprocVecEnv, SubprocVecEnv)]:
         experiment = SimpleNamespace(vec_env_class=before, _hyperparams={}, callbacks=[], save_path="logs")
-        assert zoo._setup_experiment(lambda: "results", experiment) == "results"
+        assert setup_experiment(lambda: "results", experiment) == "results"
         assert experiment.vec_env_class is after
 
 

@@ -1,22 +1,40 @@
 """The terms of the loss, against numbers computed by hand."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch as th
+from stable_baselines3.common.distributions import DiagGaussianDistribution
 
+from sb3_ppo_ext.update import losses
 from sb3_ppo_ext.update.losses import (
+    AUXILIARY_LOSSES,
+    SURROGATES,
+    LossConfig,
     approximate_kl,
     bounds_loss,
     clip_fraction,
-    clipped_surrogate_loss,
     entropy_loss,
-    spo_loss,
-    value_loss,
+    policy_loss,
+    value_slope,
 )
 
 T = th.tensor
+
+
+def clipped_surrogate_loss(advantages, ratio, clip_range, dual_clip=None, weights=None):
+    return policy_loss(advantages, ratio, LossConfig(clip_range, dual_clip=dual_clip), weights)
+
+
+def spo_loss(advantages, ratio, clip_range, weights=None):
+    return policy_loss(advantages, ratio, LossConfig(clip_range, surrogate="spo"), weights)
+
+
+def value_loss(values, old_values, returns, clip_range_vf=None, mode="clip", weights=None):
+    config = LossConfig(0.2, clip_range_vf=clip_range_vf, vf_clip_mode=mode)
+    return losses.value_loss(values, old_values, returns, config, weights)
 
 
 def test_clipped_surrogate_loss():
@@ -193,3 +211,57 @@ def test_against_numpy_and_finite_differences(name):
     x = T(x, requires_grad=True)
     assert ours(x).item() == pytest.approx(numpys(x.detach().numpy()), rel=1e-12)
     assert th.autograd.gradcheck(ours, (x,))
+
+
+# Slopes that are written by hand
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize("clip_range", [0.2, 0.0])
+@pytest.mark.parametrize("name", SURROGATES)
+def test_slope_of_each_surrogate(name, clip_range, dual_clip):
+    """In float64 the objectives are the same, and the slopes are autograd's by the log probability."""
+    surrogate, config = SURROGATES[name], LossConfig(clip_range, surrogate=name, dual_clip=dual_clip)
+    log_ratio = T(np.log(R), requires_grad=True)
+    expected = surrogate.objective(T(A), log_ratio.exp(), config)
+    expected.sum().backward()
+    objectives, slope = surrogate.slope(A, R, config)
+    np.testing.assert_allclose(objectives, expected.detach().numpy(), rtol=1e-12)
+    np.testing.assert_allclose(slope, log_ratio.grad.numpy(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["clip", "max"])
+@pytest.mark.parametrize("clip_range_vf", [None, 0.3])
+def test_slope_of_the_value_loss(clip_range_vf, mode):
+    """In float64 its squares are averaged by the loss, and the slopes are half of autograd's."""
+    config = LossConfig(0.2, clip_range_vf=clip_range_vf, vf_clip_mode=mode)
+    values = T(V, requires_grad=True)
+    expected = losses.value_loss(values, T(OLD), T(TARGET), config)
+    (expected * len(V)).backward()
+    errors, slope = value_slope(V, OLD, TARGET, config)
+    assert np.mean(errors**2) == pytest.approx(expected.item(), rel=1e-12)
+    np.testing.assert_allclose(2 * slope, values.grad.numpy(), rtol=1e-10, atol=1e-12)
+
+
+# Auxiliary losses
+
+
+def rows(losses_by_name):
+    for name, loss in losses_by_name.items():
+        yield pytest.param(loss, id=name)
+        if loss.fallback is not None:
+            yield pytest.param(loss.fallback, id=f"{name}, without a closed form")
+
+
+@pytest.mark.parametrize("loss", rows(AUXILIARY_LOSSES))
+def test_auxiliary_loss_reads_what_it_declares(loss):
+    """And nothing else: an engine computes what is declared."""
+    distribution = DiagGaussianDistribution(2).proba_distribution(th.zeros(3, 2, requires_grad=True), th.zeros(2))
+    ratio = T([1.0, 1.1, 0.9], requires_grad=True)
+    known = dict(distribution=distribution, ratio=ratio, log_ratio=ratio.log(), log_prob=ratio.log() - 1, values=ratio)
+    known |= dict(old_distribution=th.cat([th.full((3, 2), 0.5), th.ones(3, 2)], dim=1), entropy=distribution.entropy())
+    inputs = SimpleNamespace(**{name: known[name] for name in loss.reads})
+    bounds = (-th.ones(2), th.ones(2))
+    value = loss.value(inputs, LossConfig(0.2, action_bounds=bounds, bounds_limit=0.0))
+    assert value.shape == ()
+    assert th.isfinite(value)

@@ -7,14 +7,8 @@ from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from support.parity import assert_equal
 from support.toys import DICT, VECTOR
 
-from sb3_ppo_ext.update.minibatches import (
-    PrioritizedSegments,
-    flatten,
-    inclusion_probabilities,
-    knows_indices,
-    shuffled,
-    time_major,
-)
+from sb3_ppo_ext.update.minibatches import PrioritizedSegments, inclusion_probabilities, shuffled
+from sb3_ppo_ext.update.rollout import Rollout, flatten, knows_indices
 
 
 def full_buffer(observation_space=VECTOR, n_steps=6, n_envs=3):
@@ -50,9 +44,9 @@ def test_time_major():
     """Back to steps and environments."""
     buffer = full_buffer()
     advantages = buffer.advantages.copy()
-    flatten(buffer)
-    np.testing.assert_array_equal(time_major(buffer.advantages, buffer), advantages)
-    np.testing.assert_array_equal(time_major(buffer.advantages.flatten(), buffer), advantages)
+    rollout = Rollout(buffer)
+    np.testing.assert_array_equal(rollout.time_major(buffer.advantages), advantages)
+    np.testing.assert_array_equal(rollout.time_major(buffer.advantages.flatten()), advantages)
 
 
 def test_buffers_that_draw_themselves():

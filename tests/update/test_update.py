@@ -12,7 +12,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.save_util import load_from_zip_file
@@ -21,10 +21,12 @@ from support.parity import assert_equal
 from support.toys import BOX_ACTION, DICT, IMAGE, Brittle, LogRecorder, RolloutRecorder, make_toys
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.engines.engine import Engine
+from sb3_ppo_ext.rollout.actors import Action, PolicyActor, Transition
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize, vtrace
-from sb3_ppo_ext.update.minibatches import PrioritizedSegments, SamplesOnDevice
+from sb3_ppo_ext.update.minibatches import PrioritizedSegments
 from sb3_ppo_ext.update.optimizers import clip_gradients, critic_parameters
-from sb3_ppo_ext.update.update import Update
+from sb3_ppo_ext.update.rollout import SamplesOnDevice
 
 # Nothing is clipped, so that actor and critic do not influence each other.
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu", max_grad_norm=1e9)
@@ -96,13 +98,18 @@ CHANGES = [
 def test_rollout_that_is_copied_to_its_device_once(options, monkeypatch):
     """As on a GPU: the same minibatches."""
     expected = run(backend="eager", timesteps=64, **options)
-    monkeypatch.setattr(Update, "_copies_at_once", lambda self: True)
-    update = run(backend="eager", timesteps=64, **options)
-    assert_equal(expected.policy.state_dict(), update.policy.state_dict(), "policy")
-    assert isinstance(update._make_update().samples, MethodType)
-    made = update._make_update()
-    made.run()
-    assert isinstance(made.samples, SamplesOnDevice)
+    copied = []
+
+    def place(self, rollout):
+        assert isinstance(rollout.samples, MethodType)
+        rollout.copy_to_device()
+        copied.append(rollout)
+
+    monkeypatch.setattr(Engine, "place", place)
+    model = run(backend="eager", timesteps=64, **options)
+    assert_equal(expected.policy.state_dict(), model.policy.state_dict(), "policy")
+    assert len(copied) == 2
+    assert all(isinstance(rollout.samples, SamplesOnDevice) for rollout in copied)
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
@@ -232,7 +239,7 @@ class Recording(PPOExt):
 @pytest.mark.parametrize("length", [4, 5])  # with and without an end at the last step
 def test_vtrace_uses_the_current_policy(action_space, length, monkeypatch):
     """In every epoch, of values, ratios, the last value and those of the terminal observations."""
-    monkeypatch.setattr("sb3_ppo_ext.update.update.EVALUATION_BATCH", 7)
+    monkeypatch.setattr("sb3_ppo_ext.update.rollout.EVALUATION_BATCH", 7)
     env = dict(action_space=action_space, length=length, p_end=0.0)
     model = make(Recording, env, vtrace=True, batch_size=32, normalize_advantage=False, learning_rate=0.02)
     model.learn(32)
@@ -287,11 +294,16 @@ def test_truncations_are_kept_for_vtrace_alone(tmp_path):
     model = make(vtrace=True)
     observation = np.ones(3, np.float32)
     infos = [{"terminal_observation": observation, "TimeLimit.truncated": True}, {}]
-    model._bootstrap_truncated(np.zeros(2), np.array([True, False]), infos, 3)
+    truncated = list(model._truncated_episodes(np.array([True, False]), infos, 3))
     observation[:] = 7.0
+    actor = PolicyActor(model.rollout_buffer, model._rollout_config(CallbackList([]), 16))
+    rewards, outputs = np.zeros(2, np.float32), th.zeros(2)
+    action = Action(None, np.zeros((2, 2), np.float32), outputs, outputs)
+    actor.record(model.policy, Transition(3, np.zeros((2, 3)), np.zeros(2), action, action.samples, rewards, truncated))
     ((step, env_index, kept, value),) = model._truncations
     assert (step, env_index, kept.tolist()) == (3, 0, [1.0, 1.0, 1.0])
     assert value == pytest.approx(model.policy.predict_values(th.ones(1, 3)).item())
+    assert rewards.tolist() == pytest.approx([0.99 * value, 0.0])
     model.save(tmp_path / "model")
     assert "_truncations" not in load_from_zip_file(tmp_path / "model")[0]
 
@@ -348,7 +360,7 @@ def test_priorities_follow_vtrace(monkeypatch):
             seen.append(advantages)
             super().__init__(advantages, *args)
 
-    monkeypatch.setattr("sb3_ppo_ext.update.update.PrioritizedSegments", Segments)
+    monkeypatch.setattr("sb3_ppo_ext.update.estimates.PrioritizedSegments", Segments)
     model = run(priority_alpha=0.5, vtrace=True, learning_rate=0.02)
     assert len(seen) == 3
     np.testing.assert_allclose(seen[0], model.rollout_buffer.advantages.reshape(2, 16).T, atol=1e-5)
@@ -393,18 +405,20 @@ def test_kl_is_exact():
     assert logged(two)["train/kl"] == pytest.approx(logged(two)["train/approx_kl"], rel=0.3)
 
 
-def test_kl_of_unknown_families_is_estimated(monkeypatch):
-    """The estimate then is the penalty, to the bit."""
-    monkeypatch.setattr("sb3_ppo_ext.update.update.parameters", lambda distribution: None)
-    divergences = [run(kl_coef=kl_coef, learning_rate=3e-3, n_epochs=10) for kl_coef in (1e-9, 100.0)]
+@pytest.mark.parametrize(("backend", "rel"), [("eager", 1e-6), ("native", 1e-3)])
+def test_kl_of_unknown_families_is_estimated(backend, rel, monkeypatch):
+    """The estimate then is the penalty, in the reference to the bit."""
+    monkeypatch.setattr("sb3_ppo_ext.update.estimates.parameters", lambda distribution: None)
+    options = dict(backend=backend, learning_rate=3e-3, n_epochs=10)
+    divergences = [run(kl_coef=kl_coef, **options) for kl_coef in (1e-9, 100.0)]
     small, large = map(logged, reversed(divergences))
     assert small["train/kl"] < large["train/kl"]
-    assert small["train/kl"] == pytest.approx(small["train/approx_kl"])
+    assert small["train/kl"] == pytest.approx(small["train/approx_kl"], rel=rel)
 
 
 def test_kl_coefficient_follows_what_it_multiplies(monkeypatch):
     """The exact divergence, not its estimate."""
-    monkeypatch.setattr("sb3_ppo_ext.update.update.kl_divergence", lambda old, new: 5.0 + 0 * new.distribution.mean.sum(dim=1))
+    monkeypatch.setattr("sb3_ppo_ext.update.losses.kl_divergence", lambda old, new: 5.0 + 0 * new.distribution.mean.sum(dim=1))
     model = run(kl_coef=0.1, kl_target=4.0)
     assert logged(model)["train/kl"] == 5.0
     assert model.kl_coefficient.value == 0.1
@@ -502,7 +516,7 @@ def test_max_clip_fraction(options):
     assert 0 < n_moved < len(moved)
     assert moved == [True] * n_moved + [False] * (len(moved) - n_moved)
     assert not any(same(a, b) for a, b in zip(critics[:-every:every], critics[every::every], strict=True))
-    assert logged(model)["train/actor_rests"] == pytest.approx(1 - n_moved / len(moved))
+    assert logged(model)["train/actor_frozen"] == pytest.approx(1 - n_moved / len(moved))
     # The next rollout finds it at work again.
     model.seen.clear()
     model.learn(32, reset_num_timesteps=False)
@@ -660,7 +674,7 @@ def test_accumulated_gradients_are_those_of_a_larger_batch(options):
 def test_target_kl_judges_the_accumulated_step(monkeypatch):
     """By the mean over its minibatches: 1 in the first of four is 0.25 in all."""
     divergences = itertools.cycle([1.0, 0.0, 0.0, 0.0])
-    monkeypatch.setattr("sb3_ppo_ext.update.update.approximate_kl", lambda ratio, log_ratio: th.tensor(next(divergences)))
+    monkeypatch.setattr("sb3_ppo_ext.update.ppo_loss.approximate_kl", lambda ratio, log_ratio: th.tensor(next(divergences)))
     for target_kl, n_minibatches in ((0.16, 4), (0.17, 24)):
         model = make(Recording, batch_size=4, accumulate_grad=4, target_kl=1.0001 * target_kl).learn(32)
         assert len(model.seen) == n_minibatches

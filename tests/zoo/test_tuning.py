@@ -21,8 +21,9 @@ from sqlalchemy.exc import OperationalError
 from support.zoo import QUICK, RL_ZOO3, manager, run
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.zoo import registration as zoo
 from sb3_ppo_ext.zoo import storage, tuning
+from sb3_ppo_ext.zoo.experiment import hyperparameters_optimization
+from sb3_ppo_ext.zoo.hyperparameters import HYPERPARAMS
 
 POSTGRES = Path(__file__).parents[2] / "scripts" / "postgres.sh"
 SERVERS = Path("/usr/lib/postgresql")
@@ -74,7 +75,7 @@ def test_space_is_sampled():
     assert any(each["critic_learning_rate"] for each in sampled)
 
 
-def test_discrete_actions_have_no_law():
+def test_discrete_actions_have_no_choice_of_distribution():
     """Options of continuous actions are not sampled for discrete ones."""
     for seed in range(20):
         _, sampled = sample(seed, n_actions=0)
@@ -88,20 +89,20 @@ def test_a_critic_of_its_own_is_needed_for_its_learning_rate():
 
 
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy"])
-def test_size_of_a_memory_is_sampled(policy):
+def test_size_of_the_transformer_is_sampled(policy):
     """For policies that have one."""
     _, sampled = sample(0, policy=policy)
-    of_memory = {"context_length", "d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor"}
-    assert of_memory & sampled["policy_kwargs"].keys() == (of_memory if policy == "MlpTransformerPolicy" else set())
+    of_transformer = {"context_length", "d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor"}
+    assert of_transformer & sampled["policy_kwargs"].keys() == (of_transformer if policy == "MlpTransformerPolicy" else set())
 
 
 def entries():
-    return yaml.safe_load(zoo.HYPERPARAMS.read_text())
+    return yaml.safe_load(HYPERPARAMS.read_text())
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "MountainCarContinuous-v0", "CartPoleNoVel-v1"])
 def test_samples_go_with_the_entries(env_id, tmp_path, monkeypatch):
-    """What an entry has on and a trial has off is off: gSDE, laws, decays."""
+    """What an entry has on and a trial has off is off: gSDE, action distributions, decays."""
     made = []
 
     class Spy(PPOExt):
@@ -118,7 +119,7 @@ def test_samples_go_with_the_entries(env_id, tmp_path, monkeypatch):
     for model, trial in zip(made, study.trials, strict=True):
         assert trial.user_attrs["policy"] == entries()[env_id]["policy"]
         assert model.n_steps * model.n_envs <= max(200, 8 * model.n_envs, tuning.ROLLOUTS[0])
-        assert model.use_sde == (trial.params.get("law") == "gsde")
+        assert model.use_sde == (trial.params.get("action_dist") == "gsde")
 
 
 def test_a_clash_with_the_entry_prunes_the_trial(tmp_path, capsys):
@@ -127,8 +128,8 @@ def test_a_clash_with_the_entry_prunes_the_trial(tmp_path, capsys):
     experiment.setup_experiment()
     experiment._hyperparams["policy_kwargs"] = dict(mean_tanh=True)
     study = optuna.create_study(direction="maximize", sampler=RandomSampler(0))
-    study.enqueue_trial({"law": "beta"})
-    study.enqueue_trial({"law": "gaussian", "bounds_coef": 0.0, "n_steps_pow": 7, "n_epochs": 1})
+    study.enqueue_trial({"action_dist": "beta"})
+    study.enqueue_trial({"action_dist": "gaussian", "bounds_coef": 0.0, "n_steps_pow": 7, "n_epochs": 1})
     study.optimize(experiment.objective, n_trials=2)
     assert [trial.state.name for trial in study.trials] == ["PRUNED", "COMPLETE"]
     assert "Trial 0 is pruned" in capsys.readouterr().out
@@ -349,12 +350,12 @@ def test_storage_of_a_study_is_the_users_again(tmp_path, monkeypatch):
     """While it runs, it is a database with signs of life; a journal stays what it is."""
     url, seen = f"sqlite:///{tmp_path}/study.db", []
     experiment = manager(folder=tmp_path, storage=url, study_name="study", optimize_hyperparameters=True)
-    zoo._hyperparameters_optimization(lambda: seen.append(experiment.storage), experiment)
+    hyperparameters_optimization(lambda: seen.append(experiment.storage), experiment)
     assert isinstance(seen[0], storage.HeartbeatStorage)
     assert seen[0].get_heartbeat_interval() == 60
     assert not seen[0].endswith(".log")
     assert experiment.storage == url
     for journal in (None, "study.log", "sqlite:///study.log"):
         experiment.storage = journal
-        zoo._hyperparameters_optimization(lambda: seen.append(experiment.storage), experiment)
+        hyperparameters_optimization(lambda: seen.append(experiment.storage), experiment)
         assert seen[-1] is journal

@@ -26,7 +26,8 @@ from support.parity import assert_equal
 from support.zoo import MODULE, RL_ZOO3, config, manager, run, saved, train
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.zoo import registration as zoo
+from sb3_ppo_ext.zoo import register
+from sb3_ppo_ext.zoo.hyperparameters import HYPERPARAMS, TrialHyperparams, find_hyperparams
 
 # The command line
 
@@ -203,7 +204,7 @@ def test_trial_of_a_journal(tmp_path):
         assert model.learning_rate(1.0) == trial.params["learning_rate"]
         width = {"tiny": [64], "small": [64, 64], "medium": [256, 256]}[trial.params["net_arch"]]
         assert model.policy.net_arch == dict(pi=width, vf=width)
-        assert model.action_dist == trial.params["law"].replace("gsde", "gaussian")
+        assert model.action_dist == trial.params["action_dist"].replace("gsde", "gaussian")
         assert model.policy.ortho_init is False
         # The saved configuration can be read by `enjoy`, and holds the merged ones.
         stored = config(tmp_path, "MountainCarContinuous-v0")
@@ -219,7 +220,7 @@ def test_registered():
     assert ALGOS["ppo_ext"] is ALGOS["ppoext"] is PPOExt
     assert PPOExt.__name__.lower() in ALGOS
     before = dict(ALGOS), dict(HYPERPARAMS_SAMPLER), dict(HYPERPARAMS_CONVERTER), vars(ExperimentManager).copy()
-    zoo.register()
+    register()
     assert before == (ALGOS, HYPERPARAMS_SAMPLER, HYPERPARAMS_CONVERTER, vars(ExperimentManager))
 
 
@@ -277,7 +278,7 @@ def test_a_subclass_of_ppo_ext_in_the_zoo(tmp_path, monkeypatch):
             self.extra = extra
 
     monkeypatch.setitem(ALGOS, "ppo_ext", Mine)
-    zoo.register()
+    register()
     model, _ = manager(folder=tmp_path, eval_freq=-1, hyperparams={"extra": 2}).setup_experiment()
     assert model.extra == 2
 
@@ -334,29 +335,29 @@ def test_no_such_trial(storage, study_name, trial_id, message, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("env_id", "entry_point", "expected"),
     [
-        ("Pendulum-v1", "", (zoo.HYPERPARAMS, "Pendulum-v1")),
+        ("Pendulum-v1", "", (HYPERPARAMS, "Pendulum-v1")),
         ("BipedalWalkerHardcore-v3", "", (ZOO_FILE, "BipedalWalkerHardcore-v3")),
-        ("Nothing-v0", "", (zoo.HYPERPARAMS, "default")),
+        ("Nothing-v0", "", (HYPERPARAMS, "default")),
         ("ALE/Pong-v5", "ale_py.env:AtariEnv", (ZOO_FILE, "atari")),
         ("Hopper-v4", "gymnasium.envs.mujoco.hopper_v4:HopperEnv", (ZOO_FILE, "Hopper-v4")),
-        ("Hopper-v5", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", (zoo.HYPERPARAMS, "Hopper-v5")),
+        ("Hopper-v5", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", (HYPERPARAMS, "Hopper-v5")),
         ("Ant-v4", "gymnasium.envs.mujoco.ant_v4:AntEnv", (ZOO_FILE, "Ant-v4")),
-        ("HumanoidStandup-v5", "gymnasium.envs.mujoco.humanoidstandup_v5:HumanoidStandupEnv", (zoo.HYPERPARAMS, "default")),
-        ("CartPoleNoVel-v1", "", (zoo.HYPERPARAMS, "CartPoleNoVel-v1")),
+        ("HumanoidStandup-v5", "gymnasium.envs.mujoco.humanoidstandup_v5:HumanoidStandupEnv", (HYPERPARAMS, "default")),
+        ("CartPoleNoVel-v1", "", (HYPERPARAMS, "CartPoleNoVel-v1")),
     ],
 )
 def test_find_hyperparams(env_id, entry_point, expected):
     """Our entry goes before the Zoo's, the Zoo's before our default."""
-    assert zoo.find_hyperparams(env_id, entry_point, ZOO_FILE) == expected
+    assert find_hyperparams(env_id, entry_point, ZOO_FILE) == expected
 
 
 @pytest.mark.parametrize(
     ("env_id", "key"),
     [("CartPoleNoVel-v1", "CartPoleNoVel-v1"), ("CartPole-v1", "memory"), ("Acrobot-v1", "memory"), ("Nothing-v0", "memory")],
 )
-def test_find_hyperparams_for_a_memory(env_id, key):
-    """Those of a policy without a memory are not for one with it."""
-    assert zoo.find_hyperparams(env_id, "", ZOO_FILE, memory=True) == (zoo.HYPERPARAMS, key)
+def test_find_hyperparams_of_history_based_policies(env_id, key):
+    """Those of another policy are not for them."""
+    assert find_hyperparams(env_id, "", ZOO_FILE, history_based=True) == (HYPERPARAMS, key)
 
 
 class Mixed(gym.Env):
@@ -415,8 +416,8 @@ def test_users_say_what_is_normalized(tmp_path):
 
 
 def test_tasks_without_velocities():
-    """Each that the Zoo registers has an entry with a memory."""
-    entries = yaml.safe_load(zoo.HYPERPARAMS.read_text())
+    """Each that the Zoo registers has an entry with a history-based policy."""
+    entries = yaml.safe_load(HYPERPARAMS.read_text())
     masked = [env_id for env_id in gym.registry if "NoVel" in env_id]
     assert len(masked) == 6
     assert {entries[env_id]["policy"] for env_id in masked} == {"MlpTransformerPolicy"}
@@ -425,14 +426,14 @@ def test_tasks_without_velocities():
 @pytest.mark.integration  # importing MuJoCo's windows starts a process
 def test_every_entry_is_legal(tmp_path):
     """Each entry of our YAML builds a model."""
-    for env_id in yaml.safe_load(zoo.HYPERPARAMS.read_text()).keys() - {"memory", "default", "shared"}:
+    for env_id in yaml.safe_load(HYPERPARAMS.read_text()).keys() - {"memory", "default", "shared"}:
         model, _ = manager(env_id=env_id, folder=tmp_path, eval_freq=-1).setup_experiment()
         assert type(model) is PPOExt
 
 
 @pytest.mark.integration
-def test_memory(tmp_path):
-    """A policy with a memory is trained with hyperparameters for it, and watched."""
+def test_history_based_policy(tmp_path):
+    """It is trained with hyperparameters for it, and watched."""
     policy = "policy:'MlpTransformerPolicy'"
     printed = train("--env", "Acrobot-v1", "-n", "256", "-params", policy, "n_steps:32", "n_epochs:1", cwd=tmp_path)
     assert "No hyperparameters for Acrobot-v1, using those of memory" in printed
@@ -442,7 +443,7 @@ def test_memory(tmp_path):
     assert "Mean reward" in run(*RL_ZOO3, *enjoy, cwd=tmp_path)
 
 
-def test_trials_of_a_memory(tmp_path, monkeypatch):
+def test_trials_of_history_based_policies(tmp_path, monkeypatch):
     """They build networks of the sampled size."""
     seen = []
 
@@ -466,7 +467,7 @@ def test_trials_of_a_memory(tmp_path, monkeypatch):
 
 def test_sampled_policy_kwargs_are_merged():
     """Sampled values win, those of the YAML survive, the original is not changed."""
-    hyperparams = zoo.TrialHyperparams(gamma=0.9, policy_kwargs=dict(log_std_init=-2, net_arch=[8]))
+    hyperparams = TrialHyperparams(gamma=0.9, policy_kwargs=dict(log_std_init=-2, net_arch=[8]))
     trial = hyperparams.copy()
     trial.update(dict(gamma=0.99, policy_kwargs=dict(net_arch=[64])))
     assert trial == dict(gamma=0.99, policy_kwargs=dict(log_std_init=-2, net_arch=[64]))

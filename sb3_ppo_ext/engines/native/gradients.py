@@ -215,6 +215,7 @@ class NativeInputs:
     def __init__(self, gradients: AnalyticGradients, outputs: np.ndarray, values: np.ndarray, part: slice):
         self._gradients, self._part = gradients, part
         self._indices = gradients.minibatches.order[part]
+        self.policy_name = type(gradients.native.policy).__name__
         self.outputs = th.from_numpy(outputs).requires_grad_()
         self.values = th.from_numpy(values).requires_grad_()
 

@@ -1,0 +1,162 @@
+"""
+What the Zoo's ``ExperimentManager`` does otherwise for ``ppo_ext``.
+
+Each function here stands in for one of its methods (``METHODS``). It gets the Zoo's own method as its first argument.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from pprint import pprint
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from gymnasium import spaces
+from stable_baselines3.common.preprocessing import is_image_space
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
+
+from sb3_ppo_ext.common.schedules import make_schedule
+from sb3_ppo_ext.common.validation import BadArgumentError
+from sb3_ppo_ext.ppo_ext import PPOExt
+from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.zoo.hyperparameters import TrialHyperparams, find_hyperparams, is_default_file, merge_trial
+from sb3_ppo_ext.zoo.progress_file import ProgressFile
+from sb3_ppo_ext.zoo.tuning import is_history_based
+
+if TYPE_CHECKING:
+    import optuna
+    from rl_zoo3.exp_manager import ExperimentManager
+
+# As they are used and as they are saved
+Hyperparams: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+# The trial that runs in this thread (`--n-jobs`)
+_TRIAL: ContextVar[Any] = ContextVar("trial", default=None)
+
+
+def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "ExperimentManager") -> Hyperparams:
+    """
+    Take the entry that :func:`find_hyperparams` finds, unless the user named a file (``-conf``), and merge the
+    ``policy_kwargs`` of a trial (``--trial-id``) into those of the entry, where the Zoo replaces them.
+    """
+    env_name, trial_id = experiment.env_name, experiment.trial_id
+    _choose_entry(experiment)
+    experiment.trial_id = None
+    try:
+        hyperparams, saved_hyperparams = theirs()
+    finally:
+        experiment.env_name, experiment.trial_id = env_name, trial_id
+
+    if trial_id is not None:
+        hyperparams = merge_trial(experiment, hyperparams, trial_id)
+        saved_hyperparams = OrderedDict(sorted(hyperparams.items()))
+        print(f"With those of trial {trial_id}:")
+        pprint(saved_hyperparams)
+    return hyperparams, saved_hyperparams
+
+
+def _choose_entry(experiment: "ExperimentManager") -> None:
+    """The Zoo reads the entry of ``experiment.env_name`` in the file ``experiment.config``."""
+    if not is_default_file(experiment.config, experiment.algo):
+        return
+    env_id = experiment.env_name.gym_id
+    zoo_file = Path(experiment.config).with_name("ppo.yml")
+    policy = (experiment.custom_hyperparams or {}).get("policy")
+    path, key = find_hyperparams(env_id, experiment.entry_point(env_id), zoo_file, is_history_based(policy))
+    experiment.config = str(path)
+    if key != env_id:
+        print(f"No hyperparameters for {env_id}, using those of {key}")
+        experiment.env_name = type(experiment.env_name)(key)
+
+
+def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
+    """Refuse bad options here, before the Zoo writes its log folder."""
+    for name in ("learning_rate", "clip_range", "clip_range_vf"):
+        # The Zoo takes any prefix for "lin".
+        if isinstance(hyperparams.get(name), str):
+            make_schedule(name, hyperparams[name])
+    results = theirs(hyperparams)
+    algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
+    if issubclass(algorithm, PPOExt):
+        algorithm(env=None, _init_setup_model=False, **results[0])  # as `load` does
+    return results
+
+
+def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManager", env: VecEnv, eval_env: bool) -> VecEnv:
+    """
+    ``normalize: true`` is for what ``VecNormalize`` can normalize, unless the user says more. In a trial it has the discount
+    that was sampled, as a training with its ``--trial-id`` has.
+    """
+    if experiment.normalize and not {"norm_obs", "norm_obs_keys"} & experiment.normalize_kwargs.keys():
+        experiment.normalize_kwargs = {**experiment.normalize_kwargs, **_normalizable(env.observation_space)}
+    env, trial = theirs(env, eval_env), _TRIAL.get()
+    if isinstance(env, VecNormalize) and trial is not None:
+        env.gamma = trial.user_attrs.get("gamma", env.gamma)  # a sampler of the user's own may leave it out
+    return env
+
+
+def _normalizable(space: spaces.Space) -> dict[str, Any]:
+    """:return: Arguments for ``VecNormalize``"""
+    if isinstance(space, spaces.Dict):
+        keys = [key for key, part in space.spaces.items() if not _normalizable(part)]
+        return {"norm_obs_keys": keys} if keys else {"norm_obs": False}
+    return {} if isinstance(space, spaces.Box) and not is_image_space(space) else {"norm_obs": False}
+
+
+def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager") -> Any:
+    """
+    Let the hyperparameters that each trial starts from keep their ``policy_kwargs``, take the vectorised environment that
+    copies less, and keep what a training logs, for ``plot_run``.
+    """
+    if experiment.vec_env_class is DummyVecEnv:
+        experiment.vec_env_class = FastDummyVecEnv
+    results = theirs()
+    experiment.callbacks.append(ProgressFile(experiment.save_path))
+    experiment._hyperparams = TrialHyperparams(experiment._hyperparams)
+    return results
+
+
+def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", trial: "optuna.Trial") -> float:
+    """
+    Tell the sampler what is tuned. What it samples goes together; if it does not go together with what else the YAML says, the
+    trial is pruned, and the study goes on.
+    """
+    import optuna
+
+    policy = experiment._hyperparams.get("policy")
+    trial.set_user_attr("policy", getattr(policy, "__name__", str(policy)))
+    trial.set_user_attr("n_timesteps", experiment.n_timesteps)
+    token = _TRIAL.set(trial)
+    try:
+        return theirs(trial)
+    except BadArgumentError as error:
+        print(f"Trial {trial.number} is pruned: {error}")
+        raise optuna.TrialPruned from error
+    finally:
+        _TRIAL.reset(token)
+
+
+def hyperparameters_optimization(theirs: Callable[[], None], experiment: "ExperimentManager") -> None:
+    """Let a study in a database survive its workers. A journal has no such means."""
+    storage = experiment.storage
+    if not isinstance(storage, str) or "://" not in storage or storage.endswith(".log"):
+        return theirs()
+    from sb3_ppo_ext.zoo.storage import fail_stale_trials, open_storage
+
+    database: Any = open_storage(storage)
+    fail_stale_trials(database, experiment.study_name)
+    experiment.storage = database
+    try:
+        theirs()
+    finally:
+        experiment.storage = storage
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "read_hyperparameters": read_hyperparameters,
+    "_preprocess_hyperparams": preprocess_hyperparams,
+    "setup_experiment": setup_experiment,
+    "_maybe_normalize": maybe_normalize,
+    "objective": objective,
+    "hyperparameters_optimization": hyperparameters_optimization,
+}

@@ -1,0 +1,111 @@
+"""Where hyperparameters come from: an entry in a YAML file, a trial of a study, the command line, and how they are merged."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sb3_ppo_ext.zoo.tuning import is_history_based
+
+if TYPE_CHECKING:
+    from rl_zoo3.exp_manager import ExperimentManager
+
+HYPERPARAMS = Path(__file__).parent / "hyperparams" / "ppo_ext.yml"
+
+
+def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, history_based: bool = False) -> tuple[Path, str]:
+    """
+    Find the entry for an environment. Ours goes before the Zoo's for PPO, which knows MuJoCo's environments up to version 4.
+
+    :param env_id: Gymnasium's id of the environment
+    :param entry_point: Gymnasium's entry point of the environment, which tells those of Atari
+    :param zoo_file: The Zoo's ``ppo.yml``
+    :param history_based: Whether the user asks for a history-based policy, for which our entry ``memory`` is made, unless the
+        environment's own entry has such a policy too
+    :return: The file to read and the key of the entry in it; for an environment without an entry, our ``default`` or the
+        Zoo's ``atari``
+    """
+    import yaml  # it comes with the Zoo, without which `register` must still be able to say so
+
+    entries = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (HYPERPARAMS, zoo_file)}
+    if history_based and not is_history_based(entries[HYPERPARAMS].get(env_id, {}).get("policy")):
+        return HYPERPARAMS, "memory"
+    for path, listed in entries.items():
+        if env_id in listed:
+            return path, env_id
+    return (zoo_file, "atari") if "AtariEnv" in entry_point else (HYPERPARAMS, "default")
+
+
+def is_default_file(config: str, algo: str) -> bool:
+    """
+    :param config: Path of the YAML file that an experiment reads
+    :param algo: Name of the algorithm
+    :return: Whether it is the file that the Zoo looks for in its package, or in its checkout
+    """
+    package = Path(sys.modules["rl_zoo3"].__file__ or "").parent
+    return Path(config) in [folder / "hyperparams" / f"{algo}.yml" for folder in (package, package.parent)]
+
+
+class TrialHyperparams(dict[str, Any]):
+    """Hyperparameters whose ``policy_kwargs`` are not replaced by the sampled ones, but merged with them."""
+
+    def copy(self) -> "TrialHyperparams":
+        return type(self)(self)
+
+    def update(self, sampled: Mapping[str, Any]) -> None:  # type: ignore[override]
+        policy_kwargs = {**(self.get("policy_kwargs") or {}), **sampled.get("policy_kwargs", {})}
+        super().update({**sampled, "policy_kwargs": policy_kwargs})
+
+
+def merge_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], trial_id: int) -> dict[str, Any]:
+    """
+    :param experiment: Knows the study and what the command line says (``-params``), which goes before the trial
+    :param hyperparams: Those of the entry, after which the trial goes
+    :param trial_id: Number of the trial
+    :return: All of them, with the ``policy_kwargs`` merged keyword by keyword
+    :raises ValueError: if there is no such trial, or it has sampled too little
+    """
+    _check_study(experiment.storage, experiment.study_name, trial_id)
+    sampled = _load_trial(experiment, trial_id)
+    merged = TrialHyperparams(hyperparams, policy_kwargs=_evaluate(hyperparams.get("policy_kwargs")))
+    merged.update(sampled)
+    given = dict(experiment.custom_hyperparams or {})
+    given["policy_kwargs"] = {**merged["policy_kwargs"], **_evaluate(given.get("policy_kwargs"))}
+    merged |= {name: value for name, value in given.items() if name in sampled}
+    return dict(merged)
+
+
+def _check_study(storage: str | None, study_name: str | None, trial_id: int) -> None:
+    """:raises ValueError: if there is no such study; the Zoo would train without it, or make an empty journal"""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if not storage or not study_name:
+        raise ValueError(f"`--trial-id {trial_id}`: of which study? Give its `--storage` and `--study-name` as well")
+    if trial_id < 0:
+        raise ValueError(f"`--trial-id {trial_id}`: trials are numbered from 0")
+    journal = storage.endswith(".log")
+    if journal and not Path(storage).is_file():
+        raise ValueError(f"`--storage {storage}`: there is no such file; name the journal of the study")
+    opened = JournalStorage(JournalFileBackend(storage)) if journal else storage
+    names = optuna.get_all_study_names(opened)
+    if study_name not in names:
+        raise ValueError(f"`--study-name {study_name}`: no such study in that storage, which has {', '.join(names) or 'none'}")
+
+
+def _load_trial(experiment: "ExperimentManager", trial_id: int) -> dict[str, Any]:
+    try:
+        return experiment.load_trial(experiment.storage or "", experiment.study_name or "", trial_id)
+    except IndexError as error:
+        raise ValueError(f"`--trial-id {trial_id}`: the study {experiment.study_name} has no such trial") from error
+    except KeyError as error:
+        remedy = f"it did not sample {error}; name one of a study of `ppo_ext` that has come to its end"
+        raise ValueError(f"`--trial-id {trial_id}`: {remedy}") from error
+
+
+def _evaluate(policy_kwargs: Any) -> dict[str, Any]:
+    """As the Zoo does: a string is Python, with ``nn`` and ``th`` at hand."""
+    if isinstance(policy_kwargs, str):
+        policy_kwargs = eval(policy_kwargs, vars(sys.modules["rl_zoo3.exp_manager"]))
+    return dict(policy_kwargs or {})

@@ -1,0 +1,77 @@
+"""Zips of earlier versions load, predict what they predicted, and train on."""
+
+import base64
+import json
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import sb3_ppo_ext
+from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.common.saved_models import check_saved_ppo, read_renamed
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_golden_zip(name):
+    """Although it names classes by modules that are gone, and a backend by its old name."""
+    expected = EXPECTED[name]
+    modules = set(sys.modules)
+    model = PPOExt.load(GOLDEN / name, env=gym.make(expected["env"]), device="cpu")
+    assert not {module for module in set(sys.modules) - modules if module.startswith("sb3_ppo_ext")}
+
+    observation = np.linspace(-1, 1, model.observation_space.shape[0], dtype=np.float32)
+    action, _ = model.predict(observation, deterministic=True)
+    np.testing.assert_allclose(action, expected["action"], rtol=1e-6)
+    assert model.num_timesteps == expected["num_timesteps"]
+    assert model.lr_schedule(0.5) == pytest.approx(expected["learning_rate"], rel=1e-12)
+
+    n_updates = model._n_updates
+    model.learn(32, reset_num_timesteps=False)
+    assert model.num_timesteps == expected["num_timesteps"] + 32
+    assert model._n_updates > n_updates
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_saved_again(name, tmp_path):
+    """It names no module of ours but the package itself, and loads with the same numbers."""
+    model = PPOExt.load(GOLDEN / name, device="cpu")
+    model.save(tmp_path / "model")
+    assert read_renamed(check_saved_ppo(tmp_path / "model")) == {}
+    observation = np.linspace(-1, 1, model.observation_space.shape[0], dtype=np.float32)
+    again = PPOExt.load(tmp_path / "model", device="cpu")
+    np.testing.assert_equal(again.predict(observation, deterministic=True), model.predict(observation, deterministic=True))
+
+
+def test_old_name_of_the_backend():
+    assert PPOExt.load(GOLDEN / "gaussian", device="cpu").backend == "fused"
+
+
+def test_what_the_user_gives_wins():
+    """Over what is repaired, too."""
+    custom_objects = {"backend": "eager", "lr_schedule": lambda _: 0.25}
+    model = PPOExt.load(GOLDEN / "gaussian", device="cpu", custom_objects=custom_objects)
+    assert model.backend == "eager"
+    model = PPOExt.load(GOLDEN / "gaussian", device="cpu", backend="auto")
+    assert model.backend == "auto"
+    policy_kwargs = {"net_arch": [4], "features_extractor_class": sb3_ppo_ext.TransformerExtractor}
+    policy_kwargs["features_extractor_kwargs"] = {"d_model": 4, "n_heads": 1, "n_frames": 2}
+    model = PPOExt.load(GOLDEN / "extractor", device="cpu", custom_objects={"policy_kwargs": policy_kwargs})
+    assert model.policy_kwargs is policy_kwargs
+
+
+def test_custom_objects_that_are_none():
+    """SB3 refuses them."""
+    with pytest.raises(ValueError, match="custom_objects argument must be a dict"):
+        PPOExt.load(GOLDEN / "gaussian", device="cpu", custom_objects=["backend"])
+
+
+def test_a_class_that_is_gone():
+    """It is left to SB3, which names it, or takes what the user gives instead."""
+    pickled = base64.b64encode(b"csb3_ppo_ext.schedules\nNothing\n.").decode()
+    assert read_renamed({"clip_range": {":serialized:": pickled}}) == {}
