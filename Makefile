@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CSRC := $(wildcard sb3_ppo_ext/engines/native/csrc/*.[ch])
 # Two test processes on two cores: more threads in each would only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadgroup
 
@@ -21,15 +22,17 @@ test-slow: $(VENV)/.tests
 lint: $(VENV)/.all
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(VENV)/.all
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
 
 # One environment, which grows with what is asked of it.
-$(VENV)/.%: setup.cfg setup.py constraints.txt $(wildcard sb3_ppo_ext/engines/native/csrc/*)
+$(VENV)/.%: setup.cfg setup.py constraints.txt $(CSRC)
 	$(BIN)/python -c "import pip, sys; sys.exit(sys.prefix == sys.base_prefix)" 2>/dev/null \
 		|| $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$*]"

@@ -1,8 +1,8 @@
 """
-Where the time goes: the part ``profile`` of ``benchmark_speed.py``.
+A profile of where the time is spent: the part ``profile`` of ``benchmark_speed.py``.
 
-What is compared takes turns. Of shares the median of the rounds counts, of times the least one: whatever else a machine does
-makes them longer only.
+The contenders run in turns. Shares are medians over the rounds, times are minima, because other processes of the machine can
+only make them longer.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Parts = dict[str, Callable[[], Any]]
 
 class Stopwatch:
     """
-    Trains a model turn by turn, and tells what the time goes into.
+    Trains a model turn by turn and measures where the time is spent.
 
-    :param model: Its environment and its ``train`` are timed from now on
-    :param steps: Of a turn
+    :param model: Model whose environment and ``train`` are timed from now on
+    :param steps: Number of timesteps of a turn
     """
 
     def __init__(self, model: Any, steps: int):
@@ -53,7 +53,7 @@ class Stopwatch:
         return timed
 
     def turn(self) -> dict[str, float]:
-        """:return: Seconds that a turn took, by what they went into, and ``all`` of them"""
+        """:return: Seconds of a turn for each part, and in total as ``all``"""
         before, start = dict(self.spent), time.perf_counter()
         self.model.learn(self.steps, reset_num_timesteps=False)
         everything = time.perf_counter() - start
@@ -61,7 +61,7 @@ class Stopwatch:
         return {**taken, "the rest": everything - sum(taken.values()), "all": everything}
 
     def minibatch(self) -> float:
-        """:return: Seconds for each minibatch of a turn's updates"""
+        """:return: Seconds per minibatch of the updates of a turn"""
         buffer = self.model.rollout_buffer
         per_rollout = buffer.buffer_size * buffer.n_envs
         n_rollouts = -(-self.steps // per_rollout)
@@ -69,7 +69,7 @@ class Stopwatch:
 
 
 def seconds(function: Callable[[], Any], calls: int) -> float:
-    """For each of them."""
+    """Seconds per call."""
     start = time.perf_counter()
     for _ in range(calls):
         function()
@@ -77,7 +77,7 @@ def seconds(function: Callable[[], Any], calls: int) -> float:
 
 
 def least(measurements: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, float]:
-    """Of what each of them returned in its turns."""
+    """The minimum of each measurement over the rounds."""
     found: dict[Any, list[float]] = {name: [] for name in measurements}
     for _ in range(rounds):
         for name, measure in measurements.items():
@@ -86,7 +86,7 @@ def least(measurements: Mapping[Any, Callable[[], float]], rounds: int) -> dict[
 
 
 def shares(models: Mapping[str, Stopwatch], rounds: int) -> dict[str, float]:
-    """Of the time of each model: environment, update, and the rest."""
+    """Shares of the time of each model: environment, update, and the rest."""
     for watch in models.values():
         watch.turn()
     found = []
@@ -100,7 +100,7 @@ def shares(models: Mapping[str, Stopwatch], rounds: int) -> dict[str, float]:
 
 
 def parts_of_a_minibatch(policy: Any, n: int) -> Parts:
-    """What the module does for one, each for both networks."""
+    """The parts that the module computes for a minibatch, each for both networks."""
     native, rng = NativePolicy(policy), np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:
@@ -112,7 +112,7 @@ def parts_of_a_minibatch(policy: Any, n: int) -> Parts:
     return {
         "forward": lambda: [net.forward(features, out) for net, out in zip(networks, outputs, strict=True)],
         "backward": lambda: [net.backward(d_out, False) for net, d_out in zip(networks, gradients, strict=True)],
-        # Without a learning rate, so that the parameters stay
+        # With a learning rate of 0, so that the parameters do not change
         "Adam": lambda: adam.step(1, 1.0, 0.0, 0.9, 0.999, 1e-5, 0.0),
         "transposed copies of the weights": lambda: [net.pack() for net in networks],
         "norm of the gradients": adam.norm,
@@ -120,13 +120,13 @@ def parts_of_a_minibatch(policy: Any, n: int) -> Parts:
 
 
 def operations(n: int) -> dict[str, float]:
-    """Multiplications and additions in the matrix products of both networks; the input needs no gradient."""
+    """Numbers of multiplications and additions in the matrix products of both networks. The input needs no gradient."""
     products = [2 * 2 * n * n_in * n_out for n_in, n_out in pairwise(SIZES)]
     return {"forward": sum(products), "backward": 2 * sum(products) - products[0]}
 
 
 def products_in_torch(n: int = BATCH) -> Callable[[], None]:
-    """The matrix products of a minibatch, for both networks, and nothing else."""
+    """The matrix products of a minibatch for both networks, without anything else."""
     with th.no_grad():
         layers = [(th.randn(n, i), th.randn(o, i), th.randn(n, o)) for i, o in pairwise(SIZES)] * 2
         pairs = [pair for x, weight, delta in layers for pair in ((x, weight.T), (delta.T, x))]
@@ -154,8 +154,9 @@ def using(instruction_set: str, measure: Callable[[], float]) -> Callable[[], fl
 
 def minibatches(sb3: Stopwatch, ext: Stopwatch, rounds: int) -> dict[str, dict[str, float]]:
     """
-    :param sb3: PPO on the setting **b**, whose minibatches are of 64 samples with three inputs and one action
-    :param ext: PPOExt on the same
+    :param sb3: PPO on the setting **b**, whose minibatches have 64 samples with three inputs and one action
+    :param ext: PPOExt on the same setting
+    :param rounds: Number of rounds
     :return: Microseconds of the parts of a minibatch, for each instruction set and for PyTorch
     """
     parts = parts_of_a_minibatch(deepcopy(ext.model.policy), BATCH)
@@ -176,7 +177,7 @@ def minibatches(sb3: Stopwatch, ext: Stopwatch, rounds: int) -> dict[str, dict[s
 
 
 def forward_of_a_layer(n: int) -> Callable[[], None]:
-    """Without what follows it."""
+    """The forward pass of a single linear layer with 64 inputs and outputs."""
     weight, bias, x, out = (np.ones(shape, np.float32) for shape in ((64, 64), 64, (n, 64), (n, 64)))
     network = _mlp.Network([(weight, bias, np.zeros_like(weight), np.zeros_like(bias))], "tanh")
     network.pack()
@@ -184,7 +185,7 @@ def forward_of_a_layer(n: int) -> Callable[[], None]:
 
 
 def throughput(policy: Any, rounds: int) -> dict[str, dict[str, float]]:
-    """Billions of operations per second, for each instruction set."""
+    """Billions of operations per second for each part and instruction set."""
     parts, work = parts_of_a_minibatch(deepcopy(policy), LARGE_BATCH), operations(LARGE_BATCH)
     layer = "a layer of 64-64 by itself, forward"
     parts[layer], work[layer] = forward_of_a_layer(LARGE_BATCH), 2 * LARGE_BATCH * 64 * 64
@@ -204,7 +205,7 @@ def differentiate(extractor: NatureCNN, images: th.Tensor, dtype: th.dtype = th.
 
 
 def ways_of_images(channels: int) -> Parts:
-    """Forward and backward of SB3's features extractor."""
+    """Forward and backward passes of SB3's features extractor, in several variants."""
     extractor = NatureCNN(spaces.Box(0, 255, (channels, 84, 84), np.uint8))
     images = th.rand(FRAMES, channels, 84, 84)
     last = deepcopy(extractor).to(memory_format=th.channels_last)  # type: ignore[call-overload]
@@ -219,8 +220,9 @@ def ways_of_images(channels: int) -> Parts:
 def images(sb3: Stopwatch, rounds: int) -> dict[str, dict[str, float]]:
     """
     :param sb3: PPO with ``CnnPolicy`` on four frames, in minibatches of 256
-    :return: For 256 images of one frame, and of four: what SB3's features extractor takes in several ways, and its share of a
-        minibatch of SB3's
+    :param rounds: Number of rounds
+    :return: For 256 images of one frame and of four frames: the time of SB3's features extractor in several variants, and its
+        share of the time of SB3's minibatch
     """
     results = {}
     for channels, name in ((1, "1 frame"), (4, "4 frames")):

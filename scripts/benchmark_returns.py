@@ -1,13 +1,15 @@
 """
-What `ppo_ext` learns, against RL Zoo's `ppo` at equal steps: presets, the default preset, and policies with a memory.
+The returns of `ppo_ext` against RL Zoo's `ppo` at equal numbers of steps: presets, the default preset, and history-based
+policies.
 
-Each run is a stock command, `rl_zoo3 train ... -conf FILE`, in a process of one thread; the file holds the entry of the task
-and nothing else. Evaluated is the deterministic policy, 10 times in a training; a score is the mean of the last two of these,
-20 episodes. Aggregated with rliable (https://arxiv.org/abs/2108.13264).
+Each run is the Zoo's own command, `rl_zoo3 train ... -conf FILE`, in a process with one thread; the file contains only the
+entry of the task. The deterministic policy is evaluated 10 times in a training; a score is the mean of the last two
+evaluations, 20 episodes. The scores are aggregated with rliable (https://arxiv.org/abs/2108.13264).
 
 Run it: python scripts/benchmark_returns.py (hours; it needs RL Zoo, MuJoCo and Box2D)
-It writes benchmark/*.csv after each run and goes on where it was interrupted; runs whose hyperparameters have changed are done
-again. `--report` writes tables and plots of what there is, and `--times` measures the time per step: benchmark/times.json.
+It writes benchmark/*.csv after each run and continues where it was interrupted; runs whose hyperparameters have changed are
+repeated. `--report` writes tables and plots of the existing runs, and `--times` measures the CPU time per step for
+benchmark/times.json.
 """
 
 import argparse
@@ -42,7 +44,7 @@ from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3.common.base_class import BaseAlgorithm
 
 N_EVALUATIONS, N_EPISODES = 10, 10
-# Steps. The Zoo gives the last five of these 1M, and the first two what is here.
+# Numbers of steps. The Zoo trains the last five tasks for 1M steps, and the first two for these numbers.
 CONTROL = {
     "Pendulum-v1": 100_000,
     "MountainCarContinuous-v0": 20_000,
@@ -52,14 +54,14 @@ CONTROL = {
     "Walker2d-v5": 300_000,
     "Swimmer-v5": 300_000,
 }
-# The default was not chosen on these. Less than the Zoo gives them
+# Tasks that played no part in choosing the default; fewer steps than in the Zoo
 UNSEEN = {
     "Acrobot-v1": 100_000,
     "LunarLander-v3": 100_000,
     "InvertedDoublePendulum-v5": 100_000,
     "Reacher-v5": 100_000,
 }
-# As the Zoo gives them
+# The Zoo's numbers of steps
 MEMORY = {"CartPoleNoVel-v1": 100_000, "PendulumNoVel-v1": 100_000, "MountainCarContinuousNoVel-v0": 300_000}
 BUDGETS = {**CONTROL, **UNSEEN, **MEMORY}
 SB3_DEFAULTS = {"policy": "MlpPolicy"}
@@ -70,10 +72,10 @@ RUNNING: set[subprocess.Popen] = set()
 @dataclass(frozen=True)
 class Arm:
     """
-    :param algo: In the Zoo
-    :param source: ``"ppo"``, ``"ppo_lstm"`` or ``"ppo_ext"``, whose file has the entries; ``"sb3"`` has none
-    :param key: Of the entry, if it is the same for each task
-    :param words: More of the command
+    :param algo: Name of the algorithm in the Zoo
+    :param source: ``"ppo"``, ``"ppo_lstm"`` or ``"ppo_ext"``, whose file has the entries, or ``"sb3"`` for SB3's defaults
+    :param key: Key of the entry, if it is the same for each task
+    :param words: Further words of the command
     """
 
     algo: str
@@ -83,7 +85,7 @@ class Arm:
 
 
 DEFAULT_ARMS = {"SB3's defaults": Arm("ppo", "sb3"), "default": Arm("ppo_ext", "ppo_ext", "default")}
-# In each, ours comes last, and what it is compared with first.
+# In each suite, the baseline is the first arm, and ours the second.
 SUITES: dict[str, tuple[Sequence[str], dict[str, Arm]]] = {
     "presets": (tuple(CONTROL), {"ppo": Arm("ppo", "ppo"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
     "default": (tuple(CONTROL), DEFAULT_ARMS),
@@ -117,14 +119,14 @@ class Job:
         return {**listed[key], "n_timesteps": self.timesteps}
 
     def digest(self) -> str:
-        """Changes with the hyperparameters."""
+        """A hash of the hyperparameters."""
         words = SUITES[self.suite][1][self.arm].words
         return hashlib.sha256("".join([json.dumps(self.entry(), sort_keys=True), *words]).encode()).hexdigest()[:12]
 
 
 @cache
 def entries(source: str) -> dict[str, dict[str, Any]]:
-    """What `ppo_ext.yml` does not list, ``ppo_ext`` takes from the Zoo's ``ppo.yml``."""
+    """The entries of a file. For environments that `ppo_ext.yml` does not list, ``ppo_ext`` uses the Zoo's ``ppo.yml``."""
     ours = source == "ppo_ext"
     spec = importlib.util.find_spec("sb3_ppo_ext" if ours else "rl_zoo3")
     assert spec is not None
@@ -135,7 +137,7 @@ def entries(source: str) -> dict[str, dict[str, Any]]:
 
 
 def command(job: Job, folder: Path) -> list[str]:
-    """What is run, with the entry written to a file in the folder."""
+    """The command of a run. Its entry is written to a file in the folder."""
     conf = folder / "entry.yml"
     conf.write_text(yaml.safe_dump({job.task: job.entry()}))
     arm = SUITES[job.suite][1][job.arm]
@@ -147,14 +149,15 @@ def command(job: Job, folder: Path) -> list[str]:
 
 def train(job: Job) -> pd.DataFrame:
     """
+    :param job: The run
     :return: A row for each evaluation
-    :raises RuntimeError: with what the command printed, if it fails or ends too early
+    :raises RuntimeError: if the command fails or ends too early, with its output
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words, output, start = command(job, folder), folder / "output.txt", time.perf_counter()
         with output.open("w") as file:
-            # Ctrl-C is for this process: the Zoo would take it for a wish to end the training, and succeed.
+            # Ctrl-C must reach only this process: the Zoo would end the training early and still succeed.
             process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT, start_new_session=True)
             RUNNING.add(process)
             status = process.wait()
@@ -176,7 +179,7 @@ def read(path: Path) -> pd.DataFrame:
 
 
 def write(path: Path, runs: pd.DataFrame) -> None:
-    """In a fixed order; the file is never half-written."""
+    """Write the rows in a fixed order. The file is replaced as a whole, so that it is never half-written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     runs.sort_values(["task", "arm", "seed", "timesteps"]).to_csv(part, index=False, float_format="%.5g")
@@ -192,16 +195,19 @@ def is_done(job: Job, runs: pd.DataFrame) -> bool:
 
 
 def without(job: Job, runs: pd.DataFrame) -> pd.DataFrame:
-    """Rows of older hyperparameters."""
+    """The rows without those of the same run with older hyperparameters."""
     old = select(runs, task=job.task, arm=job.arm, seed=job.seed)
     return runs.drop(old.index)
 
 
 def run_jobs(jobs: list[Job], path: Path, n_processes: int) -> int:
     """
-    Those that are not done yet. What is done is written at once.
+    Run the jobs that are not done yet, and write the rows of each as soon as it is done.
 
-    :return: How many there were
+    :param jobs: All jobs of a suite
+    :param path: File of the evaluations
+    :param n_processes: Number of simultaneous runs
+    :return: Number of jobs that were run
     """
     lock = Lock()
     jobs = [job for job in jobs if not is_done(job, read(path))]
@@ -227,7 +233,7 @@ def run_jobs(jobs: list[Job], path: Path, n_processes: int) -> int:
 
 
 def current(runs: pd.DataFrame, suite: str) -> pd.DataFrame:
-    """Without rows of hyperparameters that are no longer those of the task."""
+    """The rows whose hyperparameters are still those of the task."""
     if runs.empty:
         return runs
     tasks, arms = SUITES[suite]
@@ -240,8 +246,11 @@ def current(runs: pd.DataFrame, suite: str) -> pd.DataFrame:
 
 def measure_times(suite: str, tasks: Sequence[str], n_rounds: int = 5) -> dict[str, float]:
     """
-    :return: How many times less CPU time a step takes with ours: the median over the rounds, in which both train in turns
-        until each has made an update; without evaluations
+    :param suite: Name of the suite
+    :param tasks: Names of the tasks
+    :param n_rounds: Number of rounds
+    :return: Ratio of the baseline's CPU time per step to ours, by task: the median over the rounds, in each of which both arms
+        train in turns for at least one update, without evaluations
     """
     arms = list(SUITES[suite][1])
     ratios = {}
@@ -256,7 +265,7 @@ def measure_times(suite: str, tasks: Sequence[str], n_rounds: int = 5) -> dict[s
 
 
 def make_model(job: Job, folder: Path) -> BaseAlgorithm:
-    """As the Zoo's command does."""
+    """Make the model as the Zoo's command does."""
     conf = folder / "entry.yml"
     conf.write_text(yaml.safe_dump({job.task: job.entry()}))
     algo = SUITES[job.suite][1][job.arm].algo
@@ -269,7 +278,7 @@ def make_model(job: Job, folder: Path) -> BaseAlgorithm:
 
 
 def cpu_time_per_step(model: Any, n_steps: int = 2048) -> float:
-    """Of whole rollouts and their updates, at least so many steps."""
+    """CPU seconds per step of whole rollouts and their updates, over at least ``n_steps`` steps."""
     before, start = model.num_timesteps, time.process_time()
     model.learn(max(n_steps, model.n_steps * model.n_envs), reset_num_timesteps=False)
     return (time.process_time() - start) / (model.num_timesteps - before)
@@ -291,19 +300,19 @@ def _processor() -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES), help="which (default: all)")
-    parser.add_argument("--tasks", nargs="+", choices=BUDGETS, default=list(BUDGETS), help="which (default: all)")
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES), help="which ones to run (default: all)")
+    parser.add_argument("--tasks", nargs="+", choices=BUDGETS, default=list(BUDGETS), help="which ones to run (default: all)")
     arms = sorted({arm for _, arms in SUITES.values() for arm in arms})
-    parser.add_argument("--arms", nargs="+", choices=arms, help="which (default: all of the suite)")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each kind (default: %(default)s)")
+    parser.add_argument("--arms", nargs="+", choices=arms, help="which ones to run (default: all of the suite)")
+    parser.add_argument("--seeds", type=int, default=5, help="number of runs of each kind (default: %(default)s)")
     parser.add_argument("--timesteps", type=int, help="of each run at most (default: no limit)")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("benchmark"), help="folder (default: %(default)s)")
-    parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--times", action="store_true", help="measure the time per step instead, both in turns")
+    parser.add_argument("--processes", type=int, default=2, help="number of simultaneous runs (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("benchmark"), help="output folder (default: %(default)s)")
+    parser.add_argument("--report", action="store_true", help="write tables and plots of the existing runs only")
+    parser.add_argument("--times", action="store_true", help="measure the CPU time per step instead, both arms in turns")
     arguments = parser.parse_args()
     if arguments.timesteps and arguments.out == parser.get_default("out"):
-        parser.error("--timesteps: short runs would replace those that are in benchmark/; name another folder with --out")
+        parser.error("--timesteps: short runs would replace those in benchmark/; name another folder with --out")
     return arguments
 
 
@@ -317,7 +326,7 @@ def main() -> None:
             add_times(arguments.out / "times.json", suite, list(dict.fromkeys(job.task for job in jobs[suite])))
         elif not arguments.report and run_jobs(jobs[suite], path, arguments.processes):
             add_versions(arguments.out, suite)
-        # Short runs are those of a test.
+        # Limited runs, as in tests, have other hyperparameters than their task.
         runs = read(path) if arguments.timesteps else current(read(path), suite)
         if not runs.empty:
             report(suite, runs, list(SUITES[suite][1]), arguments.out)
@@ -325,8 +334,11 @@ def main() -> None:
 
 def jobs_of(suite: str, arguments: argparse.Namespace) -> list[Job]:
     """
-    Seed by seed, so that an interrupted benchmark has a few runs of everything.
+    The jobs of a suite, seed by seed, so that an interrupted benchmark has some runs of every task.
 
+    :param suite: Name of the suite
+    :param arguments: Arguments of the command line
+    :return: The jobs
     :raises ValueError: if a task has no hyperparameters
     """
     tasks, arms = SUITES[suite]
@@ -341,7 +353,7 @@ def jobs_of(suite: str, arguments: argparse.Namespace) -> list[Job]:
 
 
 def exit_on_sigterm() -> None:
-    """Otherwise the runs would go on without this process."""
+    """Exit on SIGTERM. Otherwise the runs would continue without this process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 

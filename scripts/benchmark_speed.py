@@ -1,14 +1,14 @@
 """
-How fast PPOExt trains, as a multiple of SB3's PPO: the same hyperparameters and environments, one thread, taken in turns.
+How fast PPOExt trains compared with SB3's PPO: the same hyperparameters and environments, one thread, in turns.
 
-Machines change their speed from second to second, so that nothing but ratios of runs that are close in time means anything:
-the contenders take turns in random order, each for a second or so, between two runs of a fixed piece of work, which tells how
-fast the machine is at the time. Printed is the median of the ratios of all rounds, with its 95 % confidence interval
+Machines change their speed from second to second, so only ratios of runs that are close in time are meaningful. The contenders
+therefore run in turns in random order, each for about a second, between two runs of a fixed workload that measures the speed
+of the machine at that time. The script prints the median of the ratios over all rounds with its 95 % confidence interval
 (bootstrap). SBX takes part if it is installed (`pip install sbx-rl`).
 
 Run it: python scripts/benchmark_speed.py (about 20 minutes; `--parts`, `--rounds`)
-It writes docs/performance/benchmark.json and benchmark.png; with `--markdown` it measures nothing, and prints the tables of
-docs/performance.md from the former.
+It writes docs/performance/benchmark.json and benchmark.png. With `--markdown` it measures nothing and prints the tables of
+docs/performance.md from benchmark.json.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from torch import nn
 from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter
 
 OUT = Path(__file__).parents[1] / "docs" / "performance"
-# The compiler comes last, for the process is slower once it is loaded.
+# The compiler comes last, because it slows the process down once it is loaded.
 PARTS = ("main", "policies", "growth", "startup", "profile", "compile")
 IN_RATIOS = ("main", "policies", "growth", "compile")
 
 
 class Frames(gym.Env):
-    """Random images of 84 x 84, four of them stacked, as quickly as can be."""
+    """Random images of 84 x 84, four of them stacked, with as little computation as possible."""
 
     observation_space = spaces.Box(0, 255, (84, 84, 4), np.uint8)
     action_space = spaces.Discrete(4)
@@ -66,7 +66,7 @@ class Frames(gym.Env):
 
 
 class AsDict(gym.ObservationWrapper):
-    """The observation in two parts."""
+    """Splits the observation into a Dict of two parts."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
@@ -82,7 +82,7 @@ class AsDict(gym.ObservationWrapper):
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained: an environment, how many of it, the hyperparameters, and how many steps a turn takes."""
+    """What is trained: an environment, the number of its copies, the hyperparameters, and the timesteps of a turn."""
 
     env: Any
     n_envs: int
@@ -115,7 +115,7 @@ POLICIES: dict[str, tuple[Setting, dict[str, Any]]] = {
     "256-256, c": (Setting("HalfCheetah-v5", 1, 2048, options={**C, **WIDE}), {}),
     "Dict": (Setting("Pendulum-v1", 4, 4096, "MultiInputPolicy", AsDict, B), {}),
     "CNN": (Setting(Frames, 8, 512, "CnnPolicy", options=dict(n_steps=64, batch_size=256, n_epochs=4)), {}),
-    "all terms": (
+    "all losses": (
         Setting("Pendulum-v1", 4, 4096, options=B),
         dict(bounds_coef=0.01, kl_coef=0.1, dual_clip=3.0, clip_range_vf=0.2),
     ),
@@ -134,7 +134,7 @@ def growing(n_envs: int) -> Setting:
     return Setting("CartPole-v1", n_envs, 4096, options=dict(n_steps=2048 // n_envs, batch_size=256, n_epochs=4))
 
 
-# Contenders: functions that train for one turn
+# Contenders are functions that train for one turn
 
 
 def make(algorithm: type, setting: Setting, env: VecEnv, **options: Any) -> Any:
@@ -155,7 +155,7 @@ def sbx_trainer(setting: Setting) -> Callable[[], None] | None:
     try:
         from sbx import PPO as SBX  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        print("SBX is not installed, and left out (pip install sbx-rl)")
+        print("SBX is not installed and is left out (pip install sbx-rl)")
         return None
     model = SBX(setting.policy, setting.make_env(), seed=0, **setting.options)
     return lambda: model.learn(setting.steps, reset_num_timesteps=False)
@@ -176,7 +176,7 @@ def main_contenders(name: str, setting: Setting) -> dict[str, Callable[[], None]
 
 
 class CleanRLStyle:
-    """PPO in one piece, with torch's distributions and no class in between, as single-file implementations have it."""
+    """PPO in a single class with torch's distributions, as single-file implementations write it."""
 
     def __init__(self, setting: Setting):
         self.o = dict(gamma=0.99, gae_lambda=0.95, learning_rate=3e-4) | setting.options
@@ -195,7 +195,7 @@ class CleanRLStyle:
         self.optimizer = th.optim.Adam(parameters, lr=self.o["learning_rate"], eps=1e-5)
         self.obs, self.done = th.as_tensor(self.envs.reset(), dtype=th.float32), th.zeros(setting.n_envs)
 
-    def law(self, obs: th.Tensor) -> Any:
+    def distribution(self, obs: th.Tensor) -> Any:
         if self.discrete:
             return th.distributions.Categorical(logits=self.actor(obs))
         return th.distributions.Independent(th.distributions.Normal(self.actor(obs), self.log_std.exp()), 1)
@@ -210,9 +210,9 @@ class CleanRLStyle:
         rows: list[tuple[th.Tensor, ...]] = []
         for _ in range(n):
             with th.no_grad():
-                law = self.law(self.obs)
-                action = law.sample()
-                values, log_probs = self.critic(self.obs).flatten(), law.log_prob(action)
+                distribution = self.distribution(self.obs)
+                action = distribution.sample()
+                values, log_probs = self.critic(self.obs).flatten(), distribution.log_prob(action)
             space = self.envs.action_space
             clipped = action.numpy() if self.discrete else np.clip(action.numpy(), space.low, space.high)  # type: ignore[attr-defined]
             new_obs, rewards, dones, _ = self.envs.step(clipped)
@@ -231,8 +231,8 @@ class CleanRLStyle:
     def update(self, obs: th.Tensor, actions: th.Tensor, log_probs: th.Tensor, advs: th.Tensor, returns: th.Tensor) -> None:
         for _ in range(self.o["n_epochs"]):
             for index in th.randperm(len(obs)).split(self.o["batch_size"]):
-                law = self.law(obs[index])
-                ratio = (law.log_prob(actions[index]) - log_probs[index]).exp()
+                distribution = self.distribution(obs[index])
+                ratio = (distribution.log_prob(actions[index]) - log_probs[index]).exp()
                 adv = (advs[index] - advs[index].mean()) / (advs[index].std() + 1e-8)
                 policy_loss = th.max(-adv * ratio, -adv * ratio.clamp(0.8, 1.2)).mean()
                 value_loss = 0.5 * (self.critic(obs[index]).flatten() - returns[index]).square().mean()
@@ -246,7 +246,7 @@ class CleanRLStyle:
 
 
 def calibrate() -> float:
-    """Seconds that a fixed piece of work takes: interpreted code and small matrix products, as in training."""
+    """Seconds of a fixed workload of interpreted code and small matrix products, as in training."""
     a = np.ones((64, 64), np.float32)
     start = time.perf_counter()
     for _ in range(400):
@@ -256,7 +256,7 @@ def calibrate() -> float:
 
 
 def take_turns(contenders: Mapping[str, Callable[[], None] | None], rounds: int) -> dict[str, list[float]]:
-    """Of each contender, for each round, the time of a turn in units of the calibration around it."""
+    """The time of each contender's turn in each round, in units of the calibrations before and after it."""
     present = {name: turn for name, turn in contenders.items() if turn is not None}
     for turn in present.values():
         turn()
@@ -271,7 +271,7 @@ def take_turns(contenders: Mapping[str, Callable[[], None] | None], rounds: int)
 
 
 def ratios(times: dict[str, list[float]], reference: str = "SB3") -> dict[str, dict[str, Any]]:
-    """Of each contender: how many times as fast as the reference, and between what it probably lies."""
+    """The speed-up of each contender over the reference, with its confidence interval."""
     rng, summary = np.random.default_rng(0), {}
     for name in times:
         if name != reference:
@@ -283,7 +283,7 @@ def ratios(times: dict[str, list[float]], reference: str = "SB3") -> dict[str, d
 
 
 def contests(part: str) -> Iterator[tuple[str, Mapping[str, Callable[[], None] | None]]]:
-    """Names, and who takes turns."""
+    """The comparisons of a part: their names, and the contenders that run in turns."""
     if part == "main":
         for name, setting in MAIN.items():
             yield name, main_contenders(name, setting)
@@ -325,7 +325,7 @@ def profiles(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "images", profile.images(watch(PPO, POLICIES["CNN"][0]), rounds)
 
 
-# Each in a process of its own, `%s` being the algorithm
+# Each runs in a process of its own; `%s` is the module of the algorithm
 IMPORT = "import time; t = time.perf_counter(); import %s; print(time.perf_counter() - t)"
 FIRST_UPDATE = """
 import time, torch; torch.set_num_threads(1)
@@ -342,7 +342,7 @@ print(int(re.search(r"VmHWM:\s*(\d+)", open("/proc/self/status").read())[1]) / 1
 
 
 def startup(repeats: int = 5) -> dict[str, Any]:
-    """The least of fresh processes, in turns, which find their modules compiled to bytecode."""
+    """The minimum over fresh processes, in turns, whose modules are already compiled to bytecode."""
     bytecode = tempfile.TemporaryDirectory()
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": bytecode.name, "PYTHONDONTWRITEBYTECODE": ""}
     algorithms = {"SB3": ("stable_baselines3", "PPO"), "PPOExt": ("sb3_ppo_ext", "PPOExt")}
@@ -393,7 +393,7 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
         ax.set_yticks([y + 0.4 - height / 2 for y in range(len(results[part]))], list(results[part]))
         ax.invert_yaxis()
         ax.axvline(1, color="0.3", lw=1)
-        ax.set(xlabel="times as fast as SB3's PPO", title=part)
+        ax.set(xlabel="speed-up over SB3's PPO", title=part)
         ax.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
@@ -401,9 +401,9 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each contender (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder (default: docs/performance)")
-    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/performance.md, and measure nothing")
+    parser.add_argument("--rounds", type=int, default=12, help="number of turns of each contender (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=OUT, help="output folder (default: docs/performance)")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/performance.md without measuring")
     arguments = parser.parse_args()
     th.set_num_threads(1)
     warnings.simplefilter("ignore")

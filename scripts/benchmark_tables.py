@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Results = Mapping[str, Mapping[str, Any]]
-# What the documentation calls them
+# Names in the documentation
 LABELS = {
     "SBX": "SBX (JAX)",
     "eager": '`PPOExt`, `backend="eager"`',
@@ -25,16 +25,16 @@ LABELS = {
     "compile": '`backend="compile"`',
     "Dict": "Dict observations, b",
     "CNN": "CNN on four frames of 84 x 84 (`fused`)",
-    "all terms": "`bounds_coef`, `kl_coef`, `dual_clip`, `clip_range_vf`, b",
+    "all losses": "`bounds_coef`, `kl_coef`, `dual_clip`, `clip_range_vf`, b",
 }
 
 
 def table(corner: str, columns: Results, cell: Callable[[Any], str]) -> str:
     """
-    :param corner: Above the names of the rows
-    :param columns: For each name of a column, its results by the name of their row; a row may be missing in some
-    :param cell: What is written for a result
-    :return: In Markdown
+    :param corner: Text of the upper left cell
+    :param columns: Results of each column by the name of their row; a column may lack some rows
+    :param cell: Formats a result
+    :return: The table in Markdown
     """
     names = list(dict.fromkeys(row for column in columns.values() for row in column))
     lines = [[corner, *(LABELS.get(name, name) for name in columns)], ["---"] * (len(columns) + 1)]
@@ -57,7 +57,7 @@ def ratio(result: Mapping[str, float]) -> str:
 
 
 def number(value: float) -> str:
-    """With two digits, or all of those before the point."""
+    """Format with two significant digits, or with all digits before the decimal point."""
     return f"{value:.0f}" if abs(value) >= 10 else f"{value:.2g}"
 
 
@@ -65,7 +65,7 @@ def share(value: float) -> str:
     return f"{value:.2f}"
 
 
-# The corner of each table, whether the results are its rows, and its cells
+# For each table: the text of its corner, whether the results are its rows, and the format of its cells
 PARTS: dict[str, tuple[str, bool, Callable[[Any], str]]] = {
     "main": ("steps/s over SB3's", False, ratio),
     "policies": ("other policies and options", True, ratio),
@@ -83,8 +83,8 @@ PROFILE: dict[str, tuple[str, bool, Callable[[Any], str]]] = {
 
 def tables(results: Results) -> Iterator[str]:
     """
-    :param results: By part, as in ``benchmark.json``; some may be missing
-    :return: A table of each part, and those of ``profile``
+    :param results: Results by part, as in ``benchmark.json``; parts may be missing
+    :return: The table of each part, and the tables of ``profile``
     """
     profile = results.get("profile", {})
     for found, wanted in ((results, PARTS), (profile, PROFILE)):

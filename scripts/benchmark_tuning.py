@@ -1,12 +1,12 @@
 """
-What tuning finds in 100 trials of Pendulum at 20 thousand steps, beside the entry that RL Zoo tuned for PPO.
+What tuning finds in 100 trials on Pendulum with 20 thousand steps, compared with the entry that RL Zoo tuned for PPO.
 
-The trials are those of the stock command, `rl_zoo3 train -optimize`. The best one is then trained anew with each seed, with
-`--trial-id`, and so is the Zoo's entry; scores and statistics are those of `benchmark_returns.py`.
+The trials are those of the Zoo's own command, `rl_zoo3 train -optimize`. The best trial is then trained again with each seed,
+with `--trial-id`, and so is the Zoo's entry. Scores and statistics are those of `benchmark_returns.py`.
 
-Run it: python scripts/benchmark_tuning.py (half an hour of one core; it needs RL Zoo)
-It writes benchmark/tuning-trials.csv, tuning.csv, tuning.md and tuning.png. The study is kept in logs/, where it goes on if it
-was interrupted.
+Run it: python scripts/benchmark_tuning.py (half an hour on one core; it needs RL Zoo)
+It writes benchmark/tuning-trials.csv, tuning.csv, tuning.md and tuning.png. The study is stored in logs/, so that it continues
+if it was interrupted.
 """
 
 import argparse
@@ -26,9 +26,14 @@ SUITE, THEIRS, OURS = "tuning", "ppo", "best trial"
 
 def tune(storage: Path, n_trials: int, timesteps: int, processes: int) -> optuna.Study:
     """
-    The stock command, in so many processes.
+    Run the Zoo's command in several processes.
 
-    :raises RuntimeError: if one of them fails
+    :param storage: File of the study
+    :param n_trials: Number of trials of all processes together
+    :param timesteps: Number of timesteps of each trial
+    :param processes: Number of processes
+    :return: The study
+    :raises RuntimeError: if one of the processes fails
     """
     storage.parent.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "rl_zoo3.train", "--algo", "ppo_ext", "--env", TASK, "-n", str(timesteps), "-optimize"]
@@ -52,24 +57,24 @@ def load(storage: Path) -> optuna.Study:
 
 
 def add_suite(study: optuna.Study, storage: Path) -> None:
-    """The Zoo's entry, and ours with what the best trial sampled."""
+    """Add a suite with two arms: the Zoo's entry, and the hyperparameters of the best trial."""
     trial = ("--storage", str(storage), "--study-name", STUDY, "--trial-id", str(study.best_trial.number))
     SUITES[SUITE] = ((TASK,), {THEIRS: Arm("ppo", "ppo"), OURS: Arm("ppo_ext", "ppo_ext", words=trial)})
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--trials", type=int, default=100, help="number of trials (default: %(default)s)")
     parser.add_argument("--timesteps", type=int, default=20_000, help="of each trial and each run (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=10, help="runs of each kind (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=2, help="at a time (default: %(default)s)")
-    parser.add_argument("--storage", type=Path, default=Path("logs/benchmark_tuning.log"), help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("benchmark"), help="folder (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=10, help="number of runs of each kind (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="number of simultaneous processes (default: %(default)s)")
+    parser.add_argument("--storage", type=Path, default=Path("logs/benchmark_tuning.log"), help="study (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("benchmark"), help="output folder (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.timesteps != parser.get_default("timesteps"):
         for name in ("storage", "out"):
             if getattr(arguments, name) == parser.get_default(name):
-                parser.error(f"--timesteps: other trials and runs are not to be mixed with these; name another --{name}")
+                parser.error(f"--timesteps: trials and runs of different lengths must not be mixed; name another --{name}")
     return arguments
 
 
@@ -86,7 +91,7 @@ def main() -> None:
     jobs = [Job(SUITE, TASK, arm, seed, arguments.timesteps) for seed in range(arguments.seeds) for arm in arms]
     if run_jobs(jobs, path, arguments.processes):
         add_versions(arguments.out, SUITE)
-    # Of an older study's best trial there may be more.
+    # The file may contain more runs, of the best trial of an older study.
     report(SUITE, pd.concat(rows_of(job, read(path)) for job in jobs), arms, arguments.out)
 
 

@@ -1,7 +1,7 @@
 """
 Train ``ppo_ext`` on Pendulum-v1 through RL Zoo's command line, evaluate it and plot its learning curve: ``make demo``.
 
-The final policy is evaluated over 20 deterministic episodes, as the Zoo does for the value that it publishes for PPO.
+The final policy is evaluated over 20 deterministic episodes, as the Zoo does for the return that it publishes for PPO.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PUBLISHED = "-172 ± 104"
 
 
 def train(folder: Path, seed: int) -> Path:
-    """Run the Zoo's command, and return the folder of the run."""
+    """Run the Zoo's command and return the folder of the run."""
     command = [sys.executable, "-m", "rl_zoo3.train", "--algo", "ppo_ext", "--env", ENV_ID, "--seed", str(seed)]
     command += ["--progress", "--verbose", "0", "--log-folder", str(folder)]
     print("$ rl_zoo3 train", *command[3:], flush=True)
@@ -37,14 +37,14 @@ def train(folder: Path, seed: int) -> Path:
 
 
 def evaluate(run: Path, n_episodes: int = 20) -> tuple[float, float]:
-    """Return mean and standard deviation of the return of the final policy."""
+    """Return the mean and the standard deviation of the returns of the final policy."""
     model = PPOExt.load(run / f"{ENV_ID}.zip")
     mean, std = evaluate_policy(model, make_vec_env(ENV_ID, seed=0), n_eval_episodes=n_episodes)
     return float(mean), float(std)  # type: ignore[arg-type]
 
 
 def plot(run: Path, path: Path, window: int = 20) -> None:
-    """Draw the return of the training episodes, and its mean over a window of them."""
+    """Draw the returns of the training episodes and their moving average."""
     episodes = load_results(str(run))
     timesteps, returns = episodes["l"].cumsum(), episodes["r"]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -58,7 +58,9 @@ def plot(run: Path, path: Path, window: int = 20) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("demo"), help="where the run and the plot go")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("demo"), help="folder for the run and the plot (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 

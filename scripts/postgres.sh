@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A PostgreSQL server for tuning by several processes or machines, in a folder of its own.
+# Manages a PostgreSQL server for tuning with several processes or machines. Its data is in a folder of its own.
 #
-#   scripts/postgres.sh start [FOLDER]   starts it (default: logs/postgres), and prints the address for `--storage`
+#   scripts/postgres.sh start [FOLDER]   starts the server (default: logs/postgres) and prints the address for `--storage`
 #   scripts/postgres.sh url [FOLDER]     prints the address again
-#   scripts/postgres.sh stop [FOLDER]    stops it; the studies stay, and `start` goes on
+#   scripts/postgres.sh stop [FOLDER]    stops the server; the studies are kept for the next `start`
 #
-# POSTGRES_PORT (default: 5433) is where it listens. With POSTGRES_HOST=name, `start` lets other machines in, too; name is how they
-# find this one.
-# It needs PostgreSQL's server: `apt install postgresql` on Debian and Ubuntu. What that package itself runs is not touched.
+# The server listens on POSTGRES_PORT (default: 5433). With POSTGRES_HOST=name, `start` also accepts connections from other machines,
+# where name is the host name under which they reach this one.
+# It requires the PostgreSQL server: `apt install postgresql` on Debian and Ubuntu. The service of that package is not changed.
 set -euo pipefail
 
 fail() {
@@ -23,7 +23,7 @@ find_server() {
     command -v pg_ctl || find /usr/lib/postgresql -name pg_ctl 2>/dev/null | sort -V | tail -n 1
 }
 
-# PostgreSQL refuses to run as root: the user that the package made does it then.
+# PostgreSQL refuses to run as root; then the user that the package has created runs it.
 as_owner() {
     if [ "$(id -u)" -eq 0 ]; then
         runuser -u postgres -- "$@"

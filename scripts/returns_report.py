@@ -1,7 +1,7 @@
 """
 Tables and plots of `benchmark_returns.py`. Not a script.
 
-Its rows are evaluations: ``task``, ``arm``, ``seed``, ``timesteps``, ``return``, and the ``seconds`` that the run took.
+Each row is an evaluation, with ``task``, ``arm``, ``seed``, ``timesteps``, ``return``, and the ``seconds`` of the run.
 """
 
 import json
@@ -19,7 +19,7 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-# Evaluations whose mean is the score of a run
+# Number of evaluations whose mean is the score of a run
 N_LAST = 2
 BOOTSTRAPS = 5000
 
@@ -31,7 +31,7 @@ def select(runs: pd.DataFrame, **columns: Any) -> pd.DataFrame:
 
 
 def per_seed(runs: pd.DataFrame, task: str, arm: str, value: Callable[[pd.DataFrame], float]) -> np.ndarray:
-    """:return: Shape ``(n_seeds,)``, in the order of the seeds"""
+    """:return: One value per seed, in the order of the seeds, shape ``(n_seeds,)``"""
     return np.array([value(run.sort_values("timesteps")) for _, run in select(runs, task=task, arm=arm).groupby("seed")])
 
 
@@ -40,7 +40,7 @@ def score(run: pd.DataFrame) -> float:
 
 
 def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """That a run of ours is better than one of theirs; equal ones count half."""
+    """The probability that a run of ours is better than one of theirs; ties count half."""
     pairs = ours[:, None] - theirs
     return float(np.mean((pairs > 0) + 0.5 * (pairs == 0)))
 
@@ -71,8 +71,8 @@ def _p_value(value: float) -> str:
 
 def aggregate_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str) -> list[list[str]]:
     """
-    Interquartile mean, where 0 is the worst run of a task and 1 the best one, of as many seeds as every task has; and the
-    probability of improvement, of all seeds. With 95 % intervals from a bootstrap stratified over tasks.
+    The interquartile mean over as many seeds as every task has, where 0 is the worst run of a task and 1 the best one, and the
+    probability of improvement over all seeds. Both have 95 % confidence intervals from a bootstrap stratified over the tasks.
     """
     scores = {arm: [per_seed(runs, task, arm, score) for task in tasks] for arm in (theirs, ours)}
     points, intervals = intervals_of(normalized(scores), lambda values: np.array([metrics.aggregate_iqm(values)]))
@@ -81,7 +81,7 @@ def aggregate_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours:
 
 
 def normalized(scores: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """:return: Shape ``(n_seeds, n_tasks)`` for each arm"""
+    """:return: Normalised scores of each arm, shape ``(n_seeds, n_tasks)``"""
     n_seeds = min(len(values) for tasks in scores.values() for values in tasks)
     first = {arm: np.stack([values[:n_seeds] for values in tasks], axis=1) for arm, tasks in scores.items()}
     both = np.concatenate(list(first.values()))
@@ -91,12 +91,11 @@ def normalized(scores: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
 
 def mean_improvement(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> tuple[float, np.ndarray]:
     """
-    What rliable's ``metrics.probability_of_improvement`` is, and its interval, for tasks that may have different numbers of
-    seeds.
+    The same as rliable's ``metrics.probability_of_improvement`` with its interval, for tasks with different numbers of seeds.
 
-    :param ours: Scores for each task
-    :param theirs: The same
-    :return: The mean over the tasks, and the ends of the interval
+    :param ours: Our scores for each task
+    :param theirs: The scores of the baseline for each task
+    :return: The mean over the tasks, and the ends of the interval, shape ``(2,)``
     """
     rng = np.random.default_rng(0)
 
@@ -113,8 +112,8 @@ def mean_improvement(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -
 
 
 def intervals_of(scores: dict[str, Any], statistic: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The same ones each time."""
-    # rliable draws from NumPy's global generator, whatever `random_state` is.
+    """Reproducible interval estimates of rliable."""
+    # rliable samples from NumPy's global generator, even if `random_state` is given.
     np.random.seed(0)
     return library.get_interval_estimates(scores, statistic, reps=BOOTSTRAPS)
 
@@ -125,12 +124,12 @@ def _with_interval(point: Any, interval: np.ndarray) -> str:
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
+    """A table in Markdown."""
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])
 
 
 def plot(runs: pd.DataFrame, tasks: Sequence[str], arms: Sequence[str]) -> Figure:
-    """Mean over the seeds, and from the least to the largest of them a band."""
+    """Plot the mean over the seeds, and a band from the minimum to the maximum."""
     n_columns = min(len(tasks), 4)
     n_rows = -(-len(tasks) // n_columns)
     figure, axes = plt.subplots(
@@ -153,12 +152,12 @@ def plot(runs: pd.DataFrame, tasks: Sequence[str], arms: Sequence[str]) -> Figur
 
 def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) -> None:
     """
-    Print and write the tables, and a plot of the learning curves, of the tasks that both arms have done.
+    Print and write the tables, and plot the learning curves, of the tasks that have runs of both arms.
 
-    :param suite: Name of the files
-    :param runs: Rows
-    :param arms: What ours is compared with, and ours
-    :param folder: For the files
+    :param suite: Name of the suite, and of the files
+    :param runs: Rows of evaluations
+    :param arms: Names of the baseline and of our arm
+    :param folder: Folder of the files
     """
     theirs, ours = arms
     tasks = [task for task in runs["task"].unique() if set(arms) <= set(select(runs, task=task)["arm"])]

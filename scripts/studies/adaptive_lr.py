@@ -1,8 +1,8 @@
 """
-Whether a learning rate that follows the KL divergence makes the choice of its start matter less.
+Whether a KL-adaptive learning rate makes the choice of the initial rate less important.
 
-Pendulum-v1 with the package's hyperparameters (without gSDE), from starting rates over two decades: the fixed rate against
-`adaptive_lr_kl` of 0.01 and 0.02.
+Pendulum-v1 with the hyperparameters of the package (without gSDE), with initial rates over two orders of magnitude: a fixed
+rate against `adaptive_lr_kl` of 0.01 and 0.02.
 
 Run it: python scripts/studies/adaptive_lr.py (about 9 minutes on two cores)
 It writes docs/studies/adaptive_lr.csv and docs/studies/adaptive_lr.png.
@@ -55,7 +55,7 @@ def run(job: Job) -> list[Row]:
 
 
 def last(rows: list[Row]) -> list[Row]:
-    """Of each run the last row, which has the mean return of the last 20 episodes."""
+    """The last row of each run, which has the mean return of the last 20 episodes."""
     end = max(row["timesteps"] for row in rows)
     return select(rows, timesteps=end)
 
@@ -75,7 +75,7 @@ def report(rows: list[Row]) -> None:
     for name in VARIANTS:
         kinds = [per_seed(last(select(rows, rate=name, start=start)), "lr") for start in STARTS]
         lines.append([name, *(f"{kind.min():.1e} to {kind.max():.1e}" for kind in kinds)])
-    print_table("learning rate of the last update, least and largest over seeds", header[:-2], lines)
+    print_table("learning rate of the last update, minimum and maximum over seeds", header[:-2], lines)
 
 
 def plot_finals(axes: Axes, rows: list[Row]) -> None:
@@ -83,7 +83,7 @@ def plot_finals(axes: Axes, rows: list[Row]) -> None:
         finals = np.array([per_seed(last(select(rows, rate=name, start=start)), "return") for start in STARTS])
         [line] = axes.plot(STARTS, finals.mean(axis=1), "o-", label=name)
         axes.fill_between(STARTS, finals.min(axis=1), finals.max(axis=1), color=line.get_color(), alpha=0.12, linewidth=0)
-    axes.set(xscale="log", xlabel="learning rate at the start", title="return of the last 20 episodes")
+    axes.set(xscale="log", xlabel="initial learning rate", title="return of the last 20 episodes")
     axes.legend(fontsize=7)
 
 
@@ -97,12 +97,12 @@ def plot(rows: list[Row]) -> Figure:
         (1, 1): ("adaptive 0.02", "lr"),
         (1, 2): ("adaptive 0.01", "kl"),
     }
-    for place, (name, column) in panels.items():
+    for index, (name, column) in panels.items():
         for start in STARTS:
-            plot_curve(axes[place], select(rows, rate=name, start=start), column, label=f"from {start:g}")
-        axes[place].set(title=f"{name}: {column}", xlabel="1000 timesteps", yscale="linear" if column == "return" else "log")
-    for place in ((0, 1), (0, 2)):
-        axes[place].set_ylim(-1700, 0)
+            plot_curve(axes[index], select(rows, rate=name, start=start), column, label=f"from {start:g}")
+        axes[index].set(title=f"{name}: {column}", xlabel="1000 timesteps", yscale="linear" if column == "return" else "log")
+    for index in ((0, 1), (0, 2)):
+        axes[index].set_ylim(-1700, 0)
     axes[0, 1].legend(fontsize=7)
     return figure
 

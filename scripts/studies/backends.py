@@ -1,9 +1,9 @@
 """
-Whether PPOExt's native backend learns as SB3's PPO does: returns over seeds, and how probable so large a difference would be
-if it did (a permutation test of the difference of the means: the share of random divisions of all returns in two halves whose
-means differ as much).
+Whether PPOExt's native backend learns as SB3's PPO does: returns over seeds, and the p-value of a permutation test of the
+difference of the means (the fraction of random divisions of all returns into two halves whose means differ at least as much).
 
-Three tasks with simple hyperparameters. The curve is of the training, the last row the deterministic policy.
+Three tasks with simple hyperparameters. The curves show the training returns; the last row of a run is the deterministic
+policy.
 
 Run it: python scripts/studies/backends.py (about 15 minutes on two cores; it needs MuJoCo)
 It writes docs/studies/backends.csv and docs/studies/backends.png.
@@ -37,7 +37,7 @@ from sb3_ppo_ext import PPOExt
 
 ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {"SB3": (PPO, {}), "native": (PPOExt, {"backend": "native"})}
 EVALUATIONS = 20
-# Environment, number of them, hyperparameters, whether observations and rewards are normalised
+# Environment: number of environments, hyperparameters, whether observations and rewards are normalised
 TASKS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "CartPole-v1": (8, dict(n_steps=32, batch_size=256, n_epochs=20, gamma=0.98, gae_lambda=0.8, learning_rate=1e-3), False),
     "Pendulum-v1": (4, dict(n_steps=1024, gamma=0.9, learning_rate=1e-3), False),
@@ -46,7 +46,7 @@ TASKS: dict[str, tuple[int, dict[str, Any], bool]] = {
 
 
 class Curve(BaseCallback):
-    """The mean return of the last episodes, some twenty times."""
+    """Records the mean return of the last episodes, about twenty times during the training."""
 
     def __init__(self, timesteps: int):
         super().__init__()
@@ -81,7 +81,7 @@ def run(job: Job) -> list[Row]:
 
 
 def p_value(one: np.ndarray, other: np.ndarray, n: int = 20_000) -> float:
-    """Of the hypothesis that both are from the same distribution; two-sided."""
+    """The two-sided p-value of the hypothesis that both samples are from the same distribution."""
     rng, both = np.random.default_rng(0), np.concatenate([one, other])
     orders = rng.permuted(np.tile(both, (n, 1)), axis=1)
     differences = np.abs(orders[:, : len(one)].mean(axis=1) - orders[:, len(one) :].mean(axis=1))
@@ -95,7 +95,7 @@ def report(rows: list[Row]) -> None:
             kinds = []
             for algorithm in ALGORITHMS:
                 kind = [row for row in select(rows, task=task, algorithm=algorithm) if column in row]
-                # Of the training, the second half
+                # The second half of the training
                 half = max(row["timesteps"] for row in kind) / 2 if column == "return" else 0
                 kinds.append(per_seed(kind, column, start=half))
             name = "deterministic, at the end" if column == "evaluation" else "training, second half"

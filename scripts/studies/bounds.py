@@ -1,9 +1,10 @@
 """
-Where the mean action goes when the best action lies at the bound, and how long it takes to come back from there.
+Where the mean action drifts if the best action is at a bound, and how long it takes to recover.
 
-The policy is a Gaussian whose samples are clipped to [-2, 2]. At first the upper bound is best, after half of the training
-the lower one: with a reward that is linear in the clipped action, or one that falls off quadratically from the best action.
-Compared are coefficients of the bounds loss. The mean action and its standard deviation are in units of the bound.
+The policy is a Gaussian whose samples are clipped to [-2, 2]. In the first half of the training the upper bound is the best
+action, in the second half the lower one. The reward is linear in the clipped action, or decreases quadratically with the
+distance from the best action. The study compares coefficients of the bounds loss. The mean action and its standard deviation
+are in units of the bound.
 
 Run it: python scripts/studies/bounds.py (about 7 minutes on two cores)
 It writes docs/studies/bounds.csv and docs/studies/bounds.png.
@@ -43,13 +44,14 @@ KEYS = {"at_bounds": "train/actions_at_bounds", "bounds_loss": "train/bounds_los
 
 class Pushing(BatchedEnv):
     """
-    The best action is at a bound, whatever the observation: above in the first half of the training, then below.
+    The best action is at a bound, whatever the observation: at the upper one in the first half of the training, then at the
+    lower.
 
-    The score of a step lies in [-1, 1] for the linear task, in [-3, 1] for the quadratic one; the reward is noisy.
+    The score of a step is in [-1, 1] for the linear task and in [-3, 1] for the quadratic one; the reward is noisy.
 
-    :param quadratic: Which task
-    :param timesteps: Length of the training
-    :param seed: For the pseudo random generator
+    :param quadratic: Whether the reward is quadratic
+    :param timesteps: Number of timesteps of the training
+    :param seed: Seed of the pseudo random generator
     """
 
     def __init__(self, quadratic: bool, timesteps: int, seed: int):
@@ -85,7 +87,7 @@ def run(job: Job) -> list[Row]:
         n_steps=N_STEPS,
         batch_size=64,
         gamma=0.9,
-        stats_window_size=2 * N_ENVS,  # those of one rollout
+        stats_window_size=2 * N_ENVS,  # the episodes of one rollout
         device="cpu",
         backend="eager",
         seed=job.seed,
@@ -97,7 +99,7 @@ def run(job: Job) -> list[Row]:
 
 
 def steps_to_return(rows: list[Row], flip: float, threshold: float = 0.8) -> np.ndarray:
-    """Timesteps from the flip to the first return above the threshold, one per seed; until the end if there is none."""
+    """Timesteps of each seed from the change of the task to the first return above the threshold, or else to the end."""
     times = []
     for seed in sorted({row["seed"] for row in rows}):
         after = [row for row in select(rows, seed=seed) if row["timesteps"] > flip]
@@ -125,13 +127,13 @@ def report(rows: list[Row], timesteps: int) -> None:
 def plot(rows: list[Row]) -> Figure:
     panels = {"return": "return per step", "mean_action": "mean action / bound", "std": "standard deviation / bound"}
     figure, axes = grid_of_axes(len(TASKS), len(panels), sharex=True)
-    for place, task in enumerate(TASKS):
-        for ax, (column, label) in zip(axes[place], panels.items(), strict=True):
+    for row, task in enumerate(TASKS):
+        for ax, (column, label) in zip(axes[row], panels.items(), strict=True):
             for coefficient in COEFFICIENTS:
                 plot_curve(ax, select(rows, task=task, bounds_coef=coefficient), column, label=f"bounds_coef={coefficient:g}")
             ax.set(title=f"{task}: {label}")
         for bound in (-1, 1):
-            axes[place, 1].axhline(bound, color="0.5", linestyle=":", linewidth=1)
+            axes[row, 1].axhline(bound, color="0.5", linestyle=":", linewidth=1)
     for ax in axes[-1]:
         ax.set_xlabel("1000 timesteps")
     axes[0, 0].legend(fontsize=7)

@@ -1,5 +1,5 @@
 """
-What the studies share: a grid of runs in several processes, tables, plots, and small environments that step in one batch.
+Shared code of the studies: a grid of runs in several processes, tables, plots, and small environments that step as one batch.
 
 Not a script.
 """
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """One run: what makes it differ from the others (columns of the table), its seed, and how long it is."""
+    """One run: the settings that distinguish it from the others (columns of the table), its seed, and its timesteps."""
 
     settings: dict[str, Any]
     seed: int
@@ -49,28 +49,31 @@ def parse_arguments(
     description: str | None, timesteps: int | None, seeds: int = 5, **choices: Sequence[str]
 ) -> argparse.Namespace:
     """
-    :param description: Of the study
-    :param timesteps: Of each run; ``None`` if the study says, and the option is no more than a limit
-    :param seeds: Runs of each kind
-    :param choices: Names of options, each with what to choose some from
+    :param description: Description of the study
+    :param timesteps: Number of timesteps of each run; ``None`` if the study defines it and the option is only an upper limit
+    :param seeds: Default number of runs of each kind
+    :param choices: Further options by name, each with the values to choose from
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=seeds, help="runs of each kind (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=seeds, help="number of runs of each kind (default: %(default)s)")
     length = "of each run (default: %(default)s)" if timesteps else "of each run at most (default: no limit)"
     parser.add_argument("--timesteps", type=int, default=timesteps, help=length)
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time, of one thread each (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("docs/studies"), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="number of simultaneous runs, each with one thread (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("docs/studies"), help="output folder (default: %(default)s)")
     for name, values in choices.items():
-        parser.add_argument(f"--{name}", nargs="+", choices=values, default=values, help="which (default: all)")
+        parser.add_argument(f"--{name}", nargs="+", choices=values, default=values, help="which ones to run (default: all)")
     return parser.parse_args()
 
 
 def run_grid(run: Callable[[Job], list[Row]], settings: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list[Row]:
     """
-    :param run: Trains one model, and returns what it logged. A function of a module, so that other processes find it
-    :param settings: Each is run with every seed
-    :param arguments: From :func:`parse_arguments`
-    :return: The rows of all runs in the order of the settings, with the settings and the seed in front
+    :param run: Trains one model and returns the rows that it logged. It must be a function of a module, so that other
+        processes find it
+    :param settings: Settings, each of which is run with every seed
+    :param arguments: Arguments from :func:`parse_arguments`
+    :return: The rows of all runs in the order of the settings, with the settings and the seed as first columns
     """
     jobs = [Job(each, seed, arguments.timesteps) for each in settings for seed in range(arguments.seeds)]
     start = time.perf_counter()
@@ -87,14 +90,14 @@ def run_task(
     run: Callable[[Job], list[Row]], task: str, timesteps: int, arms: Sequence[str], arguments: argparse.Namespace, path: Path
 ) -> None:
     """
-    Run one task with some arms. Their rows replace those which the table has of them.
+    Run one task with some arms. Their rows replace the existing ones in the table.
 
-    :param run: As in :func:`run_grid`
-    :param task: Name
-    :param timesteps: Of each run, if there is no lower limit
-    :param arms: Names
-    :param arguments: From :func:`parse_arguments`
-    :param path: Of the table
+    :param run: Function that trains one model, as in :func:`run_grid`
+    :param task: Name of the task
+    :param timesteps: Number of timesteps of each run, unless the arguments have a lower limit
+    :param arms: Names of the arms
+    :param arguments: Arguments from :func:`parse_arguments`
+    :param path: File of the table
     """
     timesteps = min(timesteps, arguments.timesteps or timesteps)
     print(f"{task}, {timesteps} steps", flush=True)
@@ -104,18 +107,18 @@ def run_task(
 
 
 def finals(rows: Iterable[Row], task: str, arm: str) -> np.ndarray:
-    """Mean returns at the end of the training, one per seed: the last row of each."""
+    """Mean returns at the end of the training, from the last row of each seed, shape ``(n_seeds,)``."""
     last = {row["seed"]: row["evaluation"] for row in select(rows, task=task, arm=arm)}
     return np.array(list(last.values()))
 
 
 class Recorder(BaseCallback):
     """
-    Keeps what was logged, once in a while after an update.
+    Records logged values after every few updates.
 
-    :param keys: Name in the table, and key of the logger
-    :param every: Updates between two records
-    :param measure: What to record beside it
+    :param keys: Keys of the logger, by the name of the column in the table
+    :param every: Number of updates between two records
+    :param measure: Function that returns further values to record
     """
 
     def __init__(self, keys: dict[str, str], every: int = 1, measure: Callable[[PPOExt], Row] | None = None):
@@ -128,7 +131,7 @@ class Recorder(BaseCallback):
         return True
 
     def _on_rollout_start(self) -> None:
-        # The update before it has logged; the next dump, which clears that, comes after the rollout.
+        # The previous update has logged; the next dump, which clears the values, comes after the rollout.
         if self._n_rollouts > 0 and self._n_rollouts % self.every == 0:
             self._record()
         self._n_rollouts += 1
@@ -156,7 +159,7 @@ def select(rows: Iterable[Row], **settings: Any) -> list[Row]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Numbers have four digits; where a run did not log a column, it is empty."""
+    """Write a table. Numbers have four significant digits; a cell is empty if the run did not log the column."""
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="") as file:
@@ -167,7 +170,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """What :func:`write_csv` wrote, without the empty cells; nothing if there is no such file."""
+    """Read a table of :func:`write_csv`, without the empty cells. The list is empty if there is no such file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -185,11 +188,11 @@ def _value(text: str) -> int | float | str:
 
 def per_seed(rows: Sequence[Row], column: str, start: float = 0.0, end: float = np.inf) -> np.ndarray:
     """
-    :param rows: Of one kind of run
-    :param column: What to average
-    :param start: Timesteps from which on the rows count
-    :param end: Timesteps up to which they do
-    :return: Mean over the rows, shape ``(n_seeds,)``
+    :param rows: Rows of one kind of run
+    :param column: Column to average
+    :param start: Timestep after which rows count
+    :param end: Timestep up to which rows count
+    :return: Means over the rows of each seed, shape ``(n_seeds,)``
     """
     seeds = sorted({row["seed"] for row in rows})
     return np.array([np.mean([r[column] for r in select(rows, seed=seed) if start < r["timesteps"] <= end]) for seed in seeds])
@@ -212,8 +215,8 @@ def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]
 
 def curve(rows: Sequence[Row], column: str) -> tuple[np.ndarray, np.ndarray]:
     """
-    :param rows: Of one kind of run
-    :param column: What to plot
+    :param rows: Rows of one kind of run
+    :param column: Column to plot
     :return: Timesteps, shape ``(n,)``, and values, shape ``(n, n_seeds)``
     """
     rows = [row for row in rows if column in row]
@@ -223,7 +226,7 @@ def curve(rows: Sequence[Row], column: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plot_curve(axes: Axes, rows: Sequence[Row], column: str, **style: Any) -> None:
-    """Draw the mean over the seeds, and from the least to the largest of them a band."""
+    """Draw the mean over the seeds, and a band from the minimum to the maximum."""
     timesteps, values = curve(rows, column)
     [line] = axes.plot(timesteps / 1000, values.mean(axis=1), **style)
     axes.fill_between(
@@ -237,7 +240,7 @@ def grid_of_axes(n_rows: int, n_columns: int, **kwargs: Any) -> tuple[Figure, np
 
 
 def save_plot(figure: Figure, path: Path) -> None:
-    """With a palette of 128 colours, a third of the size."""
+    """Save with a palette of 128 colours, which takes a third of the size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=90)
@@ -250,15 +253,15 @@ def save_plot(figure: Figure, path: Path) -> None:
 
 class BatchedEnv(VecEnv):
     """
-    Environments of one kind that are stepped together in NumPy, with a time limit which cuts episodes off.
+    Environments of one kind that are stepped together in NumPy, with a time limit that truncates episodes.
 
-    The agent learns from rewards; the returns that are reported are those of the score.
+    The agent learns from the rewards, while the reported returns are those of the score.
 
-    :param n_envs: How many
-    :param observation_space: Of each
-    :param action_space: Of each
-    :param episode_length: The time limit
-    :param seed: For the pseudo random generator
+    :param n_envs: Number of environments
+    :param observation_space: Observation space of each environment
+    :param action_space: Action space of each environment
+    :param episode_length: Time limit, in steps
+    :param seed: Seed of the pseudo random generator
     """
 
     def __init__(self, n_envs: int, observation_space: spaces.Box, action_space: spaces.Box, episode_length: int, seed: int):
@@ -271,16 +274,16 @@ class BatchedEnv(VecEnv):
         """
         Start new episodes.
 
-        :param which: Mask, shape ``(n_envs,)``
+        :param which: Mask of the environments, shape ``(n_envs,)``
         """
         raise NotImplementedError
 
     def observe(self) -> np.ndarray:
-        """:return: A new array, shape ``(n_envs, observation_dim)``, float32"""
+        """:return: Observations in a new array, shape ``(n_envs, observation_dim)``, float32"""
         raise NotImplementedError
 
     def act(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """:return: Rewards, scores, and whether the episode has come to its end; each of shape ``(n_envs,)``"""
+        """:return: Rewards, scores, and whether the episode has terminated; each of shape ``(n_envs,)``"""
         raise NotImplementedError
 
     def reset(self) -> np.ndarray:

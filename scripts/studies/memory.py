@@ -1,13 +1,14 @@
 """
-Which policy remembers: none, one that sees several frames, an LSTM, or a transformer.
+Which policy solves partially observable tasks: PPO, PPO on stacked frames, RecurrentPPO (an LSTM), or a transformer.
 
-Tasks: two T-mazes and RepeatPrevious (see memory_tasks.py), and control without velocities. Where RL Zoo has tuned
-hyperparameters for RecurrentPPO (the control tasks), PPO with and without frames and RecurrentPPO take those; the transformer
-takes its entry in ppo_ext.yml. In the other tasks all four have the same ones. Evaluated is the deterministic policy.
+The tasks are two T-mazes and RepeatPrevious (see memory_tasks.py), and control tasks without velocities. In the control tasks,
+PPO with and without stacked frames and RecurrentPPO use the hyperparameters that RL Zoo tuned for RecurrentPPO, and the
+transformer uses its entry in ppo_ext.yml. In the other tasks, all four use the same hyperparameters. The deterministic policy
+is evaluated.
 
 Run it: python scripts/studies/memory.py (hours on two cores, most of them for RecurrentPPO; it needs RL Zoo and sb3-contrib)
-It writes docs/studies/memory.csv, after each task, and docs/studies/memory.png; with `--tasks` and `--arms` it runs
-some of them, and keeps the rows of the others. `--times` measures the time per step instead, the four in turns in one process.
+It writes docs/studies/memory.csv after each task, and docs/studies/memory.png. With `--tasks` and `--arms` it runs some of
+them and keeps the rows of the others. `--times` measures the CPU time per step instead, with the four in turns in one process.
 """
 
 import importlib.util
@@ -55,9 +56,9 @@ from sb3_ppo_ext import PPOExt
 ARMS = ("PPO", "PPO, frames", "RecurrentPPO", "transformer")
 COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0"), strict=True))
 N_EVALUATIONS, EVALUATION_SEED = 10, 1000
-# Of the tasks that the Zoo has not
+# For the tasks that the Zoo does not have
 OWN = dict(n_envs=8, n_steps=128, batch_size=256, n_epochs=10, learning_rate="lin_1e-3", gamma=0.99, ent_coef=0.01)
-# The Zoo's, for its RecurrentPPO
+# The Zoo's network for its RecurrentPPO
 LSTM = dict(
     lstm_hidden_size=64, enable_critic_lstm=True, ortho_init=False, activation_fn=nn.ReLU, net_arch=dict(pi=[64], vf=[64])
 )
@@ -66,10 +67,10 @@ LSTM = dict(
 @dataclass(frozen=True)
 class Task:
     """
-    :param env: Factory, or id in Gymnasium
-    :param timesteps: Of a run
-    :param n_frames: For the arm with frames
-    :param transformer: Keywords of its policy, if no entry has them
+    :param env: Factory of the environment, or its id in Gymnasium
+    :param timesteps: Number of timesteps of a run
+    :param n_frames: Number of frames for the arm with stacked frames
+    :param transformer: ``policy_kwargs`` of the transformer, if no entry has them
     """
 
     env: Callable[..., gym.Env] | str
@@ -90,7 +91,7 @@ TASKS = {
 
 @cache
 def entries(name: str) -> dict[str, dict[str, Any]]:
-    """The Zoo's, or ours."""
+    """The entries of one of the Zoo's files, or of ours."""
     import rl_zoo3.import_envs  # noqa: F401  # registers the tasks without velocities
 
     if name == "ppo_ext":
@@ -133,7 +134,7 @@ def make_envs(task: Task, n_envs: int, seed: int, normalize: dict[str, Any] | No
 
 
 def make_model(name: str, arm: str, seed: int, n_eval: int | None = None) -> tuple[BaseAlgorithm, VecEnv]:
-    """The model, and environments to evaluate it in."""
+    """Make the model, and the environments to evaluate it in."""
     task, entry = TASKS[name], hyperparameters(name, arm)
     n_envs = entry.pop("n_envs", 1)
     normalize: dict[str, Any] | None = {"gamma": entry["gamma"]} if entry.pop("normalize", False) else None
@@ -147,10 +148,10 @@ def make_model(name: str, arm: str, seed: int, n_eval: int | None = None) -> tup
 
 class Evaluations(BaseCallback):
     """
-    Records the mean return of the deterministic policy in ten episodes, ten times in a training, and in forty at its end.
+    Records the mean return of the deterministic policy over ten episodes, ten times in a training, and over forty at its end.
 
-    :param env: For the evaluation
-    :param every: Steps of each environment between two of them
+    :param env: The environments for the evaluation
+    :param every: Number of steps of each environment between two evaluations
     """
 
     def __init__(self, env: VecEnv, every: int):
@@ -185,7 +186,7 @@ def run(job: Job) -> list[Row]:
 
 
 def report(rows: list[Row]) -> None:
-    """As Markdown."""
+    """Print the table as Markdown."""
     print("\nReturn at the end of the training, mean ± std over seeds\n")
     print(f"| task | {' | '.join(ARMS)} |\n|---" + "|---" * len(ARMS) + "|")
     for task in tasks_of(rows):
@@ -212,7 +213,7 @@ def plot(rows: list[Row]) -> Figure:
 
 
 def measure_times(task: str = "CartPoleNoVel-v1", n_rounds: int = 7) -> None:
-    """CPU time per step, all in the loop of SB3's speed measurements: 8 x 128 steps, batches of 128, 10 epochs."""
+    """Print the CPU time per step. All arms train with 8 x 128 steps, batches of 128 and 10 epochs."""
     loop = dict(n_steps=128, batch_size=128, n_epochs=10)
     models, times = {}, {arm: list[float]() for arm in ARMS}
     for arm in ARMS:
@@ -229,7 +230,7 @@ def measure_times(task: str = "CartPoleNoVel-v1", n_rounds: int = 7) -> None:
     lines = [
         [arm, f"{1000 * np.median(of[1:]):.0f}", f"{np.median(reference / np.array(of[1:])):.1f}"] for arm, of in times.items()
     ]
-    print_table(f"{task}, ms per 1000 steps", ["", "ms", "RecurrentPPO's over it"], lines)
+    print_table(f"{task}, ms per 1000 steps", ["", "ms", "speed-up over RecurrentPPO"], lines)
 
 
 def main() -> None:

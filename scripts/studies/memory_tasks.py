@@ -1,7 +1,7 @@
 """
-Small tasks that need a memory. Not a script.
+Small partially observable tasks. Not a script.
 
-Whoever sees only the present observation gets a return of about 0 in them, the best return is 1.
+A policy that sees only the current observation gets a return of about 0; the best return is 1.
 """
 
 from typing import Any
@@ -13,14 +13,14 @@ from gymnasium import spaces
 
 class TMaze(gym.Env):
     """
-    A cue at the start tells which way to go at the end of a corridor: 1 for the right one, -1 for the other. A step in the
-    corridor that does not lead on costs 0.1.
+    A cue at the start tells which way to turn at the end of a corridor: 1 for right, -1 for left. A step in
+    the corridor that does not go forward costs 0.1.
 
-    :param length: Of the corridor, that is how many steps lie between cue and choice
+    :param length: Length of the corridor, that is, the number of steps between cue and choice
     """
 
-    action_space = spaces.Discrete(3)  # on, left, right
-    # The cue, in the first step alone, and whether this is the end
+    action_space = spaces.Discrete(3)  # forward, left, right
+    # The cue, in the first step only, and whether this is the end of the corridor
     observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
 
     def __init__(self, length: int = 10):
@@ -45,15 +45,15 @@ class TMaze(gym.Env):
 
 class RepeatPrevious(gym.Env):
     """
-    One of four symbols is shown at each step, and the one of some steps ago is to be named: as RepeatPrevious of POPGym
-    (https://arxiv.org/abs/2303.01859). All right answers together give 1, all wrong ones -1.
+    One of four symbols is shown at each step, and the agent has to name the symbol of some steps ago, as in RepeatPrevious of
+    POPGym (https://arxiv.org/abs/2303.01859). An episode with all answers right has the return 1.
 
-    :param delay: Steps between a symbol and its answer
-    :param n_answers: Of an episode
+    :param delay: Number of steps between a symbol and its answer
+    :param n_answers: Number of answers in an episode
     """
 
     action_space = spaces.Discrete(4)
-    # One-hot, for VecFrameStack does not stack what is Discrete
+    # One-hot, because VecFrameStack does not stack Discrete observations
     observation_space = spaces.Box(0.0, 1.0, (4,), np.float32)
 
     def __init__(self, delay: int = 4, n_answers: int = 32):
@@ -68,7 +68,7 @@ class RepeatPrevious(gym.Env):
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         reward = 0.0
         if self.n_steps >= self.delay:
-            # By chance one answer of four is right.
+            # One in four random answers is right: the expected return is 0.
             reward = (1.0 if action == self.symbols[self.n_steps - self.delay] else -1 / 3) / self.n_answers
         self.n_steps += 1
         return self._observe(), reward, self.n_steps == self.delay + self.n_answers, False, {}

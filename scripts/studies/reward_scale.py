@@ -1,10 +1,10 @@
 """
-How the normalisations of the advantage cope with rewards whose scale drifts by a factor of 100 during the training.
+How the advantage normalisations handle rewards whose scale drifts by a factor of 100 during the training.
 
-A point in the plane is to reach a target: with a dense reward (minus the distance, at each step) or a rare one (1 on
-arrival, which ends the episode). What the agent learns from is multiplied by a factor that goes geometrically from 1 to 100,
-from 100 to 1, or stays at 10. The returns in the results are without it. The critic has to follow the factor as well, in all
-variants alike; its gradient is clipped apart from the actor's, so that its error does not take the actor's step away.
+A point in the plane has to reach a target, with a dense reward (minus the distance, at each step) or a rare one (1 on arrival,
+which ends the episode). The training reward is multiplied by a factor that changes geometrically from 1 to 100 or from 100 to
+1, or stays at 10. The returns in the results do not include the factor. In all variants the critic has to follow the factor as
+well; its gradient is clipped separately, so that its error does not shrink the updates of the actor.
 
 Run it: python scripts/studies/reward_scale.py (about 7 minutes on two cores)
 It writes docs/studies/reward_scale.csv and docs/studies/reward_scale.png.
@@ -35,7 +35,7 @@ from matplotlib.figure import Figure
 from sb3_ppo_ext import PPOExt
 
 TASKS = ("dense", "rare")
-# Factor at the start and at the end
+# The factor at the start and at the end of the training
 DRIFTS = {"1 to 100": (1.0, 100.0), "100 to 1": (100.0, 1.0), "10": (10.0, 10.0)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "minibatch": {},
@@ -52,10 +52,10 @@ class Reaching(BatchedEnv):
     """
     A point with bounded velocity starts in the middle of a square with a target in it.
 
-    :param rare: Whether the reward comes on arrival only
-    :param factors: Of the reward, at the start and at the end of the training
-    :param timesteps: Length of the training
-    :param seed: For the pseudo random generator
+    :param rare: Whether there is a reward on arrival only
+    :param factors: Factors of the reward at the start and at the end of the training
+    :param timesteps: Number of timesteps of the training
+    :param seed: Seed of the pseudo random generator
     """
 
     def __init__(self, rare: bool, factors: tuple[float, float], timesteps: int, seed: int):

@@ -24,7 +24,7 @@ STUDIES = ROOT / "scripts" / "studies"
         ("backends", 4096, []),
         # The others take longer, and LunarLander needs Box2D, which the tests do without.
         ("memory", 2048, ["--tasks", "T-maze 10", "CartPoleNoVel-v1"]),
-        ("action_laws", 1024, ["--tasks", "Pendulum-v1", "MountainCarContinuous-v0", "BangBang"]),
+        ("action_distributions", 1024, ["--tasks", "Pendulum-v1", "MountainCarContinuous-v0", "BangBang"]),
     ],
 )
 def test_study(name, timesteps, tasks, tmp_path):
@@ -39,7 +39,7 @@ def test_study(name, timesteps, tasks, tmp_path):
 
 def test_every_study_is_tested():
     """But for what they share."""
-    names = {"reward_scale", "bounds", "adaptive_lr", "action_laws", "backends", "common", "memory", "memory_tasks"}
+    names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 

@@ -14,8 +14,8 @@ typedef int NAME(mask) __attribute__((vector_size(4 * LANES), aligned(4), may_al
 #define SELECT(mask, yes, no) ((VECTOR)(((mask) & (MASK)(yes)) | (~(mask) & (MASK)(no))))
 
 /* A tile of c = start + a b, which stays in registers: `rows` and `vectors` are constants wherever this is called. */
-INLINE void NAME(tile)(const int rows, const int vectors, long depth, const float *a, long a_row, long a_column, const float *b,
-                       long ldb, float *c, long ldc, const float *bias, int add)
+INLINE void NAME(tile)(const int rows, const int vectors, long depth, const float *a, long a_row, long a_column,
+                       const float *b, long ldb, float *c, long ldc, const float *bias, int add)
 {
     VECTOR sum[ROWS][VECTORS];
 #pragma GCC unroll 16
@@ -47,8 +47,8 @@ INLINE void NAME(columns)(const int vectors, long m, long depth, const float *a,
                           long ldb, float *c, long ldc, const float *bias, int add)
 {
     long i = 0;
-#define TILES(rows)                                                                                                              \
-    for (; i + rows <= m; i += rows)                                                                                             \
+#define TILES(rows)                                                                                                           \
+    for (; i + rows <= m; i += rows)                                                                                          \
     NAME(tile)(rows, vectors, depth, a + i * a_row, a_row, a_column, b, ldb, c + i * ldc, ldc, bias, add)
     TILES(ROWS);
     TILES(2);
@@ -64,8 +64,8 @@ static void NAME(product)(long m, long n, long depth, const float *a, long a_row
                           float *c, long ldc, const float *bias, int add)
 {
     long j = 0;
-#define COLUMNS(vectors)                                                                                                         \
-    for (; j + vectors * LANES <= n; j += vectors * LANES)                                                                       \
+#define COLUMNS(vectors)                                                                                                      \
+    for (; j + vectors * LANES <= n; j += vectors * LANES)                                                                    \
     NAME(columns)(vectors, m, depth, a, a_row, a_column, b + j, ldb, c + j, ldc, bias ? bias + j : 0, add)
     COLUMNS(VECTORS);
 #if VECTORS > 2
@@ -156,8 +156,8 @@ static void NAME(adam)(float *p, const float *g, float *m, float *v, long n, str
     }
 }
 
-static const struct kernels NAME(kernels) = {NAME(product), NAME(activate), NAME(differentiate), NAME(add_rows),
-                                             NAME(squares), NAME(adam),     LANES};
+static const struct kernels NAME(kernels) = {NAME(product), NAME(activate), NAME(differentiate), NAME(add_rows), NAME(squares),
+                                             NAME(adam),    LANES};
 
 #undef VECTOR
 #undef MASK

@@ -362,8 +362,8 @@ static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_
         const float *input = self->input + start * first->ld_in;
         for (struct layer *layer = first; layer <= last; layer++) {
             float *output = layer->output + start * layer->ld_out;
-            kernels->product(rows, layer->ld_out, layer->n_in, input, layer->ld_in, 1, layer->transposed, layer->ld_out, output,
-                             layer->ld_out, layer->padded_bias, 0);
+            kernels->product(rows, layer->ld_out, layer->n_in, input, layer->ld_in, 1, layer->transposed, layer->ld_out,
+                             output, layer->ld_out, layer->padded_bias, 0);
             if (layer < last)
                 kernels->activate(self->activation, output, rows * layer->ld_out);
             input = output;
@@ -388,7 +388,8 @@ static PyObject *network_latents(Network *self, PyObject *array)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(backward_doc, "backward(d_out, add)\n\nWrite the gradients for those of the last `forward`'s output, or add them.");
+PyDoc_STRVAR(backward_doc,
+             "backward(d_out, add)\n\nWrite the gradients for those of the last `forward`'s output, or add them.");
 static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize_t n_args)
 {
     struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
@@ -414,17 +415,17 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
             const float *input = layer > first ? layer[-1].output : self->input;
             input += start * layer->ld_in;
             if (layer->is_d_weight_transposed)
-                kernels->product(layer->n_in, layer->ld_out, rows, input, 1, layer->ld_in, delta, layer->ld_out, layer->d_weight,
-                                 layer->ld_out, NULL, 1);
+                kernels->product(layer->n_in, layer->ld_out, rows, input, 1, layer->ld_in, delta, layer->ld_out,
+                                 layer->d_weight, layer->ld_out, NULL, 1);
             else
-                kernels->product(layer->n_out, layer->ld_in, rows, delta, 1, layer->ld_out, input, layer->ld_in, layer->d_weight,
-                                 layer->ld_in, NULL, 1);
+                kernels->product(layer->n_out, layer->ld_in, rows, delta, 1, layer->ld_out, input, layer->ld_in,
+                                 layer->d_weight, layer->ld_in, NULL, 1);
             kernels->add_rows(delta, rows, layer->ld_out, layer->ld_out, layer->d_bias);
             if (layer == first)
                 break;
             const float *weight = layer->ld_in == layer->n_in ? layer->weight.buf : layer->rows;
-            kernels->product(rows, layer->ld_in, layer->n_out, delta, layer->ld_out, 1, weight, layer->ld_in, next, layer->ld_in,
-                             NULL, 0);
+            kernels->product(rows, layer->ld_in, layer->n_out, delta, layer->ld_out, 1, weight, layer->ld_in, next,
+                             layer->ld_in, NULL, 0);
             kernels->differentiate(self->activation, next, input, rows * layer->ld_in);
             float *swap = delta;
             delta = next, next = swap;
@@ -461,11 +462,15 @@ static PyMethodDef network_methods[] = {
     {NULL},
 };
 
-PyDoc_STRVAR(network_doc, "Network(layers, activation)\n\n"
-                          "Linear layers with `tanh` or `relu` between them; each a tuple of weight, bias and their gradients.");
+PyDoc_STRVAR(network_doc,
+             "Network(layers, activation)\n\n"
+             "Linear layers with `tanh` or `relu` between them; each a tuple of weight, bias and their gradients.");
 static PyType_Slot network_slots[] = {
-    {Py_tp_new, network_new},         {Py_tp_dealloc, network_dealloc}, {Py_tp_methods, network_methods},
-    {Py_tp_doc, (void *)network_doc}, {0, NULL},
+    {Py_tp_new, network_new},
+    {Py_tp_dealloc, network_dealloc},
+    {Py_tp_methods, network_methods},
+    {Py_tp_doc, (void *)network_doc},
+    {0, NULL},
 };
 static PyType_Spec network_spec = {"sb3_ppo_ext._mlp.Network", sizeof(Network), 0, Py_TPFLAGS_DEFAULT, network_slots};
 
@@ -529,7 +534,8 @@ static PyObject *adam_norm(Adam *self, PyObject *nothing)
     return PyFloat_FromDouble(sqrt(total));
 }
 
-PyDoc_STRVAR(step_doc, "step(n, scale, lr, beta1, beta2, eps, weight_decay)\n\nThe n-th step, for the gradients times a scale.");
+PyDoc_STRVAR(step_doc,
+             "step(n, scale, lr, beta1, beta2, eps, weight_decay)\n\nThe n-th step, for the gradients times a scale.");
 static PyObject *adam_step(Adam *self, PyObject *args)
 {
     double n, scale, lr, beta1, beta2, eps, weight_decay;
@@ -558,10 +564,14 @@ static PyMethodDef adam_methods[] = {
     {NULL},
 };
 
-PyDoc_STRVAR(adam_doc, "Adam(tensors)\n\nAs `torch.optim.Adam`; each a tuple of parameter, gradient, first and second moment.");
+PyDoc_STRVAR(adam_doc,
+             "Adam(tensors)\n\nAs `torch.optim.Adam`; each a tuple of parameter, gradient, first and second moment.");
 static PyType_Slot adam_slots[] = {
-    {Py_tp_new, adam_new},         {Py_tp_dealloc, adam_dealloc}, {Py_tp_methods, adam_methods},
-    {Py_tp_doc, (void *)adam_doc}, {0, NULL},
+    {Py_tp_new, adam_new},
+    {Py_tp_dealloc, adam_dealloc},
+    {Py_tp_methods, adam_methods},
+    {Py_tp_doc, (void *)adam_doc},
+    {0, NULL},
 };
 static PyType_Spec adam_spec = {"sb3_ppo_ext._mlp.Adam", sizeof(Adam), 0, Py_TPFLAGS_DEFAULT, adam_slots};
 
@@ -654,8 +664,8 @@ static PyMethodDef functions[] = {
     {NULL},
 };
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_mlp", "Perceptrons, Adam and GAE, on one thread.",
-                                        0, functions, module_slots};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_mlp", "Perceptrons, Adam and GAE, on one thread.", 0, functions, module_slots};
 
 PyMODINIT_FUNC PyInit__mlp(void)
 {

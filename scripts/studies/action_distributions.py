@@ -1,14 +1,14 @@
 """
-Which law of actions learns best: a Gaussian that is clipped, a squashed one, or a Beta distribution.
+Which action distribution learns best: a clipped Gaussian, a squashed Gaussian, or a Beta distribution.
 
-The hyperparameters are those which RL Zoo tuned for PPO with its Gaussian, the same for the three laws; where they are for
-gSDE (generalised state-dependent exploration), the laws go without that, and the Zoo's entry as it stands is a fourth arm.
-BangBang is a task of our own whose optimum lies at the bounds. Evaluated is the deterministic policy.
+The hyperparameters are those that RL Zoo tuned for PPO with its Gaussian, the same for the three distributions. Where these
+use gSDE (generalised state-dependent exploration), the distributions run without it, and the Zoo's unchanged entry is a fourth
+arm. BangBang is a task of our own whose optimum lies at the bounds. The deterministic policy is evaluated.
 
-Run it: python scripts/studies/action_laws.py (about an hour on two cores; it needs RL Zoo, MuJoCo and Box2D)
-It writes docs/studies/action_laws.csv, after each task, and docs/studies/action_laws.png. With `--tasks` it runs some of the
-tasks, and keeps the rows of the others. The table there has three seeds of LunarLander and Swimmer: `--seeds 3 --tasks
-LunarLanderContinuous-v3 Swimmer-v5`. These two have less than a fifth of the steps that the Zoo gives them.
+Run it: python scripts/studies/action_distributions.py (about an hour on two cores; it needs RL Zoo, MuJoCo and Box2D)
+It writes docs/studies/action_distributions.csv after each task, and docs/studies/action_distributions.png. With `--tasks` it
+runs some of the tasks and keeps the rows of the others. The published table has three seeds of LunarLander and Swimmer:
+`--seeds 3 --tasks LunarLanderContinuous-v3 Swimmer-v5`. For these two, it uses less than a fifth of the Zoo's steps.
 """
 
 import importlib.util
@@ -45,9 +45,9 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize, sync_envs_nor
 
 from sb3_ppo_ext import PPOExt
 
-LAWS = ("gaussian", "squashed_gaussian", "beta")
+DISTRIBUTIONS = ("gaussian", "squashed_gaussian", "beta")
 ZOO = "zoo"
-COLORS = dict(zip((*LAWS, ZOO), ("C0", "C1", "C2", "0.4"), strict=True))
+COLORS = dict(zip((*DISTRIBUTIONS, ZOO), ("C0", "C1", "C2", "0.4"), strict=True))
 N_EVALUATIONS = 10
 EVALUATION_SEED = 1000
 KEYS = {
@@ -62,9 +62,9 @@ KEYS = {
 @dataclass(frozen=True)
 class Task:
     """
-    :param entry: Whose hyperparameters
-    :param timesteps: Of a run
-    :param n_episodes: Of an evaluation; of the last one, twice as many
+    :param entry: Environment whose entry in the Zoo's file has the hyperparameters
+    :param timesteps: Number of timesteps of a run
+    :param n_episodes: Number of episodes of an evaluation; the last evaluation has twice as many
     """
 
     entry: str
@@ -79,15 +79,15 @@ TASKS = {
     "LunarLanderContinuous-v3": Task("LunarLanderContinuous-v3", 180_000, 5),
     "Swimmer-v5": Task("Swimmer-v4", 100_000, 5),
 }
-# SB3's defaults, but for 16 environments and a gamma for episodes of some 25 steps: with 0.99 nothing was learnt.
+# SB3's defaults, except for 16 environments and a gamma for episodes of about 25 steps: with 0.99 nothing was learned.
 BANG_BANG = {"normalize": True, "policy": "MlpPolicy", "n_envs": 16, "n_steps": 128, "gamma": 0.95}
 
 
 class BangBang(gym.Env):
     """
-    A mass between two walls is to come to rest in the middle, as soon as possible, by a force in [-1, 1]. It is best to push
-    at full force in one direction, and at full force in the other one from some point on: aimed at the exact middle, that
-    takes 25 steps on average; a force at random takes 87.
+    A mass between two walls has to come to rest in the middle as soon as possible, by a force in [-1, 1]. The optimum is to
+    push at full force in one direction, and from some point on at full force in the other. Aimed at the exact middle, this
+    takes 25 steps on average; a random force takes 87.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -115,12 +115,12 @@ class BangBang(gym.Env):
 
 class Evaluations(Recorder):
     """
-    Records the mean return of the deterministic policy, too: some ten times in a training, the last time at its end. Those
-    before it have half of its episodes, so that the last step of a curve is partly one of the starts.
+    Also records the mean return of the deterministic policy, about ten times during the training and once at its end. The last
+    evaluation has twice as many episodes as the others, so the last step of a curve is partly due to other initial states.
 
-    :param task: What is trained
-    :param env: For the evaluation
-    :param every: Updates between two of them
+    :param task: The task that is trained
+    :param env: The environment for the evaluation
+    :param every: Number of updates between two evaluations
     """
 
     def __init__(self, task: Task, env: VecEnv, every: int):
@@ -131,7 +131,7 @@ class Evaluations(Recorder):
         training_env = model.get_env()
         assert training_env is not None
         sync_envs_normalization(training_env, self.env)
-        # The same starts each time, and for every law
+        # The same initial states each time, and for every action distribution
         self.env.seed(EVALUATION_SEED)
         returns, _ = evaluate_policy(model, self.env, self.n_episodes, return_episode_rewards=True)
         return {"evaluation": float(np.mean(returns))}
@@ -151,12 +151,12 @@ def zoo_entries() -> dict[str, dict[str, Any]]:
 
 
 def arms(task: str) -> list[str]:
-    """The laws, and the Zoo's entry where it is not what the Gaussian has."""
-    return [*LAWS, *([ZOO] if zoo_entries()[TASKS[task].entry].get("use_sde") else [])]
+    """The distributions, and the Zoo's entry where it differs from the one that the Gaussian uses."""
+    return [*DISTRIBUTIONS, *([ZOO] if zoo_entries()[TASKS[task].entry].get("use_sde") else [])]
 
 
 def hyperparameters(task: str, arm: str) -> dict[str, Any]:
-    """The Zoo's entry, for the laws without what is for gSDE alone."""
+    """The Zoo's entry; for the distributions, without the hyperparameters of gSDE."""
     entry = dict(zoo_entries()[TASKS[task].entry])
     entry.pop("n_timesteps", None)
     if isinstance(entry.get("policy_kwargs"), str):
@@ -171,10 +171,10 @@ def hyperparameters(task: str, arm: str) -> dict[str, Any]:
 
 def make_envs(task: str, n_envs: int, seed: int, normalize: dict[str, Any] | None) -> VecEnv:
     """
-    :param task: Name
-    :param n_envs: How many
-    :param seed: Of the first one
-    :param normalize: For the ``VecNormalize``, if there is one
+    :param task: Name of the task
+    :param n_envs: Number of environments
+    :param seed: Seed of the first environment
+    :param normalize: Keyword arguments of ``VecNormalize``, ``None`` for no normalisation
     """
     env_id: str | Callable[..., gym.Env] = BangBang if task == "BangBang" else task
     env = make_vec_env(env_id, n_envs, seed=seed)
@@ -209,7 +209,7 @@ def cell(rows: list[Row], task: str, arm: str) -> str:
 
 
 def report(rows: list[Row]) -> None:
-    """As Markdown."""
+    """Print the table as Markdown."""
     print("\nReturn at the end of the training, mean ± std over seeds (pairs of seeds in which it is above the Gaussian's)\n")
     print(f"| task | {' | '.join(COLORS)} |")
     print("|---" * (1 + len(COLORS)) + "|")
@@ -235,11 +235,11 @@ def plot(rows: list[Row]) -> Figure:
 
 def main() -> None:
     arguments = parse_arguments(__doc__, timesteps=None, tasks=tuple(TASKS))
-    path = arguments.out / "action_laws.csv"
+    path = arguments.out / "action_distributions.csv"
     for task in arguments.tasks:
         run_task(run, task, TASKS[task].timesteps, arms(task), arguments, path)
     rows = read_csv(path)
-    save_plot(plot(rows), arguments.out / "action_laws.png")
+    save_plot(plot(rows), arguments.out / "action_distributions.png")
     report(rows)
 
 
