@@ -20,7 +20,7 @@ from support.options import SINGLE, SMALL, VALUES, assert_continues, is_legal, m
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, make_toys
 from support.zips import Zip
-from support.zoo import RL_ZOO3, config, run, saved, train
+from support.zoo import config, saved, train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.distributions import ACTION_DISTS, FAMILIES
@@ -318,27 +318,24 @@ def assert_has_options(model, options):
             assert getattr(model, name) == value, name
 
 
-@pytest.mark.integration
-def test_yaml(tmp_path):
+def test_yaml(tmp_path, train_here, enjoy_here):
     """All options at once from a file, as numbers, words and schedules; the agent can be watched."""
     entry = dict(n_envs=2, n_timesteps=512, policy="MlpPolicy", n_steps=64, batch_size=32) | ZOO_OPTIONS
     (tmp_path / "conf.yml").write_text(yaml.safe_dump({"Pendulum-v1": entry}))
-    train("--env", "Pendulum-v1", "-conf", "conf.yml", cwd=tmp_path)
+    train_here("--env", "Pendulum-v1", "-conf", "conf.yml")
     model = PPOExt.load(saved(tmp_path, "Pendulum-v1"))
     assert_has_options(model, ZOO_OPTIONS)
     assert model.ent_coef(0.5) == pytest.approx(0.005)
     assert model.critic_lr_schedule(0.0) == pytest.approx(0.0002)
     assert model.advantage_normalizer.state_dict()["weight"] == pytest.approx(1 - 0.9**4)
     assert ZOO_OPTIONS.items() <= config(tmp_path, "Pendulum-v1").items()
-    enjoy = ["enjoy", "--algo", "ppo_ext", "--env", "Pendulum-v1", "-f", "logs", "-n", "200", "--no-render"]
-    assert "Mean reward" in run(*RL_ZOO3, *enjoy, cwd=tmp_path)
+    assert "Mean reward" in enjoy_here("Pendulum-v1", 200)
 
 
-@pytest.mark.integration
-def test_params(tmp_path):
+def test_params(tmp_path, train_here):
     """From the command line, over the entry of the environment."""
     given = [f"{name}:{value!r}" for name, value in ADAPTIVE.items()]
-    train("--env", "Pendulum-v1", "-n", "512", "-params", "n_envs:2", "n_steps:64", *given, cwd=tmp_path)
+    train_here("--env", "Pendulum-v1", "-n", "512", "-params", "n_envs:2", "n_steps:64", *given)
     model = PPOExt.load(saved(tmp_path, "Pendulum-v1"))
     assert_has_options(model, ADAPTIVE)
     assert model.adaptive_lr.value != 0.001
@@ -353,14 +350,14 @@ def test_bad_option_from_the_command_line(tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.integration
-def test_tuning_keeps_options(tmp_path):
+def test_tuning_keeps_options(tmp_path, train_here):
     """Trials start from the options of the entry, and `--trial-id` finds them again."""
     entry = dict(n_envs=2, n_timesteps=256, policy="MlpPolicy") | ZOO_OPTIONS
     (tmp_path / "conf.yml").write_text(yaml.safe_dump({"Pendulum-v1": entry}))
     arguments = ["--env", "Pendulum-v1", "-conf", "conf.yml", "--storage", "study.log", "--study-name", "s"]
-    train(*arguments, "-optimize", "--n-trials", "2", "-n", "256", "--n-startup-trials", "2", cwd=tmp_path)
-    train(*arguments, "--trial-id", "0", "-n", "256", cwd=tmp_path)
+    sampling = ["--n-trials", "2", "--n-startup-trials", "2", "--n-evaluations", "1", "--eval-episodes", "1"]
+    train_here(*arguments, "-optimize", *sampling, "-n", "256", "--no-optim-plots")
+    train_here(*arguments, "--trial-id", "0", "-n", "256")
     model = PPOExt.load(saved(tmp_path, "Pendulum-v1"))
     journal = JournalStorage(JournalFileBackend(str(tmp_path / "study.log")))
     sampled = convert_ppo_ext_params(optuna.load_study(storage=journal, study_name="s").trials[0].params)

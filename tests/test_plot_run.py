@@ -1,6 +1,5 @@
 """What a training has logged is read back and drawn, from a file of RL Zoo or from TensorBoard."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -11,10 +10,10 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Figure as TensorBoardFigure
 from stable_baselines3.common.logger import configure
 from support.toys import make_toys
-from support.zoo import train
+from support.zoo import MODULE, run
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.plot_run import PANELS, plot_runs, read_log
+from sb3_ppo_ext.plot_run import PANELS, main, plot_runs, read_log
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=1, device="cpu")
@@ -115,36 +114,34 @@ def test_several_runs(run_folder):
     assert labels == [run_folder.name, "tensorboard"]
 
 
-def command(*arguments):
-    return subprocess.run([sys.executable, "-m", "sb3_ppo_ext.plot_run", *map(str, arguments)], capture_output=True, text=True)
-
-
 @pytest.mark.integration
-def test_run_of_the_zoo(tmp_path):
+@pytest.mark.xdist_group("trained")
+def test_run_of_the_zoo(trained):
     """One command plots it: the Zoo keeps the log of `ppo_ext`, evaluations included."""
-    train("--env", "CartPole-v1", "-n", "600", "--eval-freq", "200", "--eval-episodes", "1", cwd=tmp_path)
-    run = tmp_path / "logs" / "ppo_ext" / "CartPole-v1_1"
-    completed = command(run)
-    assert completed.stdout.strip() == str(run / "run.png")
-    assert (run / "run.png").stat().st_size > 10_000
-    assert {"eval/mean_reward", "rollout/ep_rew_mean", "train/clip_fraction"} <= read_log(run).keys()
+    folder = trained / "logs" / "ppo_ext" / "CartPole-v1_1"
+    assert run(*MODULE, "sb3_ppo_ext.plot_run", folder, cwd=trained).strip() == str(folder / "run.png")
+    assert (folder / "run.png").stat().st_size > 10_000
+    assert {"eval/mean_reward", "rollout/ep_rew_mean", "train/clip_fraction"} <= read_log(folder).keys()
 
 
-@pytest.mark.integration
-def test_bad_folders(tmp_path):
+def refused(monkeypatch, capsys, *arguments):
+    """What the command prints before it gives up."""
+    monkeypatch.setattr(sys, "argv", ["plot_run", *map(str, arguments)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    return capsys.readouterr().err
+
+
+def test_bad_folders(tmp_path, monkeypatch, capsys):
     """One that has no log, and one whose log is empty."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "progress.csv").touch()
     for folder, message in (tmp_path, "neither a `progress.csv`"), (tmp_path / "empty", "is empty"):
-        completed = command(folder, "-o", tmp_path / "plots" / "run.png")
-        assert completed.returncode == 2
-        assert message in completed.stderr
+        assert message in refused(monkeypatch, capsys, folder, "-o", tmp_path / "plots" / "run.png")
     assert not (tmp_path / "plots").exists()
 
 
-@pytest.mark.integration
-def test_bad_format(run_folder, tmp_path):
+def test_bad_format(run_folder, tmp_path, monkeypatch, capsys):
     """A file name that Matplotlib cannot write is refused before anything is written."""
-    completed = command(run_folder, "-o", tmp_path / "plots" / "run.foo")
-    assert "Matplotlib writes" in completed.stderr
+    assert "Matplotlib writes" in refused(monkeypatch, capsys, run_folder, "-o", tmp_path / "plots" / "run.foo")
     assert not (tmp_path / "plots").exists()

@@ -1,11 +1,14 @@
 """RL Zoo's own commands, unchanged, with `--algo ppo_ext`."""
 
+import contextlib
 import copy
 import os
 import pickle
+import re
 import shutil
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +30,7 @@ from support.zoo import MODULE, RL_ZOO3, config, manager, run, saved, train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import register
+from sb3_ppo_ext.zoo.__main__ import main
 from sb3_ppo_ext.zoo.hyperparameters import HYPERPARAMS, TrialHyperparams, find_hyperparams
 
 # The command line
@@ -46,30 +50,21 @@ SMALL = ["-params", "n_steps:128", "n_epochs:2"]
         pytest.param("BipedalWalkerHardcore-v3", ["-n", "2048", *SMALL], marks=pytest.mark.slow),
     ],
 )
-def test_same_numbers_as_ppo(env_id, arguments, tmp_path):
+def test_same_numbers_as_ppo(env_id, arguments, tmp_path, train_here):
     """
     From the command line with the same seed, `ppo` and the reference backend of `ppo_ext` save the same parameters, and the
     same hyperparameters.
     """
+    command = partial(train, cwd=tmp_path) if env_id == "CartPole-v1" else train_here
     for algo in ("ppo", "ppo_ext"):
         reference = [] if algo == "ppo" else [*([] if "-params" in arguments else ["-params"]), "backend:'eager'"]
-        train("--env", env_id, *arguments, *reference, algo=algo, cwd=tmp_path)
+        command("--env", env_id, *arguments, *reference, algo=algo)
     theirs, ours = PPO.load(saved(tmp_path, env_id, "ppo")), PPOExt.load(saved(tmp_path, env_id))
     assert type(ours) is PPOExt
     assert ours._n_updates > 0
     assert_equal(theirs.policy.state_dict(), ours.policy.state_dict(), "policy")
     assert_equal(theirs.policy.optimizer.state_dict(), ours.policy.optimizer.state_dict(), "optimizer")
     assert config(tmp_path, env_id, "ppo") | {"backend": "eager"} == config(tmp_path, env_id)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with a trained agent, trained by `python -m rl_zoo3.train`."""
-    folder = tmp_path_factory.mktemp("trained")
-    arguments = ["--env", "CartPole-v1", "-n", "600", "-tb", "tb", "--save-freq", "300", "-P", "--vec-env", "subproc"]
-    arguments += ["-params", "n_envs:2"]
-    train(*arguments, "--eval-freq", "300", cwd=folder, command=(*MODULE, "rl_zoo3.train"))
-    return folder
 
 
 @pytest.mark.integration
@@ -103,10 +98,10 @@ def test_record_video(trained):
 
 @pytest.mark.integration
 @pytest.mark.xdist_group("trained")
-def test_continue_training(trained, tmp_path):
+def test_continue_training(trained, tmp_path, train_here):
     """`-i` goes on with the parameters of a saved agent, of `ppo_ext` and of `ppo`."""
     agent = saved(trained, "CartPole-v1")
-    train("--env", "CartPole-v1", "-n", "256", "-i", agent, "-params", "learning_rate:0.0", cwd=tmp_path)
+    train_here("--env", "CartPole-v1", "-n", "256", "-i", agent, "-params", "learning_rate:0.0")
     before, after = PPOExt.load(agent), PPOExt.load(saved(tmp_path, "CartPole-v1"))
     assert_equal(before.policy.state_dict(), after.policy.state_dict(), "policy")
     assert after._n_updates > before._n_updates
@@ -125,22 +120,31 @@ def test_our_own_command(tmp_path):
     train(*arguments, cwd=tmp_path, command=command)
     first, second = (PPOExt.load(saved(tmp_path, "CartPole-v1", run_id=i)).policy.state_dict() for i in (1, 2))
     assert_equal(first, second, "policy")
-    assert "invalid choice: 'trian'" in run(*MODULE, "sb3_ppo_ext.zoo", "trian", cwd=tmp_path, fails=True)
-    assert "record_video" in run(*MODULE, "sb3_ppo_ext.zoo", "--help", cwd=tmp_path)
-    assert "--eval-freq" in run(*MODULE, "sb3_ppo_ext.zoo", "train", "--help", cwd=tmp_path)
 
 
-@pytest.mark.integration
-def test_conf_file_wins(tmp_path):
+def test_help_of_our_own_command(monkeypatch, capsys):
+    """It lists the scripts, names one that it does not have, and leaves the rest to the script."""
+
+    def printed(*words):
+        monkeypatch.setattr(sys, "argv", ["zoo", *words])
+        with contextlib.suppress(SystemExit):
+            main()
+        return "".join(capsys.readouterr())
+
+    assert "invalid choice: 'trian'" in printed("trian")
+    assert "record_video" in printed("--help")
+    assert "--eval-freq" in printed("train", "--help")
+
+
+def test_conf_file_wins(tmp_path, train_here):
     """A file that the user names is the only one that counts."""
     entry = dict(n_timesteps=64, policy="MlpPolicy", n_steps=16, batch_size=16, learning_rate="lin_0.002")
     (tmp_path / "mine.yml").write_text(yaml.dump({"CartPole-v1": entry}))
-    train("--env", "CartPole-v1", "-conf", "mine.yml", cwd=tmp_path)
+    train_here("--env", "CartPole-v1", "-conf", "mine.yml")
     assert config(tmp_path, "CartPole-v1") == entry
     assert PPOExt.load(saved(tmp_path, "CartPole-v1")).n_steps == 16
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     ("parameter", "message"),
     [
@@ -150,21 +154,20 @@ def test_conf_file_wins(tmp_path):
         ("clip_range:'lin_x'", "`clip_range='lin_x'` is not valid"),
     ],
 )
-def test_bad_hyperparameter(parameter, message, tmp_path):
+def test_bad_hyperparameter(parameter, message, tmp_path, train_here):
     """It is refused before a folder is made."""
-    printed = train("--env", "CartPole-v1", "-params", parameter, cwd=tmp_path, fails=True)
-    assert "Error" in printed
-    assert message in printed
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train_here("--env", "CartPole-v1", "-params", parameter)
     assert list(tmp_path.iterdir()) == []
 
 
 # Tuning
 
 
-def optimize(*arguments, cwd, env_id="MountainCarContinuous-v0"):
+def optimize(command, *arguments, env_id="MountainCarContinuous-v0"):
     """Few short trials on an environment whose entry, here the Zoo's, has policy_kwargs."""
     arguments = ("-optimize", "--env", env_id, "-conf", ZOO_FILE, "-n", "200", "--no-optim-plots", *arguments)
-    return train("--n-startup-trials", "1", "--n-evaluations", "2", "--eval-episodes", "1", *arguments, cwd=cwd)
+    return command("--n-startup-trials", "1", "--n-evaluations", "2", "--eval-episodes", "1", *arguments)
 
 
 def trials(storage, name="study"):
@@ -183,22 +186,22 @@ def trials(storage, name="study"):
 def test_tuning(sampler, pruner, more, tmp_path):
     """Samplers, pruners, several jobs, an SQLite storage."""
     storage = f"sqlite:///{tmp_path}/study.db"
-    optimize("--sampler", sampler, "--pruner", pruner, "--storage", storage, "--study-name", "study", *more, cwd=tmp_path)
+    study = ["--storage", storage, "--study-name", "study"]
+    optimize(partial(train, cwd=tmp_path), "--sampler", sampler, "--pruner", pruner, *study, *more)
     states = [trial.state for trial in trials(storage)]
     assert len(states) == int(more[1])
     assert set(states) <= {optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED}
     assert optuna.trial.TrialState.COMPLETE in states
 
 
-@pytest.mark.integration
-def test_trial_of_a_journal(tmp_path):
+def test_trial_of_a_journal(tmp_path, train_here):
     """`--trial-id` trains with a trial's values, those of the first one, and the entry's `policy_kwargs` stay."""
     study = ["--storage", "studies/study.log", "--study-name", "study"]
-    optimize(*study, "--n-trials", "1", cwd=tmp_path)
+    optimize(train_here, *study, "--n-trials", "1")
     journal = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / study[1])))
     for trial in trials(journal):
         chosen = ["-conf", ZOO_FILE, *study, "--trial-id", trial.number]
-        train("--env", "MountainCarContinuous-v0", "-n", "10", *chosen, cwd=tmp_path)
+        train_here("--env", "MountainCarContinuous-v0", "-n", "10", *chosen)
         model = PPOExt.load(saved(tmp_path, "MountainCarContinuous-v0"))
         assert model.n_steps == 2 ** trial.params["n_steps_pow"]
         assert model.learning_rate(1.0) == trial.params["learning_rate"]
@@ -431,16 +434,15 @@ def test_every_entry_is_legal(tmp_path):
         assert type(model) is PPOExt
 
 
-@pytest.mark.integration
-def test_history_based_policy(tmp_path):
+def test_history_based_policy(tmp_path, train_here, enjoy_here, capsys):
     """It is trained with hyperparameters for it, and watched."""
     policy = "policy:'MlpTransformerPolicy'"
-    printed = train("--env", "Acrobot-v1", "-n", "256", "-params", policy, "n_steps:32", "n_epochs:1", cwd=tmp_path)
+    train_here("--env", "Acrobot-v1", "-n", "256", "-params", policy, "n_steps:32", "n_epochs:1")
+    printed = capsys.readouterr().out
     assert "No hyperparameters for Acrobot-v1, using those of memory" in printed
     model = PPOExt.load(saved(tmp_path, "Acrobot-v1"))
     assert (model.policy.context_length, model.n_envs, model.batch_size) == (32, 8, 256)
-    enjoy = ["enjoy", "--algo", "ppo_ext", "--env", "Acrobot-v1", "-f", "logs", "-n", "600", "--no-render"]
-    assert "Mean reward" in run(*RL_ZOO3, *enjoy, cwd=tmp_path)
+    assert "Mean reward" in enjoy_here("Acrobot-v1", 600)
 
 
 def test_trials_of_history_based_policies(tmp_path, monkeypatch):
@@ -533,9 +535,8 @@ def test_enjoy_loads_with_custom_objects(trained):
     assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
 
 
-@pytest.mark.integration
-def test_vec_normalize_statistics_are_saved(tmp_path):
+def test_vec_normalize_statistics_are_saved(tmp_path, train_here):
     """The statistics lie beside the zip, and count the observations of the training."""
-    train("--env", "MountainCarContinuous-v0", "-n", "100", cwd=tmp_path)
+    train_here("--env", "MountainCarContinuous-v0", "-n", "100")
     path = saved(tmp_path, "MountainCarContinuous-v0").parent / "MountainCarContinuous-v0" / "vecnormalize.pkl"
     assert VecNormalize.load(str(path), PPOExt("MlpPolicy", "MountainCarContinuous-v0").env).obs_rms.count > 100
