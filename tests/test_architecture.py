@@ -2,16 +2,17 @@
 
 import importlib
 import inspect
-import pkgutil
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
 import sb3_ppo_ext
 
-MODULES = [module.name for module in pkgutil.walk_packages(sb3_ppo_ext.__path__, "sb3_ppo_ext.")]
+PACKAGE = Path(sb3_ppo_ext.__file__).parent
 
 
 def run(code):
@@ -22,7 +23,7 @@ def run(code):
 def test_imports_go_one_way():
     """As pyproject.toml declares."""
     command = [Path(sys.executable).parent / "lint-imports", "--no-cache", "--no-logo"]
-    completed = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
     assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
@@ -88,30 +89,28 @@ def test_version():
     assert sb3_ppo_ext.__version__ == "0.1.0"
 
 
-def public_parts(module):
-    """Public functions, classes and their methods, with the names under which they are found."""
-    for name, part in vars(module).items():
-        if not name.startswith("_") and getattr(part, "__module__", None) == module.__name__:
-            yield name, part
-            # What a protocol asks for is described as a whole.
-            if inspect.isclass(part) and not getattr(part, "_is_protocol", False):
-                methods = (method for method in vars(part) if not method.startswith("_"))
-                yield from ((f"{name}.{method}", getattr(part, method)) for method in methods)
+KINDS = (FunctionType, property, cached_property, classmethod, staticmethod)
 
 
-def is_described(part):
-    if not inspect.isclass(part):
-        return inspect.getdoc(part)
-    # A dataclass without a docstring gets its signature.
-    return part.__doc__ and not part.__doc__.startswith(f"{part.__name__}(")
+def public_objects(module):
+    """Classes and functions that a module defines, and what the classes define."""
+    own = [value for name, value in vars(module).items() if not name.startswith("_") and is_defined_in(value, module)]
+    for value in own:
+        yield value.__qualname__, value
+        for name, member in vars(value).items() if inspect.isclass(value) else ():
+            if not name.startswith("_") and isinstance(member, KINDS):
+                yield f"{value.__qualname__}.{name}", getattr(value, name)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_everything_public_has_a_docstring(name):
-    """By itself or, for a method, by the class that declares it."""
-    parts = {
-        name: part
-        for name, part in public_parts(importlib.import_module(name))
-        if inspect.isclass(part) or inspect.isroutine(part) or isinstance(part, property)
-    }
-    assert not [name for name, part in parts.items() if not is_described(part)]
+def is_defined_in(value, module):
+    # The public classes say that they are of the package.
+    is_ours = getattr(value, "__module__", None) in (module.__name__, "sb3_ppo_ext")
+    return is_ours and (inspect.isclass(value) or inspect.isfunction(value))
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_everything_public_has_a_docstring(path):
+    """Of its own, or its parent's."""
+    name = path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    for qualname, value in public_objects(importlib.import_module(name)):
+        assert inspect.getdoc(value), qualname

@@ -49,7 +49,7 @@ def test_saved_again(name, tmp_path):
 
 
 def test_old_name_of_the_backend():
-    """The earlier name `lean` becomes `fused`."""
+    """`"lean"` is `"fused"` now."""
     assert PPOExt.load(GOLDEN / "gaussian", device="cpu").backend == "fused"
 
 

@@ -17,7 +17,7 @@ from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatches import Minibatch
 from sb3_ppo_ext.update.ppo_loss import evaluate, ppo_loss
-from sb3_ppo_ext.update.update import is_finite
+from sb3_ppo_ext.update.update import GradientSource, is_finite
 
 # Adds the gradient of a minibatch, times its share of the step, and returns what was measured.
 Differentiate: TypeAlias = Callable[[Minibatch, float], dict[str, th.Tensor]]
@@ -68,7 +68,7 @@ class BackwardLoss:
         return measured
 
 
-class AutogradGradients:
+class AutogradGradients(GradientSource):
     """
     A ``GradientSource`` of minibatches that are gathered one after the other.
 

@@ -48,7 +48,6 @@ class CompiledEngine(Engine):
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
-        """See :class:`Engine`."""
         # Not at the top, for it takes seconds.
         from torch._dynamo import is_dynamo_supported
         from torch._inductor.cpp_builder import get_cpp_compiler
@@ -65,14 +64,12 @@ class CompiledEngine(Engine):
         return None
 
     def make_stepper(self, config: UpdateConfig) -> Stepper:
-        """See :class:`Engine`."""
         memory = GradientMemory.of(self.policy)
         if can_fuse_steps(self.policy, config):
             return FusedAdamStepper(self.policy.optimizer, memory)
         return TorchStepper(self.policy, memory)
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
-        """See :class:`Engine`."""
         assert isinstance(stepper, FusedAdamStepper | TorchStepper)
         assert stepper.memory is not None
         if self.compiled is None:

@@ -16,16 +16,10 @@ class EagerEngine(Engine):
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
-        """
-        :param setup: What is to be computed
-        :return: ``None``, for it computes whatever SB3 computes
-        """
-        return None
+        return None  # It computes whatever SB3 computes.
 
     def make_stepper(self, config: UpdateConfig) -> Stepper:
-        """See :class:`Engine`."""
         return TorchStepper(self.policy)
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
-        """See :class:`Engine`."""
         return AutogradGradients(BackwardLoss(self.policy, config), config, estimates, metrics)

@@ -30,17 +30,14 @@ class FusedEngine(Engine):
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
-        """See :class:`Engine`."""
         if any(p.dtype != th.float32 or not p.is_contiguous() for p in setup.policy.parameters()):
             return "the policy has parameters that are not float32"
         return extension.unsupported_reason(setup.policy)
 
     def make_stepper(self, config: UpdateConfig) -> Stepper:
-        """See :class:`Engine`."""
         if can_fuse_steps(self.policy, config):
             return FusedAdamStepper(self.policy.optimizer, GradientMemory.of(self.policy))
         return TorchStepper(self.policy)
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
-        """See :class:`Engine`."""
         return AutogradGradients(BackwardLoss(self.policy, config), config, estimates, metrics, channels_last=True)

@@ -10,6 +10,7 @@ from torch import nn
 
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.update.optimizers import clip_gradients
+from sb3_ppo_ext.update.update import Stepper
 
 
 class GradientMemory:
@@ -41,7 +42,7 @@ class GradientMemory:
             parameter.grad = gradient
 
 
-class TorchStepper:
+class TorchStepper(Stepper):
     """
     Steps of the policy's optimiser.
 
@@ -60,7 +61,6 @@ class TorchStepper:
             self.memory.show()
 
     def clip(self, max_norm: float) -> dict[str, th.Tensor]:
-        """See :func:`sb3_ppo_ext.update.optimizers.clip_gradients`."""
         return clip_gradients(self.policy, max_norm)
 
     def step(self) -> None:
@@ -74,7 +74,7 @@ class TorchStepper:
         """Nothing is to be done."""
 
 
-class FusedAdamStepper:
+class FusedAdamStepper(Stepper):
     """
     The norm of the gradients, their clipping and Adam in one call of the extension module, on the state of torch's optimiser.
 

@@ -111,7 +111,7 @@ class Actor(Protocol):
         """
 
 
-class PolicyActor:
+class PolicyActor(Actor):
     """
     One call of the policy at each step, as SB3 does it.
 
@@ -123,7 +123,6 @@ class PolicyActor:
         self.buffer, self.config = buffer, config
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
-        """See :class:`Actor`."""
         with th.no_grad():
             obs_tensor = obs_as_tensor(observations, self.config.device)
             actions, values, log_probs = self._evaluate(policy, obs_tensor, starts, step)
@@ -135,7 +134,6 @@ class PolicyActor:
         return policy(obs_tensor)
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
-        """See :class:`Actor`."""
         self._bootstrap(policy, transition)
         _, samples, values, log_probs = transition.action
         assert values is not None
@@ -159,7 +157,6 @@ class PolicyActor:
         note_truncations(self.config, steps, environments, observations, values.flatten().tolist())
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
-        """See :class:`Actor`."""
         with th.no_grad():
             values = last_values(policy, self.buffer, observations, dones)
         self.buffer.compute_returns_and_advantage(last_values=values, dones=dones)
@@ -206,7 +203,6 @@ class HistoryActor(PolicyActor):
         return caches
 
     def record(self, policy: Any, transition: Transition) -> None:
-        """See :class:`Actor`."""
         encoded = policy.encode_actions(transition.env_actions) if policy.use_last_action else None
         # Before the rewards are bootstrapped
         self.buffer.keep_outcome(transition.step, encoded, transition.rewards)

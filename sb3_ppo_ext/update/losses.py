@@ -78,40 +78,46 @@ class LossConfig:
 
 
 class LossInputs(Protocol):
-    """
-    What a loss may read of a minibatch. An engine may compute a part when it is first read.
-
-    :param data: The minibatch, SB3's ``RolloutBufferSamples``, with the advantages as the policy loss uses them
-    :param values: V, by the current critic, shape ``(batch_size,)``
-    :param log_prob: Log probabilities of the actions under the current policy, shape ``(batch_size,)``
-    :param entropy: Entropies of the action distributions in nats, shape ``(batch_size,)``, ``None`` without a closed form
-    :param log_ratio: Log probabilities under the current policy less those under the policy which collected,
-        shape ``(batch_size,)``
-    :param ratio: Its exponential, shape ``(batch_size,)``
-    :param distribution: The action distributions of the current policy
-    :param old_distribution: Parameters of the distributions that the policy had before the update, shape
-        ``(batch_size, n)``, ``None`` if no loss reads them or the family has no KL divergence in closed form
-    :param policy_name: Name of the policy's class, for messages
-    """
+    """What a loss may read of a minibatch. An engine may compute a part when it is first read."""
 
     @property
-    def data(self) -> RolloutBufferSamples: ...
+    def data(self) -> RolloutBufferSamples:
+        """The minibatch, SB3's ``RolloutBufferSamples``, with the advantages as the policy loss uses them."""
+
     @property
-    def values(self) -> th.Tensor: ...
+    def values(self) -> th.Tensor:
+        """V, by the current critic, shape ``(batch_size,)``."""
+
     @property
-    def log_prob(self) -> th.Tensor: ...
+    def log_prob(self) -> th.Tensor:
+        """Log probabilities of the actions under the current policy, shape ``(batch_size,)``."""
+
     @property
-    def entropy(self) -> th.Tensor | None: ...
+    def entropy(self) -> th.Tensor | None:
+        """Entropies of the action distributions in nats, shape ``(batch_size,)``, ``None`` without a closed form."""
+
     @property
-    def log_ratio(self) -> th.Tensor: ...
+    def log_ratio(self) -> th.Tensor:
+        """Log probabilities under the current policy minus those under the policy which collected, shape ``(batch_size,)``."""
+
     @property
-    def ratio(self) -> th.Tensor: ...
+    def ratio(self) -> th.Tensor:
+        """The exponential of the log ratio, shape ``(batch_size,)``."""
+
     @property
-    def distribution(self) -> Distribution: ...
+    def distribution(self) -> Distribution:
+        """The action distributions of the current policy."""
+
     @property
-    def old_distribution(self) -> th.Tensor | None: ...
+    def old_distribution(self) -> th.Tensor | None:
+        """
+        Parameters of the action distributions that the policy had before the update, shape ``(batch_size, n)``; ``None`` if no
+        loss reads them or the family has no KL divergence in closed form.
+        """
+
     @property
-    def policy_name(self) -> str: ...
+    def policy_name(self) -> str:
+        """Name of the policy's class, for messages."""
 
 
 # Policy losses

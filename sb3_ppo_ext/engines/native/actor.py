@@ -18,10 +18,10 @@ from sb3_ppo_ext.common.guards import check_outputs
 from sb3_ppo_ext.common.observations import stack
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.policy import NativePolicy, unsupported_reason
-from sb3_ppo_ext.rollout.actors import Action, PolicyActor, RolloutConfig, Transition, note_truncations
+from sb3_ppo_ext.rollout.actors import Action, Actor, PolicyActor, RolloutConfig, Transition, note_truncations
 
 
-class NativeActor:
+class NativeActor(Actor):
     """
     An ``Actor`` on the extension module. Its random numbers are drawn for all steps at once.
 
@@ -47,7 +47,6 @@ class NativeActor:
     # At each step
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
-        """See ``Actor``."""
         self._follow(policy)
         if self.torch_actor is not None:
             return self.torch_actor.act(policy, observations, starts, step)
@@ -79,7 +78,6 @@ class NativeActor:
         self.native.pack()
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
-        """See ``Actor``."""
         if self.torch_actor is not None:
             return self.torch_actor.record(policy, transition)
         buffer, step, action = self.buffer, transition.step, transition.action
@@ -99,7 +97,6 @@ class NativeActor:
         buffer.full = buffer.pos == buffer.buffer_size
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
-        """See ``Actor``."""
         self._follow(policy)
         if self.torch_actor is not None:
             return self.torch_actor.finish(policy, observations, dones)
@@ -122,7 +119,6 @@ class NativeActor:
         self._bootstrap()
 
     def _bootstrap(self, policy: ActorCriticPolicy | None = None) -> None:
-        """See ``PolicyActor``."""
         if not self.truncated:
             return
         steps, environments, observations = zip(*self.truncated, strict=True)

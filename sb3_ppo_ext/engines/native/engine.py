@@ -32,7 +32,6 @@ class NativeEngine(Engine):
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
-        """See :class:`~sb3_ppo_ext.engines.engine.Engine`."""
         if setup.has_extra_loss:
             return "`extra_actor_loss` may differentiate more of the policy than its outputs"
         if type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer):
@@ -40,20 +39,16 @@ class NativeEngine(Engine):
         return unsupported_reason(setup.policy)
 
     def is_for(self, setup: Setup) -> bool:
-        """See :class:`~sb3_ppo_ext.engines.engine.Engine`."""
         return super().is_for(setup) and self.native.is_of(setup.policy) and self.unsupported_reason(setup) is None
 
     def make_actor(self, buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
-        """See :class:`~sb3_ppo_ext.engines.engine.Engine`."""
         return NativeActor(self.native, buffer, config)
 
     def make_stepper(self, config: UpdateConfig) -> Stepper:
-        """See :class:`~sb3_ppo_ext.engines.engine.Engine`."""
         if not can_fuse_steps(self.policy, config):
             return TorchStepper(self.policy)
         pairs = [(parameter, th.from_numpy(gradient)) for parameter, gradient in self.native.parameters()]
         return FusedAdamStepper(self.policy.optimizer, GradientMemory(pairs), is_overwritten=True)
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
-        """See :class:`~sb3_ppo_ext.engines.engine.Engine`."""
         return AnalyticGradients(self.native, config, estimates, metrics, shows_gradients=isinstance(stepper, TorchStepper))

@@ -22,6 +22,7 @@ from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.losses import SURROGATES, active_auxiliary_losses, value_slope
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.ppo_loss import actions_of
+from sb3_ppo_ext.update.update import GradientSource
 
 # Samples whose measurements are kept before they are averaged
 MAX_MEASURED = 16384
@@ -29,7 +30,7 @@ MAX_MEASURED = 16384
 Step: TypeAlias = tuple[slice, ...]
 
 
-class AnalyticGradients:
+class AnalyticGradients(GradientSource):
     """
     A ``GradientSource`` of networks that the extension module evaluates and differentiates.
 

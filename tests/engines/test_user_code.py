@@ -1,0 +1,319 @@
+"""Whatever a callback may read or change in SB3, it reads and changes on every engine: each compared with SB3's PPO."""
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback, EventCallback
+from stable_baselines3.common.policies import ActorCriticPolicy
+from support.parity import assert_equal
+from support.toys import make_toys
+
+from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.engines.native.engine import NativeEngine
+from sb3_ppo_ext.engines.registry import ENGINES
+
+SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=3, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
+# The compiler plays no role while collecting, and takes seconds afterwards.
+BACKENDS = [pytest.param(name, marks=pytest.mark.integration if name == "compile" else ()) for name in ENGINES]
+AT = 5
+
+
+def make(algorithm=PPO, **options):
+    return algorithm("MlpPolicy", make_toys(), **{**SMALL, **options})
+
+
+# What a callback reads
+
+
+def read_in_a_helper(callback):
+    return callback.locals["values"], callback.locals["log_probs"]
+
+
+class InAHelper(BaseCallback):
+    """Reads the locals in a function of another module, which nobody can know."""
+
+    def _on_step(self):
+        self.seen = [*getattr(self, "seen", []), *map(copy.deepcopy, read_in_a_helper(self))]
+        return True
+
+
+class ByGetattr(BaseCallback):
+    """Reads the buffer by a name that is put together."""
+
+    def _on_step(self):
+        buffer = getattr(self.model, "rollout" + "_" + "buffer")
+        rows = [getattr(buffer, name)[: buffer.pos].copy() for name in ("values", "log_probs", "rewards", "actions")]
+        self.seen = [*getattr(self, "seen", []), *rows]
+        return True
+
+
+class AllLocals(BaseCallback):
+    """Walks through all that there is."""
+
+    NAMES = ("obs_tensor", "actions", "values", "log_probs", "clipped_actions", "new_obs", "rewards", "dones", "n_steps")
+
+    def _on_step(self):
+        found = {**self.locals}
+        self.seen = [*getattr(self, "seen", []), *(copy.deepcopy(found[name]) for name in self.NAMES)]
+        return True
+
+
+class InAChild(EventCallback):
+    """Has a child of SB3's kind read."""
+
+    def __init__(self, child):
+        super().__init__(child)
+        self.child = child
+
+    def _on_step(self):
+        return self._on_event()
+
+    @property
+    def seen(self):
+        return self.child.seen
+
+
+def lambda_reader():
+    """A function for SB3's own ``ConvertCallback``."""
+    seen = []
+
+    def read(local, _):
+        seen.append(local.get("values").clone())
+        return True
+
+    read.seen = seen
+    return read
+
+
+READERS = {
+    "a helper": InAHelper,
+    "getattr": ByGetattr,
+    "all locals": AllLocals,
+    "a child": lambda: InAChild(InAHelper()),
+    "a function": lambda_reader,
+}
+
+
+def seen_by(model, reader):
+    """What it sees of rollouts in which every action is the mean: random numbers differ from engine to engine."""
+    with th.no_grad():
+        model.policy.log_std.fill_(-30.0)
+    model.learn(32, callback=reader)
+    return reader.seen
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_callback_reads_what_sb3_has(backend, reader):
+    """Values, log probabilities and the rows of the buffer, at each step."""
+    expected = seen_by(make(), READERS[reader]())
+    actual = seen_by(make(PPOExt, backend=backend), READERS[reader]())
+    assert len(actual) == len(expected) >= 32 // 2
+    for one, other in zip(expected, actual, strict=True):
+        # The log probability of a mean is a sum of large numbers.
+        np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=1e-4, atol=1e-4)
+
+
+# What a callback changes
+
+
+def others(policy):
+    """The parameters of another policy."""
+    with th.no_grad():
+        other = copy.deepcopy(policy)
+        for name, parameter in other.named_parameters():
+            parameter.copy_(th.full_like(parameter, -30.0) if name == "log_std" else parameter + 0.3)
+    return other
+
+
+def by_assign(model, other):
+    model.policy.load_state_dict(other.state_dict(), assign=True)
+
+
+def by_load(model, other):
+    model.policy.load_state_dict(other.state_dict())
+
+
+def by_data(model, other):
+    for parameter, new in zip(model.policy.parameters(), other.parameters(), strict=True):
+        parameter.data = new.data.clone()
+
+
+def in_place_on_data(model, other):
+    for parameter, new in zip(model.policy.parameters(), other.parameters(), strict=True):
+        parameter.data.copy_(new.data)
+
+
+def through_numpy(model, other):
+    for parameter, new in zip(model.policy.parameters(), other.parameters(), strict=True):
+        parameter.detach().numpy()[...] = new.detach().numpy()
+
+
+def by_set_parameters(model, other):
+    model.set_parameters({"policy": other.state_dict()}, exact_match=False)
+
+
+def by_policy(model, other):
+    other.optimizer = type(other.optimizer)(other.parameters(), lr=3e-4, eps=1e-5)
+    model.policy = other
+
+
+def by_module(model, other):
+    model.policy.mlp_extractor, model.policy.action_net = other.mlp_extractor, other.action_net
+    model.policy.value_net, model.policy.log_std = other.value_net, other.log_std
+
+
+CHANGES = [by_assign, by_load, by_data, in_place_on_data, through_numpy, by_set_parameters, by_policy, by_module]
+
+
+class Change(BaseCallback):
+    """Changes the policy in the middle of a rollout."""
+
+    def __init__(self, change, other):
+        super().__init__()
+        self.change, self.other = change, other
+
+    def _on_step(self):
+        if self.n_calls == AT:
+            self.change(self.model, copy.deepcopy(self.other))
+        return True
+
+
+def rollout_with(model, change):
+    """One in which every action is the mean."""
+    with th.no_grad():
+        model.policy.log_std.fill_(-30.0)
+    _, callback = model._setup_learn(10**6, Change(change, others(model.policy)))
+    model._last_obs = np.ones_like(model._last_obs)
+    model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
+    return model
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_that_a_callback_changes_act_at_the_next_step(backend, change):
+    """However it does that: actions, values and returns are SB3's, and so is what the update makes of them."""
+    expected, actual = rollout_with(make(), change), rollout_with(make(PPOExt, backend=backend), change)
+    unchanged = rollout_with(make(), lambda *_: None)
+    assert np.allclose(expected.rollout_buffer.actions[:AT], unchanged.rollout_buffer.actions[:AT], atol=1e-5)
+    assert not np.allclose(expected.rollout_buffer.actions[AT], unchanged.rollout_buffer.actions[AT], atol=1e-2)
+    for name in ("actions", "values", "rewards", "advantages", "returns"):
+        one, other = (getattr(model.rollout_buffer, name) for model in (expected, actual))
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4, err_msg=name)
+    before = copy.deepcopy(actual.policy.state_dict())
+    for model in (expected, actual):
+        # Gradients at a standard deviation of 1e-13 would be mere rounding.
+        with th.no_grad():
+            model.policy.log_std.fill_(0.0)
+        model.rollout_buffer.log_probs[:] = -2.0
+        np.random.seed(0)
+        model.train()
+    assert_close(expected.policy.state_dict(), actual.policy.state_dict())
+    assert before.keys() == actual.policy.state_dict().keys()
+
+
+def assert_close(expected, actual):
+    assert expected.keys() == actual.keys()
+    for name in expected:
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_history_of_a_policy_whose_weights_change(change):
+    """What a transformer has computed of the steps before is computed again."""
+    if change is by_module:
+        pytest.skip("its networks are others")
+    policy_kwargs = dict(net_arch=[8], context_length=8, d_model=8, n_heads=2)
+
+    class Stream(Change):
+        def _on_step(self):
+            values = self.locals["values"].numpy().ravel()
+            rows.append((values, None))
+            return super()._on_step()
+
+    rows = []
+    model = PPOExt("MlpTransformerPolicy", make_toys(p_end=0.0, length=100), **{**SMALL, "policy_kwargs": policy_kwargs})
+    callback = Stream(change, others(model.policy))
+    _, callback = model._setup_learn(10**6, callback)
+    model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
+    buffer, policy = model.rollout_buffer, model.policy
+    steps = np.arange(AT, model.n_steps)
+    for env in range(model.n_envs):
+        with th.no_grad():
+            expected = policy.predict_values(buffer.sequences_of(env * model.n_steps + steps)).numpy().ravel()
+        np.testing.assert_allclose(buffer.values[AT:, env], expected, rtol=1e-4, atol=1e-5)
+
+
+class Odd(ActorCriticPolicy):
+    """Computes in its own way."""
+
+    def forward(self, obs, deterministic=False):
+        actions, values, log_prob = super().forward(obs, deterministic)
+        return th.full_like(actions, 0.5), values, log_prob
+
+
+def test_a_policy_of_another_kind_in_the_middle_of_a_rollout():
+    """The extension module steps aside, and takes over again when it can."""
+
+    class Swap(BaseCallback):
+        def _on_step(self):
+            if self.n_calls == AT:
+                space = self.model.observation_space, self.model.action_space
+                self.model.policy = Odd(*space, lambda _: 3e-4, net_arch=[8, 8])
+            return True
+
+    model = make(PPOExt, backend="auto")
+    assert type(model._find_engine()) is NativeEngine
+    first = model.policy
+    model.learn(32, callback=Swap())
+    assert (model.rollout_buffer.actions.reshape(2, 16, 2)[:, AT:] == 0.5).all()
+    assert type(model._find_engine()) is not NativeEngine
+    assert th.isfinite(model.policy.action_net.weight).all()
+    model.policy = first
+    assert type(model._find_engine()) is NativeEngine
+
+
+def test_a_callback_that_sees_all_sees_nothing_else_changed():
+    """Random numbers, and so the whole training, do not depend on whether somebody looks."""
+    alone = make(PPOExt).learn(64)
+    watched = make(PPOExt).learn(64, callback=AllLocals())
+    for name, expected in alone.policy.state_dict().items():
+        np.testing.assert_allclose(watched.policy.state_dict()[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_subclass_that_reads_estimates():
+    """A subclass of PPOExt may look at the buffer from any of its methods."""
+
+    class Curious(PPOExt):
+        def _update_info_buffer(self, infos, dones=None):
+            super()._update_info_buffer(infos, dones)
+            buffer = self.rollout_buffer
+            if buffer.pos > 0:
+                seen.append(buffer.values[buffer.pos - 1].copy())
+
+    seen = []
+    model = make(Curious, backend="native").learn(32)
+    stored = model.rollout_buffer.values.reshape(2, 16).T
+    np.testing.assert_allclose(np.stack(seen), stored[:-1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("action_space", [spaces.Discrete(3), spaces.MultiBinary(2)], ids=lambda space: type(space).__name__)
+def test_actions_in_the_locals_have_sb3s_shapes(action_space):
+    """For every space."""
+    shapes = []
+    for algorithm in (PPO, partial(PPOExt, backend="native")):
+        reader = AllLocals()
+        algorithm("MlpPolicy", make_toys(action_space=action_space), **SMALL).learn(32, callback=reader)
+        shapes.append([(np.asarray(value).shape, np.asarray(value).dtype) for value in reader.seen])
+    assert shapes[0] == shapes[1]
+
+
+def test_in_the_reference_nothing_has_changed():
+    """With such a callback as well: to the bit."""
+    models = [make().learn(64, callback=AllLocals()), make(PPOExt, backend="eager").learn(64, callback=AllLocals())]
+    assert_equal(*(model.policy.state_dict() for model in models), "policy")
