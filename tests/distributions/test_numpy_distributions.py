@@ -95,7 +95,7 @@ def test_numpy_distributions(family, kwargs, log_stds, fallback, ent_coef):
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if not f.numpy_class.needs_latents], ids=lambda family: family.name)
 def test_samples(family):
-    """Follow the distribution: Kolmogorov's and Smirnov's distance to as many samples of PyTorch's."""
+    """Samples follow the distribution, by the Kolmogorov-Smirnov distance to as many of PyTorch's."""
     n = 20000
     np.random.seed(0)
     th.manual_seed(0)
@@ -113,7 +113,7 @@ def test_samples(family):
 
 
 def test_samples_of_categories():
-    """Are as frequent as they should be."""
+    """Each category is drawn as often as its probability says."""
     th.manual_seed(0)
     outputs = np.float32([[0.5, -1.0, 2.0, 0.0]])
     numpy_side = numpy_distribution(CategoricalDistribution(4), None)

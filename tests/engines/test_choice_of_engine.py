@@ -28,7 +28,7 @@ pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension mod
 
 
 def test_fused_is_refused():
-    """On parameters that the module cannot read."""
+    """`"fused"` refuses parameters that the extension module cannot read, and `"auto"` then takes `"eager"`."""
     with pytest.raises(ValueError, match=r"`backend='fused'`.*float32"):
         make(backend="fused", policy=Double)
     assert type(make(backend="auto", policy=Double)._find_engine()) is EagerEngine
@@ -42,7 +42,7 @@ def test_reproducible():
 
 @pytest.mark.parametrize("action_dist", ["gaussian", "beta"])
 def test_engines_share_zips(action_dist, tmp_path):
-    """A zip of one goes on in the other, moments and steps of the optimiser included; SB3 loads it as well."""
+    """A zip of one engine goes on in another, moments and steps of the optimiser included; SB3 loads it as well."""
     for first, second in [("native", "eager"), ("eager", "native")]:
         model = make(backend=first, action_dist=action_dist).learn(64)
         model.save(tmp_path / "model")
@@ -56,7 +56,7 @@ def test_engines_share_zips(action_dist, tmp_path):
 
 
 def test_engine_can_change_in_the_middle():
-    """Between two updates, and after the parameters were replaced."""
+    """The engine may change between two updates, and parameters may be replaced."""
     model = make()
     for backend in ("native", "eager", "native", "auto"):
         model.backend = backend
@@ -75,7 +75,7 @@ def test_engine_can_change_in_the_middle():
 
 
 def test_copies():
-    """A model that has not learned is copied as with the reference; what is bound to memory is bound anew."""
+    """A model can be copied, and the copy finds its engines anew."""
     model = make()
     assert type(model._find_engine()) is NativeEngine
     model.env = model._vec_normalize_env = None
@@ -131,7 +131,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_native_does_not_support(reason, capsys):
-    """`"native"` refuses it with the reason, `"auto"` says it and takes the reference."""
+    """`"native"` refuses with the reason; `"auto"` says the reason and takes another engine."""
     with pytest.raises(ValueError, match=f"`backend='native'`.*{reason}.*auto"):
         make(**REFUSED[reason])
     model = make(backend="auto", verbose=1, **REFUSED[reason])
@@ -140,14 +140,14 @@ def test_what_native_does_not_support(reason, capsys):
 
 
 def test_loss_of_a_subclass():
-    """It may differentiate what it likes."""
+    """`"native"` refuses a subclass with its own loss, which may differentiate what it likes."""
     with pytest.raises(ValueError, match="extra_actor_loss"):
         OwnLoss("MlpPolicy", ToyEnv(), backend="native")
     assert type(OwnLoss("MlpPolicy", ToyEnv(), **SMALL)._find_engine()) is FusedEngine
 
 
 def test_reasons_that_come_later():
-    """Parameters in double precision, frozen ones, hooks, a layer of another kind."""
+    """Double precision, frozen parameters, hooks and layers of another kind are found when they come."""
 
     def of(change):
         policy = make().policy
@@ -165,7 +165,7 @@ def test_reasons_that_come_later():
 
 
 def test_without_the_extension_module(monkeypatch, capsys):
-    """All works, on PyTorch; a line says why."""
+    """Without the extension module all works on PyTorch, and a line says why."""
     monkeypatch.setattr(extension, "module", None)
     model = make(backend="auto", verbose=1)
     assert "Backend: eager (not native: the extension module was not built" in capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_without_the_extension_module(monkeypatch, capsys):
 
 
 def test_optimizers_that_torch_steps():
-    """Those that are not plainly Adam, and those whose step somebody has replaced."""
+    """PyTorch makes the steps of optimisers that are not plainly Adam, or whose step somebody has replaced."""
 
     def takes(model):
         return FusedAdamStepper.takes(model.policy.optimizer, model.policy)
@@ -191,7 +191,7 @@ def test_optimizers_that_torch_steps():
 
 
 def test_auto_takes_native(capsys):
-    """By default, and says so."""
+    """By default the native engine is taken where it can be, and a line says so."""
     PPOExt("MlpPolicy", ToyEnv(), verbose=1, **SMALL)
     assert "Backend: native" in capsys.readouterr().out
     assert DEFAULTS["backend"] == "auto"

@@ -13,7 +13,7 @@ pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension mod
 
 
 def test_normalize_each():
-    """Minibatch by minibatch, also where the last one is smaller, or a single sample."""
+    """Advantages are normalised minibatch by minibatch, also in a smaller last one and in one of a single sample."""
     values = np.random.default_rng(0).normal(3, 2, size=31).astype(np.float32)
     for sizes in ([31], [8, 8, 8, 7], [10, 10, 10, 1], [1] * 31):
         parts = np.split(values, np.cumsum(sizes)[:-1])
@@ -24,20 +24,20 @@ def test_normalize_each():
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_update(name):
-    """Equals the reference's."""
+    """The update of the native engine equals the reference's on each space, network and batch size."""
     assert_same_update(**UPDATES[name])
 
 
 @pytest.mark.parametrize("options", [o for o in SINGLE if "backend" not in o], ids=str)
 def test_update_with_each_option(options):
-    """Equals the reference's."""
+    """The update equals the reference's with each value of each option."""
     # Muon divides each matrix by its singular values, small ones included.
     assert_same_update(rtol=1e-4 if options.get("optimizer") == "muon" else 1e-5, **options)
 
 
 @pytest.mark.parametrize("name", [name for name in VALUES if name != "backend"])
 def test_update_with_pairs_of_options(name):
-    """Each option with each other one."""
+    """The update equals the reference's with each option beside three others."""
     values = [{other: value} for other in VALUES for value in VALUES[other] if other not in ("backend", name)]
     for other in np.random.default_rng(len(name)).permutation(len(values))[:3]:
         options = {name: VALUES[name][0], **values[other]}
@@ -46,19 +46,19 @@ def test_update_with_pairs_of_options(name):
 
 
 def test_reports_in_the_middle_of_an_update(monkeypatch):
-    """Of long ones, so that not all is kept: each epoch counts once."""
+    """Measurements of long updates are added up on the way, and each epoch counts once."""
     monkeypatch.setattr(gradients, "MAX_MEASURED", 8)
     assert_same_update(learning_rate=1e-2, ent_coef=0.1, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_update(name):
-    """Equals the reference's, with any policy."""
+    """The update of the fused engine equals the reference's, with any policy."""
     assert_same_update(other="fused", **FUSED[name])
 
 
-def test_actor_rests_in_the_first_update():
-    """When the optimiser has made no steps that differ from parameter to parameter."""
+def test_frozen_actor_in_the_first_update():
+    """The actor can be frozen before the optimiser has a state for any parameter."""
     options = dict(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001)
     eager, fused = (make(backend=backend, **options).learn(32).policy.state_dict() for backend in ("eager", "fused"))
     assert all(relative_error(eager[name], fused[name]) < 1e-5 for name in eager)

@@ -21,7 +21,7 @@ def instruction_set(request):
 
 
 def network_of(sizes, activation, module):
-    """A module of torch, and the same as a network, with its gradients."""
+    """A module of PyTorch, the same as a network of the extension module, and the gradients of the latter."""
     layers = [nn.Linear(*ends) for ends in itertools.pairwise(sizes)]
     torch_net = nn.Sequential(*[part for layer in layers for part in (layer, module())][:-1])
     gradients = [np.zeros(p.shape, np.float32) for p in torch_net.parameters()]
@@ -34,7 +34,7 @@ def network_of(sizes, activation, module):
 @pytest.mark.parametrize("sizes", [(3, 64, 64, 1), (17, 33, 6), (5, 7), (4, 8, 19, 20, 3), (1, 1, 1), (40, 100, 16, 2)])
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 200])
 def test_network(instruction_set, sizes, activation, module, n):
-    """Outputs and gradients are those of torch in double precision; gradients can be added up."""
+    """Outputs and gradients are those of PyTorch in double precision; gradients can be added up."""
     th.manual_seed(0)
     torch_net, network, gradients = network_of(sizes, activation, module)
     x, d_out = th.randn(n, sizes[0]), th.randn(n, sizes[-1])
@@ -54,7 +54,7 @@ def test_network(instruction_set, sizes, activation, module, n):
 
 
 def test_network_takes_over_parameters():
-    """When it is told to; numbers out of range and NaN come through."""
+    """Changed parameters are taken over when `pack` says so; numbers out of range and NaN come through."""
     torch_net, network, _ = network_of((2, 4, 1), "tanh", nn.Tanh)
     out = np.empty((3, 1), np.float32)
     for scale in (1.0, -2.0):
@@ -68,7 +68,7 @@ def test_network_takes_over_parameters():
 
 
 def test_network_refuses_arrays_that_do_not_fit():
-    """With a `ValueError`, and not by reading somewhere else."""
+    """Arrays of another shape or type raise a ValueError, and nothing outside of them is read."""
     _, network, _ = network_of((2, 4, 1), "tanh", nn.Tanh)
     ones = lambda *shape: np.ones(shape, np.float32)  # noqa: E731
     for x, out in [
@@ -103,7 +103,7 @@ def test_network_refuses_arrays_that_do_not_fit():
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
 @pytest.mark.parametrize("n", [1, 17, 64, 1030, 5000])
 def test_adam(instruction_set, n, weight_decay):
-    """Parameters and moments are torch's; so is the norm."""
+    """Parameters and moments are those of PyTorch's Adam, and the norm is that of NumPy."""
     rng = np.random.default_rng(0)
     parameter, gradient, first, second = (rng.normal(size=n).astype(np.float32) for _ in range(4))
     first[:] = second[:] = 0
@@ -123,7 +123,7 @@ def test_adam(instruction_set, n, weight_decay):
 
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_gae(n_envs):
-    """That of SB3's buffer."""
+    """Advantages are those of SB3's buffer."""
     rng = np.random.default_rng(0)
     buffer = RolloutBuffer(32, VECTOR, BOX_ACTION, "cpu", 0.9, 0.97, n_envs)
     buffer.rewards, buffer.values = rng.normal(size=(2, 32, n_envs)).astype(np.float32)

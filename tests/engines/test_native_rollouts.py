@@ -22,7 +22,7 @@ pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension mod
 
 
 class Steps(BaseCallback):
-    """Keeps what the environment said, without a look at values."""
+    """Keeps what the environment returned, and reads no estimates."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,10 @@ def test_callbacks_that_read_estimates_find_them():
 
 
 def test_callback_that_changes_the_policy():
-    """In the middle of a rollout: the next action is the new one's; what was taken before has the old one's estimates."""
+    """
+    From a change in the middle of a rollout on, actions are those of the new policy; what was taken before has the estimates
+    of the old one.
+    """
 
     class Setter(BaseCallback):
         def _on_step(self):
@@ -181,7 +184,7 @@ def test_exploration_of_gsde(n_envs, options):
 
 
 def test_first_ratios_of_gsde():
-    """Are 1, for rollout and update evaluate the same distribution."""
+    """Before the first step the ratios are 1: rollout and update evaluate the same distribution."""
     model = make(use_sde=True, n_epochs=1, batch_size=32).learn(32)
     logged = model.logger.name_to_value
     assert logged["train/ratio_mean"] == pytest.approx(1, abs=1e-6)
@@ -189,7 +192,7 @@ def test_first_ratios_of_gsde():
 
 
 def test_whose_code_runs():
-    """Not SB3's own callbacks, however nested; everybody else's, functions and methods that were replaced included."""
+    """Callbacks of SB3 itself, however nested, are known; anybody else's, replaced methods included, are told from them."""
 
     class Own(BaseCallback):
         def _on_step(self):
@@ -216,7 +219,7 @@ def test_whose_code_runs():
 
 @pytest.mark.parametrize("stop_at", [5, 16, 20])
 def test_callback_that_stops(stop_at):
-    """At the same step as the reference, with as much counted."""
+    """The training stops at the same step as the reference, with the same counts."""
     models = [make(backend=backend).learn(96, callback=RolloutRecorder(stop_at)) for backend in ("eager", "native")]
     assert models[0].num_timesteps == models[1].num_timesteps
     assert models[0]._n_updates == models[1]._n_updates
@@ -224,7 +227,7 @@ def test_callback_that_stops(stop_at):
 
 @pytest.mark.parametrize("action_dist", ["gaussian", "beta", None])
 def test_policy_that_is_not_finite(action_dist):
-    """The environment never gets an action of it, and what the rollout counted is taken back."""
+    """No action of a policy that is not finite gets to the environment, and the counts of the rollout are taken back."""
     space = None if action_dist else spaces.Discrete(3)
     model = make(dict(action_space=space) if space else {}, action_dist=action_dist or "gaussian").learn(32)
 
@@ -242,7 +245,7 @@ def test_policy_that_is_not_finite(action_dist):
 
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MultiInputPolicy", "MlpTransformerPolicy"])
 def test_observations_are_kept_in_float32(policy):
-    """As the policy reads them, where the environment has float64; the reference keeps them as SB3 does."""
+    """Observations in float64 are kept as the policy reads them; the reference keeps them as SB3 does."""
     space = spaces.Box(-1.0, 1.0, (3,), np.float64)
     space = spaces.Dict({"joints": space, "gear": spaces.Discrete(3)}) if policy == "MultiInputPolicy" else space
     for backend in ("auto", "eager"):
@@ -255,7 +258,7 @@ def test_observations_are_kept_in_float32(policy):
 
 
 def test_vec_normalize():
-    """It sees each step, and the rollout is normalised."""
+    """VecNormalize sees each step once, and the rollout is normalised."""
     model = PPOExt("MlpPolicy", VecNormalize(make_toys()), backend="native", **SMALL).learn(64)
     assert model.env.obs_rms.count == pytest.approx(2 * 33, abs=1e-3)
     assert abs(model.rollout_buffer.observations.mean()) < 0.5

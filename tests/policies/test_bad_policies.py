@@ -35,7 +35,7 @@ BAD_KEYWORDS = [
 
 @pytest.mark.parametrize(("options", "policy_kwargs", "space", "message"), BAD_KEYWORDS, ids=str)
 def test_bad_action_distribution(options, policy_kwargs, space, message):
-    """Of the algorithm and, before anything of it is built, of a policy by itself."""
+    """Bad values are refused by the algorithm and by a policy alone, before anything of it is built."""
     with pytest.raises(ValueError, match=message):
         PPOExt("MlpPolicy", ToyEnv(action_space=space), policy_kwargs=policy_kwargs, **options)
     with pytest.raises(ValueError, match=message):
@@ -60,7 +60,7 @@ def test_bad_combination(options, policy_kwargs, message):
 
 
 def test_infinite_bounds():
-    """Also for a policy by itself."""
+    """Bounded distributions and `mean_tanh` refuse infinite bounds, and say what to do."""
     space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     for action_dist in BOUNDED:
         with pytest.raises(ValueError, match="infinite bound"):
@@ -78,7 +78,10 @@ def test_infinite_bounds():
     [([-1, -1], [1, 60], 1), ([-1, -1, -1], [1, 30, 1], 1), ([-100], [100], 0), ([-1, 0, 0, 0], [40, 0, 0.1, 0.1], 0)],
 )
 def test_wide_box(low, high, dimension):
-    """A dimension that is very wide, by itself or beside the others, is probably not meant to be explored from end to end."""
+    """
+    A very wide dimension, by itself or beside the others, gets a warning, for it is hardly meant to be explored from end to
+    end.
+    """
     space = spaces.Box(np.float32(low), np.float32(high))
     with pytest.warns(UserWarning, match=f"very wide in its dimension {dimension}"):
         MlpPolicy(VECTOR, space, SCHEDULE, action_dist="beta")
@@ -90,14 +93,14 @@ def test_wide_box(low, high, dimension):
 
 
 def test_standard_deviation_of_beta():
-    """There is none to start from, as entries of the Zoo do."""
+    """`log_std_init`, which entries of the Zoo have, gets a warning that it has no effect on Beta."""
     with pytest.warns(UserWarning, match=r"`log_std_init=-2\.0` has no effect"):
         make("beta", policy_kwargs=dict(log_std_init=-2.0))
 
 
 @pytest.mark.parametrize("name", ["mass_near_bounds", "concentration", "std"])
 def test_reserved_names(name):
-    """The hook cannot log under them."""
+    """A subclass's loss cannot log under the names of the statistics."""
 
     class Hooked(PPOExt):
         def extra_actor_loss(self, rollout_data, distribution):

@@ -24,7 +24,7 @@ from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
 
 @st.composite
 def boxes(draw):
-    """Of any shape, float type and finite bounds, some of them without width."""
+    """Draw boxes of any shape, float type and finite bounds, some of them without width."""
     dtype = draw(st.sampled_from([np.float16, np.float32, np.float64]))
     shape = draw(nps.array_shapes(min_dims=1, max_dims=3, max_side=3))
     finite = dict(allow_nan=False, allow_infinity=False)
@@ -45,7 +45,9 @@ def boxes(draw):
     seed=st.integers(0, 1000),
 )
 def test_actions_are_in_the_box(space, action_dist, deterministic_action, deterministic, size, policy, seed):
-    """Of any space, policy and action distribution, deterministic or not, single or in a batch, saturated or not."""
+    """
+    Actions of any space, policy and distribution are in the box, deterministic or not, single or in a batch, saturated or not.
+    """
     th.manual_seed(seed)
     policy_class, observation_space = policy
     deterministic_action = deterministic_action if action_dist == "beta" else "mean"
@@ -74,7 +76,7 @@ BOXES = [
 
 
 class Watcher(BaseCallback):
-    """Keeps the actions as callbacks see them, and the buffer's."""
+    """Keeps the actions as callbacks see them, and those of the buffer."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +95,7 @@ class Watcher(BaseCallback):
 @pytest.mark.parametrize("space", BOXES, ids=str)
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_training(action_dist, space):
-    """The environment checks each action. Callbacks see it as it is; the buffer holds latents, float32, that give just it."""
+    """Callbacks and environment get actions within the bounds; the buffer holds float32 latents that give exactly these."""
     watcher = Watcher()
     model = make(action_dist, space).learn(32, callback=watcher)
     assert watcher.stored.dtype == np.float32
@@ -107,7 +109,7 @@ def test_training(action_dist, space):
 @pytest.mark.parametrize(("name", "observation_space"), [("CnnPolicy", IMAGE), ("MultiInputPolicy", DICT)])
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_images_and_dictionaries(action_dist, name, observation_space):
-    """By name; with a features extractor of its own for each network."""
+    """Policies of images and dictionaries train by their names, also with a features extractor for each network."""
     env = make_toys(observation_space=observation_space)
     model = make(action_dist, env=env, policy=name, policy_kwargs=dict(share_features_extractor=False)).learn(32)
     assert isinstance(model.policy, ActionDistributionMixin)
@@ -126,7 +128,7 @@ def test_images_and_dictionaries(action_dist, name, observation_space):
     ],
 )
 def test_first_ratio_is_one(action_dist, size):
-    """Before the first step of the optimiser, for each sample: what was stored is what is evaluated, at saturation too."""
+    """Before the first step the ratio of each sample is 1, at saturation too."""
 
     class Recorded(PPOExt):
         deviation = 0.0
@@ -148,14 +150,14 @@ def test_first_ratio_is_one(action_dist, size):
 
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_same_seed_same_policy(action_dist):
-    """Also across the boundary between rollouts."""
+    """The same seed gives the same policy after several rollouts."""
     one, other = (make(action_dist).learn(64) for _ in range(2))
     assert_equal(one.policy.state_dict(), other.policy.state_dict(), "policy")
 
 
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_action_that_is_not_finite(action_dist):
-    """It does not get to the environment."""
+    """An action that is not finite is refused before it gets to the environment."""
     model = make(action_dist)
     with th.no_grad():
         model.policy.action_net.bias.fill_(float("nan"))
@@ -170,7 +172,7 @@ def test_action_that_is_not_finite(action_dist):
 @pytest.mark.filterwarnings("ignore:The action space")
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_actions_to_latents(action_dist):
-    """For the actions of an expert: their latents give them back."""
+    """The latents of an expert's actions give these actions back."""
     space = spaces.Box(np.float32([[-1, 100], [-4, 2]]), np.float32([[1, 101], [5, 2]]))
     policy = MlpPolicy(VECTOR, space, SCHEDULE, action_dist=action_dist)
     actions = np.stack([space.sample() for _ in range(10)])
@@ -192,7 +194,7 @@ def test_actions_to_latents(action_dist):
 
 
 def test_deterministic_action():
-    """The image of the mean; for Beta the mean, or the mode on request, also when the request comes later, with the zip."""
+    """The deterministic action is the image of the mean; of Beta the mean, or the mode on request, also by `load`."""
     observation = np.float32([0.3, -0.2, 0.9])
     model = make("squashed_gaussian")
     saturate(model.policy, 2.0)
@@ -211,7 +213,7 @@ def test_deterministic_action():
 
 
 def test_initial_policies():
-    """Near uniform for Beta, unsaturated for the squashed Gaussian, with and without the orthogonal initialisation."""
+    """A new Beta is nearly uniform and a new squashed Gaussian unsaturated, with and without the orthogonal initialisation."""
     for ortho_init in (True, False):
         model = make("beta", policy_kwargs=dict(ortho_init=ortho_init), ent_coef=0.0, learning_rate=0.0).learn(32)
         assert -2 * np.log(2) <= model.logger.name_to_value["train/entropy_loss"] < -2 * np.log(2) + 0.1
@@ -228,7 +230,7 @@ class NoReward(ToyEnv):
 
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_entropy_bonus_leads_to_the_uniform_distribution(action_dist):
-    """From one at the bounds, where the entropy of the Gaussian itself would only go on growing, and from a narrow one."""
+    """The entropy bonus makes a policy at the bounds, and a narrow one, uniform."""
     for start in (1.5, -2.0) if action_dist == "squashed_gaussian" else (8.0, 30.0):
         options = dict(ent_coef=1.0, learning_rate=0.02, n_epochs=10, normalize_advantage=False)
         if action_dist == "squashed_gaussian":
@@ -249,7 +251,7 @@ def entropy(model):
 
 
 def test_bounds_loss_acts_before_the_squashing():
-    """It pulls a mean back that is far out, where tanh alone leaves hardly any gradient."""
+    """The bounds loss pulls back a mean that is far out, where tanh alone leaves hardly any gradient."""
     means = {}
     for coefficient in (0.0, 1.0):
         model = make("squashed_gaussian", bounds_coef=coefficient, learning_rate=0.02, n_epochs=10, vf_coef=0.0)
@@ -262,7 +264,7 @@ def test_bounds_loss_acts_before_the_squashing():
 
 
 def test_what_is_logged():
-    """Of each action distribution what it has; the share of clipped actions is the Gaussian's alone."""
+    """Each action distribution logs its own statistics; the share of clipped actions is logged for the Gaussian alone."""
     logs = {action_dist: make(action_dist).learn(32).logger.name_to_value for action_dist in ["gaussian", *BOUNDED]}
     keys = ("train/std", "train/mass_near_bounds", "train/concentration", "train/actions_at_bounds")
     found = {action_dist: [key in log for key in keys] for action_dist, log in logs.items()}
@@ -275,7 +277,7 @@ def test_what_is_logged():
 
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_pendulum(action_dist):
-    """A task whose bounds are not 1: what is learned gets the return up, in the units of the environment."""
+    """A task whose bounds are not 1 trains, and gets actions in its own units."""
     env = gym.make("Pendulum-v1")
     model = PPOExt("MlpPolicy", env, action_dist=action_dist, device="cpu", n_steps=64, batch_size=32, n_epochs=2).learn(128)
     action, _ = model.predict(env.observation_space.sample())
@@ -283,7 +285,7 @@ def test_pendulum(action_dist):
 
 
 def test_optimizer_of_beta():
-    """With the learning rate and arguments that SB3 gives to its own."""
+    """The optimiser of Beta's policy has the learning rate and the arguments that SB3 gives to its own."""
     ours, theirs = (
         MlpPolicy(VECTOR, BOX_ACTION, LinearSchedule(1e-3, 0.0, 1.0), action_dist="beta"),
         PPO("MlpPolicy", ToyEnv()),
@@ -297,8 +299,11 @@ def test_optimizer_of_beta():
     assert {p for group in other.optimizer.param_groups for p in group["params"]} == set(other.parameters())
 
 
-def test_head_of_beta():
-    """Orthogonal with a gain of 0.01, as SB3's heads, unless the user wants none of it; alpha = beta = 1.31 at first."""
+def test_output_layer_of_beta():
+    """
+    The output layer is orthogonal with a gain of 0.01, as SB3's, unless the user wants none of it; alpha = beta = 1.31 at
+    first.
+    """
     for ortho_init, low, high in [(True, 0.0099, 0.0101), (False, 0.05, 1.0)]:
         policy = MlpPolicy(VECTOR, BOX_ACTION, SCHEDULE, action_dist="beta", ortho_init=ortho_init)
         norms = policy.action_net.weight.norm(dim=1)
@@ -309,7 +314,7 @@ def test_head_of_beta():
 
 
 def test_statistics_are_of_the_last_epoch():
-    """As the KL divergence: of each sample once."""
+    """Statistics are of each sample once, in the last epoch, as the KL divergence."""
     model = make("beta", n_epochs=3)
     seen = []
     model.policy.action_dist.statistics = lambda parameters: seen.append(len(parameters)) or {}
@@ -319,7 +324,7 @@ def test_statistics_are_of_the_last_epoch():
 
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_no_statistics_without_a_step(action_dist):
-    """If every minibatch was left out, what would be logged of the Gaussian is not logged of latents."""
+    """If every minibatch was left out, the share of clipped actions is not computed of latents."""
 
     class Bad(PPOExt):
         def extra_actor_loss(self, rollout_data, distribution):

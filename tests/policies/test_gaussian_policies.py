@@ -14,7 +14,7 @@ from sb3_ppo_ext import MlpPolicy, PPOExt
 
 
 def test_mean_within_the_bounds():
-    """`mean_tanh` bounds the mean to the box, whatever it is; samples are those of a Gaussian, and are clipped."""
+    """`mean_tanh` bounds the mean to the box; samples are those of a Gaussian, and are clipped."""
     model = make(policy_kwargs=dict(mean_tanh=True, log_std_init=0.5))
     low, high = BOX_ACTION.low, BOX_ACTION.high
     observation = np.float32([0.3, -0.2, 0.9])
@@ -39,7 +39,7 @@ def test_mean_within_the_bounds():
 @pytest.mark.parametrize("action_dist", ["gaussian", "squashed_gaussian"])
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_standard_deviation_that_is_not_learned(action_dist, optimizer):
-    """It stays where it was put, and everything else learns."""
+    """With `learn_std=False` the standard deviation stays, and everything else learns."""
     fixed = dict(learn_std=False, log_std_init=-1.0)
     model = make(action_dist, policy_kwargs=fixed, optimizer=optimizer, ent_coef=0.1, learning_rate=0.01)
     before = {name: value.clone() for name, value in model.policy.state_dict().items()}
@@ -52,7 +52,7 @@ def test_standard_deviation_that_is_not_learned(action_dist, optimizer):
 
 @pytest.mark.parametrize("algorithm", [PPO, PPOExt])
 def test_configured_standard_deviation_wins(algorithm):
-    """Over that of a zip, in `load` and in `set_parameters`; and a warning says so."""
+    """A fixed standard deviation wins over that of a zip, in `load` and in `set_parameters`, with a warning."""
     kwargs = dict(SMALL, policy_kwargs=dict(net_arch=[8, 8], log_std_init=0.3))
     learned = algorithm("MlpPolicy", make_toys(), **kwargs).learn(64)
     saved = Zip(learned)
@@ -79,7 +79,7 @@ def test_configured_standard_deviation_wins(algorithm):
 
 
 def test_parameters_can_be_assigned():
-    """A standard deviation that is not learned does not come back to learning by it."""
+    """`load_state_dict(assign=True)` does not make a fixed standard deviation learn again."""
     policies = [MlpPolicy(VECTOR, BOX_ACTION, SCHEDULE, learn_std=fixed, log_std_init=-1.0) for fixed in (True, False)]
     policies[1].load_state_dict(policies[0].state_dict(), assign=True)
     assert policies[1].action_net.weight.data_ptr() == policies[0].action_net.weight.data_ptr()

@@ -22,7 +22,7 @@ class Sb3Policy(ActorCriticPolicy):
 
 
 class AnyKeyword(ActorCriticPolicy):
-    """Its keywords are its own business."""
+    """Takes the names of our keywords with meanings of its own."""
 
     def __init__(self, *args, learn_std="own", **kwargs):
         self.mine = learn_std, kwargs.pop("mean_tanh", None)
@@ -50,7 +50,7 @@ class Mixed(ActionDistributionMixin, Sb3Policy):
 
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_own_policy_classes(action_dist):
-    """Those that inherit the action distributions have them; for others the message tells how."""
+    """Classes that inherit our mixin have the action distributions; for others the message says how to get them."""
     for policy_class in (Sb3Policy, AnyKeyword, Tight):
         with pytest.raises(ValueError, match=f"`action_dist=.*{policy_class.__name__} does not take it; let it inherit"):
             PPOExt(policy_class, ToyEnv(), action_dist=action_dist)
@@ -73,7 +73,7 @@ def test_own_policy_classes(action_dist):
 
 
 def test_keywords_of_other_policies():
-    """They may share the names of ours."""
+    """A user's policy may give our names another meaning."""
     model = PPOExt(AnyKeyword, ToyEnv(), policy_kwargs=dict(learn_std=0.5, mean_tanh="yes", net_arch=[3]))
     assert model.policy.mine == (0.5, "yes")
 
@@ -96,7 +96,7 @@ def test_without_action_dist_it_is_sb3():
 @pytest.mark.parametrize("action_dist", BOUNDED)
 @pytest.mark.parametrize("algorithm", [A2C, PPO, TRPO])
 def test_other_algorithms(action_dist, algorithm, tmp_path):
-    """Those of SB3 and SB3-Contrib work with these policies; the environment checks the actions."""
+    """Algorithms of SB3 and SB3-Contrib train with these policies; the environment checks the actions."""
     policy_kwargs = dict(action_dist=action_dist, net_arch=[8])
     model = algorithm(MlpPolicy, make_toys(), n_steps=16, policy_kwargs=policy_kwargs, device="cpu", seed=0).learn(128)
     model.save(tmp_path / "model")
@@ -114,14 +114,14 @@ def test_other_algorithms(action_dist, algorithm, tmp_path):
 
 
 def test_exports():
-    """Our policies under SB3's names."""
+    """Our policies have SB3's names, and are SB3's kind."""
     assert sb3_ppo_ext.MlpPolicy is MlpPolicy
     assert issubclass(MlpPolicy, ActorCriticPolicy)
 
 
 @pytest.mark.parametrize("action_dist", ["gaussian", *BOUNDED])
 def test_hint_to_prefer_the_cpu(action_dist):
-    """SB3's own, which goes by the name of the policy's class."""
+    """SB3's hint to prefer the CPU, which goes by the name of the policy, is given for ours."""
     model = make(action_dist)
     model.device = th.device("cuda")
     with pytest.warns(UserWarning, match="trying to run PPOExt on the GPU"):
@@ -130,7 +130,7 @@ def test_hint_to_prefer_the_cpu(action_dist):
 
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_parameters_with_noise(action_dist):
-    """As in SB3's example of an evolution strategy: every tensor takes noise, and partial parameters can be loaded."""
+    """As in SB3's example of an evolution strategy, every tensor takes noise, and partial parameters can be loaded."""
     model = make(action_dist)
     parameters = {
         k: v + 0.1 * th.randn_like(v) for k, v in model.policy.state_dict().items() if "action" in k or "policy" in k
@@ -141,7 +141,7 @@ def test_parameters_with_noise(action_dist):
 
 
 def test_locals_at_the_end_of_a_rollout():
-    """Of the same shapes as SB3's, with discrete actions too."""
+    """The locals at the end of a rollout have SB3's shapes, with discrete actions too."""
 
     class Shapes(BaseCallback):
         def _on_step(self):

@@ -16,7 +16,7 @@ from support.zips import Zip
 @pytest.mark.integration
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_zip_in_another_process(action_dist, tmp_path):
-    """Which imports nothing but the package."""
+    """A process that imports nothing but the package loads the zip and predicts the same."""
     model = make(action_dist).learn(32)
     model.save(tmp_path / "model")
     observation = np.float32([0.1, 0.2, -0.3])
@@ -41,7 +41,7 @@ KEYWORDS = [
 @pytest.mark.parametrize(("policy_class", "observation_space"), POLICIES)
 @pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
 def test_policy_alone(keywords, policy_class, observation_space, tmp_path):
-    """`policy.save` and `policy.load`: the class, every keyword, and the parameters."""
+    """`policy.save` and `policy.load` keep the class, every keyword, and the parameters."""
     policy = policy_class(observation_space, BOX_ACTION, SCHEDULE, **keywords)
     for parameter in policy.parameters():
         if parameter.requires_grad:
@@ -58,7 +58,7 @@ def test_policy_alone(keywords, policy_class, observation_space, tmp_path):
 
 
 def test_action_distribution_of_a_zip_is_kept():
-    """Another one is refused: the parameters of a Gaussian would fit a squashed one, and mean something else."""
+    """Another distribution is refused: the parameters of a Gaussian would fit a squashed one, and mean something else."""
     zips = {action_dist: Zip(make(action_dist)) for action_dist in ["gaussian", *BOUNDED]}
     for action_dist, saved in zips.items():
         assert saved.load(action_dist=action_dist).action_dist == action_dist
@@ -89,7 +89,7 @@ def test_action_distribution_of_a_zip_is_kept():
 
 @pytest.mark.parametrize("exact_match", [True, False])
 def test_parameters_of_earlier_versions(exact_match):
-    """They name the action distribution in another way."""
+    """Parameters that name the action distribution in the earlier way are taken, and checked as well."""
     for name in BOUNDED:
         model, other = make(name, seed=1), make(name)
         parameters = model.policy.state_dict()

@@ -34,10 +34,10 @@ def make(action_dist="gaussian", action_space=BOX_ACTION, env=None, policy="MlpP
 
 
 def saturate(policy, size):
-    """Let its head put out numbers of about this size, of either sign, which depend on the observation."""
-    head = policy.action_net
+    """Let the output layer give numbers of about this size, of either sign, which depend on the observation."""
+    layer = policy.action_net
     with th.no_grad():
-        head.weight.normal_(0.0, size / 10)
+        layer.weight.normal_(0.0, size / 10)
         # Of Beta the first half are those of alpha.
-        signs = th.tensor([1.0, -1.0]).repeat(len(head.bias))[: policy.action_dist.action_dim]
-        head.bias.copy_(size * th.cat([signs, -signs])[: len(head.bias)])
+        signs = th.tensor([1.0, -1.0]).repeat(len(layer.bias))[: policy.action_dist.action_dim]
+        layer.bias.copy_(size * th.cat([signs, -signs])[: len(layer.bias)])

@@ -18,7 +18,7 @@ def run(*args, timesteps=32, **kwargs):
 
 
 def changed(one, other, tolerance=0.0):
-    """Whether actor and critic differ, by more than a share of what they are."""
+    """Which of actor and critic differ by more than this share of their largest parameter."""
     of_critic = {name for name, p in one.policy.named_parameters() if p in critic_parameters(one.policy)}
     a, b = one.policy.state_dict(), other.policy.state_dict()
     differ = {name for name in a if not (a[name] - b[name]).abs().max() <= tolerance * a[name].abs().max()}
@@ -33,7 +33,7 @@ BOTH = "actor and critic"
 
 
 class Recording(PPOExt):
-    """Keeps the targets of every minibatch, and the policy that learns from them."""
+    """Keeps every minibatch, and the parameters before its step."""
 
     def __init__(self, *args, **kwargs):
         self.seen = []

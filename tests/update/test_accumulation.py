@@ -28,7 +28,7 @@ from support.training import Recording, logged, make, run
 )
 @pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 def test_accumulated_gradients_are_those_of_a_larger_batch(options):
-    """Whatever else is on: 4 minibatches of 4 are one of 16, to rounding."""
+    """With any other option, 4 minibatches of 4 are one of 16, to rounding."""
     size = 1 if options.pop("batch_size_of_one", False) else 4
     options = {"learning_rate": 0.01, "optimizer": "sgd", "timesteps": 64, **options}
     large = run(batch_size=16, **options)
@@ -40,7 +40,7 @@ def test_accumulated_gradients_are_those_of_a_larger_batch(options):
 
 
 def test_target_kl_judges_the_accumulated_step(monkeypatch):
-    """By the mean over its minibatches: 1 in the first of four is 0.25 in all."""
+    """The KL divergence of a step is the mean over its minibatches: 1 in the first of four is 0.25 in all."""
     divergences = itertools.cycle([1.0, 0.0, 0.0, 0.0])
     monkeypatch.setattr("sb3_ppo_ext.update.ppo_loss.approximate_kl", lambda ratio, log_ratio: th.tensor(next(divergences)))
     for target_kl, n_minibatches in ((0.16, 4), (0.17, 24)):

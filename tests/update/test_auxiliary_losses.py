@@ -12,7 +12,7 @@ from sb3_ppo_ext import PPOExt
 
 
 class Symmetric(PPOExt):
-    """The mean action for a mirrored observation shall be the mirrored one."""
+    """Wants the mean action for a mirrored observation to be the mirrored one."""
 
     def extra_actor_loss(self, rollout_data, distribution):
         mirrored = self.policy.get_distribution(-rollout_data.observations)
@@ -21,7 +21,7 @@ class Symmetric(PPOExt):
 
 
 def test_extra_actor_loss():
-    """It is minimised and logged."""
+    """A subclass's loss is minimised and logged."""
     model = make(Symmetric, policy_kwargs=dict(net_arch=[8]), learning_rate=0.01)
     with th.no_grad():
         model.policy.action_net.bias.fill_(0.5)  # the same for both mirror images
@@ -34,7 +34,9 @@ def test_extra_actor_loss():
 
 
 def test_extra_actor_loss_has_a_distribution_of_its_own():
-    """Another one that the hook asks for does not overwrite it: a policy that is its mirror image has no asymmetry."""
+    """
+    Another distribution that the hook asks for does not overwrite its own: a policy that is its mirror image has no asymmetry.
+    """
     model = make(Symmetric, policy_kwargs=dict(net_arch=[]), learning_rate=0.0)
     with th.no_grad():
         model.policy.action_net.weight.fill_(1.0)
@@ -44,7 +46,7 @@ def test_extra_actor_loss_has_a_distribution_of_its_own():
 
 @pytest.mark.parametrize("name", ["approx_kl", "grad_norm", "loss"])
 def test_names_that_the_hook_cannot_log(name):
-    """They mean something else."""
+    """The hook cannot log under names that mean something else."""
 
     class Clashing(PPOExt):
         def extra_actor_loss(self, rollout_data, distribution):
@@ -55,7 +57,7 @@ def test_names_that_the_hook_cannot_log(name):
 
 
 def test_number_as_extra_actor_loss():
-    """It has no gradient, but is logged."""
+    """A number as loss has no gradient, but is logged."""
 
     class Constant(PPOExt):
         def extra_actor_loss(self, rollout_data, distribution):
@@ -67,7 +69,7 @@ def test_number_as_extra_actor_loss():
 
 
 def test_extra_actor_loss_sees_what_the_policy_loss_uses():
-    """Minibatches of SB3's, whose advantages are normalised."""
+    """The hook gets SB3's minibatches, whose advantages are normalised."""
     model = make(Recording, advantage_norm="minibatch").learn(32)
     for data, _ in model.seen:
         assert data.advantages.mean().item() == pytest.approx(0, abs=1e-6)
@@ -75,7 +77,7 @@ def test_extra_actor_loss_sees_what_the_policy_loss_uses():
 
 
 def test_bounds_loss_of_a_squashed_policy():
-    """It acts on the mean before the squashing, whose bounds are -1 and 1."""
+    """The bounds loss acts on the mean before the squashing, whose bounds are -1 and 1."""
     policy_kwargs = dict(squash_output=True)
     common = dict(use_sde=True, policy_kwargs=policy_kwargs, bounds_limit=0.0)
     one, other = run(**common), run(**common, bounds_coef=0.1)
@@ -90,7 +92,7 @@ def test_bounds_loss_of_a_squashed_policy():
 
 
 def test_bounds_loss_pulls_the_mean_back():
-    """A mean far outside comes back inside, in units of the bounds."""
+    """A mean far outside of the bounds comes back, in units of the bounds."""
     model = make(bounds_coef=1.0, learning_rate=0.02, normalize_advantage=False, vf_coef=0.0, n_epochs=10)
     with th.no_grad():
         model.policy.action_net.bias.copy_(th.tensor([4.0, -6.5]))  # z = 4 and -3.5 in [-1, 1] x [-2, 3]

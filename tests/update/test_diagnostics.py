@@ -8,7 +8,7 @@ from support.training import Recording, logged, make
 
 
 def test_diagnostics():
-    """Against what can be computed from the outside."""
+    """What is logged is what can be computed from the outside."""
     log = LogRecorder()
     model = make(max_grad_norm=0.5, n_epochs=1, batch_size=32)
     model.set_logger(Logger(None, [log]))
@@ -37,7 +37,7 @@ def test_diagnostics():
 
 
 def test_ratio_statistics():
-    """Of the last epoch, over all samples."""
+    """Statistics of the ratio are of the last epoch, over all samples."""
     model = make(Recording, n_epochs=2, learning_rate=0.01)
     model.learn(32)
     ratios = []

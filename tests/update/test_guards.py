@@ -31,7 +31,9 @@ def same(one, other):
     "options", [{}, dict(critic_learning_rate=1e-3), dict(optimizer="muon"), dict(accumulate_grad=2)], ids=str
 )
 def test_max_clip_fraction(options):
-    """From the first minibatch that is clipped too much, the actor rests to the end of the update; the critic learns on."""
+    """
+    From the first minibatch that is clipped too much, the actor is frozen to the end of the update; the critic learns on.
+    """
     model = make(Snapshots, max_clip_fraction=0.3, learning_rate=0.02, n_epochs=4, **options).learn(32)
     actors, critics = model.actors(), model.critics()
     every = options.get("accumulate_grad", 1)
@@ -48,16 +50,16 @@ def test_max_clip_fraction(options):
     assert not same(actors[0], actors[every])
 
 
-def test_resting_actor_has_no_gradient_norm():
-    """There are no zeros in the log, which would be on another device than the others as well."""
+def test_frozen_actor_has_no_gradient_norm():
+    """The log has no norm of the gradients of a frozen actor."""
     model = make(max_clip_fraction=0.0, critic_learning_rate=1e-3, optimizer="muon")
     for parameter in model.policy.parameters():
         parameter.grad = th.ones_like(parameter) if parameter in critic_parameters(model.policy) else None
     assert clip_gradients(model.policy, 1.0).keys() == {"critic_grad_norm", "muon_grad_norm"}
 
 
-def test_resting_actor_does_not_count_in_the_clipping():
-    """Its gradient, however large, does not shrink the critic's step."""
+def test_frozen_actor_does_not_count_in_the_clipping():
+    """The gradient of a frozen actor, however large, does not shrink the critic's step."""
 
     class Steep(PPOExt):
         def extra_actor_loss(self, rollout_data, distribution):
@@ -80,7 +82,7 @@ def test_resting_actor_does_not_count_in_the_clipping():
 
 @pytest.mark.parametrize("observation_space", [None, IMAGE])
 def test_max_clip_fraction_of_a_shared_extractor(observation_space):
-    """It belongs to the actor, and rests."""
+    """A shared features extractor belongs to the actor, and is frozen with it."""
     env, policy = (dict(observation_space=IMAGE), "CnnPolicy") if observation_space else ({}, "MlpPolicy")
     model = make(Snapshots, env, policy, max_clip_fraction=0.0, learning_rate=0.01, n_epochs=2).learn(32)
     actors = model.actors()
@@ -90,7 +92,7 @@ def test_max_clip_fraction_of_a_shared_extractor(observation_space):
 
 
 class HugeReward(Brittle):
-    """One reward whose square is no float32."""
+    """Gives one reward whose square is no float32."""
 
     def __init__(self, **kwargs):
         super().__init__(reward=1e25, at=5, length=1000, p_end=0, **kwargs)
@@ -103,7 +105,7 @@ def huge(**options):
 
 @pytest.mark.parametrize("options", [{}, dict(accumulate_grad=2), dict(optimizer="muon")], ids=str)
 def test_bad_gradients_raise(options):
-    """The error names the place and the terms; the step is not made."""
+    """The error names epoch, minibatch and losses; the step is not made."""
     model = huge(n_epochs=1, batch_size=16, **options)
     before = {name: value.clone() for name, value in model.policy.state_dict().items()}
     message = r"not finite in epoch 0 .* after 16 timesteps.*value_loss inf.*bad_gradients=\"skip\""
@@ -113,8 +115,8 @@ def test_bad_gradients_raise(options):
     assert all(p.grad is None or not p.grad.any() for p in model.policy.parameters())
 
 
-def test_bad_gradients_name_the_bad_part():
-    """The terms of the minibatch in which it lies, whichever of the accumulated ones that is."""
+def test_bad_gradients_name_the_bad_minibatch():
+    """The error names the losses of the bad minibatch, whichever of the accumulated ones that is."""
     for seed in range(4):
         with pytest.raises(ValueError, match="value_loss inf"):
             huge(n_epochs=1, batch_size=4, accumulate_grad=4, seed=seed).learn(16)
@@ -146,8 +148,10 @@ def test_bad_gradients_skip():
 
 
 @pytest.mark.parametrize("in_gradient", [True, False])
-def test_term_that_is_not_finite(in_gradient):
-    """Of a subclass, with or without a gradient that is not finite either; parameters are named."""
+def test_loss_that_is_not_finite(in_gradient):
+    """
+    A loss of a subclass that is not finite, with or without its gradient, is skipped or refused, and bad parameters are named.
+    """
 
     class Infinite(PPOExt):
         def extra_actor_loss(self, rollout_data, distribution):

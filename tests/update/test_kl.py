@@ -14,7 +14,7 @@ from support.training import logged, make, run
     ids=lambda space: type(space).__name__,
 )
 def test_kl_penalty_holds_the_policy_back(action_space):
-    """The larger, the smaller the KL divergence of the update."""
+    """The larger the coefficient, the smaller the KL divergence of the update."""
     env = dict(action_space=action_space)
     divergences = [
         logged(run(env_kwargs=env, kl_coef=kl_coef, learning_rate=3e-3, n_epochs=10))["train/kl"]
@@ -24,7 +24,7 @@ def test_kl_penalty_holds_the_policy_back(action_space):
 
 
 def test_kl_is_exact():
-    """The first minibatch of an update finds 0, and the log is the mean over the last epoch, as its estimate is."""
+    """The KL divergence of the first minibatch is 0, and the log is the mean over the last epoch, as its estimate is."""
     one = run(kl_coef=1e-12, batch_size=32, n_epochs=1)
     assert logged(one)["train/kl"] == pytest.approx(0, abs=1e-9)
     two = run(kl_coef=1e-12, batch_size=32, n_epochs=20, learning_rate=3e-3, timesteps=64)
@@ -33,7 +33,7 @@ def test_kl_is_exact():
 
 @pytest.mark.parametrize(("backend", "rel"), [("eager", 1e-6), ("native", 1e-3)])
 def test_kl_of_unknown_families_is_estimated(backend, rel, monkeypatch):
-    """The estimate then is the penalty, in the reference to the bit."""
+    """For an unknown distribution the estimate is the penalty, in the reference to the bit."""
     monkeypatch.setattr("sb3_ppo_ext.update.estimates.parameters", lambda distribution: None)
     options = dict(backend=backend, learning_rate=3e-3, n_epochs=10)
     divergences = [run(kl_coef=kl_coef, **options) for kl_coef in (1e-9, 100.0)]
@@ -43,7 +43,7 @@ def test_kl_of_unknown_families_is_estimated(backend, rel, monkeypatch):
 
 
 def test_kl_coefficient_follows_what_it_multiplies(monkeypatch):
-    """The exact divergence, not its estimate."""
+    """The coefficient adapts to the exact KL divergence, not to its estimate."""
     monkeypatch.setattr("sb3_ppo_ext.update.losses.kl_divergence", lambda old, new: 5.0 + 0 * new.distribution.mean.sum(dim=1))
     model = run(kl_coef=0.1, kl_target=4.0)
     assert logged(model)["train/kl"] == 5.0
@@ -54,7 +54,10 @@ def test_kl_coefficient_follows_what_it_multiplies(monkeypatch):
 
 
 def test_rules_of_what_follows_the_kl():
-    """The coefficient: 1.5 and 2, within a factor of a million; the learning rate: 2 and 1.5."""
+    """
+    The coefficient changes by 2 outside of 1.5 times the target, within a factor of a million; the learning rate by 1.5
+    outside of twice.
+    """
     model = make(kl_coef=0.1, kl_target=0.01, adaptive_lr_kl=0.01)
     for kl, coefficient, rate in ((0.0151, 2, 1), (0.0149, 1, 1), (0.0201, 2, 1 / 1.5), (0.0066, 0.5, 1), (0.0049, 0.5, 1.5)):
         for adaptive, factor in ((model.kl_coefficient, coefficient), (model.adaptive_lr, rate)):
@@ -79,7 +82,10 @@ def test_one_step_per_update(options):
 
 
 def test_kl_coefficient_adapts():
-    """Doubled after each update whose KL was too large, halved after each that was too small; used and logged."""
+    """
+    The coefficient is doubled after each update whose KL was too large, halved after each that was too small; it is used and
+    logged.
+    """
     for target, factor in ((1e-6, 2.0), (10.0, 0.5)):
         model = make(kl_coef=0.1, kl_target=target, learning_rate=3e-3)
         used = []
@@ -92,7 +98,7 @@ def test_kl_coefficient_adapts():
 
 
 def test_learning_rate_follows_the_kl():
-    """Divided or multiplied by 1.5 after each update, inside of its bounds; the critic keeps its own."""
+    """The rate is divided or multiplied by 1.5 after each update, within its bounds; the critic keeps its own."""
     for target, factor in ((1e-9, 1 / 1.5), (100.0, 1.5)):
         model = run(adaptive_lr_kl=target, critic_learning_rate=5e-4, timesteps=96)
         values = logged(model)
@@ -106,6 +112,6 @@ def test_learning_rate_follows_the_kl():
 
 
 def test_target_kl_logs_its_epochs():
-    """How many were begun."""
+    """The number of epochs that were begun is logged."""
     assert logged(run(target_kl=100.0))["train/epochs"] == 3
     assert logged(run(target_kl=1e-9, learning_rate=0.01))["train/epochs"] == 1

@@ -8,28 +8,28 @@ from sb3_ppo_ext.update.minibatches import PrioritizedSegments
 
 
 def test_segments_are_drawn_and_weighted():
-    """Minibatches are runs of successive steps; all of them come with vtrace as well."""
+    """Minibatches consist of successive steps, with V-trace as well."""
     model = make(Recording, priority_alpha=1.0, priority_segment=4, batch_size=8, vtrace=True).learn(32)
     observations = model.rollout_buffer.observations
     assert len(model.seen) == 3 * 4
     for data, _ in model.seen:
         assert len(data.observations) == 8
         for segment in data.observations.numpy().reshape(2, 4, -1):
-            (place,) = np.flatnonzero((observations == segment[0]).all(axis=1))
-            assert place % 4 == 0
-            np.testing.assert_array_equal(observations[place : place + 4], segment)
+            (first,) = np.flatnonzero((observations == segment[0]).all(axis=1))
+            assert first % 4 == 0
+            np.testing.assert_array_equal(observations[first : first + 4], segment)
     assert logged(model)["train/priority_beta"] == 1.0
 
 
 def test_priority_beta_anneals():
-    """From 0.4 to 1 over the training."""
+    """beta goes from 0.4 to 1 over the training."""
     model = make(priority_alpha=0.5)
     model.learn(64, callback=lambda local, _: local["self"].num_timesteps <= 32)
     assert logged(model)["train/priority_beta"] == pytest.approx(0.4 + 0.6 / 2)
 
 
 def test_priorities_follow_vtrace(monkeypatch):
-    """They are those of the advantages of each epoch."""
+    """The priorities are those of the advantages of each epoch."""
     seen = []
 
     class Segments(PrioritizedSegments):
@@ -45,12 +45,12 @@ def test_priorities_follow_vtrace(monkeypatch):
 
 
 def test_priority_beta_past_the_end():
-    """The last rollout may end past the end of the training."""
+    """In a last rollout that ends past the end of the training, beta is 1."""
     assert logged(run(priority_alpha=0.5, timesteps=40))["train/priority_beta"] == 1.0
 
 
 def test_segments_fit_into_short_rollouts():
-    """A tuner may draw any sizes; a minibatch is no larger than it should be."""
+    """Segments may be longer than the rollout, as a tuner may draw them; no minibatch is larger than it should be."""
     model = make(Recording, priority_alpha=0.5, priority_segment=64, n_steps=4, batch_size=2).learn(8)
     assert [len(data.actions) for data, _ in model.seen] == [2] * 12
     run(priority_alpha=0.5, priority_segment=3, n_steps=16, batch_size=256, timesteps=64)

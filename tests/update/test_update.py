@@ -62,7 +62,7 @@ CHANGES = [
     ids=str,
 )
 def test_rollout_that_is_copied_to_its_device_once(options, monkeypatch):
-    """As on a GPU: the same minibatches."""
+    """A rollout that lies on the device as a whole gives the same minibatches."""
     expected = run(backend="eager", timesteps=64, **options)
     copied = []
 
@@ -82,7 +82,7 @@ def test_rollout_that_is_copied_to_its_device_once(options, monkeypatch):
 @pytest.mark.parametrize("action_space", [BOX_ACTION, spaces.Discrete(3)], ids=["box", "discrete"])
 @pytest.mark.parametrize(("options", "base", "expected"), CHANGES, ids=str)
 def test_changes_what_it_should(options, base, expected, action_space, backend):
-    """In one update, in the middle of the training; what was collected is the same."""
+    """In one update in the middle of the training, each option changes the networks it should and not the rollout."""
     if "bounds_coef" in {**options, **base} and action_space is not BOX_ACTION:
         pytest.skip("for boxes")
     env = dict(action_space=action_space)
@@ -104,7 +104,7 @@ SCHEDULED = [
 
 @pytest.mark.parametrize("options", SCHEDULED, ids=str)
 def test_decay_of_the_learning_rates(options):
-    """Counted in training progress: rollouts end at 1/4, 2/4, 3/4 and 4/4 of the training. Both rates are logged and set."""
+    """The decay counts in training progress, here at 1/4, 2/4, 3/4 and 4/4 of the training; both rates are logged and set."""
     log = LogRecorder()
     model = make(learning_rate=0.01, critic_learning_rate=0.02, **options)
     model.set_logger(Logger(None, [log]))
@@ -143,7 +143,7 @@ class NormalizingEMA(Normalizing):
 
 @pytest.mark.parametrize("norm", ["rollout", "ema"])
 def test_advantage_norm_is_that_of_a_normalised_buffer(norm, monkeypatch):
-    """SB3's PPO, which gets normalised advantages and does not normalise, learns the same to the bit."""
+    """SB3's PPO on a buffer that normalises its advantages learns the same, to the bit."""
     monkeypatch.setattr(NormalizingEMA, "normalizer", AdvantageNormalizer(0.05))
     buffer_class = Normalizing if norm == "rollout" else NormalizingEMA
     theirs = run(PPO, timesteps=96, rollout_buffer_class=buffer_class, normalize_advantage=False)
@@ -152,7 +152,7 @@ def test_advantage_norm_is_that_of_a_normalised_buffer(norm, monkeypatch):
 
 
 def test_ema_is_logged():
-    """Raw statistics of the rollout, averages in use, and the share that was clipped."""
+    """The log has statistics of the rollout, the averages in use, and the share that was clipped."""
     model = run(advantage_norm="ema", adv_clip=1.0, timesteps=64)
     advantages, values = model.rollout_buffer.advantages, logged(model)
     for name in ("mean", "std", "min", "max"):
@@ -165,14 +165,14 @@ def test_ema_is_logged():
 
 
 def test_no_normalisation_at_all():
-    """`normalize_advantage=False` goes before."""
+    """`normalize_advantage=False` wins over `advantage_norm`."""
     one, other = (run(normalize_advantage=False, advantage_norm=norm) for norm in ("minibatch", "ema"))
     assert other.advantage_normalizer is None
     assert_equal(one.policy.state_dict(), other.policy.state_dict(), "policy")
 
 
 class OwnNormal(ActorCriticPolicy):
-    """Does not use `action_dist` for what it evaluates."""
+    """Evaluates actions without its `action_dist`."""
 
     def evaluate_actions(self, obs, actions):
         latent_pi, latent_vf = self.mlp_extractor(self.extract_features(obs))
@@ -181,7 +181,7 @@ class OwnNormal(ActorCriticPolicy):
 
 
 def test_policy_that_does_not_set_its_distribution():
-    """Options that need it are refused, for they would do nothing; without them it learns."""
+    """Options that need the distribution are refused, for they would do nothing; without them the policy learns."""
     for options in (dict(kl_coef=1.0), dict(bounds_coef=1.0)):
         (name,) = options
         with pytest.raises(ValueError, match=f"`{name}=1.0`.*OwnNormal does not set `action_dist`"):
@@ -190,7 +190,7 @@ def test_policy_that_does_not_set_its_distribution():
 
 
 def test_policy_without_action_dist():
-    """As with SB3's PPO."""
+    """A policy without `action_dist` learns the same as with SB3's PPO."""
 
     class Without(OwnNormal):
         def forward(self, obs, deterministic=False):
@@ -208,7 +208,7 @@ def test_policy_without_action_dist():
 
 
 def test_schedules_end_at_the_end():
-    """The last rollout may end past it: neither entropy nor critic gets a negative coefficient."""
+    """In a last rollout that ends past the end, neither entropy coefficient nor critic rate is negative."""
     values = logged(run(ent_coef=lambda p: 0.1 * p, critic_learning_rate=lambda p: 0.01 * p, timesteps=40))
     assert values["train/ent_coef"] == values["train/critic_learning_rate"] == 0.0
 
@@ -227,7 +227,7 @@ def test_ent_coef_of_a_callback():
 
 
 def test_scheduled_entropy_coefficient():
-    """Logged where it changes."""
+    """The entropy coefficient is logged where it changes."""
     model = make(ent_coef="lin_0.1")
     model.learn(64, callback=lambda local, _: local["self"].num_timesteps <= 32)
     assert logged(model)["train/ent_coef"] == pytest.approx(0.05)

@@ -18,7 +18,9 @@ from sb3_ppo_ext.update.advantages import vtrace
 
 @pytest.mark.parametrize(("policy", "observation_space"), [("MlpPolicy", None), ("MultiInputPolicy", DICT)])
 def test_vtrace_of_the_first_epoch_is_gae(policy, observation_space):
-    """The policy is still the one that collected. What is learned agrees but for rounding; a second epoch differs."""
+    """
+    In the first epoch the policy is the one that collected: what is learned agrees but for rounding; a second epoch differs.
+    """
     env = {"observation_space": observation_space} if observation_space else {}
     common = dict(policy=policy, env_kwargs=env, learning_rate=1e-2, optimizer="sgd")
     gae, corrected = (run(n_epochs=1, vtrace=vtrace, **common) for vtrace in (False, True))
@@ -31,7 +33,7 @@ def test_vtrace_of_the_first_epoch_is_gae(policy, observation_space):
 @pytest.mark.parametrize("action_space", [BOX_ACTION, spaces.Discrete(3)], ids=["box", "discrete"])
 @pytest.mark.parametrize("length", [4, 5])  # with and without an end at the last step
 def test_vtrace_uses_the_current_policy(action_space, length, monkeypatch):
-    """In every epoch, of values, ratios, the last value and those of the terminal observations."""
+    """Values, ratios, the last values and those of terminal observations are of the current policy, in every epoch."""
     monkeypatch.setattr("sb3_ppo_ext.update.rollout.EVALUATION_BATCH", 7)
     env = dict(action_space=action_space, length=length, p_end=0.0)
     model = make(Recording, env, vtrace=True, batch_size=32, normalize_advantage=False, learning_rate=0.02)
@@ -74,7 +76,7 @@ class Dropout(FlattenExtractor):
 
 
 def test_vtrace_evaluates_as_the_policy_collects():
-    """Without dropout: the first epoch's targets are GAE's."""
+    """Without dropout, as while collecting, the targets of the first epoch are GAE's."""
     policy_kwargs = dict(features_extractor_class=Dropout)
     gae, corrected = (make(Recording, vtrace=v, policy_kwargs=policy_kwargs, batch_size=32).learn(32) for v in (False, True))
     expected, actual = (np.sort(model.seen[0][0].returns) for model in (gae, corrected))
@@ -82,7 +84,7 @@ def test_vtrace_evaluates_as_the_policy_collects():
 
 
 def test_truncations_are_kept_for_vtrace_alone(tmp_path):
-    """As copies, and not in the zip."""
+    """Terminal observations are kept for V-trace alone, as copies, and not in the zip."""
     assert make()._truncations is None
     model = make(vtrace=True)
     observation = np.ones(3, np.float32)
@@ -102,7 +104,7 @@ def test_truncations_are_kept_for_vtrace_alone(tmp_path):
 
 
 def test_vtrace_takes_the_buffers_discount():
-    """As GAE does: a buffer may have its own."""
+    """The discount of a user's buffer counts, as it does for GAE."""
 
     class Discounting(RolloutBuffer):
         def __init__(self, *args, **kwargs):

@@ -52,8 +52,7 @@ SMALL = ["-params", "n_steps:128", "n_epochs:2"]
 )
 def test_same_numbers_as_ppo(env_id, arguments, tmp_path, train_here):
     """
-    From the command line with the same seed, `ppo` and the reference backend of `ppo_ext` save the same parameters, and the
-    same hyperparameters.
+    With the same seed, `ppo` and the reference backend of `ppo_ext` save the same parameters and the same hyperparameters.
     """
     command = partial(train, cwd=tmp_path) if env_id == "CartPole-v1" else train_here
     for algo in ("ppo", "ppo_ext"):
@@ -70,7 +69,7 @@ def test_same_numbers_as_ppo(env_id, arguments, tmp_path, train_here):
 @pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_train_writes_what_the_zoo_writes(trained):
-    """Model, best model, checkpoints, evaluations, monitor, TensorBoard, configuration."""
+    """A run leaves model, best model, checkpoints, evaluations, monitor, TensorBoard and configuration."""
     folder = saved(trained, "CartPole-v1").parent
     for name in ("best_model.zip", "evaluations.npz", "rl_model_300_steps.zip", "0.monitor.csv", "CartPole-v1/config.yml"):
         assert (folder / name).exists(), sorted(path.name for path in folder.iterdir())
@@ -99,7 +98,7 @@ def test_record_video(trained):
 @pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_continue_training(trained, tmp_path, train_here):
-    """`-i` goes on with the parameters of a saved agent, of `ppo_ext` and of `ppo`."""
+    """`-i` goes on with the parameters of a saved agent."""
     agent = saved(trained, "CartPole-v1")
     train_here("--env", "CartPole-v1", "-n", "256", "-i", agent, "-params", "learning_rate:0.0")
     before, after = PPOExt.load(agent), PPOExt.load(saved(tmp_path, "CartPole-v1"))
@@ -165,7 +164,7 @@ def test_bad_hyperparameter(parameter, message, tmp_path, train_here):
 
 
 def optimize(command, *arguments, env_id="MountainCarContinuous-v0"):
-    """Few short trials on an environment whose entry, here the Zoo's, has policy_kwargs."""
+    """Run few short trials on an environment whose entry, here the Zoo's, has policy_kwargs."""
     arguments = ("-optimize", "--env", env_id, "-conf", ZOO_FILE, "-n", "200", "--no-optim-plots", *arguments)
     return command("--n-startup-trials", "1", "--n-evaluations", "2", "--eval-episodes", "1", *arguments)
 
@@ -184,7 +183,7 @@ def trials(storage, name="study"):
     ],
 )
 def test_tuning(sampler, pruner, more, tmp_path):
-    """Samplers, pruners, several jobs, an SQLite storage."""
+    """Studies with each sampler and pruner complete, with several jobs as well, in an SQLite database."""
     storage = f"sqlite:///{tmp_path}/study.db"
     study = ["--storage", storage, "--study-name", "study"]
     optimize(partial(train, cwd=tmp_path), "--sampler", sampler, "--pruner", pruner, *study, *more)
@@ -215,11 +214,14 @@ def test_trial_of_a_journal(tmp_path, train_here):
         assert stored["policy_kwargs"]["net_arch"] == dict(pi=width, vf=width)
 
 
-# What the commands rest on, in this process
+# What the commands call, in this process
 
 
 def test_registered():
-    """Under its name and under the one that the Hub look-up makes of the class."""
+    """
+    `ppo_ext` is registered under its name and under the one that the Hub look-up makes of the class; doing it again changes
+    nothing.
+    """
     assert ALGOS["ppo_ext"] is ALGOS["ppoext"] is PPOExt
     assert PPOExt.__name__.lower() in ALGOS
     before = dict(ALGOS), dict(HYPERPARAMS_SAMPLER), dict(HYPERPARAMS_CONVERTER), vars(ExperimentManager).copy()
@@ -241,7 +243,7 @@ def test_hub_look_up(monkeypatch):
 @pytest.mark.integration
 @pytest.mark.slow
 def test_ars_goes_on_working(tmp_path):
-    """It sends its ExperimentManager to other processes."""
+    """ARS, which sends its ExperimentManager to other processes, goes on working."""
     train("--env", "CartPole-v1", "-n", "100", "-params", "n_envs:2", algo="ars", cwd=tmp_path)
     assert saved(tmp_path, "CartPole-v1", "ars").exists()
 
@@ -256,7 +258,7 @@ def test_experiments_can_be_copied_and_sent(algo):
 
 
 def test_subclasses_of_a_user(tmp_path, monkeypatch):
-    """With another signature, and with methods of their own."""
+    """A user's subclasses of ExperimentManager keep their signature and their methods."""
 
     class Mine(ExperimentManager):
         def __init__(self, *, env_id, algo):
@@ -273,7 +275,7 @@ def test_subclasses_of_a_user(tmp_path, monkeypatch):
 
 
 def test_a_subclass_of_ppo_ext_in_the_zoo(tmp_path, monkeypatch):
-    """Registered under our name or over it, it may have options of its own."""
+    """A subclass that is registered over ours may have options of its own."""
 
     class Mine(PPOExt):
         def __init__(self, *args, extra=1, **kwargs):
@@ -288,7 +290,7 @@ def test_a_subclass_of_ppo_ext_in_the_zoo(tmp_path, monkeypatch):
 
 @pytest.mark.integration
 def test_source_checkout_of_the_zoo(tmp_path):
-    """There the YAML files lie beside the package, not in it."""
+    """The Zoo's YAML files are found in a source checkout, where they lie beside the package."""
     package = Path(sys.modules["rl_zoo3"].__file__).parent
     shutil.copytree(package, tmp_path / "rl_zoo3", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "rl_zoo3" / "hyperparams").rename(tmp_path / "hyperparams")
@@ -299,7 +301,7 @@ def test_source_checkout_of_the_zoo(tmp_path):
 
 
 def test_trial_and_command_line(tmp_path):
-    """`-params` goes before the trial, in `policy_kwargs` keyword by keyword."""
+    """`-params` wins over the trial, in `policy_kwargs` keyword by keyword."""
     storage = f"sqlite:///{tmp_path}/study.db"
     study = optuna.create_study(storage=storage, study_name="study")
     trial = study.ask()
@@ -359,12 +361,12 @@ def test_find_hyperparams(env_id, entry_point, expected):
     [("CartPoleNoVel-v1", "CartPoleNoVel-v1"), ("CartPole-v1", "memory"), ("Acrobot-v1", "memory"), ("Nothing-v0", "memory")],
 )
 def test_find_hyperparams_of_history_based_policies(env_id, key):
-    """Those of another policy are not for them."""
+    """Entries of other policies are not taken for history-based ones."""
     assert find_hyperparams(env_id, "", ZOO_FILE, history_based=True) == (HYPERPARAMS, key)
 
 
 class Mixed(gym.Env):
-    """Of its observations, one is a vector."""
+    """Has observations of which one is a vector."""
 
     action_space = spaces.Discrete(2)
     observation_space = spaces.Dict(
@@ -393,7 +395,7 @@ gym.register("Mixed-v0", Mixed)
     ],
 )
 def test_default_entry(env_id, policy, norm_obs, tmp_path):
-    """It is for any environment: of the observations it normalizes those that can be."""
+    """The default entry is for any environment, and normalises those observations that can be."""
     arguments = dict(env_id=env_id, folder=tmp_path, eval_freq=-1, n_timesteps=64)
     experiment = manager(**arguments, hyperparams=dict(policy=policy, n_steps=8, n_envs=2))
     model, _ = experiment.setup_experiment()
@@ -419,7 +421,7 @@ def test_users_say_what_is_normalized(tmp_path):
 
 
 def test_tasks_without_velocities():
-    """Each that the Zoo registers has an entry with a history-based policy."""
+    """Each task without velocities that the Zoo registers has an entry with a history-based policy."""
     entries = yaml.safe_load(HYPERPARAMS.read_text())
     masked = [env_id for env_id in gym.registry if "NoVel" in env_id]
     assert len(masked) == 6
@@ -435,7 +437,7 @@ def test_every_entry_is_legal(tmp_path):
 
 
 def test_history_based_policy(tmp_path, train_here, enjoy_here, capsys):
-    """It is trained with hyperparameters for it, and watched."""
+    """A history-based policy is trained with hyperparameters for it, and watched."""
     policy = "policy:'MlpTransformerPolicy'"
     train_here("--env", "Acrobot-v1", "-n", "256", "-params", policy, "n_steps:32", "n_epochs:1")
     printed = capsys.readouterr().out
@@ -446,7 +448,7 @@ def test_history_based_policy(tmp_path, train_here, enjoy_here, capsys):
 
 
 def test_trials_of_history_based_policies(tmp_path, monkeypatch):
-    """They build networks of the sampled size."""
+    """Trials build networks of the sampled size."""
     seen = []
 
     class Stop(Exception):
@@ -528,7 +530,7 @@ def test_schedules_of_the_zoo_can_be_saved():
 @pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_enjoy_loads_with_custom_objects(trained):
-    """As the Zoo's `enjoy` does it."""
+    """The custom objects of the Zoo's `enjoy` are taken."""
     custom_objects = {"learning_rate": 0.0, "lr_schedule": lambda _: 0.0, "clip_range": lambda _: 0.0}
     model = PPOExt.load(saved(trained, "CartPole-v1"), custom_objects=custom_objects, seed=0)
     assert model.lr_schedule(1.0) == model.clip_range(1.0) == 0.0
