@@ -48,7 +48,7 @@ from sb3_ppo_ext.memory.policies import (
     TransformerPolicyMixin,
 )
 from sb3_ppo_ext.memory.sequences import SequenceDictRolloutBuffer, SequenceRolloutBuffer
-from sb3_ppo_ext.options import OWN_OPTIONS, PPOExtOptions, check_options
+from sb3_ppo_ext.options import ALL_OPTIONS, OWN_OPTIONS, PPOExtOptions, check_options
 from sb3_ppo_ext.options.table import (
     ActionDist,
     AdvantageNorm,
@@ -77,6 +77,12 @@ from sb3_ppo_ext.update.update import UpdateResult
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 # What an option learns beside the policy: saved under these names when it is there
 LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr")
+
+
+# Options that an update is given as they are
+OF_UPDATE = tuple(
+    field.name for field in fields(UpdateConfig) if field.name in ALL_OPTIONS.keys() | {"verbose", "num_timesteps"}
+)
 
 
 class PPOExt(PPOExtOptions, RolloutCollector):
@@ -473,13 +479,9 @@ class PPOExt(PPOExtOptions, RolloutCollector):
 
     def _find_engine(self) -> Engine:
         """The engine for the backend and the policy as they are now."""
-        setup = self._engine_setup()
-        engine = self._engines.get(self.backend)
-        if engine is not None and engine.is_for(setup):
-            return engine
-        backend, _ = choose_backend(self.backend, setup)
+        backend, _ = choose_backend(self.backend, self._engine_setup())
         engine = self._engines.get(backend)
-        if engine is None or not engine.is_for(setup):
+        if engine is None or not engine.is_for(self.policy):
             engine = self._engines[backend] = ENGINES[backend](self.policy)
         return engine
 
@@ -564,7 +566,7 @@ class PPOExt(PPOExtOptions, RolloutCollector):
         """The options as they are at this moment of the training."""
         progress = self._current_progress_remaining
         done = min(max(1 - progress, 0.0), 1.0)
-        given = {field.name: getattr(self, field.name) for field in fields(UpdateConfig) if hasattr(self, field.name)}
+        given = {name: getattr(self, name) for name in OF_UPDATE}
         given |= {
             "loss": self._loss_config(progress),
             "priority_beta": self.priority_beta + (1 - self.priority_beta) * done,

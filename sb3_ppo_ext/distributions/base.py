@@ -115,15 +115,23 @@ class NumpyDistribution(ABC):
         :param n_steps: Number of steps of the rollout
         :param n_envs: Number of environments
         :param n_outputs: Number of outputs of the output layer
-        :return: The random numbers of each step, a sequence of length ``n_steps`` whose elements :meth:`sample` takes
+        :return: The random numbers of each step, a sequence of length ``n_steps`` whose elements, or all of them together,
+            :meth:`scaled` takes. They do not depend on the parameters, which may change after they were drawn
         """
         return [None] * n_steps
+
+    def scaled(self, noise: Any) -> Any:
+        """
+        :param noise: Random numbers from :meth:`noise`
+        :return: What :meth:`sample` takes, with the parameters as they are now
+        """
+        return noise
 
     @abstractmethod
     def sample(self, outputs: np.ndarray, noise: Any) -> np.ndarray:
         """
         :param outputs: Outputs of the output layer, shape ``(n_envs, n_outputs)``
-        :param noise: The random numbers of this step, from :meth:`noise`
+        :param noise: The random numbers of this step, from :meth:`noise`, as :meth:`scaled` returns them
         :return: Actions as the rollout buffer stores them, shape ``(n_envs, action_dim)``, or ``(n_envs,)`` if they are
             discrete
         """

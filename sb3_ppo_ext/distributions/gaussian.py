@@ -54,15 +54,17 @@ class NumpyGaussian(NumpyDistribution):
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
         return th.randn(n_steps, n_envs, n_outputs).numpy()
 
+    def scaled(self, noise: np.ndarray) -> np.ndarray:
+        return noise * np.exp(self.log_stds)
+
     def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        # The standard deviations may have changed since the noise was drawn.
-        return outputs + noise * np.exp(self.log_stds)
+        return outputs + noise
 
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         self.inverse_std = np.exp(-self.log_stds)
         self.z = (actions - outputs) * self.inverse_std
         self.squares = self.z * self.z
-        return self.squares @ self.halves - np.float32(self.log_stds.sum() + 0.5 * len(self.log_stds) * LOG_2_PI)
+        return self.squares @ self.halves - np.float32(np.add.reduce(self.log_stds) + 0.5 * len(self.log_stds) * LOG_2_PI)
 
     def entropies(self, described: np.ndarray) -> np.ndarray:
         log_stds = described[:, len(self.log_stds) :]
@@ -70,5 +72,5 @@ class NumpyGaussian(NumpyDistribution):
 
     def _gradients(self, d_log_prob: np.ndarray, ent_coef: float) -> tuple[np.ndarray, np.ndarray]:
         # d log p / d log std = z^2 - 1, d entropy / d log std = 1, d log p / d mean = z / std
-        d_log_std = d_log_prob @ self.squares - (d_log_prob.sum() + ent_coef)
+        d_log_std = d_log_prob @ self.squares - (np.add.reduce(d_log_prob) + ent_coef)
         return d_log_prob[:, np.newaxis] * self.z * self.inverse_std, d_log_std

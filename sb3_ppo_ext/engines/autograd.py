@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +18,7 @@ from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatches import Minibatch
 from sb3_ppo_ext.update.ppo_loss import evaluate, ppo_loss
-from sb3_ppo_ext.update.update import GradientSource, is_finite
+from sb3_ppo_ext.update.update import GradientSource
 
 # Adds the gradient of a minibatch, times its share of the step, and returns what was measured.
 Differentiate: TypeAlias = Callable[[Minibatch, float], dict[str, th.Tensor]]
@@ -148,19 +149,18 @@ class AutogradGradients(GradientSource):
         """:return: That of all samples of the step"""
         return self.metrics.weighted("clip_fraction", step.shares).item()
 
-    def is_finite(self, step: Step, norms: dict[str, Any]) -> bool:
-        """:return: Whether the loss of the step, and the norms of its gradients, are finite, with one wait for the device"""
-        return is_finite(sum(norms.values()) + self.metrics.weighted("loss", step.shares))
-
     def terms(self, step: Step) -> dict[str, float]:
         """:return: The losses of the step by name, of several minibatches the first that is not finite"""
         before = self.lengths_before
         measured = (name for name in LOSS_TERMS if len(self.metrics[name]) > before.get(name, 0))
         return {name: self.metrics.bad_since(before, name) for name in measured}
 
-    def keep(self, step: Step, norms: dict[str, Any]) -> None:
-        """Measure the norms of a step that is made."""
+    def accept(self, step: Step, norms: dict[str, Any]) -> bool:
+        # One wait for the device, whatever the sum is made of
+        if not math.isfinite(sum(norms.values()) + self.metrics.weighted("loss", step.shares)):
+            return False
         self.metrics.add({name: th.as_tensor(norm, dtype=th.float32) for name, norm in norms.items()})
+        return True
 
     def forget(self, step: Step) -> None:
         """Measure nothing of a step that is not made."""

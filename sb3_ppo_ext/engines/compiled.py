@@ -65,7 +65,7 @@ class CompiledEngine(Engine):
 
     def make_stepper(self, config: UpdateConfig) -> Stepper:
         memory = GradientMemory.of(self.policy)
-        if can_fuse_steps(self.policy, config):
+        if can_fuse_steps(self.policy, memory, config):
             return FusedAdamStepper(self.policy.optimizer, memory)
         return TorchStepper(self.policy, memory)
 

@@ -50,12 +50,12 @@ class Engine(ABC):
         :return: What keeps the engine from it, as part of a sentence; ``None`` if nothing does
         """
 
-    def is_for(self, setup: Setup) -> bool:
+    def is_for(self, policy: ActorCriticPolicy) -> bool:
         """
-        :param setup: What is to be computed, with the policy of the model as it is now
+        :param policy: The policy of the model as it is now, which the backend supports
         :return: Whether this engine can go on with it; if not, a new one is made
         """
-        return setup.policy is self.policy
+        return policy is self.policy
 
     def make_actor(self, buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
         """

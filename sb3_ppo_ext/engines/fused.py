@@ -15,14 +15,15 @@ from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.update import GradientSource, Stepper
 
 
-def can_fuse_steps(policy: ActorCriticPolicy, config: UpdateConfig) -> bool:
+def can_fuse_steps(policy: ActorCriticPolicy, memory: GradientMemory, config: UpdateConfig) -> bool:
     """
     :param policy: Policy that is updated
+    :param memory: Its parameters that are learned, with their gradients
     :param config: Options of the update
     :return: Whether the extension module can make the steps of its optimiser
     """
     # For a frozen actor the optimiser must leave some parameters out.
-    return config.max_clip_fraction is None and FusedAdamStepper.takes(policy.optimizer, policy)
+    return config.max_clip_fraction is None and FusedAdamStepper.takes(policy.optimizer, memory)
 
 
 class FusedEngine(Engine):
@@ -35,8 +36,9 @@ class FusedEngine(Engine):
         return extension.unsupported_reason(setup.policy)
 
     def make_stepper(self, config: UpdateConfig) -> Stepper:
-        if can_fuse_steps(self.policy, config):
-            return FusedAdamStepper(self.policy.optimizer, GradientMemory.of(self.policy))
+        memory = GradientMemory.of(self.policy)
+        if can_fuse_steps(self.policy, memory, config):
+            return FusedAdamStepper(self.policy.optimizer, memory)
         return TorchStepper(self.policy)
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:

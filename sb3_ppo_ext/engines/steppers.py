@@ -101,10 +101,10 @@ class FusedAdamStepper(Stepper):
         )
 
     @staticmethod
-    def takes(optimizer: th.optim.Optimizer, policy: nn.Module) -> bool:
+    def takes(optimizer: th.optim.Optimizer, memory: GradientMemory) -> bool:
         """
         :param optimizer: Optimiser of a policy
-        :param policy: This policy
+        :param memory: The parameters of this policy that are learned, with their gradients
         :return: Whether it is an Adam whose steps the extension module can make
         """
         if type(optimizer) is not th.optim.Adam or len(optimizer.param_groups) != 1 or extension.module is None:
@@ -112,8 +112,8 @@ class FusedAdamStepper(Stepper):
         group = optimizer.param_groups[0]
         if not all(extension.is_readable(parameter) for parameter in group["params"]):
             return False
-        learned = {parameter for parameter in policy.parameters() if parameter.requires_grad}
-        # Parameters that were replaced, which torch's optimiser does not step
+        learned = {parameter for parameter, _ in memory.pairs}
+        # Torch's optimiser makes no steps of parameters that were replaced.
         if learned != {parameter for parameter in group["params"] if parameter.requires_grad}:
             return False
         variants = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")

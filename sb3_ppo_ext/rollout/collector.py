@@ -15,7 +15,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.guards import check_finite, restored_if_not_finite
-from sb3_ppo_ext.rollout.actors import Action, Actor, PolicyActor, RolloutConfig, Transition
+from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 from sb3_ppo_ext.update.bootstrap import Truncation
 
@@ -73,7 +73,8 @@ class RolloutCollector(OnPolicyAlgorithm):
                 self.policy.reset_noise(env.num_envs)
 
             starts: Any = self._last_episode_starts
-            obs_tensor, samples, values, log_probs = actor.act(self.policy, self._last_obs, starts, n_steps)
+            action = actor.act(self.policy, self._last_obs, starts, n_steps)
+            obs_tensor, samples, values, log_probs = action
             clipped_actions = self._actions_for_env(samples)
             actions = clipped_actions if self._samples_latents else samples
 
@@ -91,9 +92,8 @@ class RolloutCollector(OnPolicyAlgorithm):
             n_steps += 1
 
             if isinstance(self.action_space, spaces.Discrete):
-                samples = actions = samples.reshape(-1, 1)
+                actions = samples.reshape(-1, 1)
 
-            action = Action(obs_tensor, samples, values, log_probs)
             truncated = list(self._truncated_episodes(dones, infos, n_steps - 1)) if np.count_nonzero(dones) else ()
             actor.record(
                 self.policy,

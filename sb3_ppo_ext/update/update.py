@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,14 +33,15 @@ class GradientSource(Protocol):
     def clip_fraction(self, step: Any) -> float:
         """:return: See :func:`sb3_ppo_ext.update.losses.clip_fraction`, of all samples of the step"""
 
-    def is_finite(self, step: Any, norms: dict[str, Any]) -> bool:
-        """:return: Whether the loss of the step, and the norms of its gradients, are finite"""
-
     def terms(self, step: Any) -> dict[str, float]:
         """:return: The losses of the step by name, of several minibatches the first that is not finite"""
 
-    def keep(self, step: Any, norms: dict[str, Any]) -> None:
-        """Measure a step that is made: the norms of its gradients."""
+    def accept(self, step: Any, norms: dict[str, Any]) -> bool:
+        """
+        Measure the norms of the gradients, if the step is to be made.
+
+        :return: Whether they, and the loss of the step, are finite
+        """
 
     def forget(self, step: Any) -> None:
         """Measure nothing of a step that is not made."""
@@ -141,8 +141,9 @@ class Update:
         if config.max_clip_fraction is not None:
             self._freeze_actor(gradients.clip_fraction(step))
         norms = stepper.clip(config.max_grad_norm)
-        if gradients.is_finite(step, norms):
-            gradients.keep(step, norms)
+        if gradients.accept(step, norms):
+            if config.max_clip_fraction is not None:
+                self.metrics["actor_frozen"].append(th.tensor(float(self.actor_is_frozen)))
             stepper.step()
         else:
             self._skip(step, epoch)
@@ -168,17 +169,9 @@ class Update:
         assert self.config.max_clip_fraction is not None
         if not self.actor_is_frozen:
             self.actor_is_frozen = clip_fraction > self.config.max_clip_fraction
-        self.metrics["actor_frozen"].append(th.tensor(float(self.actor_is_frozen)))
         if self.actor_is_frozen:
             of_critic = critic_parameters(self.policy)
             for parameter in self.policy.parameters():
                 if parameter not in of_critic:
                     # Without a gradient no optimiser touches it, nor its moments.
                     parameter.grad = None
-
-
-def is_finite(value: Any) -> bool:
-    """
-    :param value: A number, or a scalar tensor
-    """
-    return math.isfinite(value.item() if isinstance(value, th.Tensor) else value)

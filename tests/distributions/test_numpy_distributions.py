@@ -102,7 +102,9 @@ def test_samples(family):
     distribution, n_outputs, log_std = make_distribution(family, {}, None, th.float32)
     numpy_side = numpy_distribution(distribution, log_std)
     outputs = np.resize(np.float32([0.5, -1.0, 2.0, 0.0]), (1, n_outputs))
-    samples = np.concatenate([numpy_side.sample(outputs, noise) for noise in numpy_side.noise(n, 1, n_outputs)])
+    samples = np.concatenate(
+        [numpy_side.sample(outputs, numpy_side.scaled(noise)) for noise in numpy_side.noise(n, 1, n_outputs)]
+    )
     own = None if log_std is None else log_std.detach()
     expected = distribution_of(distribution, th.from_numpy(outputs).expand(n, -1), own).sample().numpy()
     for ours, theirs in zip(samples.reshape(n, -1).T, expected.reshape(n, -1).T, strict=True):

@@ -22,7 +22,7 @@ from sb3_ppo_ext.engines.fused import FusedEngine
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.native.policy import unsupported_reason
-from sb3_ppo_ext.engines.steppers import FusedAdamStepper
+from sb3_ppo_ext.engines.steppers import FusedAdamStepper, GradientMemory
 
 pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
 
@@ -178,7 +178,7 @@ def test_optimizers_that_torch_steps():
     """PyTorch makes the steps of optimisers that are not plainly Adam, or whose step somebody has replaced."""
 
     def takes(model):
-        return FusedAdamStepper.takes(model.policy.optimizer, model.policy)
+        return FusedAdamStepper.takes(model.policy.optimizer, GradientMemory.of(model.policy))
 
     model = make()
     assert takes(model)

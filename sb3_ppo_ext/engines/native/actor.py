@@ -31,10 +31,11 @@ class NativeActor(Actor):
     """
 
     def __init__(self, native: NativePolicy, buffer: RolloutBuffer, config: RolloutConfig):
-        self.native, self.buffer, self.config = native, buffer, config
+        self.native, self.buffer, self.config, self.is_watched = native, buffer, config, config.is_watched
         native.pack()
         native.has_changed()
         self.noise = native.distribution.noise(config.n_steps, buffer.n_envs, native.actor.n_outputs)
+        self.scaled_noise = native.distribution.scaled(self.noise)
         space = config.action_space
         self.sample_shape = (-1,) if isinstance(space, spaces.Discrete) else (-1, *(space.shape or ()))
         # Steps whose values and log probabilities are in the buffer
@@ -47,20 +48,23 @@ class NativeActor(Actor):
     # At each step
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
-        self._follow(policy)
-        if self.torch_actor is not None:
-            return self.torch_actor.act(policy, observations, starts, step)
+        if self.is_watched:
+            self._follow(policy)
+            if self.torch_actor is not None:
+                return self.torch_actor.act(policy, observations, starts, step)
         native = self.native
         _write_observations(self.buffer, step, observations)
         features = native.features(observations)
-        if not self.config.is_watched and native.has_changed():
+        if not self.is_watched and native.has_changed():
             # The steps before have the estimates of the policy that took them.
             self._estimate(step)
             native.pack()
+            self.scaled_noise = native.distribution.scaled(self.noise)
         outputs = native.actor(features)
         check_outputs(policy, outputs, step, self.config.num_timesteps + step * self.buffer.n_envs)
-        samples = native.distribution.sample(outputs, self.noise[step]).reshape(self.sample_shape)
-        if not self.config.is_watched:
+        noise = native.distribution.scaled(self.noise[step]) if self.is_watched else self.scaled_noise[step]
+        samples = native.distribution.sample(outputs, noise).reshape(self.sample_shape)
+        if not self.is_watched:
             return Action(None, samples, None, None)
         log_probs = native.distribution.log_prob(outputs, samples.reshape(len(features), -1))
         values = th.from_numpy(native.critic(features))
@@ -68,7 +72,7 @@ class NativeActor(Actor):
 
     def _follow(self, policy: ActorCriticPolicy) -> None:
         """Take over the parameters as they are now, whoever has changed them, and however."""
-        if not self.config.is_watched or self.torch_actor is not None:
+        if self.torch_actor is not None:
             return
         if not self.native.is_of(policy):
             if unsupported_reason(policy) is not None:
@@ -78,6 +82,8 @@ class NativeActor(Actor):
         self.native.pack()
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
+        if self.is_watched and transition.truncated:
+            self._follow(policy)
         if self.torch_actor is not None:
             return self.torch_actor.record(policy, transition)
         buffer, step, action = self.buffer, transition.step, transition.action
@@ -90,14 +96,14 @@ class NativeActor(Actor):
             self.n_estimated = step + 1
         if transition.truncated:
             self.truncated += [(step, *truncated) for truncated in transition.truncated]
-            if self.config.is_watched:
-                self._follow(policy)
-                self._bootstrap(policy)
+            if self.is_watched:
+                self._bootstrap()
         buffer.pos = step + 1
         buffer.full = buffer.pos == buffer.buffer_size
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
-        self._follow(policy)
+        if self.is_watched:
+            self._follow(policy)
         if self.torch_actor is not None:
             return self.torch_actor.finish(policy, observations, dones)
         self._estimate(self.config.n_steps)
@@ -118,7 +124,7 @@ class NativeActor(Actor):
         buffer.log_probs[steps] = native.distribution.log_prob(native.actor(features), actions).reshape(shape)
         self._bootstrap()
 
-    def _bootstrap(self, policy: ActorCriticPolicy | None = None) -> None:
+    def _bootstrap(self) -> None:
         if not self.truncated:
             return
         steps, environments, observations = zip(*self.truncated, strict=True)

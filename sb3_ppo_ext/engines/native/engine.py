@@ -38,17 +38,17 @@ class NativeEngine(Engine):
             return f"{type(setup.buffer).__name__} is not SB3's"
         return unsupported_reason(setup.policy)
 
-    def is_for(self, setup: Setup) -> bool:
-        return super().is_for(setup) and self.native.is_of(setup.policy) and self.unsupported_reason(setup) is None
+    def is_for(self, policy: ActorCriticPolicy) -> bool:
+        return self.native.is_of(policy)
 
     def make_actor(self, buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
         return NativeActor(self.native, buffer, config)
 
     def make_stepper(self, config: UpdateConfig) -> Stepper:
-        if not can_fuse_steps(self.policy, config):
-            return TorchStepper(self.policy)
-        pairs = [(parameter, th.from_numpy(gradient)) for parameter, gradient in self.native.parameters()]
-        return FusedAdamStepper(self.policy.optimizer, GradientMemory(pairs), is_overwritten=True)
+        memory = GradientMemory([(parameter, th.from_numpy(gradient)) for parameter, gradient in self.native.parameters()])
+        if can_fuse_steps(self.policy, memory, config):
+            return FusedAdamStepper(self.policy.optimizer, memory, is_overwritten=True)
+        return TorchStepper(self.policy)
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
         return AnalyticGradients(self.native, config, estimates, metrics, shows_gradients=isinstance(stepper, TorchStepper))

@@ -5,6 +5,7 @@ and auxiliary losses by autograd, which sees no more of the networks than their 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
@@ -50,7 +51,7 @@ class AnalyticGradients(GradientSource):
         shows_gradients: bool = False,
     ):
         self.native, self.config, self.estimates, self.metrics = native, config, estimates, metrics
-        self.distribution, self.loss = native.distribution, config.loss
+        self.distribution, self.loss, self.ent_coef = native.distribution, config.loss, float(config.loss.ent_coef)
         self.slope = SURROGATES[config.loss.surrogate].slope
         self.auxiliary = active_auxiliary_losses(config.loss, estimates.old_distribution is not None)
         self.shown = [(p, th.from_numpy(gradient)) for p, gradient in native.parameters()] if shows_gradients else []
@@ -74,8 +75,7 @@ class AnalyticGradients(GradientSource):
     def steps(self) -> Iterator[Step]:
         """:return: The steps of one epoch, whose samples are gathered at once"""
         rollout, estimates, config = self.rollout, self.estimates, self.config
-        indices, weights = zip(*estimates.rollout.draws(config.step_size, estimates.segments), strict=True)
-        order, sizes = np.concatenate(indices), np.array([len(part) for part in indices])
+        order, sizes, weights = self._draw()
         if estimates.advantages is not None:
             rollout = rollout._replace(advantages=estimates.advantages.numpy())
         if estimates.returns is not None:
@@ -83,22 +83,35 @@ class AnalyticGradients(GradientSource):
         samples = FlatRollout(*(array.take(order, axis=0) for array in rollout))
         if config.normalizes_minibatches:
             samples = samples._replace(advantages=normalize_each(samples.advantages, sizes))
-        of_samples = None if weights[0] is None else np.concatenate(weights)
-        self.minibatches = NativeMinibatches(order, samples, _split(sizes, config.batch_size), of_samples, self.distribution)
+        self.minibatches = NativeMinibatches(order, samples, _split(sizes, config.batch_size), weights, self.distribution)
         return self._steps(sizes.tolist())
+
+    def _draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Indices of the samples of an epoch, numbers of samples of its steps, and importance weights."""
+        rollout, segments, size = self.estimates.rollout, self.estimates.segments, self.config.step_size
+        n = rollout.n_samples
+        if segments is None:
+            ((order, _),) = rollout.draws(n)
+            return order, np.diff([*range(0, n, size), n]), None
+        indices, weights = zip(*rollout.draws(size, segments), strict=True)
+        return np.concatenate(indices), np.array([len(part) for part in indices]), np.concatenate(weights)
 
     def _steps(self, sizes: list[int]) -> Iterator[Step]:
         batch_size, start = self.config.batch_size, 0
         for size in sizes:
             end = start + size
-            yield tuple(slice(i, min(i + batch_size, end)) for i in range(start, end, batch_size))
+            if size <= batch_size:
+                yield (slice(start, end),)
+            else:
+                yield tuple(slice(i, min(i + batch_size, end)) for i in range(start, end, batch_size))
             start = end
 
     # Gradients
 
     def add(self, step: Step) -> None:
         """Write the gradient of a step's loss into the memory of the gradients."""
-        self.lengths_before = self.metrics.lengths()
+        if self.auxiliary:
+            self.lengths_before = self.metrics.lengths()
         size = step[-1].stop - step[0].start
         for number, part in enumerate(step):
             self._add_minibatch(part, size, accumulate=number > 0)
@@ -124,7 +137,7 @@ class AnalyticGradients(GradientSource):
         if m.weights is not None:
             d_log_prob, d_values = d_log_prob * m.weights[part], d_values * m.weights[part]
         share = len(ratio) / size
-        d_outputs = distribution.gradient(d_log_prob, float(self.loss.ent_coef) * share, accumulate=accumulate)
+        d_outputs = distribution.gradient(d_log_prob, self.ent_coef * share, accumulate=accumulate)
         if self.auxiliary:
             inputs = NativeInputs(self, outputs, values, part)
             m.auxiliary[len(m.described) - 1] = self._add_auxiliary(inputs, d_outputs, d_values, share)
@@ -165,23 +178,23 @@ class AnalyticGradients(GradientSource):
         """:return: That of all samples of the step"""
         return float(np.mean(np.abs(self.minibatches.ratios[_joined(step)] - 1) > self.loss.clip_range))
 
-    def is_finite(self, step: Step, norms: dict[str, Any]) -> bool:
-        """:return: Whether the gradients of the step are finite; they are not if its loss is not"""
-        return bool(np.isfinite(float(sum(norms.values()))))
-
     def terms(self, step: Step) -> dict[str, float]:
         """:return: The losses of the step by name"""
         auxiliary = {name: self.metrics.bad_since(self.lengths_before, name) for name in self.auxiliary}
         return self.minibatches.terms(_joined(step), len(step)) | auxiliary
 
-    def keep(self, step: Step, norms: dict[str, Any]) -> None:
-        """Measure the norms of a step that is made."""
+    def accept(self, step: Step, norms: dict[str, Any]) -> bool:
+        # The gradient is not finite if the loss is not.
+        if not math.isfinite(sum(norms.values())):
+            return False
         for name, norm in norms.items():
             self.norms[name].append(float(norm))
+        return True
 
     def forget(self, step: Step) -> None:
         """Measure nothing of a step that is not made."""
-        self.metrics.forget_since(self.lengths_before)
+        if self.auxiliary:
+            self.metrics.forget_since(self.lengths_before)
         self.minibatches.skip(len(step))
 
     def end_epoch(self) -> None:

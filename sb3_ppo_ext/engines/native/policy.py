@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ METHODS = (
 )
 # Multiply-adds of a layer from which on PyTorch's products are as fast
 LARGE_LAYER = 512 * 512
+_version_of = attrgetter("_version")
 # Of a network, as in `csrc/mlp.c`
 MAX_LAYERS = 16
 
@@ -118,7 +120,7 @@ class NativePolicy:
 
     def has_changed(self) -> bool:
         """:return: Whether PyTorch has written into one of them since the last call"""
-        before, self._version = self._version, sum(parameter._version for parameter in self._parameters)
+        before, self._version = self._version, sum(map(_version_of, self._parameters))
         return before != self._version
 
     def features(self, observations: Any) -> np.ndarray:
