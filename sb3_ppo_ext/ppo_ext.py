@@ -1,17 +1,10 @@
 """PPOExt: its options, the order of operations, and what is saved."""
 
-import inspect
-import time
-import warnings
-from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
-from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
@@ -21,15 +14,13 @@ from stable_baselines3.common.policies import (
     BasePolicy,
     MultiInputActorCriticPolicy,
 )
-from stable_baselines3.common.save_util import load_from_zip_file
-from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, RolloutBufferSamples, Schedule, TensorDict
-from stable_baselines3.common.utils import FloatSchedule
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
-from sb3_ppo_ext.common.observations import in_float32
-from sb3_ppo_ext.common.saved_models import SavedModel, check_saved_ppo, read_policy_kwargs, read_renamed
-from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, ScheduleLike, is_constant, make_schedule, value_of
+from sb3_ppo_ext.algorithm.model_setup import ModelSetup
+from sb3_ppo_ext.algorithm.saved_state import SavedState, option_names
+from sb3_ppo_ext.common.schedules import ScheduleLike
 from sb3_ppo_ext.common.validation import (
     SUPPORTED_SPACES,
     assertions_as_value_errors,
@@ -39,16 +30,12 @@ from sb3_ppo_ext.common.validation import (
     check_observation_space,
     refuse,
 )
-from sb3_ppo_ext.engines.engine import Engine, Setup
-from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.memory.policies import (
     CnnTransformerPolicy,
     MlpTransformerPolicy,
     MultiInputTransformerPolicy,
-    TransformerPolicyMixin,
 )
-from sb3_ppo_ext.memory.sequences import SequenceDictRolloutBuffer, SequenceRolloutBuffer
-from sb3_ppo_ext.options import ALL_OPTIONS, OWN_OPTIONS, PPOExtOptions, check_options
+from sb3_ppo_ext.options import OWN_OPTIONS, check_options
 from sb3_ppo_ext.options.table import (
     ActionDist,
     AdvantageNorm,
@@ -60,32 +47,13 @@ from sb3_ppo_ext.options.table import (
     SurrogateName,
     VfClipMode,
 )
-from sb3_ppo_ext.policies.actor_critic import MlpPolicy, check_parameters_are_of, fixes_std, with_action_distributions
-from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
-from sb3_ppo_ext.rollout.collector import RolloutCollector
+from sb3_ppo_ext.policies.actor_critic import MlpPolicy
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
-from sb3_ppo_ext.update.advantages import AdvantageNormalizer
-from sb3_ppo_ext.update.config import UpdateConfig
-from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, LossConfig
-from sb3_ppo_ext.update.metrics import Metrics
-from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, make_optimizer
-from sb3_ppo_ext.update.ppo_loss import ExtraActorLoss
-from sb3_ppo_ext.update.report import further_metrics, sb3_metrics
-from sb3_ppo_ext.update.rollout import Rollout
-from sb3_ppo_ext.update.update import UpdateResult
 
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
-# What an option learns beside the policy: saved under these names when it is there
-LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr")
 
 
-# Options that an update is given as they are
-OF_UPDATE = tuple(
-    field.name for field in fields(UpdateConfig) if field.name in ALL_OPTIONS.keys() | {"verbose", "num_timesteps"}
-)
-
-
-class PPOExt(PPOExtOptions, RolloutCollector):
+class PPOExt(SavedState, ModelSetup):
     """
     Proximal Policy Optimization (PPO), as in Stable-Baselines3: with the same seed on a CPU it gives the same
     numbers as ``stable_baselines3.PPO``, to the bit.
@@ -275,7 +243,7 @@ class PPOExt(PPOExtOptions, RolloutCollector):
         **unknown_options: NoReturn,
     ):
         arguments = dict(locals())
-        check_known_options(unknown_options, _option_names(type(self)), type(self).__name__)
+        check_known_options(unknown_options, option_names(type(self)), type(self).__name__)
         check_device(device)
         if env is None and _init_setup_model:
             refuse("env", env, "give an environment, or the id of one")
@@ -312,12 +280,6 @@ class PPOExt(PPOExtOptions, RolloutCollector):
         for name in OWN_OPTIONS:
             setattr(self, name, arguments[name])
 
-        # What is learned beside the policy
-        self.advantage_normalizer: AdvantageNormalizer | None = None
-        self.kl_coefficient: KLAdaptive | None = None
-        self.adaptive_lr: KLAdaptive | None = None
-        self.n_skipped_updates = 0
-
         check_options(self)
         self._warn_about_truncated_minibatch()
         self._warn_about_single_step()
@@ -350,166 +312,8 @@ class PPOExt(PPOExtOptions, RolloutCollector):
         self._setup_engine()
         self._truncations = [] if self.vtrace else None
 
-    def _setup_action_distribution(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Take a policy that knows the law, where SB3's own does not, and say what it is to be told."""
-        if self.action_dist == "gaussian":
-            if policy_kwargs.keys() & {"mean_tanh", "learn_std"}:
-                self.policy_class = with_action_distributions(self.policy_class)
-            return policy_kwargs
-        self.policy_class = with_action_distributions(self.policy_class)
-        law = {"action_dist": self.action_dist, "deterministic_action": self.deterministic_action}
-        return {**policy_kwargs, **law}
-
-    def _setup_memory(self) -> None:
-        """The buffer for a policy that reads sequences."""
-        policy = self.policy
-        if not isinstance(policy, TransformerPolicyMixin):
-            return
-        is_dict = isinstance(self.observation_space, spaces.Dict)
-        buffer_class: Any = SequenceDictRolloutBuffer if is_dict else SequenceRolloutBuffer
-        self.rollout_buffer = buffer_class(
-            self.n_steps,
-            in_float32(self.observation_space),
-            self.action_space,
-            device=self.device,
-            gamma=self.gamma,
-            gae_lambda=self.gae_lambda,
-            n_envs=self.n_envs,
-            context_length=policy.context_length,
-            n_action_features=policy.n_action_features,
-            keeps_rewards=policy.use_last_reward,
-        )
-
-    def _setup_observations(self) -> None:
-        """Let the buffer keep them as the policy reads them; the reference's is SB3's."""
-        buffer: Any = self.rollout_buffer
-        if self.backend != "eager" and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
-            buffer.observation_space = in_float32(self.observation_space)
-            buffer.reset()
-
-    def _setup_latents(self) -> None:
-        made = getattr(self.policy, "action_dist_name", "gaussian")
-        if made != self.action_dist:
-            refuse(
-                "action_dist",
-                self.action_dist,
-                f"{self.policy_class.__name__} makes it {made!r}; give that, or change the class",
-            )
-        self._samples_latents = made != "gaussian"
-        if self._samples_latents and self.action_space.dtype != np.float32:
-            # The buffer would round them to the dtype of the actions.
-            self.rollout_buffer.action_space = spaces.Box(-np.inf, np.inf, self.action_space.shape, np.float32)
-            self.rollout_buffer.reset()
-
     def _maybe_recommend_cpu(self, mlp_class_name: str = "ActorCriticPolicy") -> None:
         super()._maybe_recommend_cpu(MlpPolicy.__name__ if self.policy_class is MlpPolicy else mlp_class_name)
-
-    def _setup_schedules(self) -> None:
-        self.clip_range = make_schedule("clip_range", self.clip_range, infinite=True)
-        if self.clip_range_vf is not None:
-            self.clip_range_vf = make_schedule("clip_range_vf", self.clip_range_vf, positive=True, infinite=True)
-        if isinstance(self.ent_coef, str):
-            # A number stays one: SB3's PPO can load it, and callbacks that change it go on working.
-            self.ent_coef = make_schedule("ent_coef", self.ent_coef)
-        self.kl_coefficient = None
-        if self.kl_target is not None:
-            bounds = (1e-6 * self.kl_coef, 1e6 * self.kl_coef)
-            self.kl_coefficient = KLAdaptive(self.kl_coef, self.kl_target, factor=2.0, tolerance=1.5, bounds=bounds)
-
-    def _setup_lr_schedule(self) -> None:
-        learning_rate = make_schedule("learning_rate", self.learning_rate)
-        if isinstance(self.learning_rate, str):
-            # SB3's PPO would not load a zip with the string.
-            self.learning_rate = learning_rate
-        self.lr_schedule: Schedule = self._decayed(learning_rate)
-        self.critic_lr_schedule: Schedule | None = None
-        if self.critic_learning_rate is not None:
-            self.critic_lr_schedule = self._decayed(make_schedule("critic_learning_rate", self.critic_learning_rate))
-        self.adaptive_lr = None
-        if self.adaptive_lr_kl is not None:
-            low, high = self.adaptive_lr_bounds
-            start = value_of(learning_rate, 1.0)
-            self.adaptive_lr = KLAdaptive(start, self.adaptive_lr_kl, factor=1 / 1.5, tolerance=2.0, bounds=(low, high))
-            self.lr_schedule = self.adaptive_lr
-
-    def _decayed(self, schedule: FloatSchedule) -> Schedule:
-        if self.lr_decay == "constant" and self.lr_warmup == 0:
-            return schedule
-        return DecaySchedule(schedule, self.lr_decay, self.lr_min_fraction, self.lr_warmup)
-
-    def _setup_optimizer(self) -> None:
-        for name in ("critic_learning_rate", "max_clip_fraction"):
-            if getattr(self, name) is not None and not critic_parameters(self.policy):
-                remedy = f"{self.policy_class.__name__} has no critic apart from its actor; give None"
-                refuse(name, getattr(self, name), remedy)
-        if self.optimizer == "adam" and self.weight_decay == 0 and self.critic_learning_rate is None:
-            return  # the policy's own
-        self.policy.optimizer = make_optimizer(
-            self.policy,
-            self.optimizer,
-            self.weight_decay,
-            own_critic=self.critic_learning_rate is not None,
-            optimizer_kwargs=self.policy_kwargs.get("optimizer_kwargs"),
-        )
-
-    def _setup_advantages(self) -> None:
-        self.advantage_normalizer = None
-        if self.normalize_advantage and self.advantage_norm == "ema":
-            self.advantage_normalizer = AdvantageNormalizer(
-                self.adv_ema_alpha, self.adv_ema_warm_start, self.adv_min_std, self.adv_clip, self.adv_shift_mean
-            )
-
-    def _setup_engine(self) -> None:
-        """Refuse a backend that does not support the policy and the options; engines are made when they are needed."""
-        # The engines that were used, for the backend may be changed and changed back
-        self._engines: dict[str, Engine] = {}
-        backend, reasons = choose_backend(self.backend, self._engine_setup())
-        if self.backend in reasons:
-            refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')
-        if self.verbose >= 1 and self.backend != "eager":
-            print(f"Backend: {backend}" + (f" (not native: {reasons['native']})" if "native" in reasons else ""))
-
-    def _engine_setup(self) -> Setup:
-        return Setup(self.policy, self.rollout_buffer, has_extra_loss=self._extra_actor_loss() is not None)
-
-    def _extra_actor_loss(self) -> ExtraActorLoss | None:
-        """The loss of a subclass, or of an instance; ``None`` if there is none."""
-        own = getattr(self.extra_actor_loss, "__func__", None) is not PPOExt.extra_actor_loss
-        return self.extra_actor_loss if own else None
-
-    def _find_engine(self) -> Engine:
-        """The engine for the backend and the policy as they are now."""
-        backend, _ = choose_backend(self.backend, self._engine_setup())
-        engine = self._engines.get(backend)
-        if engine is None or not engine.is_for(self.policy):
-            engine = self._engines[backend] = ENGINES[backend](self.policy)
-        return engine
-
-    def _warn_about_truncated_minibatch(self) -> None:
-        if self.env is None:
-            return
-        buffer_size = self.env.num_envs * self.n_steps
-        if buffer_size % self.batch_size > 0:
-            warnings.warn(
-                f"You have specified a mini-batch size of {self.batch_size},"
-                f" but because the `RolloutBuffer` is of size `n_steps * n_envs = {buffer_size}`,"
-                f" after every {buffer_size // self.batch_size} untruncated mini-batches,"
-                f" there will be a truncated mini-batch of size {buffer_size % self.batch_size}\n"
-                f"We recommend using a `batch_size` that is a factor of `n_steps * n_envs`.\n"
-                f"Info: (n_steps={self.n_steps} and n_envs={self.env.num_envs})",
-                stacklevel=3,
-            )
-
-    def _warn_about_single_step(self) -> None:
-        if self.env is None or (self.kl_coef == 0 and self.adaptive_lr_kl is None):
-            return
-        if self.n_epochs == 1 and self.batch_size * self.accumulate_grad >= self.env.num_envs * self.n_steps:
-            warnings.warn(
-                "`kl_coef`, `kl_target` and `adaptive_lr_kl` see how far the policy has moved before each step of the"
-                " optimizer, and these options give one step per update, before which it has not moved: they have no effect."
-                f" Raise n_epochs={self.n_epochs}, or lower batch_size={self.batch_size}.",
-                stacklevel=3,
-            )
 
     def _get_policy_from_name(self, policy_name: str) -> type[BasePolicy]:
         if policy_name not in self.policy_aliases:
@@ -536,131 +340,6 @@ class PPOExt(PPOExtOptions, RolloutCollector):
             env = FastDummyVecEnv([lambda: single])
         return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
 
-    # Rollout and update
-
-    def _make_actor(self, rollout_buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
-        return self._find_engine().make_actor(rollout_buffer, config)
-
-    def train(self) -> None:
-        """
-        Update policy using the currently gathered rollout buffer.
-        """
-        start = time.perf_counter()
-        self.policy.set_training_mode(True)
-        self._update_learning_rate(self.policy.optimizer)
-        config, result = self._update_config(), UpdateResult(Metrics())
-        rollout = Rollout(self.rollout_buffer, self._last_obs, self._last_episode_starts, self._truncations, self.gamma)
-        try:
-            self._find_engine().update(rollout, config, self.advantage_normalizer, result)
-        finally:
-            self._n_updates += result.n_epochs
-            self.n_skipped_updates += result.n_skipped
-        self._log_update(config, result)
-        if self.kl_coefficient is not None:
-            self.kl_coefficient.update(result.metrics.mean("kl"))
-        if self.adaptive_lr is not None:
-            self.adaptive_lr.update(result.metrics.mean("approx_kl"))
-        self.logger.record("time/update_seconds", time.perf_counter() - start)
-
-    def _update_config(self) -> UpdateConfig:
-        """The options as they are at this moment of the training."""
-        progress = self._current_progress_remaining
-        done = min(max(1 - progress, 0.0), 1.0)
-        given = {name: getattr(self, name) for name in OF_UPDATE}
-        given |= {
-            "loss": self._loss_config(progress),
-            "priority_beta": self.priority_beta + (1 - self.priority_beta) * done,
-            "discrete_actions": isinstance(self.action_space, spaces.Discrete),
-            "samples_latents": self._samples_latents,
-            "extra_actor_loss": self._extra_actor_loss(),
-        }
-        return UpdateConfig(**given)
-
-    def _loss_config(self, progress: float) -> LossConfig:
-        # The last rollout may end past the end; SB3's own schedules see that, ours do not.
-        coefficients = {
-            name: value_of(getattr(self, loss.coef), max(progress, 0.0)) for name, loss in AUXILIARY_LOSSES.items()
-        }
-        if self.kl_coefficient is not None:
-            coefficients["kl"] = self.kl_coefficient.value
-        return LossConfig(
-            clip_range=value_of(self.clip_range, progress),
-            clip_range_vf=None if self.clip_range_vf is None else value_of(self.clip_range_vf, progress),
-            ent_coef=value_of(self.ent_coef, max(progress, 0.0)),
-            vf_coef=self.vf_coef,
-            surrogate=self.surrogate,
-            dual_clip=self.dual_clip,
-            vf_clip_mode=self.vf_clip_mode,
-            bounds_limit=self.bounds_limit,
-            action_bounds=self._action_bounds(),
-            auxiliary={name: value for name, value in coefficients.items() if value != 0},
-        )
-
-    def _action_bounds(self) -> tuple[th.Tensor, th.Tensor] | None:
-        """Bounds of the actions in the buffer, flat: of a squashed policy -1 and 1, also for what it squashes."""
-        space = self.action_space
-        if not isinstance(space, spaces.Box):
-            return None
-        bounds = (-np.ones_like(space.low), np.ones_like(space.high)) if self.policy.squash_output else (space.low, space.high)
-        low, high = (th.tensor(bound.flatten(), dtype=th.float32, device=self.device) for bound in bounds)
-        return low, high
-
-    def _log_update(self, config: UpdateConfig, result: UpdateResult) -> None:
-        """Record an update, SB3's keys first."""
-        record, loss, metrics = self.logger.record, config.loss, result.metrics
-        for name, value in sb3_metrics(metrics, self.policy, self.rollout_buffer).items():
-            record(f"train/{name}", value)
-        record("train/n_updates", self._n_updates, exclude="tensorboard")
-        record("train/clip_range", loss.clip_range)
-        if loss.clip_range_vf is not None:
-            record("train/clip_range_vf", loss.clip_range_vf)
-        for name, value in further_metrics(metrics, self.policy, self.rollout_buffer, config).items():
-            record(name if "/" in name else f"train/{name}", value)
-        for name, value in self._options_to_log(config, result).items():
-            record(name, value)
-
-    def _options_to_log(self, config: UpdateConfig, result: UpdateResult) -> dict[str, Any]:
-        """Options that change during the training, and what options have counted or learned."""
-        logged: dict[str, Any] = {}
-        if not is_constant(self.ent_coef):
-            logged["train/ent_coef"] = config.loss.ent_coef
-        if "kl" in config.loss.auxiliary:
-            logged["train/kl_coef"] = config.loss.auxiliary["kl"]
-        if config.target_kl is not None:
-            logged["train/epochs"] = result.n_epochs
-        if config.priority_alpha > 0:
-            logged["train/priority_beta"] = config.priority_beta
-        if config.bad_gradients == "skip":
-            logged["train/skipped_updates"] = self.n_skipped_updates
-        if self.advantage_normalizer is not None:
-            logged |= {"adv/ema_mean": self.advantage_normalizer.mean, "adv/ema_std": self.advantage_normalizer.std}
-        return logged
-
-    def _update_learning_rate(self, optimizers: list[th.optim.Optimizer] | th.optim.Optimizer) -> None:
-        super()._update_learning_rate(optimizers)
-        if self.critic_lr_schedule is None:
-            return
-        # The last rollout may end past the end.
-        learning_rate = self.critic_lr_schedule(max(self._current_progress_remaining, 0.0))
-        self.logger.record("train/critic_learning_rate", learning_rate)
-        for group in self.policy.optimizer.param_groups:
-            if group.get("role") == "critic":
-                group["lr"] = learning_rate
-
-    def extra_actor_loss(
-        self, rollout_data: RolloutBufferSamples, distribution: Distribution
-    ) -> tuple[th.Tensor | float, dict[str, th.Tensor | float]]:
-        """
-        A term that a subclass adds to the loss, for instance for symmetry or imitation. Called for every minibatch.
-
-        :param rollout_data: The minibatch, SB3's ``RolloutBufferSamples``, with the advantages as the policy loss uses them
-        :param distribution: The policy's for its observations, from which the gradient flows
-        :return: A scalar to minimise, and what to log: the mean over the update appears under ``train/`` and the name
-            (a name with a slash stays as it is)
-        :raises ValueError: if a name is one that PPOExt logs itself
-        """
-        return 0.0, {}
-
     def learn(
         self: SelfPPOExt,
         total_timesteps: int,
@@ -678,110 +357,3 @@ class PPOExt(PPOExtOptions, RolloutCollector):
             reset_num_timesteps=reset_num_timesteps,
             progress_bar=progress_bar,
         )
-
-    # Save and load
-
-    @classmethod
-    def load(
-        cls: type[SelfPPOExt],
-        path: SavedModel,
-        env: GymEnv | None = None,
-        device: th.device | str = "auto",
-        custom_objects: dict[str, Any] | None = None,
-        print_system_info: bool = False,
-        force_reset: bool = True,
-        **kwargs: Any,
-    ) -> SelfPPOExt:
-        """
-        Load the model from a zip-file, saved by ``PPOExt`` or by ``stable_baselines3.PPO``.
-        Warning: ``load`` re-creates the model from scratch, it does not update it in-place!
-        For an in-place load use ``set_parameters`` instead.
-
-        :param path: path to the file (or a file-like) where to load the agent from
-        :param env: the new environment to run the loaded model on
-            (can be None if you only need prediction from a trained model) has priority over any saved environment
-        :param device: Device on which the code should run.
-        :param custom_objects: Dictionary of objects to replace upon loading.
-        :param print_system_info: Whether to print system info from the saved model and the current system info
-        :param force_reset: Force call to ``reset()`` before training to avoid unexpected behavior.
-        :param kwargs: options to change when loading
-        :return: new model instance with loaded parameters
-        :raises ValueError: if the zip is damaged or of another algorithm, or an option is unknown or not valid
-        """
-        check_device(device)
-        saved = check_saved_ppo(path, cls.policy_aliases.values())
-        check_known_options(kwargs, saved.keys() | _option_names(cls), f"{cls.__name__}.load")
-        replaced = read_renamed(saved)
-        law, policy_kwargs = _law_and_policy_kwargs(saved, kwargs.get("policy_kwargs"))
-        if policy_kwargs is not None:
-            kwargs, replaced["policy_kwargs"] = {**law, **kwargs}, policy_kwargs
-        if custom_objects is None or isinstance(custom_objects, dict):  # SB3 refuses anything else
-            custom_objects = {**replaced, **(custom_objects or {})}
-        if "stats_window_size" in kwargs:
-            # The only option whose attribute has another name
-            kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
-        return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
-
-    def set_parameters(
-        self, load_path_or_dict: str | TensorDict, exact_match: bool = True, device: th.device | str = "auto"
-    ) -> None:
-        """
-        Load parameters from a zip-file of ``PPOExt`` or ``stable_baselines3.PPO``, or from a nested dictionary
-        (see ``get_parameters``).
-
-        :param load_path_or_dict: Location of the saved data (path or file-like, see ``save``), or a dictionary that
-            maps the names of objects to their state-dictionaries
-        :param exact_match: If True, the given parameters should include parameters for each module and each of their
-            parameters, otherwise raises an Exception. If set to False, this can be used to update only specific
-            parameters.
-        :param device: Device on which the code should run.
-        :raises ValueError: if the zip is damaged or of another algorithm, or the names do not match
-        """
-        if isinstance(load_path_or_dict, dict):
-            parameters: dict[str, Any] = dict(load_path_or_dict)
-        else:
-            check_saved_ppo(load_path_or_dict, self.policy_aliases.values())
-            parameters = dict(load_from_zip_file(load_path_or_dict, device=device, load_data=False)[1])
-        check_parameters_are_of(parameters.get("policy", {}), self.action_dist)
-        if "policy.optimizer" in parameters:
-            parameters["policy.optimizer"] = adopt_state(self.policy, parameters["policy.optimizer"])
-        for name in LEARNED:
-            learner = getattr(self, name)
-            if learner is None:
-                parameters.pop(name, None)  # the option is off here
-            elif exact_match:
-                parameters.setdefault(name, learner.state_dict())  # it was off there
-        super().set_parameters(parameters, exact_match, device)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which make engines of their own: these are bound to the memory of one policy."""
-        return {**vars(self), "_engines": {}}
-
-    def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
-        state_dicts, variables = super()._get_torch_save_params()
-        return [*state_dicts, *(name for name in LEARNED if getattr(self, name) is not None)], variables
-
-    def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), *LEARNED, "_truncations", "_samples_latents", "_engines"]
-
-
-def _law_and_policy_kwargs(saved: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """
-    The law that a zip has among its ``policy_kwargs``, where SB3's own algorithms have it with our policies, and what the
-    ``policy_kwargs`` are to be instead of the saved ones: without it, and with a standard deviation that is not to be learned
-    any more. SB3 itself lets nobody change them. ``None`` if they stay.
-    """
-    law_names = {"action_dist", "deterministic_action"}
-    if given is None and not saved.get("policy_kwargs", {}).keys() & law_names:
-        return {}, None
-    policy_kwargs = read_policy_kwargs(saved)
-    law: dict[str, Any] = {name: policy_kwargs.pop(name) for name in policy_kwargs.keys() & law_names}
-    return law, given if fixes_std(policy_kwargs, given) else policy_kwargs
-
-
-def _option_names(algorithm: type[PPOExt]) -> set[str]:
-    """Every named argument of the constructors of the class and its parents, for a subclass may pass some on."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    constructors = [inspect.signature(cls.__init__) for cls in algorithm.__mro__ if issubclass(cls, PPOExt)]
-    parameters: Iterable[inspect.Parameter] = (p for signature in constructors for p in signature.parameters.values())
-    return {p.name for p in parameters if p.kind in kinds} - {"self"}

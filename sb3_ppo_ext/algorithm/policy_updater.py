@@ -1,0 +1,194 @@
+"""How PPOExt chooses an engine, tells it the options of the moment, and logs what came of an update."""
+
+import time
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.type_aliases import RolloutBufferSamples, Schedule
+
+from sb3_ppo_ext.common.schedules import KLAdaptive, is_constant, value_of
+from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.engines.engine import Engine, Setup
+from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
+from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
+from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
+from sb3_ppo_ext.rollout.collector import RolloutCollector
+from sb3_ppo_ext.update.advantages import AdvantageNormalizer
+from sb3_ppo_ext.update.config import UpdateConfig
+from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, LossConfig
+from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.ppo_loss import ExtraActorLoss
+from sb3_ppo_ext.update.report import further_metrics, sb3_metrics
+from sb3_ppo_ext.update.rollout import Rollout
+from sb3_ppo_ext.update.update import UpdateResult
+
+# Options that an update is given as they are
+OF_UPDATE = {field.name for field in fields(UpdateConfig)} & (ALL_OPTIONS.keys() | {"verbose", "num_timesteps"})
+
+
+class PolicyUpdater(PPOExtOptions, RolloutCollector):
+    """An on-policy algorithm with PPOExt's options, which updates as they say, on the engine that ``backend`` names."""
+
+    clip_range: Any
+    clip_range_vf: Any
+    ent_coef: Any
+    critic_lr_schedule: Schedule | None
+    # What is learned beside the policy
+    advantage_normalizer: AdvantageNormalizer | None = None
+    kl_coefficient: KLAdaptive | None = None
+    adaptive_lr: KLAdaptive | None = None
+    n_skipped_updates = 0
+
+    def _setup_engine(self) -> None:
+        """Refuse a backend that does not support the policy and the options; engines are made when they are needed."""
+        # The engines that were used, for the backend may be changed and changed back
+        self._engines: dict[str, Engine] = {}
+        backend, reasons = choose_backend(self.backend, self._engine_setup())
+        if self.backend in reasons:
+            refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')
+        if self.verbose >= 1 and self.backend != "eager":
+            print(f"Backend: {backend}" + (f" (not native: {reasons['native']})" if "native" in reasons else ""))
+
+    def _engine_setup(self) -> Setup:
+        return Setup(self.policy, self.rollout_buffer, has_extra_loss=self._extra_actor_loss() is not None)
+
+    def _extra_actor_loss(self) -> ExtraActorLoss | None:
+        """The loss of a subclass, or of an instance; ``None`` if there is none."""
+        own = getattr(self.extra_actor_loss, "__func__", None) is not PolicyUpdater.extra_actor_loss
+        return self.extra_actor_loss if own else None
+
+    def _find_engine(self) -> Engine:
+        """The engine for the backend and the policy as they are now."""
+        backend, _ = choose_backend(self.backend, self._engine_setup())
+        engine = self._engines.get(backend)
+        if engine is None or not engine.is_for(self.policy):
+            engine = self._engines[backend] = ENGINES[backend](self.policy)
+        return engine
+
+    def _make_actor(self, rollout_buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
+        return self._find_engine().make_actor(rollout_buffer, config)
+
+    def train(self) -> None:
+        """
+        Update policy using the currently gathered rollout buffer.
+        """
+        start = time.perf_counter()
+        self.policy.set_training_mode(True)
+        self._update_learning_rate(self.policy.optimizer)
+        config, result = self._update_config(), UpdateResult(Metrics())
+        rollout = Rollout(self.rollout_buffer, self._last_obs, self._last_episode_starts, self._truncations, self.gamma)
+        try:
+            self._find_engine().update(rollout, config, self.advantage_normalizer, result)
+        finally:
+            self._n_updates += result.n_epochs
+            self.n_skipped_updates += result.n_skipped
+        self._log_update(config, result)
+        if self.kl_coefficient is not None:
+            self.kl_coefficient.update(result.metrics.mean("kl"))
+        if self.adaptive_lr is not None:
+            self.adaptive_lr.update(result.metrics.mean("approx_kl"))
+        self.logger.record("time/update_seconds", time.perf_counter() - start)
+
+    def _update_config(self) -> UpdateConfig:
+        """The options as they are at this moment of the training."""
+        progress = self._current_progress_remaining
+        done = min(max(1 - progress, 0.0), 1.0)
+        given = {name: getattr(self, name) for name in OF_UPDATE}
+        given |= {
+            "loss": self._loss_config(progress),
+            "priority_beta": self.priority_beta + (1 - self.priority_beta) * done,
+            "discrete_actions": isinstance(self.action_space, spaces.Discrete),
+            "samples_latents": self._samples_latents,
+            "extra_actor_loss": self._extra_actor_loss(),
+        }
+        return UpdateConfig(**given)
+
+    def _loss_config(self, progress: float) -> LossConfig:
+        # The last rollout may end past the end; SB3's own schedules see that, ours do not.
+        coefficients = {
+            name: value_of(getattr(self, loss.coef), max(progress, 0.0)) for name, loss in AUXILIARY_LOSSES.items()
+        }
+        if self.kl_coefficient is not None:
+            coefficients["kl"] = self.kl_coefficient.value
+        return LossConfig(
+            clip_range=value_of(self.clip_range, progress),
+            clip_range_vf=None if self.clip_range_vf is None else value_of(self.clip_range_vf, progress),
+            ent_coef=value_of(self.ent_coef, max(progress, 0.0)),
+            vf_coef=self.vf_coef,
+            surrogate=self.surrogate,
+            dual_clip=self.dual_clip,
+            vf_clip_mode=self.vf_clip_mode,
+            bounds_limit=self.bounds_limit,
+            action_bounds=self._action_bounds(),
+            auxiliary={name: value for name, value in coefficients.items() if value != 0},
+        )
+
+    def _action_bounds(self) -> tuple[th.Tensor, th.Tensor] | None:
+        """Bounds of the actions in the buffer, flat: of a squashed policy -1 and 1, also for what it squashes."""
+        space = self.action_space
+        if not isinstance(space, spaces.Box):
+            return None
+        bounds = (-np.ones_like(space.low), np.ones_like(space.high)) if self.policy.squash_output else (space.low, space.high)
+        low, high = (th.tensor(bound.flatten(), dtype=th.float32, device=self.device) for bound in bounds)
+        return low, high
+
+    def _log_update(self, config: UpdateConfig, result: UpdateResult) -> None:
+        """Record an update, SB3's keys first."""
+        record, loss, metrics = self.logger.record, config.loss, result.metrics
+        for name, value in sb3_metrics(metrics, self.policy, self.rollout_buffer).items():
+            record(f"train/{name}", value)
+        record("train/n_updates", self._n_updates, exclude="tensorboard")
+        record("train/clip_range", loss.clip_range)
+        if loss.clip_range_vf is not None:
+            record("train/clip_range_vf", loss.clip_range_vf)
+        for name, value in further_metrics(metrics, self.policy, self.rollout_buffer, config).items():
+            record(name if "/" in name else f"train/{name}", value)
+        for name, value in self._options_to_log(config, result).items():
+            record(name, value)
+
+    def _options_to_log(self, config: UpdateConfig, result: UpdateResult) -> dict[str, Any]:
+        """Options that change during the training, and what options have counted or learned."""
+        logged: dict[str, Any] = {}
+        if not is_constant(self.ent_coef):
+            logged["train/ent_coef"] = config.loss.ent_coef
+        if "kl" in config.loss.auxiliary:
+            logged["train/kl_coef"] = config.loss.auxiliary["kl"]
+        if config.target_kl is not None:
+            logged["train/epochs"] = result.n_epochs
+        if config.priority_alpha > 0:
+            logged["train/priority_beta"] = config.priority_beta
+        if config.bad_gradients == "skip":
+            logged["train/skipped_updates"] = self.n_skipped_updates
+        if self.advantage_normalizer is not None:
+            logged |= {"adv/ema_mean": self.advantage_normalizer.mean, "adv/ema_std": self.advantage_normalizer.std}
+        return logged
+
+    def _update_learning_rate(self, optimizers: list[th.optim.Optimizer] | th.optim.Optimizer) -> None:
+        super()._update_learning_rate(optimizers)
+        if self.critic_lr_schedule is None:
+            return
+        # The last rollout may end past the end.
+        learning_rate = self.critic_lr_schedule(max(self._current_progress_remaining, 0.0))
+        self.logger.record("train/critic_learning_rate", learning_rate)
+        for group in self.policy.optimizer.param_groups:
+            if group.get("role") == "critic":
+                group["lr"] = learning_rate
+
+    def extra_actor_loss(
+        self, rollout_data: RolloutBufferSamples, distribution: Distribution
+    ) -> tuple[th.Tensor | float, dict[str, th.Tensor | float]]:
+        """
+        A term that a subclass adds to the loss, for instance for symmetry or imitation. Called for every minibatch.
+
+        :param rollout_data: The minibatch, SB3's ``RolloutBufferSamples``, with the advantages as the policy loss uses them
+        :param distribution: The policy's for its observations, from which the gradient flows
+        :return: A scalar to minimise, and what to log: the mean over the update appears under ``train/`` and the name
+            (a name with a slash stays as it is)
+        :raises ValueError: if a name is one that PPOExt logs itself
+        """
+        return 0.0, {}
