@@ -3,6 +3,7 @@
 import platform
 import random
 import subprocess
+import sys
 from multiprocessing.process import BaseProcess
 
 import numpy as np
@@ -33,3 +34,45 @@ def _integration_is_marked(request, monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     monkeypatch.setattr(BaseProcess, "start", refuse)
     monkeypatch.setattr(th, "compile", refuse)
+
+
+@pytest.fixture
+def train_here(tmp_path, monkeypatch):
+    """RL Zoo's command `train` in this process, which need not start, and in the folder of the test."""
+    from rl_zoo3.train import train
+    from support.zoo import QUICK
+
+    def command(*arguments, algo="ppo_ext"):
+        # The number of threads would stay for the tests to come.
+        monkeypatch.setattr(sys, "argv", ["train", "--algo", algo, *QUICK, "--num-threads=-1", *map(str, arguments)])
+        train()
+
+    monkeypatch.chdir(tmp_path)
+    return command
+
+
+@pytest.fixture
+def enjoy_here(tmp_path, monkeypatch, capsys):
+    """What RL Zoo's command `enjoy` prints, in this process and in the folder of the test."""
+    from rl_zoo3.enjoy import enjoy
+
+    def command(env_id, n_timesteps):
+        words = ["--algo", "ppo_ext", "--env", env_id, "-f", "logs", "-n", str(n_timesteps), "--no-render"]
+        monkeypatch.setattr(sys, "argv", ["enjoy", *words])
+        enjoy()
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    return command
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A folder with an agent for CartPole-v1, trained by `python -m rl_zoo3.train`, for tests of the xdist group "trained"."""
+    from support import zoo  # The Zoo takes its time to import.
+
+    folder = tmp_path_factory.mktemp("trained")
+    arguments = ["--env", "CartPole-v1", "-n", "600", "-tb", "tb", "--save-freq", "300", "-P", "--vec-env", "subproc"]
+    arguments += ["--eval-freq", "300", "-params", "n_envs:2"]
+    zoo.train(*arguments, cwd=folder, command=(*zoo.MODULE, "rl_zoo3.train"))
+    return folder

@@ -21,7 +21,7 @@ def run(code):
 
 @pytest.mark.integration
 def test_imports_go_one_way():
-    """As pyproject.toml declares."""
+    """The layers are those that pyproject.toml declares."""
     command = [Path(sys.executable).parent / "lint-imports", "--no-cache", "--no-logo"]
     completed = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -32,14 +32,14 @@ def test_imports_go_one_way():
     "module", ["sb3_ppo_ext", "sb3_ppo_ext.zoo", "sb3_ppo_ext.zoo.import_hook", "sb3_ppo_ext.zoo.__main__"]
 )
 def test_importing_is_light(module):
-    """The Zoo, what comes with it, plots and JAX stay out."""
+    """No import of ours brings the Zoo, what comes with it, plots or JAX."""
     heavy = {"rl_zoo3", "optuna", "sqlalchemy", "yaml", "pandas", "matplotlib", "jax"}
     assert run(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()\n"
 
 
 @pytest.mark.integration
 def test_without_the_zoo():
-    """Its absence is named, with the remedy, although what comes with it is missing too."""
+    """The Zoo's absence is named, with the remedy, although what comes with it is missing too."""
     code = """
 import sys
 sys.modules["yaml"] = None
@@ -110,7 +110,7 @@ def is_defined_in(value, module):
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_everything_public_has_a_docstring(path):
-    """Of its own, or its parent's."""
+    """Everything public is described by itself or by its parent."""
     name = path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
     for qualname, value in public_objects(importlib.import_module(name)):
         assert inspect.getdoc(value), qualname

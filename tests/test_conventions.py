@@ -39,26 +39,26 @@ def test_no_test_imports_another_test(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(TESTS)))
 def test_every_test_has_a_docstring(path):
-    """It says the property, the one of the module what they have in common."""
+    """Each test says the property that it holds, and each module what its tests have in common."""
     tree = parsed(path)
     assert ast.get_docstring(tree)
     assert not [test.name for test in defined_tests(tree) if not ast.get_docstring(test)]
 
 
 def test_folders_mirror_the_package():
-    """So that the test of a module is found by the name of its folder."""
+    """The test of a module is found by the name of its folder."""
     folders = {path.parent.relative_to(TESTS) for path in MODULES} - {Path(".")}
     assert all((ROOT / "sb3_ppo_ext" / folder).is_dir() or (ROOT / folder).is_dir() for folder in folders), folders
 
 
 def test_names_of_modules_are_unique():
-    """Without packages of tests, pytest imports them by their own names."""
+    """Without packages of tests, pytest imports test modules by their own names."""
     assert not [name for name, number in Counter(path.stem for path in MODULES).items() if number > 1]
     assert not [path.stem for path in MODULES if path.stem in sys.stdlib_module_names]
 
 
 def test_no_test_is_defined_twice():
-    """The second one of a name would hide the first."""
+    """No test hides another one of the same name."""
     for path in MODULES:
         names = Counter(node.name for node in parsed(path).body if isinstance(node, ast.FunctionDef))
         assert not [name for name, number in names.items() if number > 1], path

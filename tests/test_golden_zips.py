@@ -19,7 +19,7 @@ EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_golden_zip(name):
-    """Although it names classes by modules that are gone, and a backend by its old name."""
+    """Zips that name classes by modules that are gone, and a backend by its earlier name, load, predict and train on."""
     expected = EXPECTED[name]
     modules = set(sys.modules)
     model = PPOExt.load(GOLDEN / name, env=gym.make(expected["env"]), device="cpu")
@@ -39,7 +39,7 @@ def test_golden_zip(name):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_saved_again(name, tmp_path):
-    """It names no module of ours but the package itself, and loads with the same numbers."""
+    """A zip that is saved again names no module of ours but the package itself, and loads with the same numbers."""
     model = PPOExt.load(GOLDEN / name, device="cpu")
     model.save(tmp_path / "model")
     assert read_renamed(check_saved_ppo(tmp_path / "model")) == {}
@@ -49,12 +49,12 @@ def test_saved_again(name, tmp_path):
 
 
 def test_old_name_of_the_backend():
-    """`"lean"` is `"fused"` now."""
+    """The earlier name of a backend becomes the present one."""
     assert PPOExt.load(GOLDEN / "gaussian", device="cpu").backend == "fused"
 
 
 def test_what_the_user_gives_wins():
-    """Over what is repaired, too."""
+    """What the user gives to `load` wins over the zip, also where the zip is repaired."""
     custom_objects = {"backend": "eager", "lr_schedule": lambda _: 0.25}
     model = PPOExt.load(GOLDEN / "gaussian", device="cpu", custom_objects=custom_objects)
     assert model.backend == "eager"
@@ -67,12 +67,12 @@ def test_what_the_user_gives_wins():
 
 
 def test_custom_objects_that_are_none():
-    """SB3 refuses them."""
+    """Custom objects that are no dictionary are refused as by SB3."""
     with pytest.raises(ValueError, match="custom_objects argument must be a dict"):
         PPOExt.load(GOLDEN / "gaussian", device="cpu", custom_objects=["backend"])
 
 
 def test_a_class_that_is_gone():
-    """It is left to SB3, which names it, or takes what the user gives instead."""
+    """A class that is gone is left to SB3, which names it, or takes what the user gives instead."""
     pickled = base64.b64encode(b"csb3_ppo_ext.schedules\nNothing\n.").decode()
     assert read_renamed({"clip_range": {":serialized:": pickled}}) == {}

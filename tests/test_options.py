@@ -20,7 +20,7 @@ from support.options import SINGLE, SMALL, VALUES, assert_continues, is_legal, m
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, make_toys
 from support.zips import Zip
-from support.zoo import RL_ZOO3, config, run, saved, train
+from support.zoo import config, saved, train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.distributions import ACTION_DISTS, FAMILIES
@@ -47,7 +47,7 @@ def test_signature_is_the_table():
 
 
 def test_rows_accept_their_own_values():
-    """Default and examples, which differ from each other."""
+    """Each row accepts its default and its examples, which differ from each other."""
     for name, row in ALL_OPTIONS.items():
         for value in (row.default, *row.examples):
             row.accepted.check(name, value)
@@ -66,7 +66,7 @@ def test_every_option_is_documented():
 
 
 def test_reference_is_up_to_date():
-    """If not: `python -m sb3_ppo_ext.options.reference > docs/options_reference.md`."""
+    """If it is not: `python -m sb3_ppo_ext.options.reference > docs/options_reference.md`."""
     assert (DOCS / "options_reference.md").read_text(encoding="utf-8") == reference()
 
 
@@ -81,7 +81,7 @@ def test_reference_is_up_to_date():
     ids=["backend", "surrogate", "action_dist", "optimizer"],
 )
 def test_types_name_what_is_registered(choices, registered):
-    """An editor offers what there is."""
+    """The Literal types, which an editor completes, list what is registered."""
     assert get_args(choices) == tuple(registered)
 
 
@@ -96,7 +96,7 @@ CONFLICTS = [
 
 @pytest.mark.parametrize("options", CONFLICTS, ids=str)
 def test_each_conflict_is_refused(options):
-    """What the table says cannot be combined."""
+    """What a row says cannot be combined is refused."""
     with pytest.raises(ValueError, match="is not valid"):
         make(options)
 
@@ -111,7 +111,7 @@ reveal_type(model.vtrace)
 
 @pytest.mark.integration
 def test_mypy_finds_a_typo(tmp_path):
-    """In a value and in a name; and it knows the options as attributes."""
+    """mypy finds a typo in a value and in a name, and knows the options as attributes."""
     api = pytest.importorskip("mypy.api")
     found = {}
     arguments = ['action_dist="beta"', 'action_dist="betta"', "vtrase=True", "n_steps=2.5", 'ent_coef="lin_0.01"']
@@ -128,7 +128,7 @@ def test_mypy_finds_a_typo(tmp_path):
 
 
 def test_example_of_the_documentation():
-    """The subclass with its own loss, word for word but for the number of steps: one rollout."""
+    """The subclass with its own loss runs word for word, but for the number of steps: one rollout."""
     (code,) = re.findall(r"```python\n(import torch.*?)```", (DOCS / "options.md").read_text(encoding="utf-8"), re.DOTALL)
     namespace = {}
     exec(code.replace("50_000", "4096"), namespace)
@@ -166,7 +166,7 @@ def combinations(action_space, n_more=8, n_candidates=15):
 
 
 def extended(options, names, action_space, rng):
-    """With a value of each name, but for those that would make it illegal."""
+    """The options with a value of each name, but for values that would make them illegal."""
     for name in names:
         longer = with_needs({name: rng.choice(VALUES[name])} | options)
         options = longer if is_legal(longer, action_space) else options
@@ -178,7 +178,7 @@ COMBINATIONS = [(options, space) for space in (BOX_ACTION, spaces.Discrete(3)) f
 
 @pytest.mark.parametrize("part", range(8))
 def test_pairs(part):
-    """Whatever is legal together is finite, reproducible, and continues from a zip."""
+    """Sets of options that are legal together are finite, reproducible, and continue from a zip."""
     for options, action_space in COMBINATIONS[part::8]:
         try:
             assert_continues(options, action_space)
@@ -188,7 +188,7 @@ def test_pairs(part):
 
 @pytest.mark.parametrize("action_space", [BOX_ACTION, spaces.Discrete(3)], ids=["box", "discrete"])
 def test_illegal_pairs(action_space):
-    """They raise ValueError before anything is trained."""
+    """Pairs that are not legal raise ValueError before anything is trained."""
     illegal = [pair for pair in PAIRS if not is_legal(pair, action_space)]
     assert len(illegal) > 10
     for options in illegal:
@@ -197,7 +197,7 @@ def test_illegal_pairs(action_space):
 
 
 def test_every_pair_is_trained_or_refused():
-    """There are about a thousand, most of them legal."""
+    """Every legal one of about a thousand pairs is trained, and most are legal."""
     for action_space in (BOX_ACTION, spaces.Discrete(3)):
         trained = set().union(*(pairs_in(options) for options, space in COMBINATIONS if space == action_space))
         legal = [pair for pair in PAIRS if is_legal(pair, action_space)]
@@ -221,7 +221,7 @@ def test_table_agrees_with_the_oracle():
 
 
 def test_options_given_to_load():
-    """They replace the saved ones; what was learned under them starts anew."""
+    """Options given to `load` replace the saved ones; what was learned under these starts anew."""
     options = dict(advantage_norm="ema", kl_coef=0.1, kl_target=1e-9, adaptive_lr_kl=1e-9, ent_coef="lin_0.02")
     model = make(options).learn(32)
     load = partial(Zip(model).load, env=make_toys())
@@ -246,7 +246,7 @@ def test_options_given_to_load():
 
 
 def test_zips_of_ppo_take_options():
-    """What PPO has not learned starts from the beginning."""
+    """A zip of PPO takes options, and what PPO has not learned starts from the beginning."""
     model = PPO("MlpPolicy", make_toys(), **SMALL).learn(32)
     options = dict(advantage_norm="ema", kl_coef=0.1, kl_target=0.01, adaptive_lr_kl=0.01, vtrace=True)
     loaded = Zip(model).load(env=make_toys(), **options)
@@ -256,7 +256,7 @@ def test_zips_of_ppo_take_options():
 
 
 def test_ppo_loads_what_it_can_use():
-    """Options that leave nothing behind beside the policy."""
+    """PPO loads a zip whose options leave nothing behind beside the policy."""
     options = dict(advantage_norm="rollout", bounds_coef=0.1, vtrace=True, priority_alpha=0.5, lr_decay="cosine")
     model = make(options).learn(32)
     loaded = Zip(model).load(PPO, env=make_toys())
@@ -265,7 +265,7 @@ def test_ppo_loads_what_it_can_use():
 
 
 def test_parameters_hold_what_was_learned():
-    """`get_parameters` and `set_parameters`, between two models in memory and from a file."""
+    """`get_parameters` and `set_parameters` carry what options have learned from one model to another."""
     options = dict(advantage_norm="ema", kl_coef=0.1, kl_target=1e-9)
     model = make(options).learn(32)
     parameters = model.get_parameters()
@@ -282,7 +282,7 @@ def test_parameters_hold_what_was_learned():
 
 
 def test_zips_that_lack_an_option(tmp_path):
-    """They were saved before there was one: it has its default."""
+    """An option that is younger than the zip has its default."""
     model = make(dict(surrogate="spo", kl_coef=0.1, advantage_norm="ema"))
     model.save(tmp_path / "model.zip", exclude=list(OWN_OPTIONS))
     loaded = PPOExt.load(tmp_path / "model.zip", env=make_toys())
@@ -308,7 +308,7 @@ ADAPTIVE |= dict(action_dist="beta", deterministic_action="mode", use_sde=False)
 
 
 def test_zoo_options_are_all():
-    """Those of YAML and command line below."""
+    """The tests with the Zoo below use every option."""
     assert own_options().keys() <= (ZOO_OPTIONS | ADAPTIVE).keys()
 
 
@@ -318,27 +318,24 @@ def assert_has_options(model, options):
             assert getattr(model, name) == value, name
 
 
-@pytest.mark.integration
-def test_yaml(tmp_path):
-    """All options at once from a file, as numbers, words and schedules; the agent can be watched."""
+def test_yaml(tmp_path, train_here, enjoy_here):
+    """All options at once come from a file, as numbers, words and schedules; the agent can be watched."""
     entry = dict(n_envs=2, n_timesteps=512, policy="MlpPolicy", n_steps=64, batch_size=32) | ZOO_OPTIONS
     (tmp_path / "conf.yml").write_text(yaml.safe_dump({"Pendulum-v1": entry}))
-    train("--env", "Pendulum-v1", "-conf", "conf.yml", cwd=tmp_path)
+    train_here("--env", "Pendulum-v1", "-conf", "conf.yml")
     model = PPOExt.load(saved(tmp_path, "Pendulum-v1"))
     assert_has_options(model, ZOO_OPTIONS)
     assert model.ent_coef(0.5) == pytest.approx(0.005)
     assert model.critic_lr_schedule(0.0) == pytest.approx(0.0002)
     assert model.advantage_normalizer.state_dict()["weight"] == pytest.approx(1 - 0.9**4)
     assert ZOO_OPTIONS.items() <= config(tmp_path, "Pendulum-v1").items()
-    enjoy = ["enjoy", "--algo", "ppo_ext", "--env", "Pendulum-v1", "-f", "logs", "-n", "200", "--no-render"]
-    assert "Mean reward" in run(*RL_ZOO3, *enjoy, cwd=tmp_path)
+    assert "Mean reward" in enjoy_here("Pendulum-v1", 200)
 
 
-@pytest.mark.integration
-def test_params(tmp_path):
-    """From the command line, over the entry of the environment."""
+def test_params(tmp_path, train_here):
+    """Options from the command line win over the entry of the environment."""
     given = [f"{name}:{value!r}" for name, value in ADAPTIVE.items()]
-    train("--env", "Pendulum-v1", "-n", "512", "-params", "n_envs:2", "n_steps:64", *given, cwd=tmp_path)
+    train_here("--env", "Pendulum-v1", "-n", "512", "-params", "n_envs:2", "n_steps:64", *given)
     model = PPOExt.load(saved(tmp_path, "Pendulum-v1"))
     assert_has_options(model, ADAPTIVE)
     assert model.adaptive_lr.value != 0.001
@@ -346,21 +343,21 @@ def test_params(tmp_path):
 
 @pytest.mark.integration
 def test_bad_option_from_the_command_line(tmp_path):
-    """Nothing is written."""
+    """A bad option is refused with its message, and nothing is written."""
     arguments = ["--env", "Pendulum-v1", "-n", "512", "-params", "advantage_norm:'emma'"]
     printed = train(*arguments, cwd=tmp_path, fails=True)
     assert '`advantage_norm=\'emma\'` is not valid: give "minibatch", "rollout" or "ema"' in printed
     assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.integration
-def test_tuning_keeps_options(tmp_path):
+def test_tuning_keeps_options(tmp_path, train_here):
     """Trials start from the options of the entry, and `--trial-id` finds them again."""
     entry = dict(n_envs=2, n_timesteps=256, policy="MlpPolicy") | ZOO_OPTIONS
     (tmp_path / "conf.yml").write_text(yaml.safe_dump({"Pendulum-v1": entry}))
     arguments = ["--env", "Pendulum-v1", "-conf", "conf.yml", "--storage", "study.log", "--study-name", "s"]
-    train(*arguments, "-optimize", "--n-trials", "2", "-n", "256", "--n-startup-trials", "2", cwd=tmp_path)
-    train(*arguments, "--trial-id", "0", "-n", "256", cwd=tmp_path)
+    sampling = ["--n-trials", "2", "--n-startup-trials", "2", "--n-evaluations", "1", "--eval-episodes", "1"]
+    train_here(*arguments, "-optimize", *sampling, "-n", "256", "--no-optim-plots")
+    train_here(*arguments, "--trial-id", "0", "-n", "256")
     model = PPOExt.load(saved(tmp_path, "Pendulum-v1"))
     journal = JournalStorage(JournalFileBackend(str(tmp_path / "study.log")))
     sampled = convert_ppo_ext_params(optuna.load_study(storage=journal, study_name="s").trials[0].params)

@@ -74,7 +74,7 @@ def installation(request, tmp_path_factory):
 
 
 def test_source_distribution(tmp_path):
-    """It has all of the package, the hook, the tests and the scripts."""
+    """The source distribution has all of the package, the hook, the tests and the scripts."""
     copy_checkout(tmp_path / "source")
     needed = [tmp_path / "source" / "sb3_ppo_ext_zoo_hook.py"]
     needed += [path for folder in ("sb3_ppo_ext", "tests", "scripts") for path in (tmp_path / "source" / folder).rglob("*.*")]
@@ -93,7 +93,7 @@ def test_yaml_and_types(installation):
 
 
 def test_nothing_else_is_installed(installation):
-    """No tests, no scripts, no set-up code at the top of site-packages."""
+    """No tests, no scripts and no set-up code lie at the top of site-packages."""
     installed = {path.name for path in installation.site_packages.iterdir()} - {"__pycache__", "zz_dependencies.pth"}
     wheel = {"sb3_ppo_ext", f"{HOOK_MODULE}.py"}
     rest = wheel if installation.kind == "wheel" else {"__editable__.sb3_ppo_ext-0.1.0.pth"}
@@ -101,7 +101,7 @@ def test_nothing_else_is_installed(installation):
 
 
 def test_the_hook_registers(installation):
-    """Importing the Zoo is enough, its modules one by one."""
+    """Importing the Zoo, or one of its modules, is enough."""
     code = """
 from rl_zoo3 import ALGOS
 assert ALGOS["ppo_ext"] is ALGOS["ppoext"]
@@ -142,7 +142,7 @@ def test_the_hook_is_light(installation):
 
 
 def test_the_hook_can_be_read(installation):
-    """It is a module like any other, and the line that calls it is short."""
+    """The hook is a module like any other, and the line that calls it is short."""
     lines = (installation.site_packages / HOOK).read_text().splitlines()
     assert len(lines) == 1
     assert len(lines[0]) < 160
@@ -228,7 +228,7 @@ print("ppo_ext" in rl_zoo3.ALGOS)
 
 
 def test_the_hook_without_the_package(installation, tmp_path):
-    """Left behind alone, as when the checkout of an editable install is gone, it does no harm."""
+    """The hook does no harm when it is left behind alone, as when the checkout of an editable install is gone."""
     code = """
 import sys
 sys.modules["sb3_ppo_ext"] = None  # importing it fails
@@ -239,7 +239,7 @@ print(len(rl_zoo3.ALGOS) > 10, "ppo_ext" in rl_zoo3.ALGOS)
 
 
 def test_the_hook_without_its_module(installation, tmp_path):
-    """The line that is left does no harm either, and says nothing."""
+    """The line that calls the hook does no harm without its module either, and says nothing."""
     venv.create(tmp_path / "environment")
     python = tmp_path / "environment" / "bin" / "python"
     [site_packages] = (tmp_path / "environment" / "lib").glob("python*/site-packages")
@@ -250,7 +250,7 @@ def test_the_hook_without_its_module(installation, tmp_path):
 
 
 def test_uninstall(installation):
-    """Takes everything away. (The last test of this module, for that reason.)"""
+    """Uninstalling takes everything away. (The last test of this module, for that reason.)"""
     installation.pip("uninstall", "-y", "sb3-ppo-ext")
     left = {path.name for path in installation.site_packages.iterdir()} - {"__pycache__"}
     assert left == {"zz_dependencies.pth"}

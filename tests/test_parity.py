@@ -24,7 +24,7 @@ SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
 
 
 def reference(algorithm):
-    """The arguments with which it computes what SB3's PPO does, to the bit."""
+    """The arguments with which the algorithm computes what SB3's PPO does, to the bit."""
     return dict(backend="eager") if algorithm is PPOExt else {}
 
 
@@ -149,7 +149,7 @@ CASES = {
     "name", [pytest.param(name, marks=pytest.mark.integration if name == "SubprocVecEnv" else ()) for name in CASES]
 )
 def test_equals_sb3(name, capsys):
-    """Parameters, optimiser, logs, rollouts, what callbacks see, printed lines: the same bits."""
+    """Parameters, optimiser, logs, rollouts, what callbacks see and printed lines are the same bits."""
     case = CASES[name]
     expected = case.run(PPO)
     printed = capsys.readouterr().out
@@ -178,7 +178,7 @@ def test_the_oracle_can_tell_a_difference():
 
 
 def test_several_truncations_in_one_step():
-    """The cases with several environments do bootstrap more than one of them in the same step."""
+    """The cases with several environments bootstrap more than one of them in the same step."""
     run = CASES["five environments, truncated together"].run(PPOExt)
     assert any(step["dones"].sum() == 5 for step in run.recorder.steps)
     stored = run.recorder.rollouts[0]["rewards"]
@@ -290,7 +290,7 @@ def test_saved_and_continued_is_trained_straight_through(tmp_path):
 
 
 def test_set_parameters_of_ppo(tmp_path):
-    """Parameters travel from a PPO, as a dictionary and as a zip."""
+    """`set_parameters` takes those of a PPO, as a dictionary and as a zip."""
     ppo = CASES["box"].run(PPO).model
     ppo.save(tmp_path / "ppo.zip")
     for source in (ppo.get_parameters(), str(tmp_path / "ppo.zip"), str(tmp_path / "ppo")):
@@ -301,7 +301,7 @@ def test_set_parameters_of_ppo(tmp_path):
 
 
 def test_ppo_loads_our_zip(tmp_path):
-    """The way back is open: PPO loads a zip of PPOExt, also one with schedules from strings."""
+    """PPO loads a zip of PPOExt, also one with schedules from strings."""
     model = Case(learning_rate="lin_0.01", clip_range="lin_0.2").run(PPOExt).model
     model.save(tmp_path / "ours")
     loaded = PPO.load(tmp_path / "ours")
@@ -310,7 +310,7 @@ def test_ppo_loads_our_zip(tmp_path):
 
 
 def test_registered_env_by_name():
-    """A string is an environment's id, as for PPO."""
+    """A string as environment is its id, as for PPO."""
     assert PPOExt("MlpPolicy", "CartPole-v1", device="cpu").env.num_envs == 1
     with pytest.raises(gym.error.NameNotFound):
         PPOExt("MlpPolicy", "NoSuchEnv-v0")

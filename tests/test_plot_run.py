@@ -1,6 +1,5 @@
 """What a training has logged is read back and drawn, from a file of RL Zoo or from TensorBoard."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -11,10 +10,10 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Figure as TensorBoardFigure
 from stable_baselines3.common.logger import configure
 from support.toys import make_toys
-from support.zoo import train
+from support.zoo import MODULE, run
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.plot_run import PANELS, plot_runs, read_log
+from sb3_ppo_ext.plot_run import PANELS, main, plot_runs, read_log
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=1, device="cpu")
@@ -22,13 +21,13 @@ KEYS = [key for _, keys, _ in PANELS for key in keys]
 
 
 def lines(figure):
-    """Panels with the data of their lines."""
+    """The panels with the data of their lines."""
     return {ax.get_title(): [line.get_xydata() for line in ax.lines] for ax in figure.axes if ax.get_title()}
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """A training that logs to both, of an option that logs more."""
+    """A folder of a training that logs to both kinds of files, with options that log more."""
     folder = tmp_path_factory.mktemp("run")
     model = PPOExt("MlpPolicy", make_toys(length=5), advantage_norm="ema", critic_learning_rate=1e-3, **SMALL)
     model.set_logger(configure(str(folder / "tensorboard"), ["tensorboard"]))
@@ -55,7 +54,7 @@ def test_what_is_drawn_is_what_was_logged(run_folder):
 
 
 def test_a_training_that_goes_on_adds_to_the_file(tmp_path):
-    """With SB3's own logger and a user's, which stays open; a training that begins replaces it."""
+    """A training that goes on adds to the file, with SB3's own logger and a user's; one that begins replaces it."""
     for logger in (None, configure(str(tmp_path / "other"), ["csv"])):
         model = PPOExt("MlpPolicy", make_toys(length=5), **SMALL)
         if logger:
@@ -73,7 +72,7 @@ def test_a_training_that_goes_on_adds_to_the_file(tmp_path):
 
 
 def test_what_is_no_number_is_left_to_other_writers(tmp_path):
-    """A figure for TensorBoard would end the training."""
+    """A figure or a word that is logged for TensorBoard does not end the training."""
 
     class Drawing(BaseCallback):
         def _on_step(self):
@@ -89,7 +88,9 @@ def test_what_is_no_number_is_left_to_other_writers(tmp_path):
 
 
 def test_the_end_of_a_training_that_did_not_begin(tmp_path):
-    """RL Zoo announces that to its first callback; another error would hide why."""
+    """
+    The end of a training that did not begin, which RL Zoo announces to its callbacks, raises no error that would hide why.
+    """
     callback = ProgressFile(tmp_path)
     callback.on_training_end()
     PPOExt("MlpPolicy", make_toys(length=5), **SMALL).learn(64, callback=callback)
@@ -98,7 +99,7 @@ def test_the_end_of_a_training_that_did_not_begin(tmp_path):
 
 
 def test_quantities_that_were_not_logged_have_no_panel(tmp_path):
-    """SB3's PPO on discrete actions logs less."""
+    """A log of SB3's PPO on discrete actions has fewer panels."""
     model = PPO("MlpPolicy", "CartPole-v1", **SMALL)
     model.set_logger(configure(str(tmp_path), ["csv"]))
     model.learn(64)
@@ -115,36 +116,34 @@ def test_several_runs(run_folder):
     assert labels == [run_folder.name, "tensorboard"]
 
 
-def command(*arguments):
-    return subprocess.run([sys.executable, "-m", "sb3_ppo_ext.plot_run", *map(str, arguments)], capture_output=True, text=True)
-
-
 @pytest.mark.integration
-def test_run_of_the_zoo(tmp_path):
-    """One command plots it: the Zoo keeps the log of `ppo_ext`, evaluations included."""
-    train("--env", "CartPole-v1", "-n", "600", "--eval-freq", "200", "--eval-episodes", "1", cwd=tmp_path)
-    run = tmp_path / "logs" / "ppo_ext" / "CartPole-v1_1"
-    completed = command(run)
-    assert completed.stdout.strip() == str(run / "run.png")
-    assert (run / "run.png").stat().st_size > 10_000
-    assert {"eval/mean_reward", "rollout/ep_rew_mean", "train/clip_fraction"} <= read_log(run).keys()
+@pytest.mark.xdist_group("trained")
+def test_run_of_the_zoo(trained):
+    """One command plots a run of the Zoo, which keeps the log of `ppo_ext`, evaluations included."""
+    folder = trained / "logs" / "ppo_ext" / "CartPole-v1_1"
+    assert run(*MODULE, "sb3_ppo_ext.plot_run", folder, cwd=trained).strip() == str(folder / "run.png")
+    assert (folder / "run.png").stat().st_size > 10_000
+    assert {"eval/mean_reward", "rollout/ep_rew_mean", "train/clip_fraction"} <= read_log(folder).keys()
 
 
-@pytest.mark.integration
-def test_bad_folders(tmp_path):
-    """One that has no log, and one whose log is empty."""
+def refused(monkeypatch, capsys, *arguments):
+    """What the command prints before it gives up."""
+    monkeypatch.setattr(sys, "argv", ["plot_run", *map(str, arguments)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    return capsys.readouterr().err
+
+
+def test_bad_folders(tmp_path, monkeypatch, capsys):
+    """A folder without a log and one with an empty log are refused, and nothing is written."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "progress.csv").touch()
     for folder, message in (tmp_path, "neither a `progress.csv`"), (tmp_path / "empty", "is empty"):
-        completed = command(folder, "-o", tmp_path / "plots" / "run.png")
-        assert completed.returncode == 2
-        assert message in completed.stderr
+        assert message in refused(monkeypatch, capsys, folder, "-o", tmp_path / "plots" / "run.png")
     assert not (tmp_path / "plots").exists()
 
 
-@pytest.mark.integration
-def test_bad_format(run_folder, tmp_path):
+def test_bad_format(run_folder, tmp_path, monkeypatch, capsys):
     """A file name that Matplotlib cannot write is refused before anything is written."""
-    completed = command(run_folder, "-o", tmp_path / "plots" / "run.foo")
-    assert "Matplotlib writes" in completed.stderr
+    assert "Matplotlib writes" in refused(monkeypatch, capsys, run_folder, "-o", tmp_path / "plots" / "run.foo")
     assert not (tmp_path / "plots").exists()

@@ -50,7 +50,7 @@ def test_stop_on_max_episodes():
 
 
 def test_loggers(tmp_path):
-    """CSV, JSON, TensorBoard and standard output get SB3's keys."""
+    """CSV, JSON and TensorBoard files get SB3's keys."""
     model = PPOExt("MlpPolicy", "CartPole-v1", **SMALL)
     model.set_logger(configure(str(tmp_path), ["csv", "json", "tensorboard"]))
     model.learn(64)
@@ -76,7 +76,7 @@ def test_progress_bar_and_stdout(capfd):
 
 
 def test_predict():
-    """Single and batched observations, deterministic or not."""
+    """`predict` takes single and batched observations, deterministic or not."""
     model = PPOExt("MlpPolicy", ToyEnv(), **SMALL)
     observation = ToyEnv().observation_space.sample()
     action, state = model.predict(observation, deterministic=True)
@@ -95,7 +95,7 @@ def test_wrappers(wrap):
 
 @pytest.mark.filterwarnings("ignore:The given environment is not wrapped")
 def test_vec_normalize_saved_and_loaded(tmp_path):
-    """Evaluation with loaded statistics, as the Zoo does it."""
+    """Evaluation works with loaded statistics, as the Zoo does it."""
     model = PPOExt("MlpPolicy", VecNormalize(make_toys()), **SMALL).learn(64)
     model.save(tmp_path / "model")
     model.get_vec_normalize_env().save(tmp_path / "statistics.pkl")
@@ -123,7 +123,7 @@ def test_subprocesses():
     ids=str,
 )
 def test_save_and_load(policy, kwargs, tmp_path):
-    """The loaded model acts alike, also in a policy of its own and on another number of environments."""
+    """A loaded model acts alike, also its policy alone and with another number of environments."""
     model = PPOExt(policy, make_toys(**kwargs), **SMALL).learn(32)
     model.save(tmp_path / "model")
     observation = model.env.reset()

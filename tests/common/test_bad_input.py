@@ -123,7 +123,7 @@ BAD_OPTIONS = [
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda value: str(value)[:40])
 def test_bad_option(options, message):
-    """In the constructor."""
+    """The constructor refuses each bad value, and names argument, value and remedy."""
     with pytest.raises(ValueError, match=message):
         PPOExt("MlpPolicy", ToyEnv(), **options)
 
@@ -139,14 +139,14 @@ def saved(tmp_path_factory):
     ("options", "message"), [bad for bad in BAD_OPTIONS if "policy_kwargs" not in bad[0]], ids=lambda value: str(value)[:40]
 )
 def test_bad_option_of_load(options, message, saved):
-    """In `load`, which SB3 does not check at all."""
+    """`load` refuses each bad value too, where SB3 checks nothing at all."""
     with pytest.raises(ValueError, match=message.replace("PPOExt has", "PPOExt.load has").replace("batch_size", ".*")):
         PPOExt.load(saved, env=ToyEnv(), **options)
 
 
 @pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.MultiDiscrete([2, 2]), spaces.MultiBinary(2)], ids=str)
 def test_bounds_loss_without_bounds(space):
-    """A discrete action has none; neither does `load` take it."""
+    """Discrete actions have no bounds: constructor and `load` refuse the bounds loss for them."""
     env = ToyEnv(action_space=space)
     with pytest.raises(ValueError, match=r"`bounds_coef=0\.01` is not valid: .* has no bounds"):
         PPOExt("MlpPolicy", env, bounds_coef=0.01)
@@ -178,7 +178,7 @@ class OwnEstimates(RolloutBuffer):
     ids=str,
 )
 def test_options_that_draw_minibatches(options):
-    """They cannot know what a buffer of the user draws; others can live with it."""
+    """Options that draw minibatches themselves refuse a buffer with its own `get`; other options work with it."""
     (name,) = options
     with pytest.raises(ValueError, match=f"`{name}=.*OwnDraws.*its own `get`"):
         PPOExt("MlpPolicy", ToyEnv(), rollout_buffer_class=OwnDraws, **options)
@@ -188,7 +188,7 @@ def test_options_that_draw_minibatches(options):
 
 
 def test_vtrace_or_own_estimates():
-    """One of them would be lost."""
+    """V-trace refuses a buffer that estimates advantages in its own way, for one of the estimates would be lost."""
     with pytest.raises(ValueError, match=r"`vtrace=True`.*OwnEstimates"):
         PPOExt("MlpPolicy", ToyEnv(), rollout_buffer_class=OwnEstimates, vtrace=True)
     PPOExt("MlpPolicy", ToyEnv(), n_steps=16, batch_size=8, rollout_buffer_class=OwnEstimates, priority_alpha=0.5).learn(32)
@@ -203,13 +203,13 @@ def test_also_an_assertion_error(options):
 
 
 def test_unknown_option_is_also_a_type_error():
-    """As in any Python call."""
+    """An unknown option raises what any Python call raises for an unknown keyword."""
     with pytest.raises(TypeError):
         PPOExt("MlpPolicy", ToyEnv(), n_step=5)
 
 
 def test_options_of_subclasses():
-    """A subclass may add options, and pass the others on."""
+    """A subclass may add options and pass the others on."""
 
     class Mine(PPOExt):
         def __init__(self, *args, extra=1, **kwargs):
@@ -246,7 +246,7 @@ def test_options_of_subclasses():
 )
 @pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 def test_legal_extremes(options):
-    """What SB3 takes and makes sense is taken."""
+    """Extreme values that SB3 takes and that make sense are taken."""
     PPOExt("MlpPolicy", ToyEnv(), **{"n_steps": 8, "batch_size": 8, **options}).learn(8)
 
 
@@ -275,7 +275,7 @@ def test_unknown_policy():
 )
 @pytest.mark.parametrize("vectorised", [False, True])
 def test_unsupported_space(env_spaces, message, vectorised):
-    """Whether SB3 raises NotImplementedError or AssertionError, ours is that too."""
+    """Spaces that SB3 does not support raise a ValueError that is also what SB3 raises."""
     if vectorised and "observation_space" in env_spaces:
         pytest.skip("SB3's DummyVecEnv does not take it")
     env = ToyEnv(**env_spaces)
@@ -286,7 +286,7 @@ def test_unsupported_space(env_spaces, message, vectorised):
 
 
 def test_space_and_policy_that_do_not_fit():
-    """SB3's own refusals are ValueErrors as well."""
+    """SB3's own refusals of a policy for a space are ValueErrors as well."""
     with pytest.raises(ValueError, match="You must use `MultiInputPolicy`"):
         PPOExt("MlpPolicy", ToyEnv(observation_space=DICT))
     with pytest.raises(ValueError, match="You should use NatureCNN only with images"):
@@ -321,7 +321,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("algorithm", OTHERS, ids=OTHERS.values())
 def test_zip_of_another_algorithm(algorithm, tmp_path):
-    """It is named, and nothing of it is unpickled."""
+    """The algorithm that saved the zip is named, and nothing of the zip is unpickled."""
     discrete = dict(action_space=spaces.Discrete(2)) if algorithm in (DQN, QRDQN, MaskablePPO) else {}
     policy = "MlpLstmPolicy" if algorithm is RecurrentPPO else "MlpPolicy"
     path = tmp_path / "other.zip"
@@ -332,7 +332,7 @@ def test_zip_of_another_algorithm(algorithm, tmp_path):
 
 
 def test_zip_of_a_subclass_of_ppo(tmp_path):
-    """Is PPO's."""
+    """A zip of a subclass of SB3's PPO is loaded."""
 
     class Mine(PPO):
         pass
@@ -356,13 +356,16 @@ ContribPolicy.__module__ = "sb3_contrib.common.recurrent.policies"
 
 
 class Remembering(PPOExt):
-    """Uses a policy of SB3-Contrib, and says so."""
+    """A subclass that uses a policy of SB3-Contrib, and says so."""
 
     policy_aliases = {**PPOExt.policy_aliases, "ContribPolicy": ContribPolicy}  # noqa: RUF012
 
 
 def test_zip_is_not_taken_for_another_algorithm(tmp_path):
-    """By the name of a user's folder, a policy that the class itself names, or an attribute that was left out."""
+    """
+    Neither the name of a user's module, nor a policy that the class itself names, nor an attribute that was left out makes a
+    zip one of another algorithm.
+    """
     for model, exclude in [
         (PPO(RecurrentNeighbour, ToyEnv()), []),
         (Remembering("ContribPolicy", ToyEnv()), []),
@@ -377,7 +380,7 @@ def test_zip_is_not_taken_for_another_algorithm(tmp_path):
 
 
 def test_stats_window_size_of_load(saved):
-    """SB3's `load` sets an attribute of that name, which nobody reads."""
+    """`stats_window_size` given to `load` acts, where SB3's `load` sets an attribute that nobody reads."""
     assert PPOExt.load(saved, env=ToyEnv(), stats_window_size=3).learn(16).ep_info_buffer.maxlen == 3
 
 
@@ -389,7 +392,7 @@ def test_no_environment(env):
 
 
 def test_truncated_zip(saved, tmp_path):
-    """Wherever the file was cut, and also when it is given as an open file."""
+    """A zip that was cut anywhere is refused, given by name or as an open file."""
     whole = saved.read_bytes()
     for length in [0, 1, 100, *range(1000, len(whole), len(whole) // 25), len(whole) - 1]:
         (tmp_path / "cut.zip").write_bytes(whole[:length])
@@ -400,7 +403,7 @@ def test_truncated_zip(saved, tmp_path):
 
 
 def test_damaged_zip(saved, tmp_path):
-    """A flipped bit anywhere is either harmless, or a ValueError."""
+    """A flipped bit anywhere either changes nothing or raises a ValueError."""
     whole = saved.read_bytes()
     expected = PPOExt.load(saved).policy.state_dict()
     rng = np.random.default_rng(0)
@@ -418,7 +421,7 @@ def test_damaged_zip(saved, tmp_path):
 
 
 def test_zip_whose_sizes_are_wrong(saved):
-    """The checksums do not cover the sizes in the directory."""
+    """Wrong sizes in the directory of the zip, which no checksum covers, are refused."""
     whole = saved.read_bytes()
     directory = [match.start() for match in re.finditer(rb"PK\x01\x02", whole)][-6:]
     for entry in directory:
@@ -441,13 +444,13 @@ def test_incomplete_zip(saved, tmp_path, lost):
 
 
 def test_missing_file(tmp_path):
-    """As for SB3."""
+    """A missing file raises FileNotFoundError, as SB3's `load` does."""
     with pytest.raises(FileNotFoundError):
         PPOExt.load(tmp_path / "nothing.zip")
 
 
 def test_zip_given_in_other_ways(saved):
-    """By name without extension, as str, as an open file."""
+    """A zip is loaded by its name with or without extension, as `str` or `Path`, and as an open file."""
     expected = PPOExt.load(saved).policy.state_dict()
     with open(saved, "rb") as file:
         sources = [str(saved), saved.with_suffix(""), io.BytesIO(saved.read_bytes()), file]
@@ -462,7 +465,7 @@ BAD_DICT = DICT.sample() | {"joints": np.float32([0, INF, 0])}
 
 
 def brittle(wrap=lambda env: env, n_envs=3, **kwargs):
-    """The environment in the middle is the brittle one."""
+    """Vectorised environments of which the one in the middle is brittle."""
     middle = n_envs // 2
     kwargs = {"length": 1000, "p_end": 0.0, **kwargs}
     ordinary = {k: v for k, v in kwargs.items() if k in ("observation_space", "p_end", "length")}
@@ -524,5 +527,5 @@ def test_rollouts_before_the_bad_one_count():
 
 
 def test_integer_observations_are_not_checked_for_nan():
-    """There is no NaN in them."""
+    """Observations of integers, which cannot be NaN, train without the check."""
     PPOExt("CnnPolicy", make_toys(observation_space=IMAGE), n_steps=8, batch_size=8).learn(16)

@@ -26,7 +26,7 @@ from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, is_constant,
     ],
 )
 def test_values(value, expected):
-    """At the start, in the middle and at the end of training."""
+    """Values at the start, in the middle and at the end of the training."""
     schedule = make_schedule("learning_rate", value)
     assert [schedule(p) for p in (1.0, 0.5, 0.0)] == pytest.approx(expected)
     # `load` makes one of what is one already.
@@ -34,7 +34,7 @@ def test_values(value, expected):
 
 
 def test_linear_is_never_negative(tmp_path):
-    """A last rollout that ends past the end changes nothing, where a negative learning rate would unlearn."""
+    """A last rollout that ends past the end has a learning rate of 0, where a negative one would unlearn."""
     linear = make_schedule("learning_rate", "lin_0.1")
     for schedule in (linear, DecaySchedule(ConstantSchedule(0.1), "linear", 0.0, 0.0)):
         assert [schedule(p) for p in (0.7, 0.25, -0.1)] == [0.7 * 0.1, 0.25 * 0.1, 0.0]
@@ -49,7 +49,7 @@ def test_can_be_pickled():
 
 
 def test_string_acts_in_training(tmp_path):
-    """Both are decayed, logged, saved, and can be given to `load`."""
+    """Strings as learning rate and clip ranges are decayed, logged and saved, and can be given to `load`."""
     options = dict(learning_rate="lin_0.01", clip_range="lin_0.4", clip_range_vf="lin_0.8")
     model = PPOExt("MlpPolicy", ToyEnv(), n_steps=8, batch_size=8, **options).learn(16)
     model.save(tmp_path / "model")
@@ -120,7 +120,7 @@ def test_decay(options, expected):
 
 
 def test_warmup_of_a_schedule():
-    """They multiply."""
+    """The factor of the warm-up multiplies a schedule."""
     schedule = DecaySchedule(LinearSchedule(1.0, 0.0, 1.0), "constant", 0.0, 0.5)
     assert [schedule(p) for p in (0.75, 0.5, 0.25)] == pytest.approx([0.375, 0.5, 0.25])
 
@@ -132,7 +132,7 @@ def test_warmup_of_a_schedule():
     ("kl", "factor"), [(0.016, 2.0), (0.0149, 1.0), (0.01, 1.0), (0.0067, 1.0), (0.0066, 0.5), (0.0, 1.0), (math.nan, 1.0)]
 )
 def test_kl_coefficient(kl, factor):
-    """Doubled above 1.5 times the target, halved below the target / 1.5."""
+    """The coefficient is doubled above 1.5 times the target, and halved below the target / 1.5."""
     coefficient = KLAdaptive(0.2, target=0.01, factor=2.0, tolerance=1.5, bounds=(0.0, 1.0))
     coefficient.update(kl)
     assert coefficient.value == pytest.approx(0.2 * factor)
@@ -142,7 +142,7 @@ def test_kl_coefficient(kl, factor):
     ("kl", "factor"), [(0.021, 1 / 1.5), (0.02, 1.0), (0.005, 1.0), (0.004, 1.5), (0.0, 1.0), (math.inf, 1 / 1.5)]
 )
 def test_learning_rate(kl, factor):
-    """Divided by 1.5 above twice the target, multiplied by it below half of it and above 0."""
+    """The rate is divided by 1.5 above twice the target, and multiplied by 1.5 below half of the target and above 0."""
     rate = KLAdaptive(1e-3, target=0.01, factor=1 / 1.5, tolerance=2.0, bounds=(1e-5, 1e-2))
     rate.update(kl)
     assert rate.value == rate(0.3) == pytest.approx(1e-3 * factor)
@@ -159,7 +159,7 @@ def test_bounds_of_what_follows_the_kl():
 
 
 def test_state_of_what_follows_the_kl():
-    """It is taken up again, unless the user has chosen another start."""
+    """A saved value is taken up again, unless the user has chosen another start."""
 
     def rate(start, bounds=(1e-5, 1e-2)):
         return KLAdaptive(start, target=0.01, factor=1 / 1.5, tolerance=2.0, bounds=bounds)

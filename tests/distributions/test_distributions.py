@@ -40,7 +40,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(autouse=True)
 def _same_numbers():
-    """In each test, whichever ran before it."""
+    """Start this module's own random numbers anew for each test."""
     RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
     th.manual_seed(0)
 
@@ -55,7 +55,7 @@ def gaussian(mean, log_std, family=DiagGaussianDistribution):
 
 @pytest.mark.parametrize("family", [DiagGaussianDistribution, SquashedDiagGaussianDistribution])
 def test_gaussian(family):
-    """By integration, one dimension after the other."""
+    """The KL divergence of Gaussians is the integral, one dimension after the other."""
     old, new = (gaussian(tensor(5, 2), tensor(2) / 2, family) for _ in range(2))
     x = th.linspace(-30, 30, 200001, dtype=th.float64)[:, None, None]
     log_p, log_q = (d.distribution.log_prob(x) for d in (old, new))
@@ -64,7 +64,7 @@ def test_gaussian(family):
 
 
 def test_state_dependent_noise():
-    """It is a Gaussian as well, whose standard deviation depends on the observation."""
+    """With gSDE the KL divergence is that of Gaussians whose standard deviations depend on the observation."""
 
     def noisy(latent):
         distribution = StateDependentNoiseDistribution(2)
@@ -79,14 +79,14 @@ def test_state_dependent_noise():
 
 
 def test_categorical():
-    """The sum over the actions."""
+    """The KL divergence is the sum over the actions."""
     old, new = (CategoricalDistribution(4).proba_distribution(tensor(5, 4)) for _ in range(2))
     p, q = (d.distribution.probs for d in (old, new))
     th.testing.assert_close(kl_divergence(parameters(old), new), (p * (p / q).log()).sum(dim=1))
 
 
 def test_multi_categorical():
-    """The sum over the dimensions."""
+    """The KL divergence is the sum over the dimensions."""
     old, new = (MultiCategoricalDistribution([3, 2]).proba_distribution(tensor(5, 5)) for _ in range(2))
     expected = sum(
         (a.probs * (a.probs / b.probs).log()).sum(dim=1) for a, b in zip(old.distribution, new.distribution, strict=True)
@@ -95,7 +95,7 @@ def test_multi_categorical():
 
 
 def test_bernoulli():
-    """The sum over the dimensions, of both outcomes."""
+    """The KL divergence is the sum over the dimensions, of both outcomes."""
     old, new = (BernoulliDistribution(3).proba_distribution(tensor(5, 3)) for _ in range(2))
     p, q = (d.distribution.probs for d in (old, new))
     expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(dim=1)
@@ -119,7 +119,7 @@ def make(family, x):
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.kl_divergence is not None], ids=lambda f: f.name)
 def test_gradient(family):
-    """By finite differences; 0 where both are the same."""
+    """The gradient of the KL divergence is that of finite differences, and 0 where both distributions are the same."""
     at, other = tensor(3, 4).requires_grad_(), parameters(make(family, tensor(3, 4)))
     assert th.autograd.gradcheck(lambda x: kl_divergence(other, make(family, x)), (at,))
     same = kl_divergence(parameters(make(family, at.detach())), make(family, at)).sum()
@@ -147,14 +147,14 @@ def test_registry(family):
 
 
 def test_registry_names():
-    """What `action_dist` can name is what the type allows."""
+    """The values of `action_dist` are those that its type allows."""
     assert tuple(ACTION_DISTS) == get_args(ActionDist) == ("gaussian", "squashed_gaussian", "beta")
     assert all(family.name == name for name, family in ACTION_DISTS.items())
     assert {name for name, family in ACTION_DISTS.items() if family.is_bounded} == {"squashed_gaussian", "beta"}
 
 
 def test_unknown_family():
-    """It has no parameters that we know."""
+    """A distribution of an unknown class has no parameters that could be compared."""
 
     class Other(Distribution):
         __abstractmethods__ = frozenset()
@@ -186,13 +186,13 @@ def squashed(mean, log_std, dtype=th.float64):
     return TanhGaussianDistribution(mean.shape[1]).proba_distribution(mean, log_std)
 
 
-def beta(head, dtype=th.float64, **kwargs):
-    head = th.as_tensor(head, dtype=dtype)
-    return BoundedBetaDistribution(head.shape[1] // 2, **kwargs).proba_distribution(head)
+def beta(outputs, dtype=th.float64, **kwargs):
+    outputs = th.as_tensor(outputs, dtype=dtype)
+    return BoundedBetaDistribution(outputs.shape[1] // 2, **kwargs).proba_distribution(outputs)
 
 
-def head_of(alpha, beta):
-    """What softplus makes alpha - 1 and beta - 1 of."""
+def outputs_of(alpha, beta):
+    """Outputs of the network of which softplus makes alpha - 1 and beta - 1."""
     excess = th.tensor([[alpha, beta]], dtype=th.float64) - 1
     return excess + (-(-excess).expm1()).log()
 
@@ -203,7 +203,7 @@ UNCAPPED = dict(max_concentration=1e12)
 
 
 def squashed_grid(distribution):
-    """Latents, and where in [-1, 1] they are: for a narrow Gaussian around its mean."""
+    """Latents and their images in [-1, 1], dense around the mean of a narrow Gaussian."""
     narrow = distribution.distribution.mean + distribution.distribution.stddev * th.linspace(-10, 10, 40001, dtype=th.float64)
     u = th.cat([FAR, narrow.flatten()]).sort().values
     return u[:, None], th.tanh(u)
@@ -215,13 +215,13 @@ def beta_grid(distribution):
 
 
 DISTRIBUTIONS = [(squashed([[mean]], log_std), squashed_grid) for mean, log_std in SQUASHED_GRID]
-DISTRIBUTIONS += [(beta(head_of(*pair), **UNCAPPED), beta_grid) for pair in BETA_GRID]
+DISTRIBUTIONS += [(beta(outputs_of(*pair), **UNCAPPED), beta_grid) for pair in BETA_GRID]
 
 
 @pytest.mark.parametrize(("distribution", "grid"), DISTRIBUTIONS)
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (-2.0, 3.0), (100.0, 100.5)])
 def test_density_is_one_in_all(distribution, grid, low, high):
-    """Over the actions between any bounds, whose density is that in units of the bounds over half the width."""
+    """The density integrates to 1 over the actions between any bounds."""
     latents, z = grid(distribution)
     actions, density = low + (high - low) * (z + 1) / 2, distribution.log_prob(latents).exp() / ((high - low) / 2)
     assert th.trapezoid(density, actions).item() == pytest.approx(1, abs=1e-4)
@@ -229,7 +229,7 @@ def test_density_is_one_in_all(distribution, grid, low, high):
 
 @pytest.mark.parametrize(("distribution", "grid"), DISTRIBUTIONS)
 def test_entropy(distribution, grid):
-    """Minus the integral of p log p."""
+    """The entropy is minus the integral of p log p."""
     latents, z = grid(distribution)
     log_prob = distribution.log_prob(latents)
     expected = -th.trapezoid(log_prob.exp() * log_prob, z)
@@ -237,7 +237,7 @@ def test_entropy(distribution, grid):
 
 
 def test_entropy_of_wide_and_saturated_gaussians():
-    """To a millionth, where 32 nodes of Gauss-Hermite are off by 0.03: integrated over u, with the entropy of a Gaussian."""
+    """The entropy of the squashed Gaussian is right to a millionth, where 32 nodes of Gauss-Hermite are off by 0.03."""
     z = th.linspace(-12, 12, 200001, dtype=th.float64)
     for mean, log_std in itertools.product([0.0, 0.7, 5.0, 50.0], [-5.0, 0.0, 1.0, 1.6, 2.0]):
         distribution = squashed([[mean]], log_std)
@@ -248,14 +248,17 @@ def test_entropy_of_wide_and_saturated_gaussians():
 
 
 def test_entropy_of_uniform_and_narrow():
-    """The uniform distribution's is the logarithm of the width, and a narrow Gaussian's in the middle is the Gaussian's."""
+    """
+    The entropy of the uniform distribution is the logarithm of the width, that of a narrow Gaussian in the middle the Gaussian
+    entropy.
+    """
     assert beta([[-50.0, -50.0]]).entropy().item() == pytest.approx(math.log(2))
     narrow = squashed([[0.0]], -5.0)
     assert narrow.entropy().item() == pytest.approx(narrow.distribution.entropy().item(), abs=1e-4)
 
 
 def test_entropy_in_inference_mode():
-    """It leaves nothing behind that training could not use."""
+    """What is cached in inference mode can be used in training."""
     _logistic_mixture.cache_clear()
     with th.inference_mode():
         squashed([[0.3]], 0.0).entropy()
@@ -266,13 +269,13 @@ def test_entropy_in_inference_mode():
 
 @pytest.mark.parametrize("name", ["squashed", "beta"])
 def test_several_dimensions(name):
-    """Log-probability, entropy and divergence are sums over them."""
+    """Log probability, entropy and KL divergence are sums over the dimensions."""
     if name == "squashed":
         mean, log_std = tensor(4, 3), tensor(3) / 2
         distribution, parts = squashed(mean, log_std), [squashed(mean[:, [i]], log_std[[i]]) for i in range(3)]
     else:
-        head = tensor(4, 6)
-        distribution, parts = beta(head), [beta(head[:, [i, i + 3]]) for i in range(3)]
+        outputs = tensor(4, 6)
+        distribution, parts = beta(outputs), [beta(outputs[:, [i, i + 3]]) for i in range(3)]
     latents = distribution.sample()
     each = [latents[:, [i]] for i in range(3)]
     th.testing.assert_close(distribution.log_prob(latents), sum(p.log_prob(x) for p, x in zip(parts, each, strict=True)))
@@ -288,8 +291,8 @@ PAIRS = list(itertools.combinations(BETA_GRID, 2))
 
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_kl_divergence_of_betas(old, new):
-    """By integration, where p is not all too narrow for the grid."""
-    p, q = (beta(head_of(*pair), **UNCAPPED) for pair in (old, new))
+    """The KL divergence of Beta distributions is the integral."""
+    p, q = (beta(outputs_of(*pair), **UNCAPPED) for pair in (old, new))
     x, z = beta_grid(p)
     log_p, log_q = p.log_prob(x), q.log_prob(x)
     expected = th.trapezoid(log_p.exp() * (log_p - log_q), z).item()
@@ -298,7 +301,7 @@ def test_kl_divergence_of_betas(old, new):
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.combinations(SQUASHED_GRID[5:20:3], 2)))
 def test_kl_divergence_of_squashed_gaussians(old, new):
-    """By integration over the actions: the Jacobian cancels."""
+    """The KL divergence of squashed Gaussians is the integral over the actions, in which the Jacobian cancels."""
     p, q = (squashed([[mean]], log_std) for mean, log_std in (old, new))
     u, z = squashed_grid(p)
     log_p, log_q = p.log_prob(u), q.log_prob(u)
@@ -307,7 +310,7 @@ def test_kl_divergence_of_squashed_gaussians(old, new):
 
 
 def test_kl_divergence_is_exact_in_float32():
-    """Between two concentrated distributions that are close, where float32 itself leaves nothing of it."""
+    """The KL divergence of two concentrated distributions that are close is right, where float32 leaves nothing of it."""
     old, new = ([[200.0, 210.0]], [[200.5, 210.0]])
     single = kl_divergence(beta(old, th.float32).parameters(), beta(new, th.float32))
     double = kl_divergence(beta(old).parameters(), beta(new))
@@ -320,7 +323,7 @@ def test_kl_divergence_is_exact_in_float32():
 @pytest.mark.parametrize("quantity", ["log_prob", "entropy", "kl_divergence"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.is_bounded], ids=lambda family: family.name)
 def test_gradients_of_bounded_distributions(family, quantity):
-    """By finite differences, from the middle out to where the policy is saturated."""
+    """Gradients are those of finite differences, from the middle out to where the policy is saturated."""
     at = th.tensor([[0.3, -1.0, -0.7, 0.4], [8.0, -9.0, -3.0, 5.0]], dtype=th.float64).requires_grad_()
     other = parameters(make(family, tensor(2, 4)))
     latents = make(family, tensor(2, 4)).sample()
@@ -338,8 +341,8 @@ def test_gradients_of_bounded_distributions(family, quantity):
 
 def test_gradient_of_the_entropy():
     """
-    It is that of the true entropy, to 1 %: of the integral, by finite differences. What SB3 does where a distribution knows
-    no entropy, minus the log-probability of the actions taken, has a gradient of 0 on average.
+    The gradient is that of the true entropy, to 1 %. SB3's stand-in for a distribution without a closed form, minus the log
+    probability of the actions taken, has a gradient of 0 on average.
     """
 
     def integral(mean, log_std):
@@ -372,7 +375,7 @@ def test_gradient_of_the_entropy():
 
 
 def test_the_log_cosh_is_a_mixture():
-    """Of smoothed absolute values, to a millionth: a narrow Gaussian's entropy shows it at any point."""
+    """The mixture of smoothed absolute values is log cosh to a millionth at any point."""
     u = th.linspace(-20, 20, 4001, dtype=th.float64)[:, None]
     narrow = squashed(u, -5.0)
     jacobian = narrow.entropy() - narrow.distribution.entropy().flatten()
@@ -383,7 +386,7 @@ def test_the_log_cosh_is_a_mixture():
 
 @pytest.mark.parametrize("name", ["squashed", "beta"])
 def test_samples_have_the_density(name):
-    """Kolmogorov and Smirnov's test, at 1 %, with a fixed seed."""
+    """Samples pass the Kolmogorov-Smirnov test against the density, at 1 %, with a fixed seed."""
     th.manual_seed(0)
     n = 20_000
     grid = [(0.4, 0.2), (3.0, -1.0)] if name == "squashed" else [(1.2, 1.4), (30.0, 2.0)]
@@ -392,8 +395,8 @@ def test_samples_have_the_density(name):
             distribution, (latents, z) = squashed([[pair[0]]] * n, pair[1]), squashed_grid(squashed([[pair[0]]], pair[1]))
             one = squashed([[pair[0]]], pair[1])
         else:
-            one = beta(head_of(*pair))
-            distribution, (latents, z) = beta(head_of(*pair).expand(n, 2)), beta_grid(one)
+            one = beta(outputs_of(*pair))
+            distribution, (latents, z) = beta(outputs_of(*pair).expand(n, 2)), beta_grid(one)
         cumulative = th.cumulative_trapezoid(one.log_prob(latents).exp(), z)
         samples = 2 * distribution.position(distribution.sample().numpy().flatten()) - 1
         expected = np.interp(np.sort(samples), z[1:].numpy(), cumulative.numpy())
@@ -407,10 +410,10 @@ EXTREMES = [-1000.0, -50.0, -10.0, -1.0, 0.0, 1.0, 10.0, 50.0, 1000.0]
 
 @pytest.mark.parametrize("dtype", [th.float32, th.float64])
 def test_nothing_is_nan_or_infinite(dtype):
-    """Whatever the head puts out, and for actions at the very edge; so are the gradients."""
-    heads = th.tensor(list(itertools.product(EXTREMES, EXTREMES)), dtype=dtype)
+    """Values and gradients are finite whatever the network puts out, and for actions at the very bounds."""
+    all_outputs = th.tensor(list(itertools.product(EXTREMES, EXTREMES)), dtype=dtype)
     for log_std in (-50.0, -5.0, 0.0, 2.0, 50.0):
-        mean, std = heads[:, :1].clone().requires_grad_(), th.tensor([log_std], dtype=dtype).requires_grad_()
+        mean, std = all_outputs[:, :1].clone().requires_grad_(), th.tensor([log_std], dtype=dtype).requires_grad_()
         distribution = squashed(mean, std, dtype)
         latents = [
             distribution.sample().detach(),
@@ -419,14 +422,14 @@ def test_nothing_is_nan_or_infinite(dtype):
             th.full_like(mean, -50.0),
         ]
         assert_finite(distribution, latents, (mean, std))
-    heads.requires_grad_()
+    all_outputs.requires_grad_()
     for deterministic_action in ("mean", "mode"):
-        distribution = beta(heads, dtype, deterministic_action=deterministic_action)
-        edges = [th.full((len(heads), 1), edge, dtype=dtype) for edge in (0.0, 1e-6, 1 - 1e-6, 1.0)]
+        distribution = beta(all_outputs, dtype, deterministic_action=deterministic_action)
+        edges = [th.full((len(all_outputs), 1), edge, dtype=dtype) for edge in (0.0, 1e-6, 1 - 1e-6, 1.0)]
         assert_finite(
             distribution,
             [distribution.sample().detach(), distribution.get_actions(deterministic=True).detach(), *edges],
-            (heads,),
+            (all_outputs,),
         )
 
 
@@ -443,7 +446,7 @@ def assert_finite(distribution, latents, leaves):
 
 
 def test_float32_is_exact_enough():
-    """Log-probabilities and entropies from a network in float32 are those in float64, saturated or not."""
+    """Log probabilities and entropies in float32 are those in float64, saturated or not."""
     th.manual_seed(0)
     for mean, log_std in itertools.product([0.0, 3.0, 12.0], [-2.0, 0.0, 1.0]):
         single, double = (squashed([[mean]] * 1000, log_std, dtype) for dtype in (th.float32, th.float64))
@@ -451,8 +454,8 @@ def test_float32_is_exact_enough():
         assert single.log_prob(u).dtype == single.entropy().dtype == th.float32
         th.testing.assert_close(single.log_prob(u).double(), double.log_prob(u.double()), rtol=1e-5, atol=2e-5)
         th.testing.assert_close(single.entropy().double(), double.entropy(), rtol=1e-5, atol=1e-5)
-    for head in ([-1.0, -1.0], [5.0, -3.0], [300.0, 700.0]):
-        single, double = (beta([head] * 1000, dtype) for dtype in (th.float32, th.float64))
+    for outputs in ([-1.0, -1.0], [5.0, -3.0], [300.0, 700.0]):
+        single, double = (beta([outputs] * 1000, dtype) for dtype in (th.float32, th.float64))
         x = single.sample()
         assert x.dtype == single.log_prob(x).dtype == single.entropy().dtype == single.mean().dtype == th.float32
         th.testing.assert_close(single.log_prob(x).double(), double.log_prob(x.double()), rtol=1e-6, atol=1e-6)
@@ -460,13 +463,13 @@ def test_float32_is_exact_enough():
 
 @pytest.mark.parametrize("name", ["squashed", "beta"])
 def test_autocast(name):
-    """Half precision is for the networks: what follows is float32, and as exact as their output allows."""
+    """Half precision is for the networks: what follows is in float32, and as exact as their outputs allow."""
     layer = th.nn.Linear(3, 4)
     observations, log_std = th.randn(50, 3), th.zeros(4)
     with th.autocast("cpu", dtype=th.bfloat16):
-        head = layer(observations)
-        assert head.dtype == th.bfloat16
-        distribution = squashed(head, log_std, head.dtype) if name == "squashed" else beta(head, head.dtype)
+        outputs = layer(observations)
+        assert outputs.dtype == th.bfloat16
+        distribution = squashed(outputs, log_std, outputs.dtype) if name == "squashed" else beta(outputs, outputs.dtype)
         latents = distribution.sample()
         values = [
             latents,
@@ -475,14 +478,14 @@ def test_autocast(name):
             kl_divergence(parameters(distribution).flip(0), distribution),
         ]
     assert {value.dtype for value in values} == {th.float32}
-    exact = squashed(head, log_std) if name == "squashed" else beta(head.double())
+    exact = squashed(outputs, log_std) if name == "squashed" else beta(outputs.double())
     expected = [exact.log_prob(latents.double()), exact.entropy(), kl_divergence(parameters(exact).flip(0), exact)]
     for value, number in zip(values[1:], expected, strict=True):
         th.testing.assert_close(value.double(), number, rtol=1e-5, atol=1e-5)
 
 
 def test_clamp():
-    """Inside it is the identity; outside the gradient leads back, and no further out."""
+    """Inside of the range it is the identity; outside the gradient leads back, and no further out."""
     at = th.tensor([-3.0, -3.0, 0.5, 0.5, 3.0, 3.0], requires_grad=True)
     clamped = clamp(at, -1.0, 2.0)
     assert clamped.tolist() == [-1.0, -1.0, 0.5, 0.5, 2.0, 2.0]
@@ -492,7 +495,7 @@ def test_clamp():
 
 
 def test_standard_deviation_comes_back():
-    """One that an optimiser has driven out of the range, on either side."""
+    """A standard deviation that an optimiser has driven out of its range comes back, on either side."""
     for start in (-9.0, 9.0):
         log_std = th.tensor([start], requires_grad=True)
         optimizer = th.optim.Adam([log_std], lr=0.1)
@@ -504,9 +507,9 @@ def test_standard_deviation_comes_back():
 
 
 def test_concentration_is_capped():
-    """However large the head, with a gradient that still makes it smaller; the mode stays where it is."""
-    for head, mode in [([1e6, 1e6], 0.5), ([3e5, 1e5], 0.75), ([50.0, 0.0], 50 / (50 + math.log(2)))]:
-        at = th.tensor([head], dtype=th.float64, requires_grad=True)
+    """However large the outputs, the concentration has a limit with a gradient back, and the mode stays where it is."""
+    for outputs, mode in [([1e6, 1e6], 0.5), ([3e5, 1e5], 0.75), ([50.0, 0.0], 50 / (50 + math.log(2)))]:
+        at = th.tensor([outputs], dtype=th.float64, requires_grad=True)
         distribution = beta(at)
         assert distribution.parameters().sum().item() <= 1002
         assert distribution.mode().item() == pytest.approx(mode, rel=1e-6)
@@ -515,16 +518,16 @@ def test_concentration_is_capped():
         assert (at.grad != 0).all()
     assert beta([[3e5, 1e5]], max_concentration=10.0).parameters().sum().item() == pytest.approx(12, rel=1e-3)
     # Far below it, it is not felt.
-    th.testing.assert_close(beta(head_of(1.5, 3.0)).parameters(), th.tensor([[1.5, 3.0]]).double(), rtol=3e-3, atol=0)
+    th.testing.assert_close(beta(outputs_of(1.5, 3.0)).parameters(), th.tensor([[1.5, 3.0]]).double(), rtol=3e-3, atol=0)
 
 
 def test_mean_and_mode_of_beta():
-    """By hand; of the uniform distribution, the middle."""
-    distribution = beta(head_of(3.0, 2.0), **UNCAPPED)
+    """Mean and mode are those computed by hand; those of the uniform distribution lie in the middle."""
+    distribution = beta(outputs_of(3.0, 2.0), **UNCAPPED)
     assert distribution.mean().item() == pytest.approx(3 / 5)
     assert distribution.mode().item() == pytest.approx(2 / 3)
     assert distribution.get_actions(deterministic=True).item() == distribution.mean().item()
-    other = beta(head_of(3.0, 2.0), deterministic_action="mode", **UNCAPPED)
+    other = beta(outputs_of(3.0, 2.0), deterministic_action="mode", **UNCAPPED)
     assert other.get_actions(deterministic=True).item() == distribution.mode().item()
     # Far out, where alpha and beta themselves are 1 to the last digit
     assert beta([[-40.0, -41.0]], deterministic_action="mode").mode().item() == pytest.approx(1 / (1 + math.exp(-1)))
@@ -535,19 +538,19 @@ def test_mean_and_mode_of_beta():
 
 
 def test_deterministic_action_of_the_squashed_gaussian():
-    """The image of its mean."""
+    """The deterministic action is the image of the mean."""
     distribution = squashed([[0.7, -3.0]], 0.0)
     assert distribution.get_actions(deterministic=True).tolist() == [[0.7, -3.0]]
     np.testing.assert_allclose(2 * distribution.position(distribution.mode().numpy()) - 1, np.tanh([[0.7, -3.0]]))
 
 
 def test_initial_beta_is_nearly_uniform():
-    """Whatever the input: within a twentieth of a nat, and with some gradient to leave."""
+    """A new policy is within a twentieth of a nat of the uniform distribution, whatever the input."""
     th.manual_seed(0)
     distribution = BoundedBetaDistribution(2)
-    head = distribution.proba_distribution_net(64)
-    th.nn.init.orthogonal_(head.weight, gain=0.01)
-    distribution = distribution.proba_distribution(head(th.randn(100, 64)))
+    layer = distribution.proba_distribution_net(64)
+    th.nn.init.orthogonal_(layer.weight, gain=0.01)
+    distribution = distribution.proba_distribution(layer(th.randn(100, 64)))
     assert (2 * math.log(2) - distribution.entropy() < 0.05).all()
 
 
@@ -561,7 +564,7 @@ def test_latents_and_positions(family):
 
 
 def test_statistics():
-    """The mass within 1 % of the bounds, by integration over both ends; standard deviation and concentration."""
+    """The mass within 1 % of the bounds is the integral over both ends; standard deviation and concentration are means."""
     for distribution, grid in [DISTRIBUTIONS[3], DISTRIBUTIONS[9], DISTRIBUTIONS[12], *DISTRIBUTIONS[-8:]]:
         latents, z = grid(distribution)
         density = distribution.log_prob(latents).exp()
@@ -581,14 +584,14 @@ def test_statistics():
 
 
 def test_by_themselves():
-    """In code of one's own, as SB3's distributions: a network, samples with their log-probabilities, actions."""
+    """The distributions work in a user's own code as SB3's do: network, samples with log probabilities, actions."""
     th.manual_seed(0)
     latent = th.randn(5, 8)
     family = BoundedBetaDistribution(2)
-    head = family.proba_distribution_net(latent_dim=8)(latent)
-    samples, log_prob = family.log_prob_from_params(head)
+    outputs = family.proba_distribution_net(latent_dim=8)(latent)
+    samples, log_prob = family.log_prob_from_params(outputs)
     assert th.equal(family.log_prob(samples), log_prob)
-    assert th.equal(family.actions_from_params(head, deterministic=True), family.mean())
+    assert th.equal(family.actions_from_params(outputs, deterministic=True), family.mean())
     family = TanhGaussianDistribution(2)
     assert family.proba_distribution_net(latent_dim=8, log_std_init=1)[1].tolist() == [1, 1]
     net, log_std = family.proba_distribution_net(latent_dim=8, log_std_init=-0.3)

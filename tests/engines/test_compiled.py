@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:.*lru_
 
 @pytest.fixture
 def quick(monkeypatch):
-    """All of the compilation, but for the C++ at its end, which takes most of the time."""
+    """Compile all but the C++ at the end, which takes most of the time."""
     monkeypatch.setattr(th, "compile", partial(th.compile, backend="aot_eager"))
 
 
@@ -52,12 +52,12 @@ def check_update(**kwargs):
 
 
 def test_update(quick):
-    """Equals the reference's."""
+    """An update with many options at once equals the reference's."""
     check_update(**EVERYTHING)
 
 
 def test_update_in_cpp():
-    """All the way."""
+    """An update that is compiled all the way to C++ equals the reference's."""
     check_update(**MANY["box"])
 
 
@@ -73,7 +73,7 @@ MANY = {
     "Muon": dict(optimizer="muon", rtol=1e-4),
     "SGD": dict(optimizer="sgd"),
     "gSDE, squashed": dict(use_sde=True, policy_kwargs=dict(squash_output=True), kl_coef=0.1),
-    "gSDE, all terms": dict(
+    "gSDE, all losses": dict(
         use_sde=True, kl_coef=0.1, bounds_coef=0.1, policy_kwargs=dict(full_std=False, use_expln=True), ent_coef=0.1
     ),
     "images, squashed": {**IMAGES, **dict(action_dist="squashed_gaussian", kl_coef=0.5, ent_coef=0.1)},
@@ -82,27 +82,27 @@ MANY = {
     "KL, multi-discrete": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2])), kl_coef=0.5),
     "KL, multi-binary": dict(env=dict(action_space=spaces.MultiBinary(3)), kl_coef=0.5),
     "accumulated, a remainder": dict(accumulate_grad=3, batch_size=5),
-    "the actor rests": dict(max_clip_fraction=0.01, clip_range=0.01, learning_rate=1e-3),
+    "a frozen actor": dict(max_clip_fraction=0.01, clip_range=0.01, learning_rate=1e-3),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
 def test_many_updates(name, recwarn):
-    """Equal the reference's, each as one function."""
+    """Updates with each option equal the reference's, each compiled as one function."""
     check_update(**MANY[name])
     assert not [warning for warning in recwarn if "stays eager" in str(warning.message)]
 
 
 @pytest.mark.slow
 def test_goes_on_from_a_zip():
-    """To the bit."""
+    """Training, saving, loading and training equals training straight through, to the bit."""
     assert_continues(dict(backend="compile"))
 
 
 @pytest.mark.slow
 def test_tied_parameters_and_frozen_ones(quick):
-    """A parameter with two places gets the gradient of both; what is frozen stays."""
+    """A parameter that two layers share gets the gradient of both; a frozen one stays."""
     models = []
     for backend in ("eager", "compile"):
         model = make(backend="eager", policy_kwargs=dict(net_arch=[8, 8])).learn(32)
@@ -118,7 +118,9 @@ def test_tied_parameters_and_frozen_ones(quick):
 
 
 def test_compiles_once(tmp_path, capsys, quick):
-    """Whatever changes from update to update; and nothing of it, nor a global setting, is left behind."""
+    """
+    Nothing that changes from update to update compiles again, and neither the zip nor a global setting keeps anything of it.
+    """
     options = dict(clip_range="lin_0.2", clip_range_vf="lin_0.2", ent_coef="lin_0.1", kl_coef=0.1, kl_target=1e-9)
     model = compiled(env=dict(action_space=spaces.Discrete(4)), batch_size=12, adaptive_lr_kl=0.01, verbose=1, **options)
     assert "Backend: compile" in capsys.readouterr().out
@@ -170,7 +172,7 @@ class Hooked(PPOExt):
 
 @pytest.mark.parametrize("kind", [pytest.param("traced", marks=pytest.mark.slow), "number", "slope"])
 def test_loss_of_a_subclass(kind, monkeypatch, recwarn, quick):
-    """Equals the reference's; where torch cannot trace it, with a warning; what it must not do is refused as usual."""
+    """A subclass's loss equals the reference's; where torch cannot trace it, with a warning; a bad one is refused as usual."""
     monkeypatch.setattr(Hooked, "kind", kind)
     models = []
     for backend in ("eager", "compile"):
@@ -192,7 +194,7 @@ def test_loss_of_a_subclass(kind, monkeypatch, recwarn, quick):
 
 
 def test_without_a_compiler(monkeypatch, capsys):
-    """Refused before anything is trained; by `"auto"` never taken."""
+    """Without a C++ compiler it is refused before anything is trained, and `"auto"` never takes it."""
 
     def fail():
         raise RuntimeError("No working C++ compiler found")
@@ -205,7 +207,7 @@ def test_without_a_compiler(monkeypatch, capsys):
 
 
 def test_compiler_that_fails(monkeypatch):
-    """The first update says so, and changes nothing."""
+    """The first update says that the compiler has failed, and changes nothing."""
     from torch._inductor.exc import InductorError
 
     def fail(*args):
@@ -220,7 +222,7 @@ def test_compiler_that_fails(monkeypatch):
 
 
 def test_without_the_extension_module(monkeypatch):
-    """PyTorch makes the steps of Adam."""
+    """Without the extension module PyTorch makes the steps of Adam."""
     monkeypatch.setattr(extension, "module", None)
     model = compiled()
     assert type(model._find_engine().make_stepper(model._update_config())) is TorchStepper

@@ -45,7 +45,7 @@ def devices(model):
 
 @pytest.mark.parametrize(("policy", "spaces", "options"), POLICIES)
 def test_train_save_and_load_on_the_cpu(policy, spaces, options, tmp_path):
-    """All of it lives on the GPU; the zip does not care, and training goes on where it is loaded."""
+    """Parameters and optimiser are on the GPU; the zip goes on wherever it is loaded."""
     model = PPOExt(policy, make_toys(n_envs=3, p_end=0.0, **spaces), device="cuda", **SMALL, **options).learn(96)
     assert devices(model) == {"cuda"}
     model.save(tmp_path / "model")
@@ -61,7 +61,7 @@ def test_train_save_and_load_on_the_cpu(policy, spaces, options, tmp_path):
     "options", [options for options in SINGLE if options.get("backend") not in ("fused", "native")], ids=str
 )
 def test_each_option(options, tmp_path):
-    """It trains there, and goes on from its zip on both devices."""
+    """Each option trains on the GPU, and goes on from its zip on both devices."""
     env = dict(n_envs=2, length=5)
     model = PPOExt("MlpPolicy", make_toys(**env), device="cuda", **{**SMALL, **options}).learn(64)
     assert all(np.isfinite(value) for value in model.logger.name_to_value.values())
@@ -86,7 +86,10 @@ COMPILED = [
 @pytest.mark.integration
 @pytest.mark.parametrize(("policy", "spaces", "options", "rtol"), COMPILED)
 def test_compiled_update(policy, spaces, options, rtol):
-    """Equals the reference's there, what is logged included, although each run of a CUDA graph writes over the last one."""
+    """
+    A compiled update equals the reference's, what is logged included, although each run of a CUDA graph writes over the one
+    before.
+    """
     skipped = th._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     assert_same_update(rtol, "compile", policy=policy, env=spaces, device="cuda", **options)
     assert th._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skipped
@@ -94,7 +97,7 @@ def test_compiled_update(policy, spaces, options, rtol):
 
 @pytest.mark.integration
 def test_compiled_training(tmp_path):
-    """Several updates with one compilation, a remainder among the minibatches, and on from the zip on both devices."""
+    """Several updates need one compilation, also with a smaller last minibatch, and the zip goes on on both devices."""
     options = dict(backend="compile", n_steps=16, n_epochs=2, batch_size=12, clip_range="lin_0.2", ent_coef="lin_0.01")
     model = PPOExt("MlpPolicy", make_toys(), device="cuda", **options).learn(64)
     before = th._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -107,7 +110,7 @@ def test_compiled_training(tmp_path):
 
 
 def test_first_rollout_equals_the_cpu(tmp_path):
-    """The same policy and actions give the same values, log-probabilities and advantages, to float rounding."""
+    """The same policy and actions give the same values, log probabilities and advantages, to float rounding."""
     PPOExt("MlpPolicy", make_toys(), device="cpu", **SMALL).save(tmp_path / "model")
     values = []
     for device in ("cpu", "cuda"):
@@ -121,8 +124,8 @@ def test_first_rollout_equals_the_cpu(tmp_path):
 
 
 @pytest.mark.parametrize("setting", WINDOWS)
-def test_memory_sees_the_same_windows(setting):
-    """While collecting, with the cache, and in the update."""
+def test_transformer_sees_the_same_windows(setting):
+    """A transformer policy sees the same windows while collecting, by its cache, and in the update."""
     model = make_transformer(**{**WINDOWS[setting], "device": "cuda", "learning_rate": 1e-30}).learn(64)
     buffer = model.rollout_buffer
     collected = (array.reshape(model.n_envs, -1).T for array in (buffer.values, buffer.log_probs))
@@ -145,14 +148,14 @@ def test_bootstrap_in_one_batch():
 
 
 def test_hint_to_prefer_the_cpu():
-    """SB3's own, for an MlpPolicy alone."""
+    """SB3's hint to prefer the CPU is given for an MlpPolicy."""
     with pytest.warns(UserWarning, match="trying to run PPOExt on the GPU"):
         PPOExt("MlpPolicy", make_toys(), device="cuda")
 
 
 @pytest.mark.integration
 def test_zoo_on_cuda(tmp_path):
-    """`--device cuda`: the command line trains there, and the zip loads on the CPU."""
+    """`--device cuda` trains on the GPU, and the zip loads on the CPU."""
     zoo_train("--env", "CartPole-v1", "-n", "600", "--device", "cuda", cwd=tmp_path)
     model = PPOExt.load(saved(tmp_path, "CartPole-v1"), device="cpu")
     assert devices(model) == {"cpu"}
@@ -168,7 +171,7 @@ def test_tuning_on_cuda(tmp_path):
 
 
 def test_parameters_travel(tmp_path):
-    """`set_parameters` from a zip of the other device."""
+    """`set_parameters` takes a zip of the other device."""
     model = PPOExt("MlpPolicy", make_toys(), device="cuda", **SMALL).learn(32)
     model.save(tmp_path / "model")
     other = PPOExt("MlpPolicy", make_toys(), device="cpu", **SMALL)
@@ -177,24 +180,26 @@ def test_parameters_travel(tmp_path):
     assert_equal(on_cpu, other.policy.state_dict(), "policy")
 
 
-@pytest.mark.parametrize("law", ["squashed_gaussian", "beta"])
-def test_laws_equal_the_cpu(law):
-    """Density, entropy, divergence, gradients and statistics, from the middle out to saturation, in both precisions."""
-    heads = th.cat([th.randn(500, 4), 10 * th.randn(500, 4), th.full((1, 4), 50.0), th.full((1, 4), -50.0)])
+@pytest.mark.parametrize("action_dist", ["squashed_gaussian", "beta"])
+def test_action_distributions_equal_the_cpu(action_dist):
+    """
+    Density, entropy, KL divergence, gradients and statistics equal those of the CPU, up to saturation and in both precisions.
+    """
+    network_outputs = th.cat([th.randn(500, 4), 10 * th.randn(500, 4), th.full((1, 4), 50.0), th.full((1, 4), -50.0)])
     for dtype, tolerance in ((th.float64, 1e-9), (th.float32, 1e-5)):
         results = []
         latents = None
         for device in ("cpu", "cuda"):
-            head = heads.to(device, dtype).requires_grad_()
-            if law == "beta":
-                distribution = BoundedBetaDistribution(2).proba_distribution(head)
+            outputs = network_outputs.to(device, dtype).requires_grad_()
+            if action_dist == "beta":
+                distribution = BoundedBetaDistribution(2).proba_distribution(outputs)
             else:
-                distribution = TanhGaussianDistribution(2).proba_distribution(head[:, :2], head[0, 2:])
+                distribution = TanhGaussianDistribution(2).proba_distribution(outputs[:, :2], outputs[0, 2:])
             latents = distribution.sample().detach().cpu() if latents is None else latents
-            terms = [distribution.log_prob(latents.to(device)), distribution.entropy()]
-            terms.append(kl_divergence(distribution.parameters().detach().roll(1, 0), distribution))
-            gradients = [th.autograd.grad(term.sum(), head, retain_graph=True)[0] for term in terms]
-            results.append([value.detach().cpu() for value in [*terms, *gradients]])
+            values = [distribution.log_prob(latents.to(device)), distribution.entropy()]
+            values.append(kl_divergence(distribution.parameters().detach().roll(1, 0), distribution))
+            gradients = [th.autograd.grad(value.sum(), outputs, retain_graph=True)[0] for value in values]
+            results.append([part.detach().cpu() for part in [*values, *gradients]])
             statistics = distribution.statistics(distribution.parameters().detach())
             assert all(np.isfinite(value) for value in statistics.values())
         for on_cpu, on_cuda in zip(*results, strict=True):
@@ -202,14 +207,14 @@ def test_laws_equal_the_cpu(law):
             th.testing.assert_close(on_cpu, on_cuda, rtol=tolerance, atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("law", ["squashed_gaussian", "beta"])
-def test_samples_on_cuda(law):
-    """Kolmogorov and Smirnov's test between samples from both devices; at the edges nothing is infinite."""
+@pytest.mark.parametrize("action_dist", ["squashed_gaussian", "beta"])
+def test_samples_on_cuda(action_dist):
+    """Samples of both devices pass the Kolmogorov-Smirnov test, and log probabilities at the bounds are finite."""
     n = 20_000
     samples = []
     for device in ("cpu", "cuda"):
         th.manual_seed(0)
-        if law == "beta":
+        if action_dist == "beta":
             distribution = BoundedBetaDistribution(1).proba_distribution(th.tensor([[1.0, -2.0]], device=device).expand(n, 2))
         else:
             mean = th.full((n, 1), 0.7, device=device)
@@ -223,14 +228,14 @@ def test_samples_on_cuda(law):
 
 
 @pytest.mark.parametrize(("policy", "spaces", "options"), POLICIES[:1] + POLICIES[2:])
-@pytest.mark.parametrize("law", ["squashed_gaussian", "beta"])
-def test_first_ratio_of_laws(law, policy, spaces, options):
-    """What was stored is what is evaluated, there as well."""
+@pytest.mark.parametrize("action_dist", ["squashed_gaussian", "beta"])
+def test_first_ratio_of_bounded_distributions(action_dist, policy, spaces, options):
+    """Before the first step the ratio is 1: the stored log probability is the one that is evaluated."""
     model = PPOExt(
         policy,
         make_toys(n_envs=3, **spaces),
         device="cuda",
-        action_dist=law,
+        action_dist=action_dist,
         learning_rate=0.0,
         n_epochs=1,
         n_steps=32,
@@ -241,7 +246,7 @@ def test_first_ratio_of_laws(law, policy, spaces, options):
 
 
 def test_mean_tanh_moves_to_the_device():
-    """Its bounds are buffers."""
+    """The bounds of `mean_tanh` are buffers, which move with the policy."""
     policy_kwargs = dict(mean_tanh=True, learn_std=False)
     model = PPOExt("MlpPolicy", make_toys(), device="cuda", policy_kwargs=policy_kwargs, **SMALL).learn(64)
     assert devices(model) == {"cuda"}

@@ -35,7 +35,7 @@ def read_in_a_helper(callback):
 
 
 class InAHelper(BaseCallback):
-    """Reads the locals in a function of another module, which nobody can know."""
+    """Reads the locals in a function of its own, of which nothing can be known."""
 
     def _on_step(self):
         self.seen = [*getattr(self, "seen", []), *map(copy.deepcopy, read_in_a_helper(self))]
@@ -64,7 +64,7 @@ class AllLocals(BaseCallback):
 
 
 class InAChild(EventCallback):
-    """Has a child of SB3's kind read."""
+    """Lets a child callback read."""
 
     def __init__(self, child):
         super().__init__(child)
@@ -100,7 +100,7 @@ READERS = {
 
 
 def seen_by(model, reader):
-    """What it sees of rollouts in which every action is the mean: random numbers differ from engine to engine."""
+    """What the callback sees of rollouts in which every action is the mean: random numbers differ from engine to engine."""
     with th.no_grad():
         model.policy.log_std.fill_(-30.0)
     model.learn(32, callback=reader)
@@ -110,7 +110,7 @@ def seen_by(model, reader):
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_callback_reads_what_sb3_has(backend, reader):
-    """Values, log probabilities and the rows of the buffer, at each step."""
+    """Values, log probabilities and the rows of the buffer are those of SB3, at each step."""
     expected = seen_by(make(), READERS[reader]())
     actual = seen_by(make(PPOExt, backend=backend), READERS[reader]())
     assert len(actual) == len(expected) >= 32 // 2
@@ -123,7 +123,7 @@ def test_a_callback_reads_what_sb3_has(backend, reader):
 
 
 def others(policy):
-    """The parameters of another policy."""
+    """A policy with other parameters."""
     with th.no_grad():
         other = copy.deepcopy(policy)
         for name, parameter in other.named_parameters():
@@ -185,7 +185,7 @@ class Change(BaseCallback):
 
 
 def rollout_with(model, change):
-    """One in which every action is the mean."""
+    """A rollout in which every action is the mean, and a callback changes the weights."""
     with th.no_grad():
         model.policy.log_std.fill_(-30.0)
     _, callback = model._setup_learn(10**6, Change(change, others(model.policy)))
@@ -197,7 +197,7 @@ def rollout_with(model, change):
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_that_a_callback_changes_act_at_the_next_step(backend, change):
-    """However it does that: actions, values and returns are SB3's, and so is what the update makes of them."""
+    """However the weights are changed, actions, values and returns are SB3's, and so is what the update makes of them."""
     expected, actual = rollout_with(make(), change), rollout_with(make(PPOExt, backend=backend), change)
     unchanged = rollout_with(make(), lambda *_: None)
     assert np.allclose(expected.rollout_buffer.actions[:AT], unchanged.rollout_buffer.actions[:AT], atol=1e-5)
@@ -225,7 +225,7 @@ def assert_close(expected, actual):
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_history_of_a_policy_whose_weights_change(change):
-    """What a transformer has computed of the steps before is computed again."""
+    """What a transformer has cached of the steps before is computed again."""
     if change is by_module:
         pytest.skip("its networks are others")
     policy_kwargs = dict(net_arch=[8], context_length=8, d_model=8, n_heads=2)
@@ -279,7 +279,7 @@ def test_a_policy_of_another_kind_in_the_middle_of_a_rollout():
 
 
 def test_a_callback_that_sees_all_sees_nothing_else_changed():
-    """Random numbers, and so the whole training, do not depend on whether somebody looks."""
+    """Random numbers, and so the whole training, do not depend on whether a callback reads."""
     alone = make(PPOExt).learn(64)
     watched = make(PPOExt).learn(64, callback=AllLocals())
     for name, expected in alone.policy.state_dict().items():
@@ -304,7 +304,7 @@ def test_subclass_that_reads_estimates():
 
 @pytest.mark.parametrize("action_space", [spaces.Discrete(3), spaces.MultiBinary(2)], ids=lambda space: type(space).__name__)
 def test_actions_in_the_locals_have_sb3s_shapes(action_space):
-    """For every space."""
+    """Shapes and types of all locals are SB3's, for discrete and binary actions."""
     shapes = []
     for algorithm in (PPO, partial(PPOExt, backend="native")):
         reader = AllLocals()
@@ -314,6 +314,6 @@ def test_actions_in_the_locals_have_sb3s_shapes(action_space):
 
 
 def test_in_the_reference_nothing_has_changed():
-    """With such a callback as well: to the bit."""
+    """With a callback that reads everything the reference is still SB3, to the bit."""
     models = [make().learn(64, callback=AllLocals()), make(PPOExt, backend="eager").learn(64, callback=AllLocals())]
     assert_equal(*(model.policy.state_dict() for model in models), "policy")

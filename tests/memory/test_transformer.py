@@ -50,7 +50,9 @@ NETWORKS = [
 
 @pytest.mark.parametrize(("context_length", "n_layers", "gate", "n_stacked"), NETWORKS)
 def test_each_window_by_itself(context_length, n_layers, gate, n_stacked):
-    """A sequence gives what each of its windows gives alone, whatever stands outside of the window and the episode."""
+    """
+    The output at each step of a sequence is that of its window alone, whatever is outside of the window and of the episode.
+    """
     network, before = make_network(context_length, n_layers, gate, n_stacked), context_length - 1
     features, episodes = th.randn(3, before + 12, 3).double(), random_episodes(3, before + 12)
     outputs = network(features, episodes)
@@ -65,7 +67,7 @@ def test_each_window_by_itself(context_length, n_layers, gate, n_stacked):
 
 @pytest.mark.parametrize(("context_length", "n_layers", "gate", "n_stacked"), NETWORKS)
 def test_cache(context_length, n_layers, gate, n_stacked):
-    """Step by step it gives the same."""
+    """Step by step, with the cache, the outputs are those of the whole sequence."""
     network, before = make_network(context_length, n_layers, gate, n_stacked), context_length - 1
     features, episodes = th.randn(3, before + 12, 3).double(), random_episodes(3, before + 12)
     cache = Cache(network, 3, before + 12)
@@ -92,7 +94,7 @@ def test_what_it_sees(context_length, n_layers, gate, n_stacked):
 
 @pytest.mark.parametrize("n_stacked", [1, 3])
 def test_what_is_stacked(n_stacked):
-    """The last steps make what it knows of the present. What attention finds further back is one step, not a mixture."""
+    """The last steps are stacked as the present; attention can pick a single step further back."""
     network = make_network(6, 1, False, n_stacked)
     network.blocks[0].distance_scores.data[:, [0, 1, 2, 3, 5]] = -math.inf
     features = th.randn(1, 6, 3).double().requires_grad_()
@@ -103,7 +105,9 @@ def test_what_is_stacked(n_stacked):
 
 
 def test_attention_by_hand():
-    """One head, one layer: a softmax of scaled products and scores of distances, over what it may see."""
+    """
+    With one head and one layer, attention is a softmax of scaled products and scores of distances over the visible steps.
+    """
     block = Block(2, 4, 1, 4, gate=False).double()
     loud(block)
     tokens = th.randn(1, 4, 4).double()
@@ -120,7 +124,7 @@ def test_attention_by_hand():
 
 
 def test_gate_prefers_its_input():
-    """At the start it lets through what it had, as its paper has it: z = sigmoid(... - bias)."""
+    """The gate is the GRU of its paper, z = sigmoid(... - bias), which first lets its input through."""
     gate = GRUGate(3)
     x, y = th.randn(2, 4, 3)
     z = th.sigmoid(gate.of_input(x)[:, 3:] + gate.of_output(y)[:, 3:6] - 2.0)
@@ -133,7 +137,7 @@ def test_gate_prefers_its_input():
 
 
 class Stream(BaseCallback):
-    """All that the policy has seen and done, over several rollouts."""
+    """Keeps all that the policy has seen and done, over several rollouts."""
 
     def __init__(self, n_calls=None):
         super().__init__()
@@ -166,7 +170,7 @@ class Stream(BaseCallback):
 
 
 def naive(model, stream, steps, env, finals=None):
-    """Values and distribution of windows, each alone, padded at its beginning with nonsense of another episode."""
+    """Values and distribution of windows, each evaluated alone, padded at its beginning with nonsense of another episode."""
     policy, rows = model.policy, []
     for i, step in enumerate(steps):
         frames, before = stream.window(step, env, policy.context_length, None if finals is None else finals[i])
@@ -191,7 +195,7 @@ def naive(model, stream, steps, env, finals=None):
 
 
 def trained(setting, n_rollouts=3, **options):
-    """A model whose parameters stay as they are, and what it has seen."""
+    """A model whose parameters stay as they are, and the stream of what it has seen."""
     model = make(**{**SETTINGS[setting], **options}, learning_rate=1e-30, gamma=0.9)
     loud(model.policy)
     stream = Stream()
@@ -201,9 +205,7 @@ def trained(setting, n_rollouts=3, **options):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_same_windows_everywhere(setting):
-    """
-    While collecting and in the update the policy sees what an observer would give it who has written down all that happened.
-    """
+    """While collecting and in the update the policy sees the windows that an observer has written down."""
     model, stream = trained(setting)
     collected = [np.array(column) for column in list(zip(*stream.steps, strict=True))[3:5]]
     for of_update, while_collecting in zip(evaluated(model), collected, strict=True):
@@ -215,7 +217,10 @@ def test_same_windows_everywhere(setting):
 
 @pytest.mark.parametrize("setting", ["plain", "longer than a rollout", "last action and reward", "own critic", "dictionaries"])
 def test_bootstrapped_values(setting, monkeypatch):
-    """The terminal observation of a truncated episode, and the last one of a rollout, follow the window that was."""
+    """
+    The terminal observation of a truncated episode, and the last one of a rollout, are evaluated behind the window before
+    them.
+    """
     model = make(**{**SETTINGS[setting], "env": {"length": 4, **SETTINGS[setting].get("env", {})}}, learning_rate=1e-30)
     loud(model.policy)
     stream, truncations = Stream(), []
@@ -253,14 +258,14 @@ def test_predict_sees_the_same(setting):
             state.last_actions[:, -1] = last_actions
         state = state.with_rewards(rewards)
     for env in range(model.n_envs):
-        _, law = naive(model, stream, range(len(stream.steps)), env)
-        expected = law.get_actions(deterministic=True).numpy().reshape(-1, *actions.shape[1:])
+        _, distribution = naive(model, stream, range(len(stream.steps)), env)
+        expected = distribution.get_actions(deterministic=True).numpy().reshape(-1, *actions.shape[1:])
         predicted_here = np.array([actions[env] for actions in predicted])
         np.testing.assert_allclose(predicted_here, model.policy._within_bounds(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_predict_step_by_step():
-    """It takes no state at first, a single observation or several; an episode's start makes it forget."""
+    """`predict` starts without a state, takes single observations or several, and forgets at the start of an episode."""
     model = make(env=dict(action_space=spaces.Discrete(3)), keywords=dict(use_last_action=True))
     loud(model.policy)
     rng = np.random.default_rng(0)
@@ -288,7 +293,10 @@ def test_predict_step_by_step():
 
 
 def test_bad_states():
-    """A state of another number of environments, of another policy, without rewards; observations without a state."""
+    """
+    A state of another number of environments, of another policy or without rewards is refused, and so are observations without
+    a state.
+    """
     model = make(keywords=dict(use_last_reward=True))
     observations = np.zeros((2, 3), np.float32)
     _, state = model.predict(observations)
@@ -310,7 +318,7 @@ def test_bad_states():
 
 
 def first_ratios(model):
-    """Those of the first minibatch of the next update."""
+    """Ratios of the first minibatch of the next update."""
     ratios, original = [], minibatch_loss.policy_loss
 
     def policy_loss(advantages, ratio, *args):
@@ -325,7 +333,7 @@ def first_ratios(model):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_first_ratio_is_one(setting):
-    """Also in the second rollout, whose first windows reach back into the one before."""
+    """Before the first step the ratio is 1, also in the second rollout, whose first windows reach back into the one before."""
     model = make(**SETTINGS[setting])
     loud(model.policy, scale=0.1)
     model.learn(model.n_steps * model.n_envs)
@@ -333,7 +341,7 @@ def test_first_ratio_is_one(setting):
 
 
 def test_beginning_in_the_middle_of_an_episode():
-    """A model that goes on without a reset and without its last rollout does not know what was before."""
+    """A model that goes on without a reset and without its last rollout sees nothing of the time before."""
     model = make(learning_rate=1e-30, env=dict(p_end=0.0, length=1000))
     loud(model.policy)
     model._last_obs, model._last_episode_starts = model.env.reset(), np.zeros(2, bool)
@@ -365,7 +373,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, tmp_path):
-    """They act on all samples and change the policy; training, saving and training again is training straight on."""
+    """
+    Each option acts on all samples and changes the policy; training, saving and training again is training straight through.
+    """
     options = OPTIONS[name]
     model = make(**options)
     model.learn(2 * model.n_steps * model.n_envs)
@@ -395,7 +405,7 @@ def test_every_sample_once():
 
 
 def test_callback_that_changes_the_policy():
-    """In the middle of a rollout: what follows is what the new parameters make of all that can be seen."""
+    """From a change in the middle of a rollout on, values are what the new parameters make of all that can be seen."""
     model = make(learning_rate=1e-30)
 
     class Change(Stream):
@@ -412,7 +422,7 @@ def test_callback_that_changes_the_policy():
 
 @pytest.mark.parametrize("stop_at", [20, 33])
 def test_stopped_and_continued(stop_at):
-    """A callback ends the rollout in the middle; the next one goes on with what was kept of it."""
+    """A rollout after one that a callback has stopped goes on with what was kept."""
     model = make(learning_rate=1e-30, env=dict(p_end=0.0, length=1000))
     loud(model.policy)
     stream = Stream(stop_at)
@@ -426,7 +436,7 @@ def test_stopped_and_continued(stop_at):
 
 
 def test_tools_of_sb3(tmp_path):
-    """Evaluation in other numbers of environments, `EvalCallback`, `VecNormalize`, a zip."""
+    """`EvalCallback`, `evaluate_policy` with another number of environments, `VecNormalize` and zips work."""
     env = VecNormalize(make_toys(3))
     model = PPOExt("MlpTransformerPolicy", env, policy_kwargs=dict(SIZES, context_length=5), **SMALL)
     evaluation = EvalCallback(VecNormalize(make_toys(2), training=False), eval_freq=8, n_eval_episodes=3, verbose=0)
@@ -446,7 +456,7 @@ def test_tools_of_sb3(tmp_path):
 
 
 def test_n_stacked_of_a_policy(tmp_path):
-    """It sizes what is read of the present, and is saved; it is at most what the first layer sees."""
+    """`n_stacked` sizes what is read of the present, is saved, and is at most what the first layer sees."""
     kwargs = dict(SIZES, context_length=5)
     for n_stacked, n_layers, expected in [(1, 1, 1), (3, 1, 3), (9, 1, 5), (9, 2, 3)]:
         model = PPOExt(
@@ -470,13 +480,13 @@ def test_n_stacked_of_a_policy(tmp_path):
     ],
 )
 def test_bad_keywords(keywords, message):
-    """They are refused before anything is made."""
+    """Bad keywords are refused before anything is built."""
     with pytest.raises(ValueError, match=message):
         PPOExt("MlpTransformerPolicy", ToyEnv(), policy_kwargs=keywords)
 
 
 def test_own_buffers_are_refused():
-    """They would not know what was before."""
+    """Buffers of a user are refused, for they know nothing of the rollout before."""
 
     class OwnBuffer(RolloutBuffer):
         pass
@@ -485,8 +495,8 @@ def test_own_buffers_are_refused():
         make(rollout_buffer_class=OwnBuffer)
 
 
-def test_memory_of_images():
-    """A rollout holds each image once, but for the few that lie before it."""
+def test_images_are_held_once():
+    """A rollout holds each image once, but for the few steps before it."""
     space = spaces.Box(0, 255, (36, 36, 1), np.uint8)
     model = make("CnnTransformerPolicy", dict(observation_space=space), context_length=32, n_steps=128, batch_size=128)
     buffer = model.rollout_buffer

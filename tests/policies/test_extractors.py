@@ -56,7 +56,7 @@ def test_stacked_frames_are_a_sequence():
 
 
 def test_order_of_a_set_does_not_count():
-    """Nor what is not there; what is there does."""
+    """Neither the order of a set nor masked entities change the features; the other entities do."""
     extractor = TransformerExtractor(ENTITIES, mask_key="there")
     entities = batch(ENTITIES) | {"gear": th.eye(3)[:2], "there": th.tensor([[1.0, 1, 0, 1, 0], [0.0, 0, 0, 0, 0]])}
     features = extractor(entities)
@@ -75,7 +75,7 @@ def test_order_of_a_set_does_not_count():
 
 
 def test_initialisation_is_its_own():
-    """SB3's policies make layers orthogonal, but not those of the transformer."""
+    """The orthogonal initialisation of SB3 leaves the layers of the transformer alone."""
     th.manual_seed(0)
     policy = PPOExt("MlpPolicy", ToyEnv(SEQUENCE), policy_kwargs=SMALL).policy
     weight = policy.features_extractor.encoder.layers[0].linear1.weight
@@ -84,7 +84,7 @@ def test_initialisation_is_its_own():
 
 @pytest.mark.parametrize("algorithm", [PPO, PPOExt, A2C, SAC, DQN])
 def test_algorithms(algorithm, tmp_path):
-    """It learns in any of them, and goes through a zip."""
+    """Each algorithm learns with the extractor, and its zip predicts the same."""
     space = spaces.Discrete(2) if algorithm is DQN else spaces.Box(-1, 1, (1,), np.float32)
     options = dict(learning_starts=4, batch_size=4) if algorithm in (SAC, DQN) else dict(n_steps=8)
     options |= dict(batch_size=8, n_epochs=1) if algorithm in (PPO, PPOExt) else {}
@@ -111,6 +111,6 @@ def test_algorithms(algorithm, tmp_path):
     ],
 )
 def test_bad_arguments(space, kwargs, message):
-    """They are named, with the remedy."""
+    """Bad arguments are refused, named and with the remedy."""
     with pytest.raises(ValueError, match=message):
         TransformerExtractor(space, **kwargs)

@@ -46,7 +46,7 @@ class Talkative(ToyEnv):
 
 
 def rollout(env, n_steps=40):
-    """All that can be seen of an environment."""
+    """All that can be seen of an environment in some steps."""
     env.action_space.seed(0)
     env.seed(5)
     seen = [env.reset(), [dict(info) for info in env.reset_infos]]
@@ -86,7 +86,7 @@ class Plain(Talkative):
 @pytest.mark.parametrize("space", [VECTOR, IMAGE, DICT], ids=["vector", "image", "dict"])
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_fast_is_dummy(space, n_envs):
-    """Observations, rewards, dones, infos, reset infos, and no later step changes them."""
+    """Observations, rewards, dones, infos and reset infos are those of DummyVecEnv, and no later step changes them."""
     fns = [lambda: Monitor(Plain(observation_space=space))] * n_envs
     expected, actual = (without_clock(rollout(cls(fns))) for cls in (DummyVecEnv, FastDummyVecEnv))
     assert any(info.get("TimeLimit.truncated") for infos in actual[5::5] for info in infos if isinstance(info, dict))
@@ -94,7 +94,9 @@ def test_fast_is_dummy(space, n_envs):
 
 
 def test_fast_survives_an_environment_that_writes_in_place():
-    """What a step returned stays as it was, the terminal observation included, for which SB3 has the next episode's first."""
+    """
+    What a step returned stays as it was, the terminal observation included, where SB3 has the first one of the next episode.
+    """
     fast, plain = (rollout(FastDummyVecEnv([cls] * 2)) for cls in (Talkative, Plain))
     terminal = [info["terminal_observation"] for infos in fast[5::5] for info in infos if "terminal_observation" in info]
     expected = [info["terminal_observation"] for infos in plain[5::5] for info in infos if "terminal_observation" in info]
@@ -104,7 +106,7 @@ def test_fast_survives_an_environment_that_writes_in_place():
 
 
 def test_ppo_ext_takes_it():
-    """For an environment that is not vectorised."""
+    """PPOExt takes FastDummyVecEnv for an environment that is not vectorised."""
     for env in ("CartPole-v1", ToyEnv()):
         assert type(PPOExt("MlpPolicy", env, device="cpu").env) is FastDummyVecEnv
 
@@ -113,7 +115,7 @@ def test_ppo_ext_takes_it():
 @pytest.mark.parametrize("space", [VECTOR, DICT], ids=["vector", "dict"])
 @pytest.mark.parametrize("vector_class", [SyncVectorEnv, pytest.param(AsyncVectorEnv, marks=pytest.mark.integration)])
 def test_adapter_is_dummy(vector_class, space, mode):
-    """In each mode of resetting: the first observation of the next episode comes with the last step, which says its own."""
+    """In each mode of resetting, the adapter returns what DummyVecEnv returns."""
     fns = [lambda: Plain(observation_space=space)] * 3
     adapter = VectorEnvAdapter(vector_class(fns, autoreset_mode=mode))
     expected, actual = (without_clock(rollout(env)) for env in (DummyVecEnv(fns), adapter))
@@ -133,7 +135,7 @@ def test_adapter_copies_what_gymnasium_does_not(space, mode):
 
 
 class Asked(ToyEnv):
-    """Remembers how it was reset."""
+    """Remembers with what it was reset."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +147,7 @@ class Asked(ToyEnv):
 
 
 def test_seeds_and_options_are_for_one_reset():
-    """As SB3's: the next one has none."""
+    """Seeds and options count for one reset, as with DummyVecEnv."""
     for env in (DummyVecEnv([Asked] * 2), FastDummyVecEnv([Asked] * 2), VectorEnvAdapter(SyncVectorEnv([Asked] * 2))):
         env.seed(5)
         env.set_options({"level": 1})
@@ -157,7 +159,7 @@ def test_seeds_and_options_are_for_one_reset():
 
 
 def _plain(value):
-    """Numbers as arrays of numbers: Gymnasium joins those of all copies in an array."""
+    """The same with numbers as arrays of float64: Gymnasium joins those of all copies in one array."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -196,7 +198,7 @@ def test_envpool():
 
 
 def test_cart_poles():
-    """Gymnasium's own: after each step it is as if the poles that fell had been put up again."""
+    """Each step of Gymnasium's vectorised CartPole is that of a single one, and poles that fell begin anew."""
     env = VecMonitor(VectorEnvAdapter(gym.make_vec("CartPole-v1", num_envs=8, vectorization_mode="vector_entry_point")))
     env.seed(0)
     observations, lengths, current, n_done = env.reset(), [], np.zeros(8, int), 0
@@ -226,7 +228,7 @@ def test_cart_poles():
 
 
 def test_cart_poles_are_cut_off():
-    """At the limit, which is no failure."""
+    """The end at the time limit is a truncation, and no failure."""
     env = VectorEnvAdapter(
         gym.make_vec("CartPole-v1", num_envs=4, vectorization_mode="vector_entry_point", max_episode_steps=5)
     )
@@ -238,7 +240,7 @@ def test_cart_poles_are_cut_off():
 
 
 def test_ppo_ext_learns_from_an_adapter():
-    """With the wrappers of SB3 around it; its seed makes it reproducible."""
+    """PPOExt trains on an adapter within the wrappers of SB3, and its seed makes it reproducible."""
 
     def trained():
         venv = gym.make_vec("CartPole-v1", num_envs=8, vectorization_mode="vector_entry_point")
@@ -252,7 +254,7 @@ def test_ppo_ext_learns_from_an_adapter():
 
 
 def test_adapter_refuses():
-    """What is not vectorised, and what cannot begin an episode by itself."""
+    """Environments that are not vectorised, and those that cannot reset single copies, are refused."""
     with pytest.raises(ValueError, match=r"`venv=.*DummyVecEnv"):
         VectorEnvAdapter(ToyEnv())
     unknown = gym.wrappers.vector.ClipReward(SyncVectorEnv([ToyEnv] * 2), 0, 1)
@@ -272,7 +274,7 @@ def test_adapter_refuses():
 
 
 def test_attributes_of_copies():
-    """Read, set, and called by name."""
+    """Attributes are read and set, and methods called, by name and for single copies."""
     env = VectorEnvAdapter(SyncVectorEnv([ToyEnv] * 3, autoreset_mode=AutoresetMode.SAME_STEP))
     assert env.get_attr("length") == [7, 7, 7]
     env.set_attr("length", 3, indices=[1])
@@ -284,7 +286,7 @@ def test_attributes_of_copies():
 
 
 def test_the_zoo_takes_it():
-    """For `ppo_ext`, where it would take SB3's; subprocesses stay."""
+    """The Zoo takes FastDummyVecEnv for `ppo_ext` in place of DummyVecEnv; subprocesses stay."""
     for before, after in [(DummyVecEnv, FastDummyVecEnv), (SubprocVecEnv, SubprocVecEnv)]:
         experiment = SimpleNamespace(vec_env_class=before, _hyperparams={}, callbacks=[], save_path="logs")
         assert setup_experiment(lambda: "results", experiment) == "results"
@@ -292,6 +294,6 @@ def test_the_zoo_takes_it():
 
 
 def test_make_vec_env_takes_it():
-    """As `vec_env_cls`."""
+    """`make_vec_env` takes FastDummyVecEnv as `vec_env_cls`."""
     env = make_vec_env("CartPole-v1", 2, seed=0, vec_env_cls=FastDummyVecEnv)
     assert env.reset().shape == (2, 4)

@@ -18,7 +18,7 @@ import returns_report  # noqa: E402
 
 
 def runs_of(scores):
-    """Rows of runs with two evaluations, of which the second one is the score plus one and the first the score minus one."""
+    """Rows of runs with two evaluations: the score minus one, then the score plus one."""
     rows = [
         dict(task=task, arm=arm, seed=seed, timesteps=timesteps, seconds=seconds) | {"return": score + offset}
         for (task, arm), values in scores.items()
@@ -30,7 +30,7 @@ def runs_of(scores):
 
 
 def test_table_of_a_task():
-    """By hand: of nine pairs six are better and two are equal."""
+    """The probability of improvement is that computed by hand: of nine pairs six are better and two are equal."""
     runs = runs_of({("task", "theirs"): [1.0, 2.0, 3.0], ("task", "ours"): [2.0, 3.0, 4.0]})
     [line] = returns_report.task_lines(runs, ["task"], "theirs", "ours", {"task": 4.0})
     assert line[:4] == ["task", "1k", "2.0 ± 1.0 (3)", "3.0 ± 1.0 (3)"]
@@ -40,7 +40,7 @@ def test_table_of_a_task():
 
 @pytest.mark.parametrize(("n_seeds", "text"), [(3, "0.100"), (10, "< 0.001")])
 def test_p_value(n_seeds, text):
-    """Of `n_seeds` that are all better: twice the share of that one order among all."""
+    """With `n_seeds` that are all better, the p-value is twice the share of that one order among all."""
     values = np.arange(n_seeds)
     runs = runs_of({("task", "theirs"): values, ("task", "ours"): values + n_seeds})
     [line] = returns_report.task_lines(runs, ["task"], "theirs", "ours", {})
@@ -53,7 +53,7 @@ def few_bootstraps(monkeypatch):
 
 
 def test_aggregates():
-    """All of one arm above all of the other: the probability is 1, and so is the interval."""
+    """With all scores of one arm above all of the other, probability and interval are 1."""
     low, high = [0.0, 0.1, 0.2, 0.3, 0.4], [0.6, 0.7, 0.8, 0.9, 1.0]
     scores = {(task, arm): values for task in "ab" for arm, values in (("theirs", low), ("ours", high))}
     lines = dict(returns_report.aggregate_lines(runs_of(scores), ["a", "b"], "theirs", "ours"))
@@ -82,7 +82,7 @@ def test_improvement_is_that_of_rliable():
 
 
 def test_aggregates_of_tasks_with_more_seeds():
-    """The interquartile mean is of the first seeds, as many as all have; the probability of improvement of all of them."""
+    """The interquartile mean is of the first seeds, as many as all tasks have; the probability of improvement of all seeds."""
     scores = {("a", "theirs"): [0.0, 1.0], ("a", "ours"): [2.0, 3.0], ("b", "theirs"): [0.0, 1.0], ("b", "ours"): [2.0, 3.0]}
     more = {**scores, ("b", "ours"): [2.0, 3.0, -9.0]}
     results = [returns_report.aggregate_lines(runs_of(these), ["a", "b"], "theirs", "ours") for these in (scores, more)]
@@ -112,7 +112,7 @@ def jobs():
 
 @pytest.mark.parametrize("job", list(jobs()), ids=lambda job: f"{job.suite}-{job.task}-{job.arm}")
 def test_entries(job):
-    """Each has one; MuJoCo's in version 5 take the Zoo's of version 4."""
+    """Each job has hyperparameters; MuJoCo's tasks in version 5 take the Zoo's of version 4."""
     entry = job.entry()
     assert entry["n_timesteps"] == benchmark_returns.BUDGETS[job.task]
     if job.task == "Hopper-v5" and job.arm == "ppo":
@@ -133,7 +133,7 @@ def test_the_command_has_the_entry(tmp_path):
 
 
 def test_words_of_an_arm(tmp_path, monkeypatch):
-    """They are in the command, and other words are another run."""
+    """The words of an arm are in the command, and other words are another run."""
     digests = set()
     for words in ((), ("--trial-id", "1"), ("--trial-id", "2")):
         arm = benchmark_returns.Arm("ppo_ext", "ppo_ext", words=words)
@@ -151,7 +151,7 @@ def benchmark(folder, *more):
 
 
 def test_current_rows():
-    """Those of other hyperparameters are not reported."""
+    """Rows of other hyperparameters are not reported."""
     job = benchmark_returns.Job("memory", "CartPoleNoVel-v1", "ppo_ext", 0)
     rows = pd.DataFrame([dict(task=job.task, arm=job.arm, digest=digest) for digest in (job.digest(), "old")])
     assert benchmark_returns.current(rows, "memory")["digest"].tolist() == [job.digest()]
@@ -177,7 +177,7 @@ def test_times(tmp_path):
 @pytest.mark.integration
 @pytest.mark.slow
 def test_benchmark_goes_on(tmp_path):
-    """After one arm the other one is left; then there is nothing to do; a run of other hyperparameters is done again."""
+    """Only what is missing is run: the other arm, then nothing, then a run whose hyperparameters have changed."""
     path = tmp_path / "memory.csv"
     assert "1 runs to do" in benchmark(tmp_path, "--arms", "ppo_ext")
     first = pd.read_csv(path)
@@ -217,10 +217,7 @@ def test_a_terminated_benchmark_ends_its_runs(tmp_path):
 @pytest.mark.integration
 @pytest.mark.slow
 def test_tuning(tmp_path):
-    """
-    Two trials, of which the better one trains with two seeds beside the Zoo's entry, for one of its rollouts; then nothing is
-    left to do.
-    """
+    """Two trials run, the better one trains with two seeds beside the Zoo's entry, and then nothing is left to do."""
     command = [sys.executable, SCRIPTS / "benchmark_tuning.py", "--trials", "2", "--timesteps", "4096", "--seeds", "2"]
     command += ["--storage", tmp_path / "study.log", "--out", tmp_path / "out"]
 

@@ -28,7 +28,7 @@ STUDIES = ROOT / "scripts" / "studies"
     ],
 )
 def test_study(name, timesteps, tasks, tmp_path):
-    """Each writes its table and its plot, and prints a summary."""
+    """Each study writes its table and its plot, and prints a summary."""
     command = [sys.executable, STUDIES / f"{name}.py", "--seeds", "1", "--timesteps", timesteps, *tasks, "--out", tmp_path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     printed = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True, env=environment).stdout
@@ -38,13 +38,13 @@ def test_study(name, timesteps, tasks, tmp_path):
 
 
 def test_every_study_is_tested():
-    """But for what they share."""
+    """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 
 def test_performance_is_what_was_measured():
-    """The tables are those that `scripts/benchmark_speed.py --markdown` prints, and no others but that of the study."""
+    """The tables of the documentation are those that `scripts/benchmark_speed.py --markdown` prints, and that of the study."""
     results = json.loads((ROOT / "docs/performance/benchmark.json").read_text())["results"]
     tables = list(runpy.run_path(str(ROOT / "scripts/benchmark_tables.py"))["tables"](results))
     text = (ROOT / "docs/performance.md").read_text()

@@ -22,7 +22,7 @@ def relative_error(expected, actual):
 
 
 def updated(model, backend):
-    """After one update, from the rollout that it has."""
+    """The model after one update by the engine, from the rollout that it has."""
     model.backend = backend
     np.random.seed(0)
     th.manual_seed(0)
@@ -31,7 +31,7 @@ def updated(model, backend):
 
 
 def assert_same_update(rtol=1e-5, other="native", **kwargs):
-    """From the same rollout with the same minibatches: parameters, moments, and all that is logged."""
+    """An update from the same rollout with the same minibatches has the same parameters, moments and logs."""
     models = []
     for backend in ("eager", other):
         model = make(**{**kwargs, "backend": "eager"})
@@ -74,10 +74,10 @@ UPDATES = {
     "stopped by the KL divergence": dict(target_kl=1e-4, learning_rate=1e-2),
     "values are clipped": dict(clip_range_vf=0.01, learning_rate=1e-3),
     "values are clipped, the worse counts": dict(clip_range_vf=0.01, vf_clip_mode="max", learning_rate=1e-3),
-    "all terms": dict(bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, dual_clip=3.0, ent_coef=0.01, learning_rate=1e-3),
+    "all losses": dict(bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, dual_clip=3.0, ent_coef=0.01, learning_rate=1e-3),
     "SPO": dict(surrogate="spo", learning_rate=1e-3, clip_range=0.05, rtol=1e-4),
     "dual clip": dict(dual_clip=1.01, learning_rate=1e-2, rtol=1e-4),
-    "all terms, squashed": dict(action_dist="squashed_gaussian", bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5),
+    "all losses, squashed": dict(action_dist="squashed_gaussian", bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5),
     "KL, Beta": dict(action_dist="beta", kl_coef=0.5, surrogate="spo"),
     "KL, discrete": dict(env=dict(action_space=spaces.Discrete(4)), kl_coef=0.5),
     "much is clipped": dict(clip_range=0.001, learning_rate=1e-3),
@@ -95,7 +95,7 @@ UPDATES = {
     "gSDE, no hidden layers": dict(use_sde=True, policy_kwargs=dict(net_arch=[])),
     "gSDE, squashed": dict(use_sde=True, ent_coef=0.1, policy_kwargs=dict(squash_output=True, log_std_init=-2.0), rtol=1e-4),
     "gSDE, expln": dict(use_sde=True, policy_kwargs=dict(use_expln=True, full_std=False, log_std_init=0.1)),
-    "gSDE, all terms": dict(use_sde=True, bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, ent_coef=0.01, learning_rate=1e-3),
+    "gSDE, all losses": dict(use_sde=True, bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, ent_coef=0.01, learning_rate=1e-3),
     "gSDE, V-trace, accumulated": dict(env=dict(n_envs=5), use_sde=True, vtrace=True, accumulate_grad=2, ent_coef=0.1),
     "segments, EMA, V-trace": dict(priority_alpha=0.6, priority_segment=4, advantage_norm="ema", vtrace=True),
 }

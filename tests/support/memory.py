@@ -17,7 +17,7 @@ def make(policy="MlpTransformerPolicy", env=None, n_envs=2, context_length=6, ke
 
 
 def loud(policy, scale=0.3):
-    """Parameters that are not small, so that what the memory holds shows."""
+    """Make the parameters large, so that the history shows in the outputs."""
     with th.no_grad():
         for name, parameter in policy.named_parameters():
             if "features_extractor" not in name:
@@ -29,7 +29,7 @@ SETTINGS = {
     "two layers, gated": dict(keywords=dict(n_layers=2, gate=True)),
     "longer than a rollout": dict(context_length=23, n_steps=4, batch_size=8),
     "as long as a rollout": dict(context_length=16),
-    "no memory": dict(context_length=1),
+    "no history": dict(context_length=1),
     "one environment": dict(n_envs=1),
     "own critic": dict(keywords=dict(share_features_extractor=False)),
     "last action and reward": dict(keywords=dict(use_last_action=True, use_last_reward=True)),

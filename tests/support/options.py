@@ -46,7 +46,7 @@ SINGLE = [with_needs({name: value}) for name, values in VALUES.items() for value
 
 
 def is_legal(options, action_space):
-    """What is refused, written down once more."""
+    """Whether the options go together, written down independently of the table."""
     get = {**DEFAULTS, **options}.get
     box = isinstance(action_space, spaces.Box)
     return not (

@@ -19,7 +19,7 @@ class Run:
 
 
 def train(model, timesteps, stop_at=None):
-    """Train and record."""
+    """Train a model, and record what can be seen of it."""
     log = LogRecorder()
     model.set_logger(Logger(None, [log]))
     recorder = RolloutRecorder(stop_at)
@@ -30,7 +30,7 @@ def train(model, timesteps, stop_at=None):
 
 
 def assert_equal_runs(expected, actual):
-    """Of what is logged, that which the first one logs."""
+    """The same to the bit; of what the second one logs, that which the first one logs."""
     a, b = expected.model, actual.model
     assert_equal(a.policy.state_dict(), b.policy.state_dict(), "policy")
     assert_equal(a.policy.optimizer.state_dict(), b.policy.optimizer.state_dict(), "optimizer")
@@ -49,7 +49,7 @@ def assert_equal_runs(expected, actual):
 
 
 def assert_equal(expected, actual, where):
-    """Same structure, types of numbers and bits."""
+    """The same structure, types of numbers, and bits."""
     if isinstance(expected, dict):
         assert expected.keys() == actual.keys(), where
         for key in expected:

@@ -18,6 +18,7 @@ QUICK = ["--eval-freq", "-1", "--seed", "15", "--num-threads", "1", "--device", 
 
 
 def run(*command, cwd, fails=False, **environment):
+    """What a command prints; it must fail if and only if `fails`."""
     environment = {"SDL_VIDEODRIVER": "dummy", **os.environ, **environment}
     completed = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=cwd, env=environment)
     assert (completed.returncode != 0) == fails, completed.stdout + completed.stderr
@@ -25,6 +26,7 @@ def run(*command, cwd, fails=False, **environment):
 
 
 def train(*arguments, cwd, algo="ppo_ext", command=(*RL_ZOO3, "train"), **kwargs):
+    """What a training from the command line prints."""
     return run(*command, "--algo", algo, *QUICK, *arguments, cwd=cwd, **kwargs)
 
 
@@ -35,9 +37,12 @@ def saved(folder, env_id, algo="ppo_ext", run_id=None):
 
 
 def config(folder, env_id, algo="ppo_ext"):
+    """The hyperparameters that a run has saved."""
     text = (saved(folder, env_id, algo).parent / env_id / "config.yml").read_text()
     return dict(yaml.load(text, Loader=yaml.UnsafeLoader))
 
 
 def manager(algo="ppo_ext", env_id="MountainCarContinuous-v0", folder=".", **kwargs):
-    return ExperimentManager(Namespace(), algo, env_id, str(folder), **{"device": "cpu", "seed": 15, **kwargs})
+    """The object behind the Zoo's commands, which evaluates as little as possible."""
+    defaults = dict(device="cpu", seed=15, n_evaluations=1, n_eval_episodes=1)
+    return ExperimentManager(Namespace(), algo, env_id, str(folder), **{**defaults, **kwargs})

@@ -29,7 +29,7 @@ def rollout(n_steps=50, n_envs=3, seed=0):
 
 
 def gae(data):
-    """By SB3's buffer."""
+    """Advantages and returns by SB3's buffer."""
     n_steps, n_envs = data["rewards"].shape
     space = spaces.Box(-1, 1, (1,))
     buffer = RolloutBuffer(n_steps, space, space, "cpu", data["gae_lambda"], data["gamma"], n_envs)
@@ -41,7 +41,7 @@ def gae(data):
 
 @pytest.mark.parametrize("bar", [1.0, 2.5, math.inf])
 def test_vtrace_on_policy_is_gae(bar):
-    """Ratios of 1 and bars of at least 1."""
+    """With ratios of 1 and bars of at least 1, V-trace is GAE."""
     data = rollout() | dict(log_ratio=np.zeros((50, 3), np.float32))
     advantages, returns = vtrace(**data, rho_bar=bar, c_bar=bar)
     expected_advantages, expected_returns = gae(data)
@@ -122,7 +122,7 @@ def test_normalize():
 
 @pytest.mark.parametrize(("scale", "shift"), [(1.0, 0.0), (100.0, 30.0), (1e-3, 1.0)])
 def test_first_rollout_is_normalized_by_itself(scale, shift):
-    """The warm start, whatever the scale."""
+    """With the warm start the first rollout is normalised by its own moments, whatever the scale."""
     advantages = th.randn(1000, dtype=th.float64) * scale + shift
     normalizer = AdvantageNormalizer(0.05, clip=100.0)
     normalizer.observe(advantages)
@@ -195,7 +195,7 @@ def test_min_std_and_shift():
 
 @pytest.mark.parametrize("warm_start", [True, False])
 def test_normalizer_state(warm_start):
-    """A state goes on as if nothing had been; that of the other scheme is ignored."""
+    """A loaded state goes on as if nothing had been; that of the other scheme is ignored."""
     rollouts = [th.randn(64, generator=th.Generator().manual_seed(seed)) * 3 + seed for seed in range(4)]
     one, other, wrong = (AdvantageNormalizer(0.3, w) for w in (warm_start, warm_start, not warm_start))
     for raw in rollouts[:2]:
@@ -213,7 +213,7 @@ def test_normalizer_state(warm_start):
 
 @pytest.mark.parametrize("alpha", [0.01, 0.5, 1.0])
 def test_another_alpha_goes_on_with_the_averages(alpha):
-    """Those of a constant scale stay right, whatever their weights were."""
+    """With another alpha the averages of a constant scale stay right, whatever their weights were."""
     rollouts = [100 * th.randn(500, generator=th.Generator().manual_seed(seed)) + 50 for seed in range(11)]
     old, new = AdvantageNormalizer(0.05), AdvantageNormalizer(alpha)
     for raw in rollouts[:10]:
@@ -227,7 +227,7 @@ def test_another_alpha_goes_on_with_the_averages(alpha):
 @pytest.mark.parametrize("warm_start", [True, False])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_rollout_that_is_not_finite(warm_start, bad):
-    """It leaves no trace."""
+    """A rollout that is not finite leaves no trace in the averages."""
     normalizer = AdvantageNormalizer(0.5, warm_start)
     normalizer.observe(T([1.0, 3.0]))
     before = normalizer.state_dict()
@@ -236,7 +236,7 @@ def test_rollout_that_is_not_finite(warm_start, bad):
 
 
 def test_equal_advantages_in_protomotions_scheme():
-    """Its 1e-8 keeps the average of the standard deviations above 0."""
+    """The 1e-8 of the scheme keeps the average of the standard deviations above 0."""
     normalizer = AdvantageNormalizer(1.0, warm_start=False)
     for _ in range(2):
         normalizer.observe(T([1.0, 1.0]))
@@ -244,7 +244,7 @@ def test_equal_advantages_in_protomotions_scheme():
 
 
 def test_large_offset_keeps_its_precision():
-    """Moments in float64: a mean of 1e4 and a standard deviation of 1."""
+    """With moments in float64 a mean of 1e4 does not spoil a standard deviation of 1."""
     raw = th.randn(2048, generator=th.Generator().manual_seed(0)).double() + 1e4
     normalizer = AdvantageNormalizer(0.05)
     for _ in range(3):

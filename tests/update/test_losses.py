@@ -1,4 +1,4 @@
-"""The terms of the loss, against numbers computed by hand."""
+"""Each loss against numbers computed by hand, and each hand-written slope against autograd."""
 
 import math
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def test_clipped_surrogate_loss():
 
 
 def test_clipped_surrogate_gradient():
-    """There is none where the ratio has gone past the range in the direction that the advantage wants."""
+    """The gradient is 0 where the ratio has gone past the range in the direction that the advantage wants."""
     ratio = T([2.0, 0.5, 2.0, 0.5], requires_grad=True)
     clipped_surrogate_loss(T([1.0, 1.0, -1.0, -1.0]), ratio, 0.2).backward()
     assert ratio.grad.tolist() == [0.0, -0.25, 0.25, 0.0]
@@ -52,19 +52,19 @@ def test_clipped_surrogate_gradient():
 
 @pytest.mark.parametrize(("clip_range_vf", "expected"), [(None, (9 + 1) / 2), (0.5, (2.5**2 + 1) / 2)])
 def test_value_loss(clip_range_vf, expected):
-    """Errors of 3 and 1; clipped, the first value moves from 0 to 0.5 only, 2.5 below its target."""
+    """For errors of 3 and 1; clipped, the first value moves from 0 to 0.5 only, 2.5 below its target."""
     loss = value_loss(T([6.0, 1.0]), T([0.0, 1.0]), T([3.0, 2.0]), clip_range_vf)
     assert loss.item() == pytest.approx(expected)
 
 
 def test_entropy_loss():
-    """The negative mean; without a closed form -log_prob stands for it."""
+    """The loss is the negative mean; without a closed form -log_prob stands for the entropy."""
     assert entropy_loss(T([1.0, 2.0]), T([0.0, 0.0])).item() == -1.5
     assert entropy_loss(None, T([-1.0, -4.0])).item() == -2.5
 
 
 def test_approximate_kl():
-    """(r - 1) - log r for r = 2 and 0.5."""
+    """The estimate is the mean of (r - 1) - log r, for r = 2 and 0.5."""
     log_ratio = T([math.log(2), -math.log(2)])
     kl = approximate_kl(log_ratio.exp(), log_ratio)
     assert kl.item() == pytest.approx((1 - math.log(2) - 0.5 + math.log(2)) / 2)
@@ -94,7 +94,7 @@ def test_spo_loss():
 
 
 def test_spo_is_best_at_the_edge_of_the_range():
-    """Its gradient vanishes at r = 1 + sign(A) c, where that of the clipped surrogate jumps, and turns back beyond."""
+    """The gradient vanishes at r = 1 + sign(A) c, where that of the clipped surrogate jumps, and turns back beyond."""
     for advantage in (3.0, -0.5):
         best = 1 + math.copysign(0.2, advantage)
         ratios = T([best, best - 0.01, best + 0.01], requires_grad=True)
@@ -104,7 +104,7 @@ def test_spo_is_best_at_the_edge_of_the_range():
 
 
 def test_spo_at_the_end_of_a_schedule():
-    """Where the range is 0 the loss stays finite."""
+    """With a range of 0 the loss stays finite."""
     ratio = T([1.0, 1.1], requires_grad=True)
     spo_loss(T([1.0, -1.0]), ratio, 0.0).backward()
     assert th.isfinite(ratio.grad).all()
@@ -145,7 +145,7 @@ def test_bounds_loss_without_bounds():
 
 
 def test_weights():
-    """Each sample's share is multiplied; equal weights change nothing."""
+    """Each sample's share is multiplied by its weight; equal weights change nothing."""
     advantages, ratio, weights = T([1.0, -1.0]), T([1.1, 1.1]), T([0.5, 1.5])
     assert clipped_surrogate_loss(advantages, ratio, 0.2, weights=weights).item() == pytest.approx(-(0.55 - 1.65) / 2)
     assert spo_loss(advantages, ratio, 0.2, weights).item() == pytest.approx(
@@ -206,7 +206,7 @@ AGAINST_NUMPY = {
 
 @pytest.mark.parametrize("name", AGAINST_NUMPY)
 def test_against_numpy_and_finite_differences(name):
-    """Value by NumPy in float64, gradient by finite differences."""
+    """The value is that of NumPy in float64, the gradient that of finite differences."""
     ours, numpys, x = AGAINST_NUMPY[name]
     x = T(x, requires_grad=True)
     assert ours(x).item() == pytest.approx(numpys(x.detach().numpy()), rel=1e-12)
@@ -233,7 +233,7 @@ def test_slope_of_each_surrogate(name, clip_range, dual_clip):
 @pytest.mark.parametrize("mode", ["clip", "max"])
 @pytest.mark.parametrize("clip_range_vf", [None, 0.3])
 def test_slope_of_the_value_loss(clip_range_vf, mode):
-    """In float64 its squares are averaged by the loss, and the slopes are half of autograd's."""
+    """In float64 the loss is the mean of the squares, and the slopes are half of autograd's."""
     config = LossConfig(0.2, clip_range_vf=clip_range_vf, vf_clip_mode=mode)
     values = T(V, requires_grad=True)
     expected = losses.value_loss(values, T(OLD), T(TARGET), config)
@@ -255,7 +255,7 @@ def rows(losses_by_name):
 
 @pytest.mark.parametrize("loss", rows(AUXILIARY_LOSSES))
 def test_auxiliary_loss_reads_what_it_declares(loss):
-    """And nothing else: an engine computes what is declared."""
+    """A loss reads what it declares and nothing else, for an engine computes only that."""
     distribution = DiagGaussianDistribution(2).proba_distribution(th.zeros(3, 2, requires_grad=True), th.zeros(2))
     ratio = T([1.0, 1.1, 0.9], requires_grad=True)
     known = dict(distribution=distribution, ratio=ratio, log_ratio=ratio.log(), log_prob=ratio.log() - 1, values=ratio)

@@ -12,7 +12,7 @@ from sb3_ppo_ext.update.rollout_data import Rollout, flatten, knows_indices
 
 
 def full_buffer(observation_space=VECTOR, n_steps=6, n_envs=3):
-    """Every number in it tells its place."""
+    """A buffer in which every number tells its index."""
     buffer_class = DictRolloutBuffer if observation_space is DICT else RolloutBuffer
     buffer = buffer_class(n_steps, observation_space, spaces.Discrete(3), "cpu", n_envs=n_envs)
     for i, name in enumerate(("actions", "values", "log_probs", "advantages", "returns")):
@@ -28,7 +28,7 @@ def full_buffer(observation_space=VECTOR, n_steps=6, n_envs=3):
 @pytest.mark.parametrize("observation_space", [VECTOR, DICT], ids=["vector", "dict"])
 @pytest.mark.parametrize("batch_size", [1, 4, 18, 100])
 def test_minibatches_are_those_of_sb3(observation_space, batch_size):
-    """The same samples in the same order, from the same random state."""
+    """The same samples come in the same order from the same random state."""
     theirs, ours = full_buffer(observation_space), full_buffer(observation_space)
     np.random.seed(3)
     expected = [data._asdict() for data in theirs.get(batch_size)]
@@ -41,7 +41,7 @@ def test_minibatches_are_those_of_sb3(observation_space, batch_size):
 
 
 def test_time_major():
-    """Back to steps and environments."""
+    """Flat samples come back to steps and environments."""
     buffer = full_buffer()
     advantages = buffer.advantages.copy()
     rollout = Rollout(buffer)
@@ -71,12 +71,12 @@ def test_buffers_that_draw_themselves():
 
 
 def segments(length=3, alpha=1.0, beta=0.4, n_steps=7, n_envs=2):
-    """Advantages of -1 in the first environment, 3 in the second."""
+    """Segments of advantages that are -1 in the first environment and 3 in the second."""
     return PrioritizedSegments(np.tile(np.float32([-1, 3]), (n_steps, 1)), length, alpha, beta)
 
 
 def test_segments_are_successive_steps_of_one_environment():
-    """The last one of a rollout is shorter."""
+    """A segment is successive steps of one environment; the last one of a rollout is shorter."""
     drawn = segments()
     assert drawn.firsts.tolist() == [0, 3, 6, 7, 10, 13]
     assert drawn.lengths.tolist() == [3, 3, 1, 3, 3, 1]
@@ -88,7 +88,7 @@ def test_segments_are_successive_steps_of_one_environment():
 
 
 def test_probabilities_by_hand():
-    """Sums of 3, 3, 1, 9, 9, 3 to the power of 0.5, of which 5 % are uniform."""
+    """Probabilities are sums of 3, 3, 1, 9, 9, 3 to the power of 0.5, mixed with 5 % of the uniform distribution."""
     powers = np.array([3, 3, 1, 9, 9, 3]) ** 0.5
     expected = 0.95 * powers / powers.sum() + 0.05 / 6
     np.testing.assert_allclose(segments(alpha=0.5).probabilities, expected)
@@ -104,7 +104,7 @@ def test_probabilities_do_not_depend_on_the_scale(scale):
 
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
 def test_no_advantage_is_uniform(value):
-    """All advantages 0, or one that is not finite."""
+    """With advantages that are all 0, or one that is not finite, segments are drawn uniformly."""
     advantages = np.zeros((8, 2), np.float32)
     advantages[3, 1] = value
     drawn = PrioritizedSegments(advantages, 2, 0.6, 0.4)
@@ -116,7 +116,7 @@ def test_no_advantage_is_uniform(value):
     ("batch_size", "n_drawn", "n_minibatches"), [(6, 2, 3), (8, 2, 2), (3, 1, 5), (14, 4, 1), (18, 6, 1), (99, 6, 1)]
 )
 def test_epoch_is_as_long_as_the_rollout(batch_size, n_drawn, n_minibatches):
-    """As many minibatches as SB3 makes of 14 samples; each holds as many segments as fit in."""
+    """There are as many minibatches as SB3 makes of 14 samples; each holds as many segments as fit in."""
     draws = list(segments().epoch(batch_size))
     assert len(draws) == n_minibatches
     assert all(np.isin(segments().firsts, indices).sum() == n_drawn for indices, _ in draws)
@@ -142,7 +142,7 @@ def test_inclusion_probabilities(n_drawn):
 
 
 def test_weights_of_few_draws_are_those_of_prioritised_replay():
-    """(N p)^-beta, up to the scaling."""
+    """Up to the scaling the weights are (N p)^-beta."""
     p = np.random.default_rng(0).dirichlet(np.ones(2000))
     ours, theirs = inclusion_probabilities(p, 1) ** -0.4, (2000 * p) ** -0.4
     np.testing.assert_allclose(ours / ours.mean(), theirs / theirs.mean(), rtol=0.01)
@@ -157,7 +157,7 @@ def test_weights_have_mean_one_and_prefer_the_rare():
 
 
 def test_larger_advantages_are_drawn_more_often():
-    """The second environment's are three times as large."""
+    """Segments of the second environment, whose advantages are three times as large, are drawn more often."""
     np.random.seed(0)
     indices = np.concatenate([part for _ in range(200) for part, _ in segments(n_steps=30).epoch(6)])
     ratio = (indices >= 30).sum() / (indices < 30).sum()
@@ -165,7 +165,7 @@ def test_larger_advantages_are_drawn_more_often():
 
 
 def test_weights_undo_the_priorities():
-    """beta 1: the weighted mean over many minibatches is that of the rollout, the plain one is not."""
+    """With beta = 1 the weighted mean over many minibatches is that of the rollout, and the plain one is not."""
     np.random.seed(0)
     advantages = np.random.default_rng(0).lognormal(sigma=1.5, size=(64, 4))
     flat = advantages.T.flatten()

@@ -43,7 +43,7 @@ def set_lr(optimizer, lr):
 
 
 def test_sb3s_optimizer_by_default():
-    """Without options it is the one that the policy has made."""
+    """Without options the optimiser is the one that the policy has made."""
     assert_equal(make(algorithm=PPO).policy.optimizer.state_dict(), make().policy.optimizer.state_dict(), "optimizer")
 
 
@@ -65,7 +65,7 @@ SEPARATE = dict(policy_kwargs=dict(share_features_extractor=False))
     ids=["mlp", "cnn", "linear", "gSDE"],
 )
 def test_parameters_of_the_critic(policy, observation_space, options, expected):
-    """What the actor uses as well is the actor's."""
+    """What the actor uses as well belongs to the actor."""
     env = make_toys(**({"observation_space": observation_space} if observation_space else {}))
     policy = make(policy, env, **options).policy
     assert names(policy, critic_parameters(policy)) == expected
@@ -97,14 +97,14 @@ def test_separate_extractors_of_the_critic():
     ids=["mlp", "gSDE", "cnn", "separate", "dict"],
 )
 def test_hidden_matrices(policy, observation_space, options, expected):
-    """Neither heads, nor what reads the observation, nor convolutions, biases or log_std."""
+    """Neither output layers, nor layers that read the observation, nor convolutions, biases or log_std are hidden matrices."""
     env = make_toys(**({"observation_space": observation_space} if observation_space else {}))
     policy = make(policy, env, **options).policy
     assert names(policy, hidden_matrices(policy)) == expected
 
 
 class OwnLayers(FlattenExtractor):
-    """Reads the observation by a layer of its own, followed by another one."""
+    """Reads the observation by its own layer, followed by another one."""
 
     def __init__(self, observation_space):
         super().__init__(observation_space)
@@ -115,7 +115,7 @@ class OwnLayers(FlattenExtractor):
 
 
 def test_hidden_matrices_after_an_extractor_with_layers():
-    """Its first layer reads the observation; those of the networks behind it do not."""
+    """The first layer of the extractor reads the observation; those of the networks behind it do not."""
     policy = make(policy_kwargs=dict(features_extractor_class=OwnLayers)).policy
     networks = {f"mlp_extractor.{net}_net.{i}.weight" for net in ("policy", "value") for i in (0, 2)}
     assert names(policy, hidden_matrices(policy)) == {"features_extractor.layers.2.weight"} | networks
@@ -133,7 +133,7 @@ def test_hidden_matrices_after_an_extractor_with_layers():
     ],
 )
 def test_steps_are_torchs(name, torchs):
-    """With weight decay on everything but log_std."""
+    """Steps are those of PyTorch's optimisers, with weight decay on everything but log_std."""
     policy = make(optimizer=name, weight_decay=0.1).policy
     copied = copy.deepcopy(policy)
     theirs = torchs([p for n, p in copied.named_parameters() if n != "log_std"])
@@ -149,13 +149,13 @@ def test_steps_are_torchs(name, torchs):
 
 
 def test_adamw_without_weight_decay():
-    """torch's default of 0.01 does not get in."""
+    """PyTorch's default weight decay of 0.01 does not get in."""
     policy = make(optimizer="adamw").policy
     assert {group["weight_decay"] for group in policy.optimizer.param_groups} == {0.0}
 
 
 def test_muon_steps_are_torchs():
-    """Two optimisers of torch on the two kinds of parameters."""
+    """Steps are those of PyTorch's Muon and AdamW on the two kinds of parameters."""
     policy = make(optimizer="muon", weight_decay=0.1, critic_learning_rate=0.02).policy
     copied = copy.deepcopy(policy)
     of_muon = hidden_matrices(copied)
@@ -175,7 +175,7 @@ def test_muon_steps_are_torchs():
 
 
 def test_gradients_of_muon_are_not_clipped():
-    """Only the others are, and only their norm after it is logged."""
+    """Only the other gradients are clipped, and only their norm after it is logged."""
     policy = with_gradients(make(optimizer="muon").policy)
     of_muon = hidden_matrices(policy)
     before = {parameter: parameter.grad.clone() for parameter in policy.parameters()}
@@ -191,7 +191,7 @@ def test_gradients_of_muon_are_not_clipped():
 
 
 def test_muon_is_one_optimizer():
-    """Its state covers all parameters, and a state-dictionary brings it back whole."""
+    """The state covers all parameters, and a state dictionary brings it back whole."""
     policy = make(optimizer="muon").policy
     assert isinstance(policy.optimizer, MuonWithAdamW)
     set_lr(policy.optimizer, 0.01)
@@ -209,7 +209,7 @@ def test_muon_is_one_optimizer():
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_of_muon(duplicate):
-    """The parts of a copy work on the copy."""
+    """Both parts of a copied optimiser work on the copied parameters."""
     policy = with_gradients(make(optimizer="muon", learning_rate=0.01).policy)
     set_lr(policy.optimizer, 0.01)
     policy.optimizer.step()
@@ -222,14 +222,14 @@ def test_copies_of_muon(duplicate):
 
 
 def test_muon_without_hidden_matrices():
-    """AdamW takes all, and a warning says so, for a tuner may draw such a network."""
+    """Without hidden matrices AdamW takes all parameters, with a warning, for a tuner may draw such a network."""
     with pytest.warns(UserWarning, match="no hidden matrix.*net_arch"):
         model = make(optimizer="muon", policy_kwargs=dict(net_arch=[8]))
     model.learn(32)
 
 
 def test_torch_without_muon(monkeypatch):
-    """Before 2.9."""
+    """PyTorch before 2.9 is named as the reason."""
     monkeypatch.setattr(optimizers, "Muon", None)
     with pytest.raises(ValueError, match=r"`optimizer='muon'`.*torch 2\.9"):
         make(optimizer="muon")
@@ -251,7 +251,7 @@ def test_arguments_of_the_optimizer():
 
 
 def test_optimizer_class_of_the_user():
-    """The second rate works with any class."""
+    """The second learning rate works with any class of optimiser."""
     policy_kwargs = dict(optimizer_class=th.optim.RMSprop, optimizer_kwargs=dict(alpha=0.9))
     model = make(critic_learning_rate=0.01, policy_kwargs=policy_kwargs).learn(32)
     assert type(model.policy.optimizer) is th.optim.RMSprop
@@ -259,7 +259,7 @@ def test_optimizer_class_of_the_user():
 
 
 def test_optimizer_class_of_the_policy_keeps_its_defaults():
-    """A second rate changes neither class nor arguments, the user's or the policy's own."""
+    """A second rate changes neither class nor arguments, be they the user's or the policy's own."""
 
     class Own(MlpPolicy):
         def __init__(self, *args, **kwargs):
@@ -283,7 +283,7 @@ def test_weight_decay_that_a_class_does_not_take():
 
 
 def test_trunk_that_both_networks_share():
-    """It is the actor's."""
+    """A trunk that both networks share belongs to the actor."""
 
     class SharedTrunk(MlpPolicy):
         def _build_mlp_extractor(self):
@@ -348,7 +348,7 @@ def moments(model):
 @pytest.mark.parametrize("before", KINDS)
 @pytest.mark.parametrize("after", KINDS)
 def test_moments_follow_their_parameters(before, after):
-    """A critic's rate or weight decay may come and go: the moments stay, the new hyperparameters hold."""
+    """When a rate of the critic or weight decay comes or goes, the moments stay and the new hyperparameters hold."""
     model = make(**KINDS[before]).learn(32)
     options = dict(critic_learning_rate=None, weight_decay=0.0) | KINDS[after]
     loaded = Zip(model).load(env=make_toys(), **options)
@@ -358,7 +358,7 @@ def test_moments_follow_their_parameters(before, after):
 
 
 def test_moments_of_sb3s_zip():
-    """PPO's own, under a second learning rate."""
+    """The moments of a zip of PPO are kept under a second learning rate."""
     model = make(algorithm=PPO).learn(32)
     loaded = Zip(model).load(env=make_toys(), critic_learning_rate=1e-3)
     assert_equal(moments(model), moments(loaded), "moments")
@@ -374,7 +374,7 @@ def test_moments_of_sb3s_zip():
     ],
 )
 def test_another_optimizer(before, after, message):
-    """Its state means something else; the remedy works."""
+    """The state of another optimiser is refused, and the remedy of the message works."""
     model = make(**before).learn(32)
     saved = Zip(model)
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -386,14 +386,14 @@ def test_another_optimizer(before, after, message):
 
 
 def test_another_network():
-    """SB3 says which shapes differ."""
+    """SB3's message says which shapes differ."""
     model = make(weight_decay=0.1, policy_kwargs=dict(net_arch=[8]))
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.set_parameters(make(weight_decay=0.1).get_parameters())
 
 
 def test_no_critic_apart():
-    """A policy of another make is refused where the critic must be told from the actor."""
+    """A policy whose critic cannot be told from its actor is refused where that is needed."""
     from stable_baselines3.common.policies import ActorCriticPolicy
 
     class Shared(ActorCriticPolicy):
@@ -410,6 +410,6 @@ def test_no_critic_apart():
 
 
 def test_discrete_actions_have_no_log_std():
-    """One group fewer."""
+    """Without log_std there is one group fewer."""
     model = make(env=make_toys(action_space=spaces.Discrete(3)), weight_decay=0.1).learn(32)
     assert len(model.policy.optimizer.param_groups) == 1

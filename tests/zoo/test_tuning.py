@@ -42,7 +42,7 @@ def sample(seed, n_actions=1, n_envs=4, **attributes):
     ("env_id", "policy"), [("CartPole-v1", "MlpPolicy"), ("Pendulum-v1", "MlpPolicy"), ("Pendulum-v1", "MlpTransformerPolicy")]
 )
 def test_samples_are_legal(env_id, policy, n_envs):
-    """For any number of environments; `--trial-id` finds the same again."""
+    """Samples are legal for any number of environments, and `--trial-id` finds the same again."""
     n_actions = sum(gym.make(env_id).action_space.shape)
     for seed in range(40):
         trial, sampled = sample(seed, n_actions, n_envs, policy=policy, n_timesteps=100_000)
@@ -57,7 +57,7 @@ def test_samples_are_legal(env_id, policy, n_envs):
 
 
 def test_space_is_sampled():
-    """Each value of each choice occurs, and what belongs to one alone occurs with it alone."""
+    """Each value of each choice occurs, and what needs another choice occurs with it alone."""
     sampled = [sample(seed)[1] for seed in range(100)]
     values = {name: {str(each[name]) for each in sampled} for name in sampled[0] if name != "policy_kwargs"}
     assert values["action_dist"] == {"gaussian", "squashed_gaussian", "beta"}
@@ -85,13 +85,13 @@ def test_discrete_actions_have_no_choice_of_distribution():
 
 
 def test_a_critic_of_its_own_is_needed_for_its_learning_rate():
-    """Where actor and critic share layers, it has none."""
+    """No learning rate of the critic is sampled where actor and critic share layers."""
     assert not any(sample(seed, policy="CnnPolicy")[1]["critic_learning_rate"] for seed in range(20))
 
 
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy"])
 def test_size_of_the_transformer_is_sampled(policy):
-    """For policies that have one."""
+    """The size of the transformer is sampled for policies that have one."""
     _, sampled = sample(0, policy=policy)
     of_transformer = {"context_length", "d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor"}
     assert of_transformer & sampled["policy_kwargs"].keys() == (of_transformer if policy == "MlpTransformerPolicy" else set())
@@ -137,7 +137,7 @@ def test_a_clash_with_the_entry_prunes_the_trial(tmp_path, capsys):
 
 
 def test_normalization_has_the_sampled_discount(tmp_path, monkeypatch):
-    """In the trial as in the training with its id."""
+    """VecNormalize has the sampled discount in the trial, as in the training with its id."""
     seen = []
 
     class Spy(PPOExt):
@@ -155,7 +155,7 @@ def test_normalization_has_the_sampled_discount(tmp_path, monkeypatch):
 
 
 def test_a_sampler_of_the_users_own(tmp_path, monkeypatch):
-    """Where it samples no discount, that of the entry stays."""
+    """With a sampler of the user that samples no discount, that of the entry stays."""
     monkeypatch.setitem(HYPERPARAMS_SAMPLER, "ppo_ext", lambda *_: {"n_steps": 128, "batch_size": 64})
     experiment = manager(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=512, eval_freq=256)
     experiment.setup_experiment()
@@ -165,7 +165,7 @@ def test_a_sampler_of_the_users_own(tmp_path, monkeypatch):
 
 
 def test_a_study_goes_on_with_other_environments():
-    """In number: the size of the rollout is theirs."""
+    """A study goes on with another number of environments, which the size of the rollout follows."""
     study = optuna.create_study(sampler=RandomSampler(0))
     for n_envs in (4, 8):
         trial = study.ask()
@@ -175,7 +175,7 @@ def test_a_study_goes_on_with_other_environments():
 
 
 def test_trial_that_sampled_nothing(tmp_path):
-    """Such as one whose worker was killed at once."""
+    """A trial that sampled nothing, such as one whose worker was killed at once, is refused."""
     url = f"sqlite:///{tmp_path}/study.db"
     optuna.create_study(storage=url, study_name="study").ask()
     with pytest.raises(ValueError, match="`--trial-id 0`: it did not sample"):
@@ -210,7 +210,7 @@ def trials(url):
 
 
 def killed_during_a_trial(url, n_trials, folder):
-    """:return: The trial"""
+    """Start a worker, kill it during a trial, and return the trial."""
     victim = start_worker(url, n_trials, folder)
     while not any(trial.state is TrialState.RUNNING and trial.params for trial in trials(url)):
         assert victim.poll() is None, victim.stderr.read()
@@ -274,7 +274,7 @@ def test_journal_survives_a_kill(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not SERVERS.exists() or not shutil.which("runuser"), reason="needs PostgreSQL's server")
 def test_postgres_survives_a_kill(tmp_path_factory):
-    """With the server that the script starts; the studies are there when it is started again."""
+    """The script starts a server whose studies survive a kill, and are there when it is started again."""
     folder = Path("/tmp" if os.getuid() == 0 else tmp_path_factory.getbasetemp()) / f"postgres-{os.getpid()}"
     environment = {**os.environ, "POSTGRES_PORT": "5439", "HOST": "nowhere"}
 
@@ -324,7 +324,7 @@ def test_without_a_server(tmp_path):
 
 
 def test_an_empty_database_is_tried_again(tmp_path, monkeypatch):
-    """While another worker makes its tables; any other trouble is not."""
+    """The storage is tried again while another worker makes its tables, and at no other trouble."""
     real, tried = storage.HeartbeatStorage, []
 
     def busy(message):
@@ -348,7 +348,7 @@ def test_an_empty_database_is_tried_again(tmp_path, monkeypatch):
 
 
 def test_storage_of_a_study_is_the_users_again(tmp_path, monkeypatch):
-    """While it runs, it is a database with signs of life; a journal stays what it is."""
+    """While a study runs, its database has a heartbeat; afterwards it is the user's again, and a journal stays what it is."""
     url, seen = f"sqlite:///{tmp_path}/study.db", []
     experiment = manager(folder=tmp_path, storage=url, study_name="study", optimize_hyperparameters=True)
     hyperparameters_optimization(lambda: seen.append(experiment.storage), experiment)

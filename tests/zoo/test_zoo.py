@@ -1,11 +1,14 @@
 """RL Zoo's own commands, unchanged, with `--algo ppo_ext`."""
 
+import contextlib
 import copy
 import os
 import pickle
+import re
 import shutil
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +30,7 @@ from support.zoo import MODULE, RL_ZOO3, config, manager, run, saved, train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import register
+from sb3_ppo_ext.zoo.__main__ import main
 from sb3_ppo_ext.zoo.yaml_entries import HYPERPARAMS, TrialHyperparams, find_hyperparams
 
 # The command line
@@ -46,14 +50,14 @@ SMALL = ["-params", "n_steps:128", "n_epochs:2"]
         pytest.param("BipedalWalkerHardcore-v3", ["-n", "2048", *SMALL], marks=pytest.mark.slow),
     ],
 )
-def test_same_numbers_as_ppo(env_id, arguments, tmp_path):
+def test_same_numbers_as_ppo(env_id, arguments, tmp_path, train_here):
     """
-    From the command line with the same seed, `ppo` and the reference backend of `ppo_ext` save the same parameters, and the
-    same hyperparameters.
+    With the same seed, `ppo` and the reference backend of `ppo_ext` save the same parameters and the same hyperparameters.
     """
+    command = partial(train, cwd=tmp_path) if env_id == "CartPole-v1" else train_here
     for algo in ("ppo", "ppo_ext"):
         reference = [] if algo == "ppo" else [*([] if "-params" in arguments else ["-params"]), "backend:'eager'"]
-        train("--env", env_id, *arguments, *reference, algo=algo, cwd=tmp_path)
+        command("--env", env_id, *arguments, *reference, algo=algo)
     theirs, ours = PPO.load(saved(tmp_path, env_id, "ppo")), PPOExt.load(saved(tmp_path, env_id))
     assert type(ours) is PPOExt
     assert ours._n_updates > 0
@@ -62,20 +66,10 @@ def test_same_numbers_as_ppo(env_id, arguments, tmp_path):
     assert config(tmp_path, env_id, "ppo") | {"backend": "eager"} == config(tmp_path, env_id)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with a trained agent, trained by `python -m rl_zoo3.train`."""
-    folder = tmp_path_factory.mktemp("trained")
-    arguments = ["--env", "CartPole-v1", "-n", "600", "-tb", "tb", "--save-freq", "300", "-P", "--vec-env", "subproc"]
-    arguments += ["-params", "n_envs:2"]
-    train(*arguments, "--eval-freq", "300", cwd=folder, command=(*MODULE, "rl_zoo3.train"))
-    return folder
-
-
 @pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_train_writes_what_the_zoo_writes(trained):
-    """Model, best model, checkpoints, evaluations, monitor, TensorBoard, configuration."""
+    """A run leaves model, best model, checkpoints, evaluations, monitor, TensorBoard and configuration."""
     folder = saved(trained, "CartPole-v1").parent
     for name in ("best_model.zip", "evaluations.npz", "rl_model_300_steps.zip", "0.monitor.csv", "CartPole-v1/config.yml"):
         assert (folder / name).exists(), sorted(path.name for path in folder.iterdir())
@@ -103,10 +97,10 @@ def test_record_video(trained):
 
 @pytest.mark.integration
 @pytest.mark.xdist_group("trained")
-def test_continue_training(trained, tmp_path):
-    """`-i` goes on with the parameters of a saved agent, of `ppo_ext` and of `ppo`."""
+def test_continue_training(trained, tmp_path, train_here):
+    """`-i` goes on with the parameters of a saved agent."""
     agent = saved(trained, "CartPole-v1")
-    train("--env", "CartPole-v1", "-n", "256", "-i", agent, "-params", "learning_rate:0.0", cwd=tmp_path)
+    train_here("--env", "CartPole-v1", "-n", "256", "-i", agent, "-params", "learning_rate:0.0")
     before, after = PPOExt.load(agent), PPOExt.load(saved(tmp_path, "CartPole-v1"))
     assert_equal(before.policy.state_dict(), after.policy.state_dict(), "policy")
     assert after._n_updates > before._n_updates
@@ -125,22 +119,31 @@ def test_our_own_command(tmp_path):
     train(*arguments, cwd=tmp_path, command=command)
     first, second = (PPOExt.load(saved(tmp_path, "CartPole-v1", run_id=i)).policy.state_dict() for i in (1, 2))
     assert_equal(first, second, "policy")
-    assert "invalid choice: 'trian'" in run(*MODULE, "sb3_ppo_ext.zoo", "trian", cwd=tmp_path, fails=True)
-    assert "record_video" in run(*MODULE, "sb3_ppo_ext.zoo", "--help", cwd=tmp_path)
-    assert "--eval-freq" in run(*MODULE, "sb3_ppo_ext.zoo", "train", "--help", cwd=tmp_path)
 
 
-@pytest.mark.integration
-def test_conf_file_wins(tmp_path):
+def test_help_of_our_own_command(monkeypatch, capsys):
+    """It lists the scripts, names one that it does not have, and leaves the rest to the script."""
+
+    def printed(*words):
+        monkeypatch.setattr(sys, "argv", ["zoo", *words])
+        with contextlib.suppress(SystemExit):
+            main()
+        return "".join(capsys.readouterr())
+
+    assert "invalid choice: 'trian'" in printed("trian")
+    assert "record_video" in printed("--help")
+    assert "--eval-freq" in printed("train", "--help")
+
+
+def test_conf_file_wins(tmp_path, train_here):
     """A file that the user names is the only one that counts."""
     entry = dict(n_timesteps=64, policy="MlpPolicy", n_steps=16, batch_size=16, learning_rate="lin_0.002")
     (tmp_path / "mine.yml").write_text(yaml.dump({"CartPole-v1": entry}))
-    train("--env", "CartPole-v1", "-conf", "mine.yml", cwd=tmp_path)
+    train_here("--env", "CartPole-v1", "-conf", "mine.yml")
     assert config(tmp_path, "CartPole-v1") == entry
     assert PPOExt.load(saved(tmp_path, "CartPole-v1")).n_steps == 16
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     ("parameter", "message"),
     [
@@ -150,21 +153,20 @@ def test_conf_file_wins(tmp_path):
         ("clip_range:'lin_x'", "`clip_range='lin_x'` is not valid"),
     ],
 )
-def test_bad_hyperparameter(parameter, message, tmp_path):
+def test_bad_hyperparameter(parameter, message, tmp_path, train_here):
     """It is refused before a folder is made."""
-    printed = train("--env", "CartPole-v1", "-params", parameter, cwd=tmp_path, fails=True)
-    assert "Error" in printed
-    assert message in printed
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train_here("--env", "CartPole-v1", "-params", parameter)
     assert list(tmp_path.iterdir()) == []
 
 
 # Tuning
 
 
-def optimize(*arguments, cwd, env_id="MountainCarContinuous-v0"):
-    """Few short trials on an environment whose entry, here the Zoo's, has policy_kwargs."""
+def optimize(command, *arguments, env_id="MountainCarContinuous-v0"):
+    """Run few short trials on an environment whose entry, here the Zoo's, has policy_kwargs."""
     arguments = ("-optimize", "--env", env_id, "-conf", ZOO_FILE, "-n", "200", "--no-optim-plots", *arguments)
-    return train("--n-startup-trials", "1", "--n-evaluations", "2", "--eval-episodes", "1", *arguments, cwd=cwd)
+    return command("--n-startup-trials", "1", "--n-evaluations", "2", "--eval-episodes", "1", *arguments)
 
 
 def trials(storage, name="study"):
@@ -181,24 +183,24 @@ def trials(storage, name="study"):
     ],
 )
 def test_tuning(sampler, pruner, more, tmp_path):
-    """Samplers, pruners, several jobs, an SQLite storage."""
+    """Studies with each sampler and pruner complete, with several jobs as well, in an SQLite database."""
     storage = f"sqlite:///{tmp_path}/study.db"
-    optimize("--sampler", sampler, "--pruner", pruner, "--storage", storage, "--study-name", "study", *more, cwd=tmp_path)
+    study = ["--storage", storage, "--study-name", "study"]
+    optimize(partial(train, cwd=tmp_path), "--sampler", sampler, "--pruner", pruner, *study, *more)
     states = [trial.state for trial in trials(storage)]
     assert len(states) == int(more[1])
     assert set(states) <= {optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED}
     assert optuna.trial.TrialState.COMPLETE in states
 
 
-@pytest.mark.integration
-def test_trial_of_a_journal(tmp_path):
+def test_trial_of_a_journal(tmp_path, train_here):
     """`--trial-id` trains with a trial's values, those of the first one, and the entry's `policy_kwargs` stay."""
     study = ["--storage", "studies/study.log", "--study-name", "study"]
-    optimize(*study, "--n-trials", "1", cwd=tmp_path)
+    optimize(train_here, *study, "--n-trials", "1")
     journal = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / study[1])))
     for trial in trials(journal):
         chosen = ["-conf", ZOO_FILE, *study, "--trial-id", trial.number]
-        train("--env", "MountainCarContinuous-v0", "-n", "10", *chosen, cwd=tmp_path)
+        train_here("--env", "MountainCarContinuous-v0", "-n", "10", *chosen)
         model = PPOExt.load(saved(tmp_path, "MountainCarContinuous-v0"))
         assert model.n_steps == 2 ** trial.params["n_steps_pow"]
         assert model.learning_rate(1.0) == trial.params["learning_rate"]
@@ -212,11 +214,14 @@ def test_trial_of_a_journal(tmp_path):
         assert stored["policy_kwargs"]["net_arch"] == dict(pi=width, vf=width)
 
 
-# What the commands rest on, in this process
+# What the commands call, in this process
 
 
 def test_registered():
-    """Under its name and under the one that the Hub look-up makes of the class."""
+    """
+    `ppo_ext` is registered under its name and under the one that the Hub look-up makes of the class; doing it again changes
+    nothing.
+    """
     assert ALGOS["ppo_ext"] is ALGOS["ppoext"] is PPOExt
     assert PPOExt.__name__.lower() in ALGOS
     before = dict(ALGOS), dict(HYPERPARAMS_SAMPLER), dict(HYPERPARAMS_CONVERTER), vars(ExperimentManager).copy()
@@ -238,7 +243,7 @@ def test_hub_look_up(monkeypatch):
 @pytest.mark.integration
 @pytest.mark.slow
 def test_ars_goes_on_working(tmp_path):
-    """It sends its ExperimentManager to other processes."""
+    """ARS, which sends its ExperimentManager to other processes, goes on working."""
     train("--env", "CartPole-v1", "-n", "100", "-params", "n_envs:2", algo="ars", cwd=tmp_path)
     assert saved(tmp_path, "CartPole-v1", "ars").exists()
 
@@ -253,7 +258,7 @@ def test_experiments_can_be_copied_and_sent(algo):
 
 
 def test_subclasses_of_a_user(tmp_path, monkeypatch):
-    """With another signature, and with methods of their own."""
+    """A user's subclasses of ExperimentManager keep their signature and their methods."""
 
     class Mine(ExperimentManager):
         def __init__(self, *, env_id, algo):
@@ -270,7 +275,7 @@ def test_subclasses_of_a_user(tmp_path, monkeypatch):
 
 
 def test_a_subclass_of_ppo_ext_in_the_zoo(tmp_path, monkeypatch):
-    """Registered under our name or over it, it may have options of its own."""
+    """A subclass that is registered over ours may have options of its own."""
 
     class Mine(PPOExt):
         def __init__(self, *args, extra=1, **kwargs):
@@ -285,7 +290,7 @@ def test_a_subclass_of_ppo_ext_in_the_zoo(tmp_path, monkeypatch):
 
 @pytest.mark.integration
 def test_source_checkout_of_the_zoo(tmp_path):
-    """There the YAML files lie beside the package, not in it."""
+    """The Zoo's YAML files are found in a source checkout, where they lie beside the package."""
     package = Path(sys.modules["rl_zoo3"].__file__).parent
     shutil.copytree(package, tmp_path / "rl_zoo3", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "rl_zoo3" / "hyperparams").rename(tmp_path / "hyperparams")
@@ -296,7 +301,7 @@ def test_source_checkout_of_the_zoo(tmp_path):
 
 
 def test_trial_and_command_line(tmp_path):
-    """`-params` goes before the trial, in `policy_kwargs` keyword by keyword."""
+    """`-params` wins over the trial, in `policy_kwargs` keyword by keyword."""
     storage = f"sqlite:///{tmp_path}/study.db"
     study = optuna.create_study(storage=storage, study_name="study")
     trial = study.ask()
@@ -356,12 +361,12 @@ def test_find_hyperparams(env_id, entry_point, expected):
     [("CartPoleNoVel-v1", "CartPoleNoVel-v1"), ("CartPole-v1", "memory"), ("Acrobot-v1", "memory"), ("Nothing-v0", "memory")],
 )
 def test_find_hyperparams_of_history_based_policies(env_id, key):
-    """Those of another policy are not for them."""
+    """Entries of other policies are not taken for history-based ones."""
     assert find_hyperparams(env_id, "", ZOO_FILE, history_based=True) == (HYPERPARAMS, key)
 
 
 class Mixed(gym.Env):
-    """Of its observations, one is a vector."""
+    """Has observations of which one is a vector."""
 
     action_space = spaces.Discrete(2)
     observation_space = spaces.Dict(
@@ -390,7 +395,7 @@ gym.register("Mixed-v0", Mixed)
     ],
 )
 def test_default_entry(env_id, policy, norm_obs, tmp_path):
-    """It is for any environment: of the observations it normalizes those that can be."""
+    """The default entry is for any environment, and normalises those observations that can be."""
     arguments = dict(env_id=env_id, folder=tmp_path, eval_freq=-1, n_timesteps=64)
     experiment = manager(**arguments, hyperparams=dict(policy=policy, n_steps=8, n_envs=2))
     model, _ = experiment.setup_experiment()
@@ -416,7 +421,7 @@ def test_users_say_what_is_normalized(tmp_path):
 
 
 def test_tasks_without_velocities():
-    """Each that the Zoo registers has an entry with a history-based policy."""
+    """Each task without velocities that the Zoo registers has an entry with a history-based policy."""
     entries = yaml.safe_load(HYPERPARAMS.read_text())
     masked = [env_id for env_id in gym.registry if "NoVel" in env_id]
     assert len(masked) == 6
@@ -431,20 +436,19 @@ def test_every_entry_is_legal(tmp_path):
         assert type(model) is PPOExt
 
 
-@pytest.mark.integration
-def test_history_based_policy(tmp_path):
-    """It is trained with hyperparameters for it, and watched."""
+def test_history_based_policy(tmp_path, train_here, enjoy_here, capsys):
+    """A history-based policy is trained with hyperparameters for it, and watched."""
     policy = "policy:'MlpTransformerPolicy'"
-    printed = train("--env", "Acrobot-v1", "-n", "256", "-params", policy, "n_steps:32", "n_epochs:1", cwd=tmp_path)
+    train_here("--env", "Acrobot-v1", "-n", "256", "-params", policy, "n_steps:32", "n_epochs:1")
+    printed = capsys.readouterr().out
     assert "No hyperparameters for Acrobot-v1, using those of memory" in printed
     model = PPOExt.load(saved(tmp_path, "Acrobot-v1"))
     assert (model.policy.context_length, model.n_envs, model.batch_size) == (32, 8, 256)
-    enjoy = ["enjoy", "--algo", "ppo_ext", "--env", "Acrobot-v1", "-f", "logs", "-n", "600", "--no-render"]
-    assert "Mean reward" in run(*RL_ZOO3, *enjoy, cwd=tmp_path)
+    assert "Mean reward" in enjoy_here("Acrobot-v1", 600)
 
 
 def test_trials_of_history_based_policies(tmp_path, monkeypatch):
-    """They build networks of the sampled size."""
+    """Trials build networks of the sampled size."""
     seen = []
 
     class Stop(Exception):
@@ -526,16 +530,15 @@ def test_schedules_of_the_zoo_can_be_saved():
 @pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_enjoy_loads_with_custom_objects(trained):
-    """As the Zoo's `enjoy` does it."""
+    """The custom objects of the Zoo's `enjoy` are taken."""
     custom_objects = {"learning_rate": 0.0, "lr_schedule": lambda _: 0.0, "clip_range": lambda _: 0.0}
     model = PPOExt.load(saved(trained, "CartPole-v1"), custom_objects=custom_objects, seed=0)
     assert model.lr_schedule(1.0) == model.clip_range(1.0) == 0.0
     assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
 
 
-@pytest.mark.integration
-def test_vec_normalize_statistics_are_saved(tmp_path):
+def test_vec_normalize_statistics_are_saved(tmp_path, train_here):
     """The statistics lie beside the zip, and count the observations of the training."""
-    train("--env", "MountainCarContinuous-v0", "-n", "100", cwd=tmp_path)
+    train_here("--env", "MountainCarContinuous-v0", "-n", "100")
     path = saved(tmp_path, "MountainCarContinuous-v0").parent / "MountainCarContinuous-v0" / "vecnormalize.pkl"
     assert VecNormalize.load(str(path), PPOExt("MlpPolicy", "MountainCarContinuous-v0").env).obs_rms.count > 100

@@ -1,0 +1,64 @@
+"""An update of each engine is that of the reference, to rounding, with each option."""
+
+import numpy as np
+import pytest
+from support.engines import FUSED, UPDATES, assert_same_update, make, relative_error
+from support.options import DEFAULTS, SINGLE, VALUES, is_legal
+from support.toys import BOX_ACTION
+
+from sb3_ppo_ext.engines.native import gradients
+from sb3_ppo_ext.engines.native.epoch import mean_of_each, normalize_each
+
+pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
+
+
+def test_normalize_each():
+    """Advantages are normalised minibatch by minibatch, also in a smaller last one and in one of a single sample."""
+    values = np.random.default_rng(0).normal(3, 2, size=31).astype(np.float32)
+    for sizes in ([31], [8, 8, 8, 7], [10, 10, 10, 1], [1] * 31):
+        parts = np.split(values, np.cumsum(sizes)[:-1])
+        np.testing.assert_allclose(mean_of_each(values, np.array(sizes)), [part.mean() for part in parts], rtol=1e-6)
+        expected = [(p - p.mean()) / (p.std(ddof=1) + 1e-8) if len(p) > 1 else p for p in parts]
+        np.testing.assert_allclose(normalize_each(values, np.array(sizes)), np.concatenate(expected), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_update(name):
+    """The update of the native engine equals the reference's on each space, network and batch size."""
+    assert_same_update(**UPDATES[name])
+
+
+@pytest.mark.parametrize("options", [o for o in SINGLE if "backend" not in o], ids=str)
+def test_update_with_each_option(options):
+    """The update equals the reference's with each value of each option."""
+    # Muon divides each matrix by its singular values, small ones included.
+    assert_same_update(rtol=1e-4 if options.get("optimizer") == "muon" else 1e-5, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in VALUES if name != "backend"])
+def test_update_with_pairs_of_options(name):
+    """The update equals the reference's with each option beside three others."""
+    values = [{other: value} for other in VALUES for value in VALUES[other] if other not in ("backend", name)]
+    for other in np.random.default_rng(len(name)).permutation(len(values))[:3]:
+        options = {name: VALUES[name][0], **values[other]}
+        if is_legal({**DEFAULTS, **options}, BOX_ACTION):
+            assert_same_update(**{"rtol": 1e-4, **options})
+
+
+def test_reports_in_the_middle_of_an_update(monkeypatch):
+    """Measurements of long updates are added up on the way, and each epoch counts once."""
+    monkeypatch.setattr(gradients, "MAX_MEASURED", 8)
+    assert_same_update(learning_rate=1e-2, ent_coef=0.1, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_update(name):
+    """The update of the fused engine equals the reference's, with any policy."""
+    assert_same_update(other="fused", **FUSED[name])
+
+
+def test_frozen_actor_in_the_first_update():
+    """The actor can be frozen before the optimiser has a state for any parameter."""
+    options = dict(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001)
+    eager, fused = (make(backend=backend, **options).learn(32).policy.state_dict() for backend in ("eager", "fused"))
+    assert all(relative_error(eager[name], fused[name]) < 1e-5 for name in eager)

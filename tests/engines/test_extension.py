@@ -1,0 +1,136 @@
+"""The extension module computes what PyTorch and SB3 compute."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch as th
+from stable_baselines3.common.buffers import RolloutBuffer
+from support.engines import relative_error
+from support.toys import BOX_ACTION, VECTOR
+from torch import nn
+
+_mlp = pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
+
+
+@pytest.fixture(params=_mlp.available())
+def instruction_set(request):
+    _mlp.use(request.param)
+    yield request.param
+    _mlp.use(_mlp.available()[0])
+
+
+def network_of(sizes, activation, module):
+    """A module of PyTorch, the same as a network of the extension module, and the gradients of the latter."""
+    layers = [nn.Linear(*ends) for ends in itertools.pairwise(sizes)]
+    torch_net = nn.Sequential(*[part for layer in layers for part in (layer, module())][:-1])
+    gradients = [np.zeros(p.shape, np.float32) for p in torch_net.parameters()]
+    arrays = [p.detach().numpy() for p in torch_net.parameters()]
+    rows = zip(arrays[::2], arrays[1::2], gradients[::2], gradients[1::2], strict=True)
+    return torch_net, _mlp.Network(list(rows), activation), gradients
+
+
+@pytest.mark.parametrize(("activation", "module"), [("tanh", nn.Tanh), ("relu", nn.ReLU)])
+@pytest.mark.parametrize("sizes", [(3, 64, 64, 1), (17, 33, 6), (5, 7), (4, 8, 19, 20, 3), (1, 1, 1), (40, 100, 16, 2)])
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 200])
+def test_network(instruction_set, sizes, activation, module, n):
+    """Outputs and gradients are those of PyTorch in double precision; gradients can be added up."""
+    th.manual_seed(0)
+    torch_net, network, gradients = network_of(sizes, activation, module)
+    x, d_out = th.randn(n, sizes[0]), th.randn(n, sizes[-1])
+    out, latents = np.empty((n, sizes[-1]), np.float32), np.empty((n, sizes[-2]), np.float32)
+    network.pack()
+    network.forward(x.numpy(), out)
+    network.latents(latents)
+    torch_net.double()
+    expected = torch_net(x.double())
+    expected.backward(d_out.double())
+    np.testing.assert_allclose(out, expected.detach().numpy(), rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(latents, torch_net[:-1](x.double()).detach().numpy(), rtol=1e-5, atol=2e-6)
+    for add in (False, True):
+        network.backward(d_out.numpy(), add)
+        for parameter, gradient in zip(torch_net.parameters(), gradients, strict=True):
+            assert relative_error(parameter.grad * (1 + add), th.from_numpy(gradient)) < 1e-5
+
+
+def test_network_takes_over_parameters():
+    """Changed parameters are taken over when `pack` says so; numbers out of range and NaN come through."""
+    torch_net, network, _ = network_of((2, 4, 1), "tanh", nn.Tanh)
+    out = np.empty((3, 1), np.float32)
+    for scale in (1.0, -2.0):
+        with th.no_grad():
+            torch_net[0].weight.mul_(scale)
+        network.pack()
+        x = np.float32([[1, 2], [1e30, -1e30], [np.nan, 0]])
+        network.forward(x, out)
+        np.testing.assert_allclose(out, torch_net(th.from_numpy(x)).detach().numpy(), rtol=1e-5)
+    assert np.isnan(out[2])
+
+
+def test_network_refuses_arrays_that_do_not_fit():
+    """Arrays of another shape or type raise a ValueError, and nothing outside of them is read."""
+    _, network, _ = network_of((2, 4, 1), "tanh", nn.Tanh)
+    ones = lambda *shape: np.ones(shape, np.float32)  # noqa: E731
+    for x, out in [
+        (ones(3, 3), ones(3, 1)),
+        (ones(3, 2), ones(2, 1)),
+        (ones(3, 2).astype(float), ones(3, 1)),
+        (ones(2, 3).T, ones(3, 1)),
+    ]:
+        with pytest.raises((ValueError, BufferError)):
+            network.forward(x, out)
+    network.forward(ones(3, 2), ones(3, 1))
+    with pytest.raises(ValueError, match="float32"):
+        network.backward(ones(2, 1), False)
+    with pytest.raises(ValueError, match="float32"):
+        network.latents(ones(3, 5))
+    with pytest.raises(ValueError, match="fit together"):
+        _mlp.Network([(ones(3, 2), ones(3), ones(3, 2), ones(3)), (ones(1, 4), ones(1), ones(1, 4), ones(1))], "tanh")
+    with pytest.raises(ValueError, match="float32"):
+        _mlp.Network([(ones(3, 2), ones(2), ones(3, 2), ones(3))], "tanh")
+    with pytest.raises(ValueError, match="activation"):
+        _mlp.Network([(ones(3, 2), ones(3), ones(3, 2), ones(3))], "sine")
+    with pytest.raises(ValueError, match="layers"):
+        _mlp.Network([], "tanh")
+    with pytest.raises(ValueError, match="float32"):
+        _mlp.Adam([(ones(3), ones(2), ones(3), ones(3))])
+    with pytest.raises(ValueError, match="float32"):
+        _mlp.gae(ones(4, 2), ones(4, 2), ones(4, 2), ones(2), ones(2), 0.9, 0.9, ones(3, 2))
+    with pytest.raises(ValueError, match="instruction set"):
+        _mlp.use("abacus")
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize("n", [1, 17, 64, 1030, 5000])
+def test_adam(instruction_set, n, weight_decay):
+    """Parameters and moments are those of PyTorch's Adam, and the norm is that of NumPy."""
+    rng = np.random.default_rng(0)
+    parameter, gradient, first, second = (rng.normal(size=n).astype(np.float32) for _ in range(4))
+    first[:] = second[:] = 0
+    theirs = nn.Parameter(th.tensor(parameter))
+    optimizer = th.optim.Adam([theirs], lr=1e-3, eps=1e-5, weight_decay=weight_decay)
+    ours = _mlp.Adam([(parameter, gradient, first, second)])
+    for step in range(1, 20):
+        gradient[:] = rng.normal(size=n)
+        assert ours.norm() == pytest.approx(np.linalg.norm(gradient.astype(np.float64)), rel=1e-6)
+        theirs.grad = th.tensor(gradient) * 0.5
+        optimizer.step()
+        ours.step(step, 0.5, 1e-3, 0.9, 0.999, 1e-5, weight_decay)
+    state = optimizer.state[theirs]
+    for expected, actual in [(theirs.detach(), parameter), (state["exp_avg"], first), (state["exp_avg_sq"], second)]:
+        assert relative_error(expected, th.from_numpy(actual)) < 2e-6
+
+
+@pytest.mark.parametrize("n_envs", [1, 3])
+def test_gae(n_envs):
+    """Advantages are those of SB3's buffer."""
+    rng = np.random.default_rng(0)
+    buffer = RolloutBuffer(32, VECTOR, BOX_ACTION, "cpu", 0.9, 0.97, n_envs)
+    buffer.rewards, buffer.values = rng.normal(size=(2, 32, n_envs)).astype(np.float32)
+    buffer.episode_starts = (rng.random((32, n_envs)) < 0.2).astype(np.float32)
+    last_values, dones = rng.normal(size=n_envs).astype(np.float32), rng.random(n_envs) < 0.5
+    buffer.compute_returns_and_advantage(th.from_numpy(last_values), dones)
+    arrays = (buffer.rewards, buffer.values, buffer.episode_starts, last_values, dones.astype(np.float32))
+    advantages = np.empty_like(buffer.rewards)
+    _mlp.gae(*arrays, 0.97, 0.9, advantages)
+    np.testing.assert_allclose(advantages, buffer.advantages, rtol=1e-5, atol=1e-6)
