@@ -38,6 +38,7 @@ from sb3_ppo_ext.engines.native.policy import unsupported_reason
 from sb3_ppo_ext.engines.steppers import FusedAdamStepper, GradientMemory
 from sb3_ppo_ext.rollout import collector
 from sb3_ppo_ext.rollout.user_code import runs_user_code
+from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, AuxiliaryLoss
 
 _mlp = pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
 
@@ -308,6 +309,23 @@ def test_update_with_pairs_of_options(name):
         options = {name: VALUES[name][0], **values[other]}
         if is_legal({**DEFAULTS, **options}, BOX_ACTION):
             assert_same_update(**{"rtol": 1e-4, **options})
+
+
+AUXILIARY = {
+    ("distribution", "ratio"): lambda inputs, config: (inputs.distribution.entropy() * (inputs.ratio - 1).abs()).mean(),
+    ("entropy", "log_prob"): lambda inputs, config: (inputs.entropy + inputs.log_prob).square().mean(),
+    ("values", "data"): lambda inputs, config: (inputs.values * inputs.data.advantages).mean(),
+    # The entropy of a Gaussian whose standard deviation is fixed has no gradient.
+    ("entropy",): lambda inputs, config: -inputs.entropy.mean(),
+}
+
+
+@pytest.mark.parametrize("options", [{}, dict(action_dist="beta"), dict(policy_kwargs=dict(learn_std=False))], ids=str)
+@pytest.mark.parametrize("reads", AUXILIARY, ids=", ".join)
+def test_any_auxiliary_loss(monkeypatch, reads, options):
+    """Equals the reference's, whatever it reads, without a word about it in the engine."""
+    monkeypatch.setitem(AUXILIARY_LOSSES, "kl", AuxiliaryLoss("kl_coef", reads, AUXILIARY[reads]))
+    assert_same_update(kl_coef=0.5, learning_rate=1e-3, **options)
 
 
 def test_reports_in_the_middle_of_an_update(monkeypatch):
