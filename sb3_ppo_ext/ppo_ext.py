@@ -39,6 +39,7 @@ from sb3_ppo_ext.common.validation import (
     check_observation_space,
     refuse,
 )
+from sb3_ppo_ext.distributions import ACTION_DISTS
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.memory.policies import (
@@ -395,7 +396,7 @@ class PPOExt(PPOExtOptions, RolloutCollector):
                 self.action_dist,
                 f"{self.policy_class.__name__} makes it {made!r}; give that, or change the class",
             )
-        self._samples_latents = made != "gaussian"
+        self._samples_latents = ACTION_DISTS[self.action_dist].is_bounded
         if self._samples_latents and self.action_space.dtype != np.float32:
             # The buffer would round them to the dtype of the actions.
             self.rollout_buffer.action_space = spaces.Box(-np.inf, np.inf, self.action_space.shape, np.float32)
