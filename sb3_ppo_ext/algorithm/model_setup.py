@@ -14,6 +14,7 @@ from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, make_schedule, value_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import ACTION_DISTS
+from sb3_ppo_ext.engines.registry import ENGINES
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer
 from sb3_ppo_ext.policies.actor_critic import MlpPolicy, with_action_distributions
@@ -60,7 +61,8 @@ class ModelSetup(PolicyUpdater):
     def _setup_observations(self) -> None:
         """Let the buffer keep them as the policy reads them; the reference's is SB3's."""
         buffer: Any = self.rollout_buffer
-        if self.backend != "eager" and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
+        keeps_float32 = self.backend == "auto" or ENGINES[self.backend].keeps_float32
+        if keeps_float32 and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
             buffer.observation_space = in_float32(self.observation_space)
             buffer.reset()
 

@@ -14,6 +14,8 @@ from sb3_ppo_ext.update.update import GradientSource, Stepper
 class EagerEngine(Engine):
     """The reference: gradients by autograd, steps by PyTorch."""
 
+    keeps_float32 = False  # as SB3
+
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
         return None  # It computes whatever SB3 computes.

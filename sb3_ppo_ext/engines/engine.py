@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -38,6 +38,9 @@ class Engine(ABC):
 
     :param policy: A policy that :meth:`unsupported_reason` has nothing against
     """
+
+    # Whether rollout buffers hold observations in float32, as the policy reads them, where the environment has float64
+    keeps_float32: ClassVar[bool] = True
 
     def __init__(self, policy: ActorCriticPolicy):
         self.policy = policy

@@ -68,9 +68,12 @@ SPO_WITHOUT_RANGE = When(
     lambda model: model.surrogate == "spo" and is_constant(model.clip_range) and value_of(model.clip_range, 1.0) == 0,
     {"surrogate": "spo", "clip_range": 0.0},
 )
-# Action distributions whose mean cannot leave the bounds
-MEAN_BOUNDED = [name for name, family in ACTION_DISTS.items() if family.unsquashed_mean is None]
-MEAN_WITHIN_BOUNDS = 'the mean cannot leave the bounds with `action_dist="beta"` or `mean_tanh=True`; leave it at 0'
+MEAN_WITHIN_BOUNDS = [
+    *(equals("action_dist", name) for name, family in ACTION_DISTS.items() if family.unsquashed_mean is None),
+    MEAN_TANH,
+]
+# Action distributions that know the mean alone as a deterministic action
+ONE_DETERMINISTIC = [name for name, family in ACTION_DISTS.items() if family.deterministic_actions == ("mean",)]
 KL_DRIVES_RATE = (
     "the KL divergence drives the learning rate; "
     "give a number as `learning_rate`, no `lr_decay`, no `lr_warmup`, or `adaptive_lr_kl=None`"
@@ -178,7 +181,7 @@ class PPOExtOptions:
         "Action of a Beta distribution that `predict(..., deterministic=True)` returns",
         group=DISTRIBUTION,
         needs=Need("action_dist", "beta"),
-        conflicts=(Conflict(equals("action_dist", "squashed_gaussian")),),
+        conflicts=tuple(Conflict(equals("action_dist", name)) for name in ONE_DETERMINISTIC),
     )
     advantage_norm: AdvantageNorm = option(
         "minibatch",
@@ -233,8 +236,10 @@ class PPOExtOptions:
         example=0.1,
         conflicts=(
             Conflict(NOT_BOX, "{action_space} has no bounds; leave it at 0"),
-            *(Conflict(equals("action_dist", name), MEAN_WITHIN_BOUNDS) for name in MEAN_BOUNDED),
-            Conflict(MEAN_TANH, MEAN_WITHIN_BOUNDS),
+            *(
+                Conflict(when, f"the mean cannot leave the bounds with {when.text}; leave it at 0")
+                for when in MEAN_WITHIN_BOUNDS
+            ),
         ),
     )
     bounds_limit: float = option(

@@ -10,6 +10,7 @@ from sb3_ppo_ext.engines.native import gradients
 from sb3_ppo_ext.engines.native.epoch import mean_of_each, normalize_each
 
 pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
+from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, AuxiliaryLoss
 
 
 def test_normalize_each():
@@ -62,3 +63,20 @@ def test_frozen_actor_in_the_first_update():
     options = dict(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001)
     eager, fused = (make(backend=backend, **options).learn(32).policy.state_dict() for backend in ("eager", "fused"))
     assert all(relative_error(eager[name], fused[name]) < 1e-5 for name in eager)
+
+
+AUXILIARY = {
+    ("distribution", "ratio"): lambda inputs, config: (inputs.distribution.entropy() * (inputs.ratio - 1).abs()).mean(),
+    ("entropy", "log_prob"): lambda inputs, config: (inputs.entropy + inputs.log_prob).square().mean(),
+    ("values", "data"): lambda inputs, config: (inputs.values * inputs.data.advantages).mean(),
+    # The entropy of a Gaussian whose standard deviation is fixed has no gradient.
+    ("entropy",): lambda inputs, config: -inputs.entropy.mean(),
+}
+
+
+@pytest.mark.parametrize("options", [{}, dict(action_dist="beta"), dict(policy_kwargs=dict(learn_std=False))], ids=str)
+@pytest.mark.parametrize("reads", AUXILIARY, ids=", ".join)
+def test_any_auxiliary_loss(monkeypatch, reads, options):
+    """A new auxiliary loss is the same in the native engine as in the reference, whatever it reads."""
+    monkeypatch.setitem(AUXILIARY_LOSSES, "kl", AuxiliaryLoss("kl_coef", reads, AUXILIARY[reads]))
+    assert_same_update(kl_coef=0.5, learning_rate=1e-3, **options)

@@ -55,7 +55,7 @@ def is_legal(options, action_space):
         or (get("action_dist") != "gaussian" and (not box or get("use_sde")))
         or (get("action_dist") == "beta" and get("bounds_coef") > 0)
         or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")
-        or (get("dual_clip") and get("surrogate") == "spo")
+        or (get("dual_clip") and get("surrogate") != "clip")
         or (get("kl_target") and not get("kl_coef"))
         or (get("adaptive_lr_kl") and (get("lr_decay") != "constant" or get("lr_warmup") > 0))
     )

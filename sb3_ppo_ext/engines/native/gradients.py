@@ -155,6 +155,8 @@ class AnalyticGradients(GradientSource):
             term = loss.value(inputs, self.loss)
             self.metrics[name].append(term.detach())
             total = total + self.loss.auxiliary[name] * term
+        if not total.requires_grad:  # such as the entropy of Gaussians whose standard deviation is not learned
+            return total.item()
         log_std = self.distribution.log_std
         leaves = [inputs.outputs, inputs.values]
         leaves += [] if log_std is None or not log_std.requires_grad else [log_std]
