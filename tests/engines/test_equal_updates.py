@@ -8,9 +8,9 @@ from support.toys import BOX_ACTION
 
 from sb3_ppo_ext.engines.native import gradients
 from sb3_ppo_ext.engines.native.epoch import mean_of_each, normalize_each
+from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, AuxiliaryLoss
 
 pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
-from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, AuxiliaryLoss
 
 
 def test_normalize_each():
