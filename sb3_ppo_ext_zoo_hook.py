@@ -1,14 +1,15 @@
 """
-Lets RL Zoo know ``ppo_ext`` as soon as the Zoo is imported, in every interpreter of this environment.
+Registers ``ppo_ext`` in RL Zoo as soon as the Zoo is imported, in every interpreter of this environment.
 
-RL Zoo has no plugin mechanism. So the installation puts ``sb3_ppo_ext_zoo.pth`` into ``site-packages``, one line that Python
-runs at start-up: it calls :func:`install`, unless ``SB3_PPO_EXT_AUTOREGISTER=0`` is in the environment. This module must stay
-cheap: it imports nothing that is not there at start-up anyway, and the rest (with PyTorch) together with the Zoo's modules.
+RL Zoo has no plugin mechanism. Therefore the installation puts ``sb3_ppo_ext_zoo.pth`` into ``site-packages``, one line that
+Python runs at start-up: it calls :func:`install`, unless ``SB3_PPO_EXT_AUTOREGISTER=0`` is set in the environment. This module
+must stay cheap: it imports only what Python has imported at start-up anyway; the rest (with PyTorch) is imported together with
+the Zoo's modules.
 """
 
 import sys
 
-TYPE_CHECKING = False  # typing's own would have to be imported
+TYPE_CHECKING = False  # typing's own would require an import
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -24,7 +25,7 @@ def install() -> None:
 
 
 class ZooWatcher:
-    """Meta path finder that has :mod:`sb3_ppo_ext.zoo.import_hook` find the Zoo's modules, and no others."""
+    """Meta path finder that lets :mod:`sb3_ppo_ext.zoo.import_hook` find the Zoo's modules, and finds no others."""
 
     @staticmethod
     def find_spec(
@@ -34,6 +35,6 @@ class ZooWatcher:
             try:
                 from sb3_ppo_ext.zoo.import_hook import find_extended
             except Exception:
-                return None  # The Zoo must go on working; `python -m sb3_ppo_ext.zoo` shows what is wrong.
+                return None  # The Zoo must keep working; `python -m sb3_ppo_ext.zoo` shows what is wrong.
             return find_extended(fullname, path, target)
         return None

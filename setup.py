@@ -1,6 +1,6 @@
 """
-Metadata lives in ``setup.cfg``; this file adds what setuptools cannot declare: the start-up hook for RL Zoo, and the extension
-module in C, which is left out where no compiler takes it.
+Metadata lives in ``setup.cfg``; this file adds what cannot be declared there: the start-up hook for RL Zoo, and the extension
+module in C, which is left out where it does not compile.
 """
 
 import py_compile
@@ -12,8 +12,8 @@ from setuptools.command.build_py import build_py
 
 HOOK = Path(__file__).parent / "sb3_ppo_ext_zoo_hook.py"
 PTH = "sb3_ppo_ext_zoo.pth"
-# Python runs a line of a `.pth` file if it begins with `import`. Where the checkout of an editable install is gone, so is the
-# module, and without the `except` Python would complain at every start.
+# Python runs a line of a `.pth` file if it begins with `import`. If the checkout of an editable install has been deleted, the
+# module is missing too, and without the `except` Python would report an error at every start.
 PTH_LINE = (
     "import os; os.environ.get('SB3_PPO_EXT_AUTOREGISTER') == '0' or "
     r"exec('try: import sb3_ppo_ext_zoo_hook as hook; hook.install()\nexcept ImportError: pass')"
@@ -23,7 +23,7 @@ MLP = Extension(
     "sb3_ppo_ext.engines.native._mlp",
     ["sb3_ppo_ext/engines/native/csrc/mlp.c"],
     depends=["sb3_ppo_ext/engines/native/csrc/kernels.h"],
-    # Without errno and traps square roots and comparisons fit into vectors; NaN and infinity stay what they are.
+    # Without errno and traps, square roots and comparisons can be vectorized; NaN and infinity are still respected.
     extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"],
     optional=True,
 )
@@ -38,12 +38,12 @@ class BuildWithStartupHook(build_py):
         root.mkdir(parents=True, exist_ok=True)
         (root / PTH).write_text(PTH_LINE, encoding="utf-8")
         if self.editable_mode:
-            # As pip does for a wheel: where Python may not write bytecode, compiling would take most of the start-up's time.
+            # As pip does for a wheel: where Python may not write bytecode, compiling would take most of the time at start-up.
             py_compile.compile(str(HOOK))
 
     def _root_of_the_wheel(self) -> str:
         if self.editable_mode:
-            # Files in `build_lib` stay out of an editable wheel, those of the install scheme go in.
+            # An editable wheel contains the files of the install scheme, not those in `build_lib`.
             install: Any = self.get_finalized_command("install")
             return str(install.install_lib)
         return str(self.build_lib)

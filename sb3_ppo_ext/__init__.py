@@ -1,4 +1,4 @@
-"""PPOExt: Stable-Baselines3's PPO with more to offer, under the same names."""
+"""PPOExt: Stable-Baselines3's PPO with more options and faster engines, under the same names."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -31,7 +31,7 @@ __all__ = [
     "__version__",
 ]
 
-# Zips and pickles name a class by its module: by this one, so that files can move.
+# Zips and pickles refer to a class by its module. It is this one, so that files can move.
 for _name in __all__:
     if isinstance(_class := globals()[_name], type):
         _class.__module__ = __name__

@@ -1,8 +1,8 @@
 """
-Plot what a training has logged: returns, KL divergence, clip fraction, entropy, advantages, learning rate, and more.
+Plot the log of a training: returns, KL divergence, clip fraction, entropy, advantages, learning rate, and more.
 
 It reads ``progress.csv``, which RL Zoo writes for ``ppo_ext`` into the folder of the run, or the event files of TensorBoard.
-From the command line: ``python -m sb3_ppo_ext.plot_run logs/ppo_ext/Pendulum-v1_1``
+On the command line: ``python -m sb3_ppo_ext.plot_run logs/ppo_ext/Pendulum-v1_1``
 """
 
 import argparse
@@ -15,10 +15,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Timesteps and values of each key, where there is a value
+# Timesteps and values of each key, without the steps that have no value
 Log: TypeAlias = dict[str, tuple[np.ndarray, np.ndarray]]
 STEPS = "time/total_timesteps"
-# Title, keys, and what the values are multiplied with
+# Title, keys, and factor that the values are multiplied by
 PANELS: tuple[tuple[str, tuple[str, ...], float], ...] = (
     ("return", ("rollout/ep_rew_mean", "eval/mean_reward"), 1.0),
     ("KL divergence", ("train/approx_kl", "train/kl"), 1.0),
@@ -35,8 +35,8 @@ PANELS: tuple[tuple[str, tuple[str, ...], float], ...] = (
 
 def read_log(folder: str | Path) -> Log:
     """
-    :param folder: With a ``progress.csv``, or event files of TensorBoard, of one run
-    :return: For each key the timesteps and the values
+    :param folder: Folder of a run, with a ``progress.csv`` or event files of TensorBoard
+    :return: Timesteps and values of each key
     :raises ValueError: if there is neither, or both are empty
     """
     folder = Path(folder)
@@ -47,10 +47,10 @@ def read_log(folder: str | Path) -> Log:
     else:
         raise ValueError(
             f"There is neither a `progress.csv` nor an event file of TensorBoard in {folder}: name the folder of a run, such "
-            "as logs/ppo_ext/Pendulum-v1_1 of RL Zoo, or PPOExt_1 in what was given as `tensorboard_log`"
+            "as logs/ppo_ext/Pendulum-v1_1 of RL Zoo, or PPOExt_1 in the folder given as `tensorboard_log`"
         )
     if not any(key in log for _, keys, _ in PANELS for key in keys):
-        raise ValueError(f"The log in {folder} is empty: the training has ended before its first update")
+        raise ValueError(f"The log in {folder} is empty: the training ended before its first update")
     return log
 
 
@@ -77,8 +77,8 @@ def _read_events(folder: Path) -> Log:
 
 def plot_runs(folders: Sequence[str | Path]) -> Figure:
     """
-    :param folders: Of the runs, which are drawn over each other
-    :return: A figure with a panel for each quantity that one of them has logged
+    :param folders: Folders of the runs, which are plotted in the same panels
+    :return: Figure with a panel for each quantity that at least one run has logged
     :raises ValueError: see :func:`read_log`
     """
     logs = {Path(folder).name: read_log(folder) for folder in folders}
@@ -112,12 +112,12 @@ def _plot_panel(ax: Axes, logs: dict[str, Log], keys: Iterable[str], factor: flo
 
 
 def main() -> None:
-    """See the documentation of the module."""
+    """Command line, see the documentation of the module."""
     parser = argparse.ArgumentParser(
-        prog="python -m sb3_ppo_ext.plot_run", description="Plot what one or more trainings have logged."
+        prog="python -m sb3_ppo_ext.plot_run", description="Plot the logs of one or more trainings."
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="folders with a progress.csv, or event files of TensorBoard")
-    parser.add_argument("-o", "--output", type=Path, help="file, in any format of Matplotlib (default: run.png in the first)")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders with a progress.csv or event files of TensorBoard")
+    parser.add_argument("-o", "--output", type=Path, help="file in any Matplotlib format (default: run.png in the first run)")
     arguments = parser.parse_args()
     try:
         figure = plot_runs(arguments.runs)

@@ -1,4 +1,4 @@
-"""What all action distributions share: the parents of their PyTorch and of their NumPy implementations."""
+"""Base classes of all action distributions, for their PyTorch and their NumPy implementations."""
 
 import math
 from abc import ABC, abstractmethod
@@ -9,14 +9,14 @@ import torch as th
 from stable_baselines3.common.distributions import Distribution
 from torch import nn
 
-# The action that stands for a distribution where none is to be sampled
+# Action that `get_actions(deterministic=True)` returns
 DeterministicAction = Literal["mean", "mode"]
 LOG_2, LOG_2_PI = math.log(2), math.log(2 * math.pi)
-# How near to a bound an action may be, as a share of the width: at the bound itself, logarithms would be infinite.
+# Smallest distance of an action from a bound, as a fraction of the width: at the bound, logarithms would be infinite.
 EDGE = 1e-6
-# What "near the bounds" means in the statistics, as a share of the width
+# Distance from a bound that counts as near in the statistics, as a fraction of the width
 NEAR = 0.01
-# How many distributions the statistics are computed from, at most
+# Maximum number of distributions that the statistics are computed from
 MAX_STATISTICS = 2048
 
 
@@ -24,13 +24,13 @@ class BoundedDistribution(Distribution):
     """
     An action distribution that respects the bounds of a ``Box``.
 
-    It is one of SB3's ``Distribution``, for any code that works with these. What it samples and evaluates is a *latent*, shape
-    ``(batch_size, action_dim)``, which does not depend on the parameters of the policy: :meth:`position` turns it into where
-    the action lies between its bounds. Densities and entropies are those of the action in units of the bounds (-1 at ``low``,
-    1 at ``high``), in nats, whatever the bounds are.
+    It inherits SB3's ``Distribution``, and works with any code for these. It samples and evaluates *latents*, shape
+    ``(batch_size, action_dim)``: :meth:`position` turns a latent into the position of the action between its bounds,
+    independently of the parameters of the policy. Densities and entropies are those of the action in units of the bounds (-1
+    at ``low``, 1 at ``high``), in nats, whatever the bounds are.
 
     :param action_dim: Dimension of the action space
-    :param deterministic_action: Which action ``get_actions(deterministic=True)`` returns, for distributions that know several
+    :param deterministic_action: Action that ``get_actions(deterministic=True)`` returns, if the distribution supports several
     """
 
     def __init__(self, action_dim: int, deterministic_action: DeterministicAction = "mean"):
@@ -42,34 +42,34 @@ class BoundedDistribution(Distribution):
     @abstractmethod
     def position(latents: np.ndarray) -> np.ndarray:
         """
-        :param latents: Samples, any shape
-        :return: Where the actions lie between their bounds, from 0 (``low``) to 1 (``high``), the same shape
+        :param latents: Latents, any shape
+        :return: Positions of the actions between their bounds, from 0 (``low``) to 1 (``high``), the same shape
         """
 
     @staticmethod
     @abstractmethod
     def latents(position: np.ndarray) -> np.ndarray:
         """
-        The inverse of :meth:`position`, except for actions closer than a millionth to a bound: these get the latent of the
-        nearest action that is not.
+        Inverse of :meth:`position`, except for actions closer than a millionth of the width to a bound: these get the latent
+        of the nearest action that is not.
 
-        :param position: Where actions lie between their bounds, from 0 to 1, any shape
-        :return: The latents that stand for these actions in ``log_prob``, the same shape
+        :param position: Positions of actions between their bounds, from 0 to 1, any shape
+        :return: Latents of these actions, as ``log_prob`` takes them, the same shape
         """
 
     @abstractmethod
     def parameters(self) -> th.Tensor:
         """
-        :return: The numbers that define the distribution, shape ``(batch_size, 2 * action_dim)``
+        :return: Parameters that define the distribution, shape ``(batch_size, 2 * action_dim)``
         """
 
     @staticmethod
     @abstractmethod
     def statistics(parameters: th.Tensor) -> dict[str, float]:
         """
-        :param parameters: The :meth:`parameters` of the distributions for many observations, shape ``(n, 2 * action_dim)``
-        :return: Statistics that are worth logging, by name. One of them is ``mass_near_bounds``, the share of the probability
-            within 1 % of a bound
+        :param parameters: :meth:`parameters` of the distributions for many observations, shape ``(n, 2 * action_dim)``
+        :return: Statistics to log, by name. One of them is ``mass_near_bounds``, the probability of actions
+            closer to a bound than 1 % of the width
         """
 
     def actions_from_params(self, *args: Any, deterministic: bool = False) -> th.Tensor:
@@ -82,14 +82,14 @@ class BoundedDistribution(Distribution):
 
 class NumpyDistribution(ABC):
     """
-    The NumPy side of an action distribution, for the native engine: samples, log probabilities and their gradients from what
-    the output layer of a policy returns, where PyTorch would spend most of its time on calls.
+    NumPy implementation of an action distribution, for the native engine: samples, log probabilities and their gradients from
+    the outputs of a policy's output layer, where PyTorch would spend most of its time on the overhead of calls.
 
-    :param distribution: The policy's distribution (``policy.action_dist``)
-    :param log_std: The policy's parameter of this name, ``None`` if it has none
+    :param distribution: Action distribution of the policy (``policy.action_dist``)
+    :param log_std: Parameter ``log_std`` of the policy, ``None`` if it has none
     """
 
-    # Whether the outputs are followed, in the same rows, by the latents that the output layer computes them from
+    # Whether each row of outputs is followed by the latent features that the output layer computes them from
     needs_latents = False
 
     def __init__(self, distribution: Distribution, log_std: nn.Parameter | None):
@@ -102,28 +102,28 @@ class NumpyDistribution(ABC):
     @classmethod
     def why_not(cls, distribution: Any) -> str | None:
         """
-        :param distribution: A distribution of this family
-        :return: Why there is no NumPy side for it, ``None`` if there is one
+        :param distribution: Distribution of this family
+        :return: Reason why it has no NumPy implementation, ``None`` if it has one
         """
         return None
 
     def pack(self) -> None:  # noqa: B027  # there may be nothing to do
-        """Take over the values of ``log_std`` after they have changed."""
+        """Update everything derived from ``log_std`` after its values have changed."""
 
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> Any:
         """
         :param n_steps: Number of steps of the rollout
         :param n_envs: Number of environments
         :param n_outputs: Number of outputs of the output layer
-        :return: The random numbers of each step, a sequence of length ``n_steps`` whose elements, or all of them together,
-            :meth:`scaled` takes. They do not depend on the parameters, which may change after they were drawn
+        :return: Random numbers of each step, a sequence of length ``n_steps``; :meth:`scaled` takes one of its elements or the
+            whole sequence. They do not depend on the parameters, which may change after they were drawn
         """
         return [None] * n_steps
 
     def scaled(self, noise: Any) -> Any:
         """
         :param noise: Random numbers from :meth:`noise`
-        :return: What :meth:`sample` takes, with the parameters as they are now
+        :return: Noise that :meth:`sample` takes, scaled by the current parameters
         """
         return noise
 
@@ -131,7 +131,7 @@ class NumpyDistribution(ABC):
     def sample(self, outputs: np.ndarray, noise: Any) -> np.ndarray:
         """
         :param outputs: Outputs of the output layer, shape ``(n_envs, n_outputs)``
-        :param noise: The random numbers of this step, from :meth:`noise`, as :meth:`scaled` returns them
+        :param noise: Noise of this step, from :meth:`scaled`
         :return: Actions as the rollout buffer stores them, shape ``(n_envs, action_dim)``, or ``(n_envs,)`` if they are
             discrete
         """
@@ -146,9 +146,9 @@ class NumpyDistribution(ABC):
 
     def described(self, outputs: np.ndarray) -> np.ndarray:
         """
-        :param outputs: The outputs that :meth:`log_prob` was called with last, shape ``(batch_size, n_outputs)``
-        :return: What :meth:`entropies` and :meth:`parameters` need to know of the distributions after the policy has changed,
-            shape ``(batch_size, n)``
+        :param outputs: Outputs that :meth:`log_prob` was last called with, shape ``(batch_size, n_outputs)``
+        :return: Descriptions of the distributions, from which :meth:`entropies` and :meth:`parameters` can be computed after
+            the policy has changed, shape ``(batch_size, n)``
         """
         if self.log_std is None:
             return outputs
@@ -159,7 +159,7 @@ class NumpyDistribution(ABC):
 
     def entropies(self, described: np.ndarray) -> np.ndarray:
         """
-        :param described: Rows that :meth:`described` has returned, shape ``(batch_size, n)``
+        :param described: Descriptions from :meth:`described`, shape ``(batch_size, n)``
         :return: Entropies in nats, shape ``(batch_size,)``
         """
         with th.no_grad():
@@ -168,8 +168,8 @@ class NumpyDistribution(ABC):
 
     def parameters(self, described: np.ndarray) -> th.Tensor | None:
         """
-        :param described: Rows that :meth:`described` has returned, shape ``(batch_size, n)``
-        :return: The parameters of bounded distributions (see :meth:`BoundedDistribution.parameters`), ``None`` for others
+        :param described: Descriptions from :meth:`described`, shape ``(batch_size, n)``
+        :return: Parameters of bounded distributions (see :meth:`BoundedDistribution.parameters`), ``None`` for others
         """
         if not isinstance(self.distribution, BoundedDistribution):
             return None
@@ -183,21 +183,21 @@ class NumpyDistribution(ABC):
     def make(self, outputs: th.Tensor, log_std: th.Tensor | None = None) -> Distribution:
         """
         :param outputs: Outputs of the output layer, shape ``(batch_size, n_outputs)``
-        :param log_std: Logarithms of the standard deviations; by default the values of the policy's parameter
-        :return: The distribution in PyTorch, differentiable in both
+        :param log_std: Logarithms of the standard deviations; by default the policy's parameter ``log_std``
+        :return: PyTorch distribution, differentiable in both
         """
         own = () if self.log_std is None else (self.log_std if log_std is None else log_std,)
         return self.distribution.proba_distribution(outputs, *own)
 
     def gradient(self, d_log_prob: np.ndarray, ent_coef: float, accumulate: bool = False) -> np.ndarray:
         """
-        The gradient of a loss that depends on the log probabilities which :meth:`log_prob` returned last, plus ``ent_coef``
-        times the entropy loss (minus the mean entropy). The gradient with respect to ``log_std`` is written to ``d_log_std``.
+        Gradient of a loss that depends on the log probabilities that :meth:`log_prob` last returned, plus ``ent_coef`` times
+        the entropy loss (minus the mean entropy). The gradient with respect to ``log_std`` is written to ``d_log_std``.
 
         :param d_log_prob: Derivatives of the loss with respect to the log probabilities, shape ``(batch_size,)``
         :param ent_coef: Entropy coefficient
         :param accumulate: Whether the gradient with respect to ``log_std`` is added to ``d_log_std`` instead of replacing it
-        :return: The gradient with respect to the outputs, shape ``(batch_size, n_outputs)``
+        :return: Gradient with respect to the outputs, shape ``(batch_size, n_outputs)``
         """
         d_outputs, d_log_std = self._gradients(d_log_prob, ent_coef)
         if d_log_std is not None:
@@ -209,18 +209,18 @@ class NumpyDistribution(ABC):
 
     @abstractmethod
     def _gradients(self, d_log_prob: np.ndarray, ent_coef: float) -> tuple[np.ndarray, np.ndarray | None]:
-        """:return: The gradients with respect to the outputs and to ``log_std``, ``None`` if that is not learned"""
+        """:return: Gradients with respect to the outputs and to ``log_std``, the latter ``None`` if it is not learned"""
 
 
 def clamp(values: th.Tensor, low: float, high: float) -> th.Tensor:
     """
-    ``values.clamp(low, high)`` for values that are optimised: outside the range the gradient still leads back into it, where
-    that of the usual clamp is 0 for good; it does not lead further out.
+    ``values.clamp(low, high)`` for values that are optimised. Outside the range, a gradient that leads back into it is kept,
+    where that of the usual clamp stays 0 forever; a gradient that leads further out becomes 0.
 
     :param values: Values, any shape
     :param low: Lower bound
     :param high: Upper bound
-    :return: The values within the bounds, the same shape
+    :return: Values within the bounds, the same shape
     """
     return _Clamp.apply(values, low, high)
 
@@ -235,14 +235,14 @@ class _Clamp(th.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: th.Tensor) -> Any:
         (values,), (low, high), (gradient,) = ctx.saved_tensors, ctx.bounds, gradients
-        # A step goes against the gradient.
+        # Gradient descent goes against the gradient.
         outwards = ((values < low) & (gradient > 0)) | ((values > high) & (gradient < 0))
         return gradient.masked_fill(outwards, 0.0), None, None
 
 
 def at_least_float32(values: th.Tensor) -> th.Tensor:
     """
-    :param values: Outputs of a network, which are of half precision under autocast
-    :return: The same in float32, or in float64 if they are
+    :param values: Outputs of a network, in half precision under autocast
+    :return: The same values in float32, or in float64 if they are float64
     """
     return values if values.dtype == th.float64 else values.float()

@@ -9,7 +9,7 @@ from torch.distributions import kl_divergence as torch_kl_divergence
 
 def parameters(distribution: Any) -> th.Tensor:
     """
-    :param distribution: A Bernoulli distribution
+    :param distribution: Bernoulli distribution
     :return: Logits of a 1, shape ``(batch_size, action_dim)``
     """
     return distribution.distribution.logits
@@ -17,8 +17,8 @@ def parameters(distribution: Any) -> th.Tensor:
 
 def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     """
-    :param old: The :func:`parameters` of a Bernoulli distribution, shape ``(batch_size, action_dim)``
-    :param new: A Bernoulli distribution for the same observations
+    :param old: :func:`parameters` of a Bernoulli distribution, shape ``(batch_size, action_dim)``
+    :param new: Bernoulli distribution for the same observations
     :return: KL(old || new) in nats, shape ``(batch_size,)``
     """
     return torch_kl_divergence(Bernoulli(logits=old, validate_args=False), new.distribution).sum(dim=1)

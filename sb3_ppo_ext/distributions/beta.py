@@ -1,4 +1,4 @@
-"""Beta distributions of where the action lies between its bounds (``action_dist="beta"``)."""
+"""Beta distributions of the position of the action between its bounds (``action_dist="beta"``)."""
 
 import math
 from typing import TypeVar
@@ -24,20 +24,20 @@ from sb3_ppo_ext.distributions.base import (
 SelfBoundedBeta = TypeVar("SelfBoundedBeta", bound="BoundedBetaDistribution")
 
 DETERMINISTIC_ACTIONS: tuple[DeterministicAction, ...] = ("mean", "mode")
-# Initial bias of the output layer: alpha = beta = 1.31, with an entropy of 0.02 nat below that of the uniform distribution
+# Initial bias of the output layer: alpha = beta = 1.31, with an entropy 0.02 nat below that of the uniform distribution
 BETA_BIAS = -1.0
 
 
 class BoundedBetaDistribution(BoundedDistribution):
     """
-    Beta distributions of where the action lies between its bounds, which is the latent. Both parameters are at least 1, so
-    that there is one mode. The numbers are computed in float64: in float32 the KL divergence of two that are concentrated and
-    close is off by many per cent.
+    Beta distributions of the position of the action between its bounds, which is the latent. Both parameters are at least 1,
+    so that there is a single mode. Computations are in float64: in float32, the KL divergence of two concentrated
+    distributions that are close to each other is off by many per cent.
 
     Papers: https://proceedings.mlr.press/v70/chou17a.html, https://arxiv.org/abs/2111.02202
 
     :param action_dim: Dimension of the action space
-    :param deterministic_action: Which action ``get_actions(deterministic=True)`` returns, ``"mean"`` or ``"mode"``
+    :param deterministic_action: Action that ``get_actions(deterministic=True)`` returns, ``"mean"`` or ``"mode"``
     :param max_concentration: Upper limit of ``alpha + beta - 2``; 1000 leaves a standard deviation of 1.6 % of the width
     :raises ValueError: if ``deterministic_action`` is something else
     """
@@ -50,8 +50,9 @@ class BoundedBetaDistribution(BoundedDistribution):
 
     def proba_distribution_net(self, latent_dim: int) -> nn.Linear:
         """
-        :param latent_dim: Number of features that the policy's network puts out
-        :return: The layer that puts out what :meth:`proba_distribution` takes; its first distributions are nearly uniform
+        :param latent_dim: Size of the last layer of the policy network (before the output layer)
+        :return: Output layer, which computes the input of :meth:`proba_distribution`; initially the distributions are nearly
+            uniform
         """
         layer = nn.Linear(latent_dim, 2 * self.action_dim)
         nn.init.constant_(layer.bias, BETA_BIAS)
@@ -59,8 +60,8 @@ class BoundedBetaDistribution(BoundedDistribution):
 
     def proba_distribution(self: SelfBoundedBeta, outputs: th.Tensor) -> SelfBoundedBeta:
         """
-        ``alpha = 1 + softplus(output)``, and so beta, both drawn back where their sum becomes large: smoothly, so that there
-        is a gradient, and in proportion, so that the mode stays.
+        ``alpha = 1 + softplus(output)``, and beta likewise. Where their sum becomes large, ``alpha - 1`` and ``beta - 1``
+        are scaled down: smoothly, so that there is a gradient, and in proportion, so that the mode stays the same.
 
         :param outputs: Outputs of the output layer, first those for alpha, shape ``(batch_size, 2 * action_dim)``
         :return: The distribution itself
@@ -70,13 +71,13 @@ class BoundedBetaDistribution(BoundedDistribution):
         alpha, beta = excess.chunk(2, dim=1)
         excess = excess / (1 + (alpha + beta) / self.max_concentration).repeat(1, 2)
         self.alpha, self.beta = (1 + excess).chunk(2, dim=1)
-        # alpha - 1 would lose what is small.
+        # Kept, because alpha - 1 would lose small values to rounding.
         self._excess = excess.chunk(2, dim=1)
         return self
 
     @property
     def distribution(self) -> Beta:  # type: ignore[override]
-        """PyTorch's distribution of the latent, made when it is asked for."""
+        """PyTorch's distribution of the latent, created on access."""
         return Beta(self.alpha, self.beta, validate_args=False)
 
     def log_prob(self, actions: th.Tensor) -> th.Tensor:
@@ -100,9 +101,9 @@ class BoundedBetaDistribution(BoundedDistribution):
         return sum_independent_dims(entropy).to(self.dtype)
 
     def sample(self) -> th.Tensor:
-        # What is rounded and clamped here is what is stored, and evaluated later on.
+        # The clamped and rounded sample is stored, and later evaluated.
         x = self.distribution.rsample().clamp(EDGE, 1 - EDGE)
-        # The sampler hides NaN.
+        # The sampler does not propagate NaN.
         return th.where((self.alpha + self.beta).isnan(), th.nan, x).to(self.dtype)
 
     def mean(self) -> th.Tensor:
@@ -113,16 +114,16 @@ class BoundedBetaDistribution(BoundedDistribution):
 
     def mode(self) -> th.Tensor:
         """
-        :return: Modes of the latents, shape ``(batch_size, action_dim)``; the middle where the distribution is uniform
+        :return: Modes of the latents, shape ``(batch_size, action_dim)``; 0.5 where the distribution is uniform
         """
         alpha, beta = self._excess
         both = alpha + beta
-        # Softplus underflows to 0 somewhere.
+        # Softplus underflows to 0 for very negative outputs.
         return th.where(both > 0, alpha / both, 0.5).to(self.dtype)
 
     def get_actions(self, deterministic: bool = False) -> th.Tensor:
         """
-        :param deterministic: Whether to return the mean, or with ``deterministic_action="mode"`` the mode, not a sample
+        :param deterministic: Whether to return the mean (the mode with ``deterministic_action="mode"``) instead of a sample
         :return: Latents, shape ``(batch_size, action_dim)``
         """
         if not deterministic:
@@ -142,7 +143,7 @@ class BoundedBetaDistribution(BoundedDistribution):
 
     @staticmethod
     def statistics(parameters: th.Tensor) -> dict[str, float]:
-        # The mass takes 32 evaluations of the density.
+        # Only some distributions, because the mass takes 32 evaluations of the density.
         parameters = parameters[:: math.ceil(len(parameters) / MAX_STATISTICS)].double().cpu()
         alpha, beta = parameters.chunk(2, dim=1)
         mass = _beta_mass_below(NEAR, alpha, beta) + _beta_mass_below(NEAR, beta, alpha)
@@ -151,7 +152,7 @@ class BoundedBetaDistribution(BoundedDistribution):
 
 def parameters(distribution: BoundedBetaDistribution) -> th.Tensor:
     """
-    :param distribution: A Beta distribution
+    :param distribution: Beta distribution
     :return: Alpha and beta, shape ``(batch_size, 2 * action_dim)``, float64
     """
     return distribution.parameters()
@@ -159,8 +160,8 @@ def parameters(distribution: BoundedBetaDistribution) -> th.Tensor:
 
 def kl_divergence(old: th.Tensor, new: BoundedBetaDistribution) -> th.Tensor:
     """
-    :param old: The :func:`parameters` of a Beta distribution, shape ``(batch_size, 2 * action_dim)``
-    :param new: A Beta distribution for the same observations
+    :param old: :func:`parameters` of a Beta distribution, shape ``(batch_size, 2 * action_dim)``
+    :param new: Beta distribution for the same observations
     :return: KL(old || new) in nats, shape ``(batch_size,)``
     """
     alpha, beta = old.double().chunk(2, dim=1)
@@ -172,14 +173,13 @@ def kl_divergence(old: th.Tensor, new: BoundedBetaDistribution) -> th.Tensor:
 
 class NumpyBeta(NumpyDistribution):
     """
-    Beta distributions whose alpha and beta are made of the outputs, see :class:`BoundedBetaDistribution`. Of their log
-    densities, only the gamma function and its derivatives are PyTorch's.
+    NumPy implementation of :class:`BoundedBetaDistribution`. PyTorch computes only the gamma function and its derivatives.
     """
 
     distribution: BoundedBetaDistribution
 
     def _excess(self, outputs: np.ndarray) -> np.ndarray:
-        """Alpha - 1 and beta - 1, shape ``(n, 2, action_dim)``; what their derivatives need is kept."""
+        """Alpha - 1 and beta - 1, shape ``(n, 2, action_dim)``. Intermediate results are kept for the derivatives."""
         self.outputs = outputs.astype(np.float64).reshape(len(outputs), 2, -1)
         self.softplus = np.logaddexp(0.0, self.outputs)
         self.shrink = 1 / (1 + self.softplus.sum(axis=1, keepdims=True) / self.distribution.max_concentration)
@@ -221,8 +221,8 @@ def _log_beta(alpha: th.Tensor, beta: th.Tensor) -> th.Tensor:
 
 def _beta_mass_below(end: float, alpha: th.Tensor, beta: th.Tensor) -> th.Tensor:
     """
-    The probability of [0, end], for a small end: torch has no incomplete Beta function. By Gauss-Legendre quadrature of
-    ``x = end * t^2``, which smooths the power of x at 0.
+    Probability of [0, end] for a small end, by Gauss-Legendre quadrature, because PyTorch has no incomplete beta function. The
+    substitution ``x = end * t^2`` smooths the power of x at 0.
     """
     nodes, weights = (th.from_numpy(values) for values in np.polynomial.legendre.leggauss(16))
     t = (nodes + 1) / 2

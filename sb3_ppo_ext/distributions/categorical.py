@@ -13,7 +13,7 @@ from sb3_ppo_ext.distributions.base import NumpyDistribution
 
 def parameters(distribution: Any) -> th.Tensor:
     """
-    :param distribution: A categorical distribution
+    :param distribution: Categorical distribution
     :return: Normalised logits, shape ``(batch_size, n_actions)``
     """
     return distribution.distribution.logits
@@ -21,29 +21,29 @@ def parameters(distribution: Any) -> th.Tensor:
 
 def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     """
-    :param old: The :func:`parameters` of a categorical distribution, shape ``(batch_size, n_actions)``
-    :param new: A categorical distribution for the same observations
+    :param old: :func:`parameters` of a categorical distribution, shape ``(batch_size, n_actions)``
+    :param new: Categorical distribution for the same observations
     :return: KL(old || new) in nats, shape ``(batch_size,)``
     """
     return torch_kl_divergence(Categorical(logits=old, validate_args=False), new.distribution)
 
 
 class NumpyCategorical(NumpyDistribution):
-    """Categorical distributions, whose logits are the outputs."""
+    """NumPy implementation of SB3's ``CategoricalDistribution``. The outputs are the logits."""
 
     @classmethod
     def why_not(cls, distribution: Any) -> str | None:
-        # SB3's `log_prob` takes actions of shape `(batch_size,)`, the buffer has one dimension more.
+        # SB3's `log_prob` takes actions of shape `(batch_size,)`, those of the buffer have one more dimension.
         return None if type(distribution) is CategoricalDistribution else "a categorical distribution that is not SB3's"
 
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
-        # The largest of logits with Gumbel noise is a sample.
+        # The argmax of logits with Gumbel noise is a sample (Gumbel-max trick).
         return -th.empty(n_steps, n_envs, n_outputs).exponential_().log_().numpy()
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         return (outputs + noise).argmax(axis=1)
 
-    # Arrays of shape (n_actions, batch_size): NumPy is fast along the first dimension, and slow along a short last one.
+    # The arrays have shape (n_actions, batch_size): NumPy is fast along the first dimension, but slow along a short last one.
 
     def _probabilities(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         logits = outputs.T.copy()

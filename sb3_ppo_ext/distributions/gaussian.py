@@ -14,15 +14,15 @@ from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution
 
 def unsquashed_mean(distribution: Any) -> th.Tensor:
     """
-    :param distribution: A Gaussian, squashed or not
-    :return: Its mean before any squashing, shape ``(batch_size, action_dim)``
+    :param distribution: Gaussian, squashed or not
+    :return: Mean before any squashing, shape ``(batch_size, action_dim)``
     """
     return distribution.distribution.mean
 
 
 def parameters(distribution: Any) -> th.Tensor:
     """
-    :param distribution: A Gaussian, squashed or not
+    :param distribution: Gaussian, squashed or not
     :return: Means and standard deviations before any squashing, shape ``(batch_size, 2 * action_dim)``
     """
     return th.cat([distribution.distribution.mean, distribution.distribution.stddev], dim=1)
@@ -30,10 +30,10 @@ def parameters(distribution: Any) -> th.Tensor:
 
 def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     """
-    KL(old || new). Squashing does not change it, for the Jacobian cancels.
+    KL(old || new). Squashing does not change it, because the Jacobian cancels.
 
-    :param old: The :func:`parameters` of a Gaussian, shape ``(batch_size, 2 * action_dim)``
-    :param new: A Gaussian for the same observations
+    :param old: :func:`parameters` of a Gaussian, shape ``(batch_size, 2 * action_dim)``
+    :param new: Gaussian for the same observations
     :return: KL divergences in nats, shape ``(batch_size,)``
     """
     mean, std = old.chunk(2, dim=1)
@@ -41,7 +41,7 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
 
 
 class NumpyGaussian(NumpyDistribution):
-    """Gaussians with independent dimensions, whose means are the outputs."""
+    """NumPy implementation of SB3's ``DiagGaussianDistribution``. The outputs are the means."""
 
     def __init__(self, distribution: Distribution, log_std: nn.Parameter):
         super().__init__(distribution, log_std)

@@ -12,7 +12,7 @@ from torch.distributions import kl_divergence as torch_kl_divergence
 
 def parameters(distribution: Any) -> th.Tensor:
     """
-    :param distribution: A multi-categorical distribution
+    :param distribution: Multi-categorical distribution
     :return: Normalised logits, dimension after dimension, shape ``(batch_size, sum(action_dims))``
     """
     return th.cat([part.logits for part in distribution.distribution], dim=1)
@@ -20,8 +20,8 @@ def parameters(distribution: Any) -> th.Tensor:
 
 def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     """
-    :param old: The :func:`parameters` of a multi-categorical distribution, shape ``(batch_size, sum(action_dims))``
-    :param new: A multi-categorical distribution for the same observations
+    :param old: :func:`parameters` of a multi-categorical distribution, shape ``(batch_size, sum(action_dims))``
+    :param new: Multi-categorical distribution for the same observations
     :return: KL(old || new) in nats, shape ``(batch_size,)``
     """
     parts = zip(old.split(new.action_dims, dim=1), new.distribution, strict=True)

@@ -1,6 +1,6 @@
 """
-All action distributions, one row each. To add one, write its file and add its row to :data:`FAMILIES`; if ``action_dist`` is
-to name it, add its name to :data:`ActionDist`.
+Registry of all action distributions, one row each. To add one, write its file and add its row to :data:`FAMILIES`; to make it
+a value of the option ``action_dist``, add its name to :data:`ActionDist`.
 """
 
 from collections.abc import Callable
@@ -30,32 +30,33 @@ from sb3_ppo_ext.distributions import (
 from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction, NumpyDistribution
 from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 
-# What can be chosen for the actions in a `Box`
+# Values of the option `action_dist`, for actions in a `Box`
 ActionDist = Literal["gaussian", "squashed_gaussian", "beta"]
-# SB3's own
+# SB3's distribution for actions in a `Box`
 DEFAULT: ActionDist = "gaussian"
 
 
 @dataclass(frozen=True)
 class DistributionFamily:
     """
-    What the losses, the engines and the policies need to know of a family of action distributions.
+    A family of action distributions, with everything that losses, engines and policies need to know about it.
 
-    Those that ``action_dist`` can name, other than SB3's Gaussian, are constructed by
+    The distributions that ``action_dist`` can name, other than SB3's Gaussian, are constructed by
     ``torch_class(action_dim, deterministic_action)``.
 
     :param name: Name of the family
-    :param torch_class: SB3's class, or ours; subclasses belong to the same family unless they have a row of their own
-    :param parameters: Returns the numbers that define a distribution, shape ``(batch_size, n)``; ``None`` if its KL divergence
-        has no closed form
-    :param kl_divergence: Takes the parameters of the old distribution and the new distribution, returns KL(old || new), shape
-        ``(batch_size,)``; ``None`` if it has no closed form
-    :param numpy_class: NumPy implementation for the native engine; by default it calls PyTorch
-    :param unsquashed_mean: Returns the mean before any squashing, shape ``(batch_size, action_dim)``; ``None`` if the mean
-        cannot leave the bounds of the action space, or there is none
+    :param torch_class: PyTorch implementation, SB3's class or ours; subclasses belong to the same family unless they have a
+        row of their own
+    :param parameters: Function that returns the parameters that define a distribution, shape ``(batch_size, n)``; ``None`` if
+        its KL divergence has no closed form
+    :param kl_divergence: Function that takes the parameters of the old distribution and the new distribution, and returns
+        KL(old || new), shape ``(batch_size,)``; ``None`` if it has no closed form
+    :param numpy_class: NumPy implementation for the native engine; the default calls PyTorch
+    :param unsquashed_mean: Function that returns the mean before any squashing, shape ``(batch_size, action_dim)``; ``None``
+        if the mean cannot leave the bounds of the action space, or there is no mean
     :param has_log_std: Whether ``proba_distribution`` takes means and the policy's parameter ``log_std``, as SB3's Gaussian
         does. If not, it takes the outputs of the layer that ``proba_distribution_net`` returns
-    :param log_std_range: Allowed values of ``log_std_init``, ``None`` if any are
+    :param log_std_range: Allowed values of ``log_std_init``, ``None`` if all values are
     :param deterministic_actions: Allowed values of ``deterministic_action``
     """
 
@@ -71,7 +72,7 @@ class DistributionFamily:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether its samples are latents, which :meth:`BoundedDistribution.position` turns into actions within the bounds."""
+        """Whether samples are latents, which :meth:`BoundedDistribution.position` turns into actions within the bounds."""
         return issubclass(self.torch_class, BoundedDistribution)
 
 
@@ -84,7 +85,7 @@ FAMILIES = (
         gaussian.NumpyGaussian,
         gaussian.unsquashed_mean,
         has_log_std=True,
-        deterministic_actions=("mean", "mode"),  # They are the same.
+        deterministic_actions=("mean", "mode"),  # Mean and mode are the same.
     ),
     DistributionFamily(
         "state_dependent_noise",
@@ -127,14 +128,14 @@ FAMILIES = (
 )
 _BY_NAME = {family.name: family for family in FAMILIES}
 _BY_CLASS: dict[type, DistributionFamily] = {family.torch_class: family for family in FAMILIES}
-# Those that `action_dist` names
+# Families that `action_dist` can name
 ACTION_DISTS = {name: _BY_NAME[name] for name in get_args(ActionDist)}
 
 
 def family_of(distribution: Any) -> DistributionFamily | None:
     """
     :param distribution: Any distribution
-    :return: The family that its class, or the nearest parent of this, belongs to; ``None`` if none of them has a row
+    :return: Family of its class, or else of the nearest base class; ``None`` if none of them has a row
     """
     for parent in type(distribution).__mro__:
         if parent in _BY_CLASS:
@@ -144,9 +145,9 @@ def family_of(distribution: Any) -> DistributionFamily | None:
 
 def parameters(distribution: Any) -> th.Tensor | None:
     """
-    :param distribution: A distribution for a batch of observations
-    :return: The numbers that define it, shape ``(batch_size, n)``: logits, means and standard deviations, or alpha and beta;
-        ``None`` if it has no KL divergence in closed form, or its family has no row here
+    :param distribution: Distribution for a batch of observations
+    :return: Parameters that define it, shape ``(batch_size, n)``: logits, means and standard deviations, or alpha and beta;
+        ``None`` if its KL divergence has no closed form, or its family has no row here
     """
     family = family_of(distribution)
     return None if family is None or family.parameters is None else family.parameters(distribution)
@@ -156,10 +157,10 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     """
     KL(old || new), exact and differentiable in the new distribution.
 
-    :param old: The :func:`parameters` of a distribution of the same family, shape ``(batch_size, n)``
-    :param new: The new distribution, for the same observations
+    :param old: :func:`parameters` of the old distribution, of the same family, shape ``(batch_size, n)``
+    :param new: New distribution, for the same observations
     :return: KL divergences in nats, shape ``(batch_size,)``
-    :raises ValueError: if there is no closed form, or the family has no row here
+    :raises ValueError: if there is no closed form, or the family has no row
     """
     family = family_of(new)
     if family is None or family.kl_divergence is None:
@@ -169,8 +170,8 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
 
 def unsquashed_mean(distribution: Any) -> th.Tensor:
     """
-    :param distribution: A Gaussian, squashed or not
-    :return: Its mean before any squashing, shape ``(batch_size, action_dim)``
+    :param distribution: Gaussian, squashed or not
+    :return: Mean before any squashing, shape ``(batch_size, action_dim)``
     :raises ValueError: if it has no mean that could leave the bounds of the action space
     """
     family = family_of(distribution)
@@ -183,10 +184,10 @@ def numpy_distribution(
     distribution: Distribution, log_std: nn.Parameter | None, transform: nn.Module | None = None
 ) -> NumpyDistribution:
     """
-    :param distribution: The policy's distribution (``policy.action_dist``)
-    :param log_std: The policy's parameter of this name, ``None`` if it has none
-    :param transform: What the policy applies to the outputs of its output layer, ``None`` if it applies nothing
-    :return: The NumPy implementation of exactly this class, for subclasses may compute in their own way; else one that calls
+    :param distribution: Action distribution of the policy (``policy.action_dist``)
+    :param log_std: Parameter ``log_std`` of the policy, ``None`` if it has none
+    :param transform: Module that the policy applies to the outputs of its output layer, ``None`` if there is none
+    :return: NumPy implementation for exactly this class, because subclasses may compute differently; otherwise one that calls
         PyTorch
     """
     family = _BY_CLASS.get(type(distribution))
@@ -197,8 +198,8 @@ def numpy_distribution(
 
 def why_not_numpy(distribution: Any) -> str | None:
     """
-    :param distribution: The policy's distribution
-    :return: Why :func:`numpy_distribution` cannot serve it, ``None`` if it can
+    :param distribution: Action distribution of the policy
+    :return: Reason why :func:`numpy_distribution` does not support it, ``None`` if it does
     """
     family = family_of(distribution)
     return None if family is None else family.numpy_class.why_not(distribution)

@@ -1,6 +1,6 @@
 """
-A Gaussian whose tanh is the action (``action_dist="squashed_gaussian"``). Its KL divergence is the Gaussian's, for the
-Jacobian cancels.
+Tanh-squashed Gaussian (``action_dist="squashed_gaussian"``). Its KL divergence is that of the Gaussian, because the Jacobian
+cancels.
 """
 
 import math
@@ -31,32 +31,33 @@ __all__ += ["kl_divergence", "log_tanh_derivative", "parameters", "unsquashed_me
 
 SelfTanhGaussian = TypeVar("SelfTanhGaussian", bound="TanhGaussianDistribution")
 
-# Logarithms of the standard deviation before the squashing: from almost a point to almost all the mass at the bounds
+# Range of the logarithm of the standard deviation before squashing: from almost a point to almost all mass at the bounds
 LOG_STD_RANGE = (-5.0, 2.0)
-# log cosh(u) + log 2 is |u| smoothed by a logistic distribution, which is nearly this mixture of Gaussians: the weights and
-# standard deviations give it to 9e-7 for all u (least squares, reweighted towards the largest error).
+# log cosh(u) + log 2 is |u| smoothed by a logistic distribution, which this mixture of Gaussians approximates: with these
+# weights and standard deviations to 9e-7 for all u (least squares, reweighted towards the largest error).
 _LOGISTIC_WEIGHTS = (0.06414671, 0.1583854, 0.34971161, 0.41469906, 0.01305722)
 _LOGISTIC_VARIANCES = tuple(std**2 for std in (0.46235241, 1.29235961, 0.65422092, 0.92111073, 1.80819375))
 
 
 class TanhGaussianDistribution(BoundedDistribution):
     """
-    ``tanh(u)`` with u from a Gaussian, whose standard deviation does not depend on the observation. The latent is u, for
-    the action itself would not tell it at the bounds: its density is exact however far out it is.
+    ``tanh(u)`` with u from a Gaussian; its standard deviation does not depend on the observation. The latent is u, because
+    rounding makes it impossible to recover u from an action at the bounds: its density is exact however far out it is.
 
     Paper: https://arxiv.org/abs/1801.01290, appendix C
 
     :param action_dim: Dimension of the action space
-    :param deterministic_action: ``"mean"``, the action of the mean of u
+    :param deterministic_action: ``"mean"``, the tanh of the mean of u
     """
 
     distribution: Normal
 
     def proba_distribution_net(self, latent_dim: int, log_std_init: float = 0.0) -> tuple[nn.Module, nn.Parameter]:
         """
-        :param latent_dim: Number of features that the policy's network puts out
+        :param latent_dim: Size of the last layer of the policy network (before the output layer)
         :param log_std_init: Initial value of the logarithms of the standard deviations
-        :return: The layer that puts out the means of u, and the logarithms of the standard deviations, shape ``(action_dim,)``
+        :return: Output layer for the means of u, and parameter with the logarithms of the standard deviations, shape
+            ``(action_dim,)``
         """
         return nn.Linear(latent_dim, self.action_dim), nn.Parameter(th.full((self.action_dim,), float(log_std_init)))
 
@@ -79,8 +80,8 @@ class TanhGaussianDistribution(BoundedDistribution):
 
     def entropy(self) -> th.Tensor:
         """
-        ``H(u) + E[log |d tanh(u) / du|]``, the expectation in closed form for a mixture of Gaussians that equals the
-        logarithm to a millionth, at any mean and standard deviation.
+        ``H(u) + E[log |d tanh(u) / du|]``. The expectation has a closed form for a mixture of Gaussians, which approximates
+        the logarithm to a millionth, at any mean and standard deviation.
 
         :return: Entropies, shape ``(batch_size,)``, with the gradient of the true entropy
         """
@@ -96,7 +97,7 @@ class TanhGaussianDistribution(BoundedDistribution):
 
     def mode(self) -> th.Tensor:
         """
-        :return: The mean of u, whose action is the median of the actions, shape ``(batch_size, action_dim)``
+        :return: Means of u, which are the latents of the median actions, shape ``(batch_size, action_dim)``
         """
         return self.distribution.mean
 
@@ -120,7 +121,7 @@ class TanhGaussianDistribution(BoundedDistribution):
 
 
 class NumpySquashedGaussian(NumpyGaussian):
-    """Gaussians whose means are the outputs, and whose tanh is the action."""
+    """NumPy implementation of :class:`TanhGaussianDistribution`. The outputs are the means of u."""
 
     distribution: TanhGaussianDistribution
 
@@ -145,7 +146,7 @@ class NumpySquashedGaussian(NumpyGaussian):
             of_outputs, of_log_std = th.autograd.grad(ent_coef * entropy_loss, [outputs, log_std])
             d_outputs += of_outputs.numpy()
             d_log_std += of_log_std.numpy()
-        # As `clamp`: outside the range only a gradient that leads back into it counts.
+        # Like `clamp`: outside the range only a gradient that leads back into it is kept.
         outwards = (self.parameter < LOG_STD_RANGE[0]) & (d_log_std > 0)
         outwards |= (self.parameter > LOG_STD_RANGE[1]) & (d_log_std < 0)
         d_log_std[outwards] = 0.0
@@ -154,7 +155,7 @@ class NumpySquashedGaussian(NumpyGaussian):
 
 def log_tanh_derivative(u: th.Tensor) -> th.Tensor:
     """
-    ``log |d tanh(u) / du| = 2 (log 2 - u - softplus(-2 u))``, exact however large u is, where ``log(1 - tanh(u)^2)`` is not.
+    ``log |d tanh(u) / du| = 2 (log 2 - u - softplus(-2 u))``, exact however large u is, unlike ``log(1 - tanh(u)^2)``.
 
     :param u: Values, any shape
     :return: Logarithms of the derivatives, the same shape
@@ -164,8 +165,8 @@ def log_tanh_derivative(u: th.Tensor) -> th.Tensor:
 
 @cache
 def _logistic_mixture(dtype: th.dtype, device: th.device) -> tuple[th.Tensor, th.Tensor]:
-    """Weights and variances. Cached, for making them anew would have a GPU wait for the host."""
-    with th.inference_mode(False):  # Tensors of that mode could not be used for training later on.
+    """Weights and variances of the mixture. Cached, because creating them anew would make a GPU wait for the host."""
+    with th.inference_mode(False):  # Inference tensors could not be used for training later.
         weights, variances = (th.tensor(v, dtype=dtype, device=device) for v in (_LOGISTIC_WEIGHTS, _LOGISTIC_VARIANCES))
     return weights, variances
 

@@ -1,6 +1,6 @@
 """
-SB3's generalised state-dependent exploration, gSDE (``StateDependentNoiseDistribution``, ``use_sde=True``). Its density is
-that of a Gaussian whose standard deviation depends on the observation, and so are its parameters and its KL divergence.
+SB3's generalized State-Dependent Exploration, gSDE (``StateDependentNoiseDistribution``, ``use_sde=True``). Its density,
+parameters and KL divergence are those of a Gaussian with a standard deviation that depends on the observation.
 
 Paper: https://arxiv.org/abs/2005.05719
 """
@@ -20,8 +20,9 @@ __all__ = ["NumpyStateDependentNoise", "kl_divergence", "parameters", "unsquashe
 
 class NumpyStateDependentNoise(NumpyDistribution):
     """
-    Gaussians whose means are the first outputs. The others are the latents: the noise is a linear function of them, whose
-    coefficients the distribution keeps until SB3 draws new ones. No gradient goes through them.
+    NumPy implementation of SB3's ``StateDependentNoiseDistribution``. The first outputs are the means, the others the latent
+    features. The noise is a linear function of these features; the distribution keeps its coefficients until SB3 draws new
+    ones. No gradient goes through these features.
     """
 
     distribution: StateDependentNoiseDistribution
@@ -46,7 +47,7 @@ class NumpyStateDependentNoise(NumpyDistribution):
             positive, shifted = self.parameter > 0, 1 + self.distribution.epsilon + np.maximum(self.parameter, 0)
             self.stds = np.where(positive, 1 + np.log(shifted), self.stds)
             self.slopes = np.where(positive, 1 / shifted, self.slopes)
-        # Without `full_std` there is one for all actions.
+        # Without `full_std`, all actions share the standard deviations.
         self.coefficient_variances = np.repeat(np.square(self.stds), self.n_actions // self.stds.shape[1], axis=1)
 
     def sample(self, outputs: np.ndarray, noise: None) -> np.ndarray:

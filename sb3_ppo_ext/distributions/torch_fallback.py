@@ -1,4 +1,4 @@
-"""The NumPy side of any action distribution without a NumPy implementation of its own: it calls PyTorch."""
+"""Fallback for action distributions without a NumPy implementation of their own: it calls PyTorch."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from sb3_ppo_ext.distributions.base import NumpyDistribution
 
 class TorchFallback(NumpyDistribution):
     """
-    The NumPy side of any distribution of SB3's or ours, with the gradient by autograd.
+    NumPy interface of any action distribution of SB3 or of this package, with gradients by autograd.
 
-    :param distribution: The policy's distribution
-    :param log_std: The policy's parameter of this name, ``None`` if it has none
-    :param transform: What the policy applies to the outputs of its output layer, ``None`` if it applies nothing
+    :param distribution: Action distribution of the policy
+    :param log_std: Parameter ``log_std`` of the policy, ``None`` if it has none
+    :param transform: Module that the policy applies to the outputs of its output layer, ``None`` if there is none
     """
 
     def __init__(self, distribution: Distribution, log_std: nn.Parameter | None, transform: nn.Module | None = None):

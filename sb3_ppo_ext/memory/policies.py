@@ -1,4 +1,4 @@
-"""Policies with a memory: what they do depends on the last observations of the episode."""
+"""History-based policies for partially observable tasks (POMDPs): they act on the last observations of the episode."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from sb3_ppo_ext.memory.sequence_buffers import Sequences
 from sb3_ppo_ext.memory.transformer import Cache, Transformer
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
 
-# That are preprocessed at once where no gradient is needed
+# Number of observations that are preprocessed at once where no gradient is needed
 MAX_IMAGES = 64
 
 
 class Memory(NamedTuple):
     """
-    What ``predict`` returns, to be given back at the next step: what each environment has shown last. The policy reads it anew
-    at each step, with the parameters that it has then.
+    The state that ``predict`` returns and takes at the next step: the last observations of each environment. The policy
+    evaluates them anew at each step, with its current parameters.
 
-    :param observations: The last ones, shape ``(n_envs, context_length - 1, *obs_shape)``
-    :param known: Which of them belong to the present episode, shape ``(n_envs, context_length - 1)``
-    :param starts: Which of them began an episode, the same shape
-    :param last_actions: What the policy did before each of them and before the present one, shape
-        ``(n_envs, context_length, size)``, ``None`` without ``use_last_action``
-    :param last_rewards: What it got for that, shape ``(n_envs, context_length)``, NaN where nobody has said, ``None`` without
-        ``use_last_reward``
+    :param observations: Last observations, shape ``(n_envs, context_length - 1, *obs_shape)``
+    :param known: Whether each observation belongs to the current episode, shape ``(n_envs, context_length - 1)``
+    :param starts: Whether each observation began an episode, shape ``(n_envs, context_length - 1)``
+    :param last_actions: Encoded actions before each of these observations and before the next one, shape
+        ``(n_envs, context_length, n_action_features)``; ``None`` without ``use_last_action``
+    :param last_rewards: Rewards of these actions, shape ``(n_envs, context_length)``, NaN where the reward has not been given;
+        ``None`` without ``use_last_reward``
     """
 
     observations: Any
@@ -52,8 +52,8 @@ class Memory(NamedTuple):
 
     def with_rewards(self, rewards: np.ndarray) -> Memory:
         """
-        :param rewards: Of the last step, shape ``(n_envs,)``
-        :return: For the next step of a policy with ``use_last_reward``
+        :param rewards: Rewards of the last step, shape ``(n_envs,)``
+        :return: State with these rewards for the next step; the same state without ``use_last_reward``
         """
         if self.last_rewards is None:
             return self
@@ -64,30 +64,30 @@ class Memory(NamedTuple):
 
 class TransformerPolicyMixin(ActionDistributionMixin):
     """
-    Stands before an actor-critic policy of SB3 among the parents of a class, and gives it a memory: a transformer reads the
-    features of the last observations of the episode, and what it makes of them goes to the networks of actor and critic.
+    Mixin that makes an actor-critic policy of SB3 history-based; it comes before that policy among the base classes. A
+    transformer reads the features of the last observations of the episode, and its outputs go to the networks of actor and
+    critic.
 
     ``evaluate_actions``, ``get_distribution`` and ``predict_values`` take
-    :class:`~sb3_ppo_ext.memory.sequence_buffers.Sequences`, as the rollout buffer has them.
+    :class:`~sb3_ppo_ext.memory.sequence_buffers.Sequences`, which the rollout buffer returns.
     ``predict`` takes and returns a :class:`Memory` as its state.
 
-    :param args: As for SB3's policy
-    :param context_length: How many observations the policy sees, the present one included
-    :param d_model: Size of what the transformer knows of each step, a multiple of ``n_heads``
-    :param n_heads: Heads of its attention
-    :param n_layers: Its layers, which share out the steps to look back: the more layers, the less far each of them sees, and
-        what is long ago must pass from one to the next
-    :param ffn_dim: Hidden size of its linear layers, ``2 * d_model`` by default
-    :param n_stacked: Of how many steps what it knows of the present is made, as by frame stacking, so that velocities can be
-        read off it; at most as many as the first layer sees. Give 1 where successive observations have nothing to do with each
-        other
-    :param gate: Whether what its layers find out is joined by the gates of GTrXL; else it is added
-    :param use_last_action: Whether it sees the last action as well: scaled to [-1, 1] if the action space has bounds, as ones
-        and zeros if it is discrete
-    :param use_last_reward: Whether it sees the last reward as well. Then ``predict`` must be told, see
-        :meth:`Memory.with_rewards`, which SB3's ``evaluate_policy`` and RL Zoo's ``enjoy`` do not
-    :param kwargs: As for SB3's policy, and :class:`~sb3_ppo_ext.policies.ActionDistributionMixin`. With
-        ``share_features_extractor=False`` actor and critic have transformers of their own
+    :param args: Positional arguments of SB3's policy
+    :param context_length: Number of observations that the policy sees, including the current one
+    :param d_model: Size of a token, the embedding of a step, a multiple of ``n_heads``
+    :param n_heads: Number of attention heads
+    :param n_layers: Number of layers. The earlier steps of the context are divided among them: the more layers, the less far
+        each of them looks back, and information from the distant past must pass from one layer to the next
+    :param ffn_dim: Hidden size of the feed-forward networks, ``2 * d_model`` by default
+    :param n_stacked: Number of steps that the token of the current step is made from, as in frame stacking, so that it
+        contains velocities; at most as many as the first layer sees. Give 1 where successive observations are unrelated
+    :param gate: Whether the gates of GTrXL join the inputs and outputs of the layers; otherwise they are added
+    :param use_last_action: Whether the policy also sees the last action: scaled to [-1, 1] if the action space has bounds, as
+        ones and zeros (one-hot) if it is discrete
+    :param use_last_reward: Whether the policy also sees the last reward. ``predict`` then needs the rewards, see
+        :meth:`Memory.with_rewards`; SB3's ``evaluate_policy`` and RL Zoo's ``enjoy`` do not pass them
+    :param kwargs: Keyword arguments of SB3's policy and of :class:`~sb3_ppo_ext.policies.ActionDistributionMixin`. With
+        ``share_features_extractor=False``, actor and critic have separate transformers
     :raises ValueError: if a keyword is not valid
     """
 
@@ -137,7 +137,7 @@ class TransformerPolicyMixin(ActionDistributionMixin):
 
     @property
     def n_action_features(self) -> int:
-        """How many numbers it sees of the last action."""
+        """Number of inputs that encode the last action, 0 without ``use_last_action``."""
         return get_flattened_obs_dim(self.action_space) if self.use_last_action else 0
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
@@ -147,9 +147,9 @@ class TransformerPolicyMixin(ActionDistributionMixin):
 
     def inputs(self, sequences: Sequences, extractor: nn.Module) -> th.Tensor:
         """
-        :param sequences: Observations with what was done before
-        :param extractor: Features extractor, the actor's or the critic's
-        :return: What the transformer reads of each step, shape ``(n_sequences, n_steps, size)``
+        :param sequences: Sequences of observations, with the last actions and rewards if the policy sees them
+        :param extractor: Features extractor of the actor or of the critic
+        :return: Inputs of the transformer at each step, shape ``(n_sequences, n_steps, size)``
         """
         flat = map_observations(lambda part: part.flatten(0, 1), sequences.observations)
         parts = [self._extract(flat, extractor).unflatten(0, sequences.episodes.shape)]
@@ -161,7 +161,7 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         return th.cat(parts, dim=-1)
 
     def _extract(self, observations: Any, extractor: nn.Module) -> th.Tensor:
-        """Features of single observations, a few at a time where no gradient is needed, for images become large on the way."""
+        """Features of single observations, in chunks where no gradient is needed: intermediate results of images are large."""
         n = len(next(iter(observations.values()))) if isinstance(observations, dict) else len(observations)
         size = n if th.is_grad_enabled() else MAX_IMAGES
         features: list[Any] = []
@@ -172,9 +172,9 @@ class TransformerPolicyMixin(ActionDistributionMixin):
 
     def encode_actions(self, actions: np.ndarray) -> np.ndarray:
         """
-        :param actions: As the environments got them, shape ``(n_envs, *action_shape)``
-        :return: As the policy sees them: scaled to [-1, 1] where there are bounds, discrete ones as ones and zeros, shape
-            ``(n_envs, size)``, float32
+        :param actions: Actions as the environments got them, shape ``(n_envs, *action_shape)``
+        :return: Actions as the policy sees them: scaled to [-1, 1] where there are bounds, as ones and zeros (one-hot) if they
+            are discrete, shape ``(n_envs, n_action_features)``, float32
         """
         encoded: Any = preprocess_obs(th.as_tensor(actions), self.action_space, normalize_images=False)
         flat = encoded.reshape(len(actions), -1).double().numpy()
@@ -186,21 +186,21 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         return flat.astype(np.float32)
 
     def _features(self, sequences: PyTorchObs, extractor: nn.Module, transformer: Transformer) -> th.Tensor:
-        """Of the samples, shape ``(n_samples, 2 * d_model)``."""
+        """Features of the samples, shape ``(n_samples, 2 * d_model)``."""
         if not isinstance(sequences, Sequences):
             raise BadArgumentError(
-                f"A {type(self).__name__} reads `Sequences`, as PPOExt's rollout buffer has them, not single observations, "
-                "which do not tell what was before: use `predict` with its `state`."
+                f"A {type(self).__name__} reads `Sequences`, which PPOExt's rollout buffer returns; single observations lack "
+                "the history: use `predict` with its `state`."
             )
         features = transformer(self.inputs(sequences, extractor), sequences.episodes).flatten(0, 1)
         return features if sequences.samples is None else features[sequences.samples]
 
     def extract_features(self, obs: Any, features_extractor: Any = None) -> Any:
         """
-        :param obs: Sequences
-        :param features_extractor: Not used, for the transformers have their own
-        :return: What they know at the time of the samples, shape ``(n_samples, 2 * d_model)``, the actor's and the critic's if
-            each has one
+        :param obs: Sequences of observations
+        :param features_extractor: Not used: actor and critic use their own
+        :return: Features of the samples, shape ``(n_samples, 2 * d_model)``; a pair of them, for actor and critic, if each has
+            its own transformer
         """
         of_actor = self._features(obs, self.pi_features_extractor, self.pi_transformer)
         if self.share_features_extractor:
@@ -209,16 +209,16 @@ class TransformerPolicyMixin(ActionDistributionMixin):
 
     def get_distribution(self, obs: Any) -> Distribution:
         """
-        :param obs: Sequences
-        :return: The distribution of the actions of the samples
+        :param obs: Sequences of observations
+        :return: Action distribution of the samples
         """
         features = self._features(obs, self.pi_features_extractor, self.pi_transformer)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(features))
 
     def predict_values(self, obs: Any) -> th.Tensor:
         """
-        :param obs: Sequences
-        :return: The values of the samples, shape ``(n_samples, 1)``
+        :param obs: Sequences of observations
+        :return: Estimated values of the samples, shape ``(n_samples, 1)``
         """
         features = self._features(obs, self.vf_features_extractor, self.vf_transformer)
         return self.value_net(self.mlp_extractor.forward_critic(features))
@@ -227,11 +227,12 @@ class TransformerPolicyMixin(ActionDistributionMixin):
 
     def act(self, sequences: Sequences, caches: Sequence[Cache]) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
         """
-        As ``forward`` of SB3's policies, for one further step of each environment.
+        Like ``forward`` of SB3's policies, for the next step of each environment.
 
-        :param sequences: This step, shape ``(n_envs, 1, ...)``
-        :param caches: What the transformers have computed of those before, see :meth:`transformers`
-        :return: Actions, values and log probabilities
+        :param sequences: Sequences of this step alone, shape ``(n_envs, 1, ...)``
+        :param caches: Caches of the earlier steps, one for each of the :meth:`transformers`
+        :return: Actions, shape ``(n_envs, *action_shape)``, values, shape ``(n_envs, 1)``, and log probabilities, shape
+            ``(n_envs,)``
         """
         episodes, known = sequences.episodes[:, 0], []
         for (extractor, transformer), cache in zip(self.transformers(), caches, strict=True):
@@ -242,7 +243,7 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         return actions.reshape(-1, *self.action_space.shape), values, distribution.log_prob(actions)
 
     def transformers(self) -> list[tuple[nn.Module, Transformer]]:
-        """:return: The actor's and the critic's, each with its features extractor; one if they share it"""
+        """:return: Features extractor and transformer of the actor, and those of the critic unless they are shared"""
         pairs: Any = [(self.pi_features_extractor, self.pi_transformer), (self.vf_features_extractor, self.vf_transformer)]
         return pairs[:1] if self.share_features_extractor else pairs
 
@@ -254,15 +255,16 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         deterministic: bool = False,
     ) -> tuple[np.ndarray, Any]:
         """
-        Get the policy's action from an observation and what was before.
+        Get the policy's action from an observation and the last observations of the episode.
 
-        :param observation: Of one environment, or of several, shape ``(n_envs, *obs_shape)``
-        :param state: What the last call returned, ``None`` at first
-        :param episode_start: Which environments have begun an episode with this observation, shape ``(n_envs,)``; ``None`` if
-            none has since the last call
-        :param deterministic: Whether to return the likeliest action or a sample
-        :return: The action, and a :class:`Memory` as the next state
-        :raises ValueError: if the state is that of another number of environments, or lacks a reward
+        :param observation: Observation of one environment, shape ``obs_shape``, or of several, shape ``(n_envs, *obs_shape)``
+        :param state: State that the last call returned, ``None`` in the first call
+        :param episode_start: Whether each environment has begun an episode with this observation, shape ``(n_envs,)``;
+            ``None`` if none has since the last call
+        :param deterministic: Whether to return the deterministic action instead of a sample
+        :return: Action of each environment, and a :class:`Memory` as the next state
+        :raises ValueError: if the state is for another number of environments or another ``context_length``, or lacks the
+            rewards of the last step
         """
         self.set_training_mode(False)
         tensor, is_vectorized = self.obs_to_tensor(observation)
@@ -280,7 +282,7 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         return (actions if is_vectorized else actions.squeeze(axis=0)), memory
 
     def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
-        """As SB3's ``predict`` does."""
+        """Unscale or clip the actions as SB3's ``predict`` does."""
         space = self.action_space
         if not isinstance(space, spaces.Box):
             return actions
@@ -298,17 +300,17 @@ class TransformerPolicyMixin(ActionDistributionMixin):
 
     def _check_memory(self, state: Any, n_envs: int, begins: np.ndarray) -> None:
         if not isinstance(state, Memory):
-            refuse("state", type(state).__name__, "give what `predict` has returned, or None at first")
+            refuse("state", type(state).__name__, "give the state that `predict` has returned, or None in the first call")
         if len(state.known) != n_envs:
-            refuse("state", f"of {len(state.known)} environments", f"there are {n_envs} observations; give None to begin anew")
+            refuse("state", f"of {len(state.known)} environments", f"there are {n_envs} observations; give None to start anew")
         if state.known.shape[1] != self.context_length - 1:
             refuse("state", f"of {state.known.shape[1] + 1} steps", f"this policy has context_length={self.context_length}")
         if state.last_rewards is not None and np.isnan(state.last_rewards[~begins, -1]).any():
-            remedy = "`use_last_reward` needs the last rewards: give `state.with_rewards(rewards)`"
+            remedy = "`use_last_reward` needs the rewards of the last step: give `state.with_rewards(rewards)`"
             refuse("state", "without rewards", remedy)
 
     def _sequences(self, memory: Memory) -> Sequences:
-        # 0 for what was before the episode, which nothing in it can see
+        # Steps before the current episode get the number 0, so that no step of the episode sees them.
         tensors = (memory.known.astype(np.int64), memory.starts, memory.last_actions, memory.last_rewards)
         to_device = self._to_device
         return Sequences(map_observations(to_device, memory.observations), *map(to_device, tensors))
@@ -317,7 +319,7 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         return None if array is None else th.as_tensor(array, device=self.device)
 
     def _forget_oldest(self, memory: Memory, actions: np.ndarray) -> Memory:
-        """What the next step needs, with what was done at this one."""
+        """The memory for the next step: without the oldest observation, and with the actions of this step."""
         last_actions, last_rewards = memory.last_actions, memory.last_rewards
         if last_actions is not None:
             last_actions = np.concatenate([last_actions[:, 1:], self.encode_actions(actions)[:, np.newaxis]], axis=1)
@@ -328,7 +330,7 @@ class TransformerPolicyMixin(ActionDistributionMixin):
 
 
 def _append(memory: Memory, observations: Any, begins: np.ndarray) -> Memory:
-    """The memory, with the present observation; where it begins an episode, nothing before it is known any more."""
+    """The memory with the current observations; where one begins an episode, the earlier ones are no longer known."""
     return memory._replace(
         observations=map_observations(lambda *parts: np.concatenate(parts, axis=1), memory.observations, observations),
         known=np.concatenate([memory.known & ~begins, np.ones_like(begins)], axis=1),
@@ -337,12 +339,12 @@ def _append(memory: Memory, observations: Any, begins: np.ndarray) -> Memory:
 
 
 class MlpTransformerPolicy(TransformerPolicyMixin, ActorCriticPolicy):
-    """For vectors, see :class:`TransformerPolicyMixin`."""
+    """Transformer policy for vectors, see :class:`TransformerPolicyMixin`."""
 
 
 class CnnTransformerPolicy(TransformerPolicyMixin, ActorCriticCnnPolicy):
-    """For images, see :class:`TransformerPolicyMixin`."""
+    """Transformer policy for images, see :class:`TransformerPolicyMixin`."""
 
 
 class MultiInputTransformerPolicy(TransformerPolicyMixin, MultiInputActorCriticPolicy):
-    """For dictionaries, see :class:`TransformerPolicyMixin`."""
+    """Transformer policy for dictionaries, see :class:`TransformerPolicyMixin`."""

@@ -1,4 +1,4 @@
-"""Rollouts for policies with a memory: what came before a sample is read from where it lies, and never copied per sample."""
+"""Rollout buffers for history-based policies: successive samples share their history, it is not copied per sample."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSampl
 
 from sb3_ppo_ext.common.observations import map_observations
 
-# Of observations that are copied at once to compute what a policy remembers
+# Size of the observations that are copied at once to fill the caches of a policy, in bytes
 MAX_BYTES = 2**23
 
 
 class Sequences(NamedTuple):
     """
-    What a policy with a memory reads: successive steps of several environments, the ``context_length - 1`` steps before the
-    first sample of each included.
+    Input of a history-based policy: successive steps of several environments, including the ``context_length - 1`` steps
+    before the first sample of each sequence.
 
-    :param observations: Shape ``(n_sequences, context_length - 1 + n, *obs_shape)``
-    :param episodes: A number for each step, the same for two steps of one episode, shape
+    :param observations: Observations, shape ``(n_sequences, context_length - 1 + n, *obs_shape)``
+    :param episodes: Episode number of each step, the same for two steps of one episode, shape
         ``(n_sequences, context_length - 1 + n)``
-    :param starts: Which steps begin an episode, so that nothing was done before them, shape as ``episodes``
-    :param last_actions: What the policy did before each step, encoded, shape
-        ``(n_sequences, context_length - 1 + n, n_action_features)``, ``None`` if it does not see that
-    :param last_rewards: What it got for that, shape ``(n_sequences, context_length - 1 + n)``, ``None`` likewise
-    :param samples: Places among the ``n_sequences * n`` steps that are samples, ``None`` for all of them
+    :param starts: Whether each step begins an episode, so that it has no last action and reward, shape
+        ``(n_sequences, context_length - 1 + n)``
+    :param last_actions: Encoded action before each step, shape
+        ``(n_sequences, context_length - 1 + n, n_action_features)``; ``None`` if the policy does not see it
+    :param last_rewards: Reward of this action, shape ``(n_sequences, context_length - 1 + n)``; ``None`` if the policy does
+        not see it
+    :param samples: Indices of the samples among the last ``n`` steps of all sequences, flattened, shape ``(n_samples,)``;
+        ``None`` if all of these steps are samples
     """
 
     observations: PyTorchObs
@@ -42,16 +45,16 @@ class Sequences(NamedTuple):
 
 class SequenceBufferMixin(RolloutBuffer):
     """
-    A rollout buffer which keeps the last steps before the rollout, and whose samples are :class:`Sequences`. Those of its
-    samples that are successive steps of one environment share a sequence.
+    A rollout buffer that also keeps the last ``context_length - 1`` steps before the rollout, and returns :class:`Sequences`
+    as observations. Samples that are successive steps of one environment share a sequence.
 
-    Step t of the rollout is in row ``context_length - 1 + t`` of what is kept.
+    Step t of the rollout is in row ``context_length - 1 + t`` of the arrays with the earlier steps.
 
-    :param args: See ``RolloutBuffer``
-    :param context_length: Steps that the policy sees, the present one included
-    :param n_action_features: How many numbers it sees of what it did before
-    :param keeps_rewards: Whether it sees what it got for that
-    :param kwargs: See ``RolloutBuffer``
+    :param args: Positional arguments of ``RolloutBuffer``
+    :param context_length: Number of observations that the policy sees, including the current one
+    :param n_action_features: Number of inputs that encode the last action, 0 if the policy does not see it
+    :param keeps_rewards: Whether the policy sees the last reward
+    :param kwargs: Keyword arguments of ``RolloutBuffer``
     """
 
     def __init__(
@@ -63,13 +66,13 @@ class SequenceBufferMixin(RolloutBuffer):
         super().__init__(*args, **kwargs)
 
     def reset(self) -> None:
-        """Forget the rollout, but for its last steps, after which the next one begins."""
+        """Clear the rollout except for its last steps, which precede the next rollout."""
         if self.rows is None:
             self._allocate()
         else:
             self._keep_last_rows()
         super().reset()
-        # Views, into which SB3's methods write
+        # Views that SB3's methods write to
         self.observations = map_observations(lambda rows: rows[self.n_before :], self.rows)
         self.episode_starts = self.starts[self.n_before :]
 
@@ -80,9 +83,9 @@ class SequenceBufferMixin(RolloutBuffer):
             lambda shape, dtype: np.zeros((n_rows, self.n_envs, *shape), dtype), self.obs_shape, dtypes
         )
         self.starts = np.zeros((n_rows, self.n_envs), np.float32)
-        # A number for each, the same for those of one episode, and -1 where nothing was yet
+        # Episode number of each step, -1 in rows that have not been filled yet
         self.episodes = np.full((n_rows, self.n_envs), -1)
-        # Of what was before the observation of the same row; one more, for the first step of the next rollout
+        # Last action and reward before the observation in the same row; one more row for the first step of the next rollout
         self.last_actions, self.last_rewards = None, None
         if self.n_action_features > 0:
             self.last_actions = np.zeros((n_rows + 1, self.n_envs, self.n_action_features), np.float32)
@@ -102,11 +105,11 @@ class SequenceBufferMixin(RolloutBuffer):
 
     def keep_observations(self, step: int, observations: Any, starts: np.ndarray) -> None:
         """
-        As :meth:`add` will, but before the environments go on.
+        Store the observations of a step as :meth:`add` does, but before the environments take the step.
 
-        :param step: Of the rollout
-        :param observations: As the environments returned them, shape ``(n_envs, *obs_shape)``
-        :param starts: Whether they begin an episode, shape ``(n_envs,)``
+        :param step: Index of the step in the rollout
+        :param observations: Observations as the environments returned them, shape ``(n_envs, *obs_shape)``
+        :param starts: Whether each observation begins an episode, shape ``(n_envs,)``
         """
 
         def keep(rows: np.ndarray, part: np.ndarray) -> None:
@@ -115,38 +118,40 @@ class SequenceBufferMixin(RolloutBuffer):
         map_observations(keep, self.rows, observations)
         row = self.n_before + step
         self.starts[row] = starts
-        # What came before is not known at first: it is of another episode than this one even if that does not begin here.
+        # Rows that have not been filled (-1) belong to another episode than this one, even if it does not begin at this step.
         self.episodes[row] = np.maximum(self.episodes[row - 1], 0) + np.asarray(starts, bool)
 
     def add(self, obs: Any, action: np.ndarray, reward: np.ndarray, episode_start: np.ndarray, *args: Any) -> None:
-        """See ``RolloutBuffer``."""
+        """Add a step, see ``RolloutBuffer``."""
         self.keep_observations(self.pos, obs, episode_start)
         super().add(obs, action, reward, episode_start, *args)
 
     def keep_outcome(self, step: int, actions: np.ndarray | None, rewards: np.ndarray) -> None:
         """
-        :param step: Of the rollout
-        :param actions: What the policy did, encoded, shape ``(n_envs, n_action_features)``
-        :param rewards: What it got for it, before anything is added to that, shape ``(n_envs,)``
+        Store the actions and rewards of a step, which are the last ones at the next step.
+
+        :param step: Index of the step in the rollout
+        :param actions: Encoded actions, shape ``(n_envs, n_action_features)``; ``None`` if the policy does not see them
+        :param rewards: Rewards of the environments, before truncated episodes are bootstrapped, shape ``(n_envs,)``
         """
         if self.last_actions is not None:
             self.last_actions[self.n_before + step + 1] = actions
         if self.last_rewards is not None:
             self.last_rewards[self.n_before + step + 1] = rewards
 
-    # What the policy reads
+    # Sequences for the policy
 
-    def sequences_of(self, places: np.ndarray) -> Sequences:
+    def sequences_of(self, indices: np.ndarray) -> Sequences:
         """
-        :param places: Of samples in the flattened rollout, ``env * buffer_size + step``
-        :return: What the policy reads for them, in this order
+        :param indices: Indices of samples in the flattened rollout, ``env * buffer_size + step``, shape ``(n_samples,)``
+        :return: Sequences with these samples, in this order
         """
-        environments, steps = np.divmod(places, self.buffer_size)
-        begins = np.flatnonzero(np.r_[True, (np.diff(places) != 1) | (steps[1:] == 0)])
-        lengths = np.diff(np.r_[begins, len(places)])
+        environments, steps = np.divmod(indices, self.buffer_size)
+        begins = np.flatnonzero(np.r_[True, (np.diff(indices) != 1) | (steps[1:] == 0)])
+        lengths = np.diff(np.r_[begins, len(indices)])
         longest = lengths.max()
         rows = steps[begins, None] + np.arange(self.n_before + longest)
-        # Past the end of a shorter one comes anything
+        # Past its end, a shorter sequence is padded with arbitrary steps.
         rows = np.minimum(rows, self.n_before + self.buffer_size - 1)
         samples = None
         if lengths.min() < longest:
@@ -155,16 +160,16 @@ class SequenceBufferMixin(RolloutBuffer):
 
     def sequences_at(self, step: int) -> Sequences:
         """
-        :param step: Of the rollout
-        :return: This step alone, of all environments
+        :param step: Index of the step in the rollout
+        :return: Sequences of this step alone, one for each environment
         """
         return self._sequences((np.array([[self.n_before + step]]), np.arange(self.n_envs)[:, None]))
 
     def sequences_before(self, step: int) -> Iterator[Sequences]:
         """
-        :param step: Of the rollout
-        :return: The ``context_length - 1`` steps before it, of some environments after the others, so that not many images are
-            copied at once
+        :param step: Index of the step in the rollout
+        :return: Sequences of the ``context_length - 1`` steps before it, for a few environments at a time, so that not many
+            images are copied at once
         """
         row: list[np.ndarray] = []
         map_observations(lambda rows: row.append(rows[0]), self.rows)
@@ -178,11 +183,11 @@ class SequenceBufferMixin(RolloutBuffer):
         self, steps: np.ndarray, environments: np.ndarray, observations: PyTorchObs, starts: np.ndarray
     ) -> Sequences:
         """
-        :param steps: Of the rollout, shape ``(n,)``
-        :param environments: Shape ``(n,)``
-        :param observations: Which follow these steps, on the device, shape ``(n, *obs_shape)``
-        :param starts: Whether they begin an episode, shape ``(n,)``
-        :return: What the policy reads when it sees them
+        :param steps: Indices of steps in the rollout, shape ``(n,)``
+        :param environments: Index of the environment of each step, shape ``(n,)``
+        :param observations: Observations that follow these steps, on the device, shape ``(n, *obs_shape)``
+        :param starts: Whether each observation begins an episode, shape ``(n,)``
+        :return: Sequences that end with these observations
         """
         columns = environments[:, None]
         before = self._sequences((steps[:, None] + 1 + np.arange(self.n_before), columns))
@@ -198,7 +203,7 @@ class SequenceBufferMixin(RolloutBuffer):
         return joined(before, now)
 
     def _sequences(self, at: tuple[np.ndarray, np.ndarray], samples: th.Tensor | None = None) -> Sequences:
-        """Of some rows and environments, as indices that are broadcast."""
+        """Sequences of some rows and environments, given as two arrays of indices that are broadcast."""
         return Sequences(
             map_observations(lambda rows: self.to_torch(rows[at], copy=False), self.rows),
             self.to_torch(self.episodes[at]),
@@ -234,9 +239,9 @@ class SequenceDictRolloutBuffer(SequenceBufferMixin, DictRolloutBuffer):  # type
 
 def joined(one: Sequences, other: Sequences) -> Sequences:
     """
-    :param one: Some steps
-    :param other: Those that follow
-    :return: All of them
+    :param one: Sequences
+    :param other: Sequences of the steps that follow
+    :return: Sequences of all these steps
     """
 
     def join(*parts: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A transformer that sees the last steps of an episode, exactly as many as it is told to."""
+"""A transformer that sees exactly the last ``context_length`` steps of an episode."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 class GRUGate(nn.Module):
     """
-    Joins a layer's input with its output, as GTrXL does; at the start it lets mostly the input through.
+    Gate that joins the input and the output of a layer, as in GTrXL; initially it passes mostly the input.
 
     Paper: https://arxiv.org/abs/1910.06764
 
-    :param d_model: Size of both
-    :param bias: How strongly it prefers the input at the start
+    :param d_model: Size of the input and of the output
+    :param bias: Initial bias towards the input
     """
 
     def __init__(self, d_model: int, bias: float = 2.0):
@@ -27,9 +27,9 @@ class GRUGate(nn.Module):
 
     def forward(self, inputs: th.Tensor, outputs: th.Tensor) -> th.Tensor:
         """
-        :param inputs: Of the layer, shape ``(..., d_model)``
-        :param outputs: Of the layer, the same shape
-        :return: The same shape
+        :param inputs: Inputs of the layer, shape ``(..., d_model)``
+        :param outputs: Outputs of the layer, shape ``(..., d_model)``
+        :return: Joined inputs and outputs, shape ``(..., d_model)``
         """
         reset, update = self.of_input(inputs).chunk(2, dim=-1)
         of_reset, of_update, candidate = self.of_output(outputs).chunk(3, dim=-1)
@@ -40,33 +40,33 @@ class GRUGate(nn.Module):
 
 
 class Residual(nn.Module):
-    """Joins a layer's input with its output by addition."""
+    """Residual connection: adds the output of a layer to its input."""
 
     def forward(self, inputs: th.Tensor, outputs: th.Tensor) -> th.Tensor:
         """
-        :param inputs: Of the layer, shape ``(..., d_model)``
-        :param outputs: Of the layer, the same shape
-        :return: The same shape
+        :param inputs: Inputs of the layer, shape ``(..., d_model)``
+        :param outputs: Outputs of the layer, shape ``(..., d_model)``
+        :return: Joined inputs and outputs, shape ``(..., d_model)``
         """
         return inputs + outputs
 
 
 class Block(nn.Module):
     """
-    Attention to the last tokens, then two linear layers, each behind a LayerNorm.
+    Attention to the last tokens, then a feed-forward network of two linear layers, each with a LayerNorm before it.
 
-    What a head pays attention to depends on the tokens and on how long ago they were: a score is learned for each distance. At
-    the start some heads prefer the newest tokens and others treat all alike, as in ALiBi (https://arxiv.org/abs/2108.12409).
+    The attention of a head depends on the tokens and on their distance in time: a score is learned for each distance.
+    Initially some heads prefer the newest tokens and others treat all alike, as in ALiBi (https://arxiv.org/abs/2108.12409).
 
-    :param span: How many steps it looks back
+    :param span: Number of steps that the block looks back
     :param d_model: Size of a token
-    :param n_heads: Of the attention
-    :param ffn_dim: Size of the hidden linear layer
-    :param gate: Whether a :class:`GRUGate` joins inputs and outputs; else they are added
+    :param n_heads: Number of attention heads
+    :param ffn_dim: Hidden size of the feed-forward network
+    :param gate: Whether a :class:`GRUGate` joins inputs and outputs; otherwise they are added
     """
 
-    # Scores of distances are parameters times this: by steps as small as those of the weights, attention would take a whole
-    # training to settle on a distance.
+    # The scores of distances are parameters times this: with steps as small as those of the weights, the attention would take
+    # a whole training to settle on a distance.
     DISTANCE_SCALE = 8.0
 
     def __init__(self, span: int, d_model: int, n_heads: int, ffn_dim: int, gate: bool):
@@ -82,7 +82,7 @@ class Block(nn.Module):
         self.join_attention, self.join_ffn = (GRUGate(d_model) if gate else Residual() for _ in range(2))
 
     def init_weights(self) -> None:
-        """Orthogonal; what is added to a token is small at first, so that a policy starts from the present alone."""
+        """Orthogonal initialisation, small for what is added to a token: initially a policy acts on the current step alone."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.orthogonal_(module.weight)
@@ -93,19 +93,20 @@ class Block(nn.Module):
 
     def keys_values(self, tokens: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
         """
-        :param tokens: Shape ``(batch_size, n, d_model)``
-        :return: What later tokens read of them, both of shape ``(batch_size, n, d_model)``
+        :param tokens: Tokens, shape ``(batch_size, n, d_model)``
+        :return: Keys and values of the attention, both of shape ``(batch_size, n, d_model)``
         """
         keys, values = self.key_value(self.norm(tokens)).chunk(2, dim=-1)
         return keys, values
 
     def forward(self, tokens: th.Tensor, keys: th.Tensor, values: th.Tensor, visible: th.Tensor) -> th.Tensor:
         """
-        :param tokens: Shape ``(batch_size, n, d_model)``
-        :param keys: Of the ``span`` tokens before them and of themselves, shape ``(batch_size, span + n, d_model)``
-        :param values: As the keys
-        :param visible: Which of those each token may see, as far as it looks back, shape ``(batch_size, n, span + n)``
-        :return: Shape ``(batch_size, n, d_model)``
+        :param tokens: Tokens, shape ``(batch_size, n, d_model)``
+        :param keys: Keys of these tokens and of the ``span`` tokens before them, shape ``(batch_size, span + n, d_model)``
+        :param values: Values of the same tokens, shape ``(batch_size, span + n, d_model)``
+        :param visible: Whether each token may attend to each of those with keys, if it is within the span, shape
+            ``(batch_size, n, span + n)``
+        :return: New tokens, shape ``(batch_size, n, d_model)``
         """
         queries, keys, values = (self._heads(x) for x in (self.query(self.norm(tokens)), keys, values))
         scores = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
@@ -120,8 +121,8 @@ class Block(nn.Module):
     def distances(self, n: int, device: th.device) -> th.Tensor:
         """
         :param n: Number of tokens
-        :param device: Where to
-        :return: By how much each of them is later than each of those with keys, shape ``(n, span + n)``
+        :param device: Device of the result
+        :return: Number of steps by which each token is later than each of those with keys, shape ``(n, span + n)``
         """
         steps = th.arange(self.span + n, device=device)
         return steps[self.span :, None] - steps
@@ -132,9 +133,9 @@ class Block(nn.Module):
 
 class Stem(nn.Module):
     """
-    Makes a token of the features of the last few steps.
+    Linear embedding of the features of the last few steps as a token.
 
-    :param span: How many steps it looks back
+    :param span: Number of steps that it looks back
     :param features_dim: Size of the features of one step
     :param d_model: Size of a token
     """
@@ -148,9 +149,9 @@ class Stem(nn.Module):
 
     def forward(self, features: th.Tensor, episodes: th.Tensor) -> th.Tensor:
         """
-        :param features: Shape ``(batch_size, span + n, features_dim)``
-        :param episodes: A number for each, see :class:`Transformer`, shape ``(batch_size, span + n)``
-        :return: Tokens, shape ``(batch_size, n, d_model)``; steps of other episodes count as zero
+        :param features: Features of successive steps, shape ``(batch_size, span + n, features_dim)``
+        :param episodes: Episode number of each step, see :meth:`Transformer.forward`, shape ``(batch_size, span + n)``
+        :return: Tokens, shape ``(batch_size, n, d_model)``; the features of other episodes count as zero
         """
         n = features.shape[1] - self.span
         now = episodes[:, self.span :]
@@ -163,16 +164,16 @@ class Stem(nn.Module):
 
 class Cache:
     """
-    What has been computed of the steps so far. It holds as long as the weights stay the same.
+    Keys, values and features of the steps so far. They are valid as long as the weights stay the same.
 
-    :param transformer: For which it is
-    :param n_sequences: How many
-    :param capacity: Steps of each
+    :param transformer: Transformer that fills the cache
+    :param n_sequences: Number of sequences
+    :param capacity: Maximum number of steps of each sequence
     """
 
     def __init__(self, transformer: Transformer, n_sequences: int, capacity: int):
         weight = transformer.stem.linear.weight
-        # Of the last steps that the stem still needs
+        # Features of the last steps, which the stem still needs
         self.features = weight.new_zeros(n_sequences, transformer.stem.span, transformer.features_dim)
         self.episodes = weight.new_zeros(n_sequences, capacity, dtype=th.long)
         shape = (n_sequences, capacity, transformer.d_model)
@@ -182,22 +183,22 @@ class Cache:
 
 class Transformer(nn.Module):
     """
-    Turns a sequence of features into what a policy with a memory knows at each step.
+    Turns a sequence of features into the features of a history-based policy.
 
-    A :class:`Stem` makes a token of each step and some before it, so that it knows about velocities from the start, and the
-    blocks add to it what they find in earlier ones. The first of them finds tokens of single steps, for in tokens that overlap
-    what was then is mixed with what was before and after. Each block looks back some steps, all together
-    ``context_length - 1``. Nothing is computed of the first steps of a sequence, of which is not known what was before: a
-    sequence becomes shorter, as by convolutions without padding.
+    A :class:`Stem` makes the token of each step from this step and a few before it, so that the token contains velocities
+    from the start, and the blocks add information from earlier tokens. The first block attends to tokens of single steps:
+    overlapping tokens would mix what happened at a step with what happened before and after it. Each block looks back some
+    steps, all together ``context_length - 1``. Nothing is computed for the first steps of a sequence, because their history is
+    not known: each block makes the sequence shorter, like a convolution without padding.
 
     :param features_dim: Size of the features of one step
-    :param context_length: Steps that it sees, the present one included, at least 1
+    :param context_length: Number of steps that the transformer sees, including the current one, at least 1
     :param d_model: Size of a token, a multiple of ``n_heads``
-    :param n_heads: Heads of the attention
-    :param n_layers: Blocks, among which the steps to look back are shared out
-    :param ffn_dim: Hidden size of the linear layers
-    :param gate: Whether the blocks are gated
-    :param n_stacked: Steps of which a token is made, if the first block looks back as far
+    :param n_heads: Number of attention heads
+    :param n_layers: Number of blocks, which divide the steps to look back among them
+    :param ffn_dim: Hidden size of the feed-forward networks
+    :param gate: Whether the blocks are gated, see :class:`GRUGate`
+    :param n_stacked: Number of steps that the stem makes a token from, at most as many as the first block sees
     """
 
     def __init__(
@@ -223,21 +224,21 @@ class Transformer(nn.Module):
 
     @property
     def layers(self) -> list[Block]:
-        """The blocks."""
+        """The blocks as a list."""
         return list(self.blocks)  # type: ignore[arg-type]
 
     @property
     def n_outputs(self) -> int:
-        """How many numbers it knows at each step."""
+        """Number of output features of each step."""
         return 2 * self.d_model
 
     def forward(self, features: th.Tensor, episodes: th.Tensor, cache: Cache | None = None) -> th.Tensor:
         """
-        :param features: Of successive steps, shape ``(n_sequences, context_length - 1 + n, features_dim)``
-        :param episodes: A number for each, the same for two steps if one may see the other, shape
+        :param features: Features of successive steps, shape ``(n_sequences, context_length - 1 + n, features_dim)``
+        :param episodes: Episode number of each step; a step sees earlier steps with the same number only, shape
             ``(n_sequences, context_length - 1 + n)``
-        :param cache: An empty one, to be filled with them
-        :return: Of the last n steps, shape ``(n_sequences, n, n_outputs)``
+        :param cache: Empty cache to be filled with these steps, ``None`` for no cache
+        :return: Output features of the last n steps, shape ``(n_sequences, n, n_outputs)``
         """
         first = self.layers[0].span - self.stem.span
         present = self.stem(features[:, first:], episodes[:, first:])
@@ -257,12 +258,12 @@ class Transformer(nn.Module):
 
     def step(self, features: th.Tensor, episodes: th.Tensor, cache: Cache) -> th.Tensor:
         """
-        As :meth:`forward` for the step after those in the cache, to which it is added.
+        Like :meth:`forward`, for the one step after those in the cache. The step is added to the cache.
 
-        :param features: Shape ``(n_sequences, features_dim)``
-        :param episodes: Shape ``(n_sequences,)``
-        :param cache: Of at least ``context_length - 1`` steps
-        :return: Shape ``(n_sequences, n_outputs)``
+        :param features: Features of the step, shape ``(n_sequences, features_dim)``
+        :param episodes: Episode number of the step in each sequence, shape ``(n_sequences,)``
+        :param cache: Cache with at least ``context_length - 1`` steps
+        :return: Output features of the step, shape ``(n_sequences, n_outputs)``
         """
         now = cache.length
         cache.episodes[:, now] = episodes
@@ -281,5 +282,5 @@ class Transformer(nn.Module):
 
 
 def _same(ones: th.Tensor, others: th.Tensor) -> th.Tensor:
-    """Which numbers are the same, shape ``(batch_size, n, m)`` for ``(batch_size, n)`` and ``(batch_size, m)``."""
+    """Which numbers are equal, shape ``(batch_size, n, m)`` for shapes ``(batch_size, n)`` and ``(batch_size, m)``."""
     return ones.unsqueeze(2) == others.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The options of PPOExt: one row each in ``table.py``, from which checks, documentation and tests derive."""
+"""The options of PPOExt: one row each in ``table.py``. Checks, documentation and tests derive from the rows."""
 
 from sb3_ppo_ext.options.rules import check_options
 from sb3_ppo_ext.options.table import ALL_OPTIONS, OWN_OPTIONS, PPOExtOptions

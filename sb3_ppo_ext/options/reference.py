@@ -9,13 +9,13 @@ from sb3_ppo_ext.options.values import shown
 INTRODUCTION = """\
 # Reference of the options
 
-All options of `PPOExt`, with the same names in Python, in YAML files, for `-params` and in `load`. [Options](options.md)
-explains them and says when to use which. A value that is not accepted, and options that exclude each other, raise a
+All options of `PPOExt`, with the same names in Python, in YAML files, in `-params` and in `load`. [Options](options.md)
+explains them and says when to use which. Values that are not accepted, and options that exclude each other, raise a
 `ValueError`.
 
-A function of the remaining progress gets a number that goes from 1 to 0 during the training; `"lin_x"`, such as `"lin_0.001"`,
-is the one that goes linearly from x to 0. "Needs" names what an option needs to have an effect, "not with" what it cannot be
-combined with. The parameters of SB3's PPO come last, those that are not listed (such as `device`) are as in SB3.
+A function of the remaining progress gets a number that decreases from 1 to 0 during the training; `"lin_x"`, such as
+`"lin_0.001"`, decreases linearly from x to 0. "Needs" names what an option needs to have an effect, "not with" what it cannot
+be combined with. The parameters of SB3's PPO come last; those that are not listed, such as `device`, are as in SB3.
 
 *Generated from `sb3_ppo_ext/options/table.py` by* `python -m sb3_ppo_ext.options.reference > docs/options_reference.md`
 """
@@ -23,7 +23,7 @@ HEADINGS = ("option", "accepted values", "default", "meaning", "needs / not with
 
 
 def reference() -> str:
-    """:return: The text of ``docs/options_reference.md``"""
+    """:return: Text of ``docs/options_reference.md``"""
     own_groups = dict.fromkeys(row.group for row in OWN_OPTIONS.values())
     own = [_section(group, (row for row in OWN_OPTIONS.values() if row.group == group)) for group in own_groups]
     (sb3_group,) = {row.group for row in PPO_OPTIONS.values()}
@@ -37,7 +37,7 @@ def _section(title: str, rows: Iterable[Option]) -> str:
 
 
 def _line(cells: Iterable[str]) -> str:
-    # A bar would end the cell.
+    # An unescaped bar would end the cell.
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -49,7 +49,7 @@ def _cells(row: Option) -> tuple[str, ...]:
 def _relations(row: Option) -> str:
     needs = [f"needs {row.needs.described()}"] if row.needs is not None else []
     needed = {row.needs.name} if row.needs is not None else set()
-    # What contradicts the need goes without saying.
+    # A conflict with the needed option itself is obvious.
     others = [conflict.when.text for conflict in row.conflicts if not needed & conflict.when.example.keys()]
     conflicts = ", ".join(others)
     return "; ".join(needs + ([f"not with {conflicts}"] if conflicts else []))
@@ -62,8 +62,8 @@ def _example(row: Option) -> str:
 
 def needed_by(row: Option) -> dict[str, object]:
     """
-    :param row: An option
-    :return: Other options under which it has an effect
+    :param row: Row of an option
+    :return: Name and value of the other option that it needs to have an effect; empty if it needs none
     """
     if row.needs is None:
         return {}

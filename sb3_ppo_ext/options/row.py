@@ -1,4 +1,4 @@
-"""What a row of the table of options says, and how it is read."""
+"""Rows of the table of options, and how they are read from a dataclass."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -17,9 +17,9 @@ class When:
     """
     A condition on the settings of a model.
 
-    :param text: The condition in Markdown, behind "not with"
-    :param holds: Whether a model meets it
-    :param example: Options that meet it, empty if it takes more than options
+    :param text: Condition in Markdown, to follow "not with"
+    :param holds: Function that returns whether a model meets it
+    :param example: Options that meet it; empty if it depends on more than options
     """
 
     text: str
@@ -31,7 +31,7 @@ def equals(name: str, value: Any) -> When:
     """
     :param name: Name of an option
     :param value: Value of this option
-    :return: The condition that the option has the value
+    :return: Condition that the option has this value
     """
     return When(f"`{name}={shown(value)}`", lambda model: getattr(model, name) == value, {name: value})
 
@@ -41,7 +41,7 @@ def differs(name: str, value: Any, example: Any) -> When:
     :param name: Name of an option
     :param value: Value of this option
     :param example: Another value
-    :return: The condition that the option has another value than ``value``
+    :return: Condition that the option has another value than ``value``
     """
     return When(f"`{name}` other than `{shown(value)}`", lambda model: getattr(model, name) != value, {name: example})
 
@@ -49,7 +49,7 @@ def differs(name: str, value: Any, example: Any) -> When:
 def has_schedule(name: str) -> When:
     """
     :param name: Name of an option
-    :return: The condition that the option is a schedule, and not a number
+    :return: Condition that the option is a schedule, not a number
     """
 
     def holds(model: Any) -> bool:
@@ -62,11 +62,11 @@ def has_schedule(name: str) -> When:
 @dataclass(frozen=True)
 class Conflict:
     """
-    What an option cannot be combined with.
+    Something that an option cannot be combined with.
 
-    :param when: Refused if the option is not at its default and this holds
-    :param remedy: What the error message tells the user to do, a format string with the attributes of the model;
-        ``None`` if it is refused elsewhere, where the policy is known
+    :param when: Condition under which the option is refused if it is not at its default
+    :param remedy: Advice to the user in the error message, a format string with the attributes of the model;
+        ``None`` if the combination is refused elsewhere, where the policy is known
     """
 
     when: When
@@ -76,17 +76,17 @@ class Conflict:
 @dataclass(frozen=True)
 class Need:
     """
-    What an option needs to have an effect.
+    Another option that an option needs to have an effect.
 
     :param name: Name of another option
-    :param value: Value of the other option, ``None`` for any but its default
+    :param value: Value of the other option, ``None`` for any value but its default
     """
 
     name: str
     value: Any = None
 
     def described(self) -> str:
-        """:return: The need in Markdown"""
+        """:return: Needed option in Markdown"""
         return f"`{self.name}`" if self.value is None else f"`{self.name}={shown(self.value)}`"
 
 
@@ -98,11 +98,11 @@ class Option:
     :param name: Name of the argument of the constructor
     :param default: Default of this argument
     :param accepted: Accepted values
-    :param group: Title of the section of the reference
+    :param group: Title of its section in the reference
     :param doc: One sentence in Markdown; the ``:param`` line of the constructor starts with it
     :param examples: Values other than the default
-    :param needs: What the option needs to have an effect
-    :param conflicts: What the option cannot be combined with
+    :param needs: Other option that it needs to have an effect, ``None`` if there is none
+    :param conflicts: Conditions that it cannot be combined with
     :param attribute: Name of the attribute of the model
     """
 
@@ -118,14 +118,14 @@ class Option:
 
     def check(self, model: Any) -> None:
         """
-        :param model: A model that has the option as an attribute
+        :param model: Model that has the option as an attribute
         :raises ValueError: if the value of the option is not accepted
         """
         self.accepted.check(self.name, getattr(model, self.attribute))
 
     def check_conflicts(self, model: Any) -> None:
         """
-        :param model: A model that has all options as attributes
+        :param model: Model that has all options as attributes
         :raises ValueError: if the option is not at its default, and the model meets the condition of one of its conflicts
         """
         value = getattr(model, self.attribute)
@@ -161,9 +161,9 @@ def option(
     """
     Make a field of a dataclass a row of the table. The parameters are those of :class:`Option`.
 
-    :param accepted: ``None`` if the type of the field says it: a ``Literal`` or ``bool``
-    :param example: A value other than the default; not needed where all accepted values can be listed
-    :param attribute: ``None`` if it is the name of the field
+    :param accepted: Accepted values; ``None`` to derive them from the type of the field, a ``Literal`` or ``bool``
+    :param example: Value other than the default; not needed where all accepted values can be listed
+    :param attribute: Name of the attribute of the model; ``None`` for the name of the field
     """
     metadata = dict(accepted=accepted, group=group, doc=doc, example=example)
     metadata |= dict(needs=needs, conflicts=conflicts, attribute=attribute)
@@ -172,8 +172,8 @@ def option(
 
 def rows_of(table: type) -> dict[str, Option]:
     """
-    :param table: A dataclass whose fields are made by :func:`option`
-    :return: Its rows by name
+    :param table: Dataclass with fields made by :func:`option`
+    :return: Rows of the table, by name
     """
     types, rows = get_type_hints(table), {}
     for each in fields(table):

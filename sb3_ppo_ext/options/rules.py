@@ -1,4 +1,4 @@
-"""The check of all options of a model: the rows of the table, and what takes more than the options to judge."""
+"""Checks of all options of a model: the rows of the table, and conditions that depend on more than the options."""
 
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, check_act
 
 
 class ConfiguredModel(Protocol):
-    """The attributes of a ``PPOExt`` that are read here, beside those of the rows."""
+    """Attributes of a ``PPOExt`` that are read here, in addition to those of the rows."""
 
     action_dist: ActionDist
     deterministic_action: DeterministicAction
@@ -32,10 +32,10 @@ class ConfiguredModel(Protocol):
 
 def check_options(model: ConfiguredModel) -> None:
     """
-    Check every option of a model, and that the options go together.
+    Check every option of a model, and that the options can be combined.
 
-    :param model: A ``PPOExt``, with or without its environment
-    :raises ValueError: if the value of an option is not valid, or two options do not go together
+    :param model: ``PPOExt``, with or without its environment
+    :raises ValueError: if the value of an option is not valid, or options exclude each other
     """
     for option in ALL_OPTIONS.values():
         option.check(model)
@@ -65,7 +65,7 @@ def _check_policy(model: ConfiguredModel) -> None:
             refuse(name, model.policy_kwargs[name], remedy)
     policy_class = with_action_distributions(model.policy_class)
     _check_keywords(model, policy_class)
-    if issubclass(policy_class, ActionDistributionMixin):  # What the keywords of another class mean is its own business.
+    if issubclass(policy_class, ActionDistributionMixin):  # Keywords of other classes may mean something else.
         check_action_distribution(
             model.action_dist,
             model.deterministic_action,

@@ -1,7 +1,7 @@
 """
-The options of PPOExt, one row each: type, default, accepted values, meaning, example, and what goes with what.
+Table of the options of PPOExt, one row each: type, default, accepted values, meaning, example, needs and conflicts.
 
-From the rows derive the checks, the reference in ``docs/options_reference.md``, and the tests of single options and pairs.
+The checks, the reference in ``docs/options_reference.md``, and the tests of single options and pairs derive from the rows.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def _has_own_estimates(model: Any) -> bool:
 
 
 OWN_GET = When("a `rollout_buffer_class` that overrides `get`", _draws_its_own_minibatches)
-OWN_GET_REMEDY = "it must know which samples make a minibatch, and {rollout_buffer_class} has its own `get`; inherit SB3's"
+OWN_GET_REMEDY = "it needs the indices of a minibatch's samples, but {rollout_buffer_class} has its own `get`; inherit SB3's"
 OWN_GET_CONFLICT = Conflict(OWN_GET, OWN_GET_REMEDY)
 # `advantage_norm` has no effect without `normalize_advantage`.
 NORMALIZED_OWN_GET = When(OWN_GET.text, lambda model: model.normalize_advantage and _draws_its_own_minibatches(model))

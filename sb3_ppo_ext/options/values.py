@@ -1,4 +1,4 @@
-"""What an option may be set to: each class checks a value, and lists in Markdown what it accepts."""
+"""Accepted values of options: each class checks a value, and lists in Markdown what it accepts."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from sb3_ppo_ext.common.validation import check_choice, check_dictionary, check_
 def shown(value: Any) -> str:
     """
     :param value: Value of an option
-    :return: The value as Python code, with double quotes
+    :return: Value as Python code, with double quotes
     """
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
@@ -32,7 +32,7 @@ class Accepted(ABC):
 
     @abstractmethod
     def alternatives(self) -> tuple[str, ...]:
-        """:return: The kinds of accepted values, in Markdown"""
+        """:return: Kinds of accepted values, in Markdown"""
 
     def all(self) -> tuple[Any, ...]:
         """:return: Every accepted value if they can be listed, otherwise an empty tuple"""
@@ -42,7 +42,7 @@ class Accepted(ABC):
 @dataclass(frozen=True)
 class Number(Accepted):
     """
-    Numbers of an interval.
+    Numbers in an interval.
 
     :param low: Lower end of the interval
     :param high: Upper end of the interval
@@ -94,9 +94,9 @@ class Schedule(Accepted):
 @dataclass(frozen=True)
 class Choice(Accepted):
     """
-    Strings of a list.
+    Strings from a list.
 
-    :param choices: The accepted strings
+    :param choices: Accepted strings
     """
 
     choices: tuple[str, ...]
@@ -116,7 +116,7 @@ class Flag(Accepted):
     """
     True or False.
 
-    :param as_sb3: Whether integers and ``None`` are accepted as well, as SB3 does
+    :param as_sb3: Whether integers and ``None`` are accepted as well, as in SB3
     """
 
     as_sb3: bool = False
@@ -137,7 +137,7 @@ class Bounds(Accepted):
     """
     Pairs of a lower and an upper bound, both positive.
 
-    :param remedy: What the error message tells the user to give
+    :param remedy: Advice to the user in the error message
     """
 
     remedy: str
@@ -155,7 +155,7 @@ class Bounds(Accepted):
 
 @dataclass(frozen=True)
 class Dictionary(Accepted):
-    """Mappings."""
+    """Dictionaries."""
 
     def check(self, name: str, value: Any) -> None:
         check_dictionary(name, value)
@@ -167,9 +167,9 @@ class Dictionary(Accepted):
 @dataclass(frozen=True)
 class Optional(Accepted):
     """
-    ``None``, and what another one accepts.
+    ``None``, or a value that another :class:`Accepted` accepts.
 
-    :param accepted: Every value but ``None``
+    :param accepted: Accepted values other than ``None``
     """
 
     accepted: Accepted

@@ -1,4 +1,4 @@
-"""SB3's actor-critic policies, with further action distributions beside the Gaussian."""
+"""SB3's actor-critic policies, with more action distributions than the Gaussian."""
 
 import warnings
 from collections.abc import Mapping
@@ -20,20 +20,20 @@ from sb3_ppo_ext.common.validation import check_choice, check_number, check_type
 from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction
 from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily
 
-# Prefix of the name of the action distribution among the parameters of a policy, and that of zips of earlier versions
+# Prefix of the name of the action distribution in the state dict of a policy, now and in zips of earlier versions
 _MARK, _OLD_MARK = "action_distribution_", "law_"
-# Wider than this, a dimension of the action space is probably not what its author would explore from end to end.
+# A dimension of the action space that is wider than this is probably not meant to be explored from end to end.
 WIDE, WIDER_THAN_OTHERS = 50.0, 10.0
 
 
 class ActionDistributionMixin(ActorCriticPolicy):
     """
-    Gives an actor-critic policy of SB3 these keywords; it comes before that policy among the parents of a class. With none of
-    them set, nothing changes.
+    Mixin that adds these keywords to an actor-critic policy of SB3; it comes before that policy among the base classes. With
+    the defaults, nothing changes.
 
     Policies with a bounded action distribution sample and evaluate latents (see
-    :class:`~sb3_ppo_ext.distributions.BoundedDistribution`): these are what ``forward`` returns, what ``evaluate_actions``
-    takes, and what belongs in a rollout buffer. :meth:`unscale_action` turns them into actions, as ``predict`` does, and every
+    :class:`~sb3_ppo_ext.distributions.BoundedDistribution`): ``forward`` returns latents, ``evaluate_actions`` takes them, and
+    the rollout buffer stores them. :meth:`unscale_action` turns them into actions; ``predict`` calls it, and so does every
     algorithm of SB3 for a policy with ``squash_output``.
 
     :param observation_space: Observation space
@@ -44,7 +44,7 @@ class ActionDistributionMixin(ActorCriticPolicy):
     :param mean_tanh: Whether tanh keeps the mean of the Gaussian within the bounds of the action space; samples are clipped
     :param learn_std: Whether the standard deviation is learned; if not, it stays at ``exp(log_std_init)``, also when
         parameters with another one are loaded
-    :raises ValueError: if a keyword is not valid, or does not go with the action space or another keyword
+    :raises ValueError: if a keyword is not valid, or cannot be combined with the action space or another keyword
     """
 
     action_space: Any
@@ -77,7 +77,7 @@ class ActionDistributionMixin(ActorCriticPolicy):
             use_sde=self.use_sde,
             log_std_init=self.log_std_init,
         )
-        # With the output layer and the `log_std` of SB3's Gaussian
+        # Creates the output layer and the `log_std` of SB3's Gaussian.
         super()._build(lr_schedule)
         if self.action_dist_name != DEFAULT:
             self._build_action_dist(lr_schedule)
@@ -89,7 +89,7 @@ class ActionDistributionMixin(ActorCriticPolicy):
     def _build_action_dist(self, lr_schedule: Schedule) -> None:
         if self._family.is_bounded:
             _warn_if_wide(self.action_space)
-        # SB3, which does not know `action_dist`, must not find that the parameters for one distribution fit another.
+        # SB3 does not know `action_dist`: this name keeps it from loading the parameters of one distribution into another.
         self.register_buffer(f"{_MARK}{self.action_dist_name}", th.ones(()))
         make: Any = self._family.torch_class
         self.action_dist = make(get_action_dim(self.action_space), self.deterministic_action)
@@ -97,7 +97,7 @@ class ActionDistributionMixin(ActorCriticPolicy):
             self._replace_output_layer(lr_schedule)
 
     def _replace_output_layer(self, lr_schedule: Schedule) -> None:
-        """By the one of the distribution, without ``log_std``."""
+        """Replace the output layer by that of the distribution, and remove ``log_std``."""
         if self.log_std_init != 0:
             warnings.warn(
                 f'`log_std_init={self.log_std_init}` has no effect: `action_dist="{self.action_dist_name}"` has no standard '
@@ -114,7 +114,7 @@ class ActionDistributionMixin(ActorCriticPolicy):
 
     @property
     def squash_output(self) -> bool:
-        """Whether what the policy samples must be turned into actions by :meth:`unscale_action`."""
+        """Whether :meth:`unscale_action` must turn the policy's samples into actions."""
         return self._family.is_bounded or super().squash_output
 
     def _get_action_dist_from_latent(self, latent_pi: th.Tensor) -> Any:
@@ -146,7 +146,7 @@ class ActionDistributionMixin(ActorCriticPolicy):
 
     def scale_action(self, action: np.ndarray) -> np.ndarray:
         """
-        The inverse of :meth:`unscale_action`, for instance for actions of an expert.
+        Inverse of :meth:`unscale_action`, for instance for the actions of an expert.
 
         :param action: Actions within the bounds, shape ``(n, *action_shape)``
         :return: Latents (float32) if the action distribution is bounded, else actions in [-1, 1], the same shape
@@ -160,14 +160,14 @@ class ActionDistributionMixin(ActorCriticPolicy):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """
-        Load parameters as any module does, except that a standard deviation that is not learned stays as it was configured,
-        and the parameters for another action distribution are refused.
+        Load parameters as any module does, except that a standard deviation that is not learned keeps its configured value,
+        and the parameters of another action distribution are refused.
 
         :param state_dict: Parameters by name
-        :param strict: Whether the names must match
-        :param assign: Whether to use the given tensors themselves, not their values
-        :return: The names that did not match
-        :raises ValueError: if the parameters are for another action distribution
+        :param strict: Whether the names must match exactly
+        :param assign: Whether to use the given tensors themselves instead of copying their values
+        :return: Missing and unexpected names
+        :raises ValueError: if the parameters are those of another action distribution
         """
         check_parameters_are_of(state_dict, self.action_dist_name)
         results = super().load_state_dict(state_dict, strict, assign)
@@ -176,7 +176,7 @@ class ActionDistributionMixin(ActorCriticPolicy):
             if (loaded := self.log_std.detach().cpu()).sub(self.log_std_init).abs().max() > 1e-6:
                 warnings.warn(
                     f"`learn_std=False`: the standard deviation stays at exp of `log_std_init={self.log_std_init}` (0 by "
-                    f"default), that of the loaded parameters, {loaded.numpy()}, is not used.",
+                    f"default); the loaded `log_std`, {loaded.numpy()}, is not used.",
                     stacklevel=2,
                 )
             nn.init.constant_(self.log_std, self.log_std_init)
@@ -196,7 +196,7 @@ class ActionDistributionMixin(ActorCriticPolicy):
         }
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
-        # SB3 leaves the first out.
+        # SB3 leaves out `share_features_extractor`.
         return {
             **super()._get_constructor_parameters(),
             "share_features_extractor": self.share_features_extractor,
@@ -225,16 +225,17 @@ _WITH_ACTION_DISTRIBUTIONS: dict[type, type[ActorCriticPolicy]] = {
 
 def check_parameters_are_of(state_dict: Mapping[str, Any], action_dist: str) -> None:
     """
-    The parameters of a Gaussian would fit a squashed Gaussian, and mean something else.
+    Refuse the parameters of another action distribution: those of a Gaussian would fit a squashed Gaussian, but mean something
+    else.
 
     :param state_dict: Parameters of a policy, by name
-    :param action_dist: The action distribution that they shall be used for
-    :raises ValueError: if they are for another one
+    :param action_dist: Action distribution that they are to be used for
+    :raises ValueError: if they are those of another action distribution
     """
     parts = {name.split(".")[0] for name in state_dict}
     names = [part.removeprefix(mark) for mark in (_MARK, _OLD_MARK) for part in parts if part.startswith(mark)]
     if not names and not parts >= {"action_net", "value_net"}:
-        return  # Only some parameters: nobody can tell.
+        return  # Incomplete parameters do not tell their distribution.
     name = names[0] if names else DEFAULT
     if name != action_dist:
         remedy = f"the saved parameters are those of {name!r}; give `action_dist={name!r}`, or train a new model"
@@ -243,8 +244,8 @@ def check_parameters_are_of(state_dict: Mapping[str, Any], action_dist: str) -> 
 
 def with_action_distributions(policy_class: Any) -> Any:
     """
-    :param policy_class: A policy class
-    :return: The class with the keywords of :class:`ActionDistributionMixin` that replaces one of SB3's own; other classes are
+    :param policy_class: Policy class
+    :return: Class with the keywords of :class:`ActionDistributionMixin` that replaces one of SB3's own; other classes are
         returned unchanged
     """
     return _WITH_ACTION_DISTRIBUTIONS.get(policy_class, policy_class)
@@ -252,9 +253,9 @@ def with_action_distributions(policy_class: Any) -> Any:
 
 def fixes_std(saved: Mapping[str, Any], given: Any) -> bool:
     """
-    :param saved: The ``policy_kwargs`` of a zip
-    :param given: The ``policy_kwargs`` that it shall be loaded with
-    :return: Whether they are the same, except that the standard deviation shall not be learned from here on
+    :param saved: ``policy_kwargs`` of a zip
+    :param given: ``policy_kwargs`` that it is to be loaded with
+    :return: Whether they are the same, except that the standard deviation is no longer learned
     """
     if not isinstance(given, dict) or given.get("learn_std", True):
         return False
@@ -265,9 +266,9 @@ def fixes_std(saved: Mapping[str, Any], given: Any) -> bool:
 
 class ScaledTanh(nn.Module):
     """
-    ``tanh``, scaled to reach from the lower to the upper bounds of a space.
+    ``tanh``, scaled to the range from the lower to the upper bounds of a space.
 
-    :param space: A ``Box`` with finite bounds; its dimensions are flattened
+    :param space: ``Box`` with finite bounds; its dimensions are flattened
     """
 
     middle: th.Tensor
@@ -297,14 +298,16 @@ def check_action_distribution(
     log_std_init: float,
 ) -> None:
     """
-    :param action_dist: Name of the action distribution, see :class:`ActionDistributionMixin`, as for the next three
-    :param deterministic_action: Deterministic action
+    Check the keywords of :class:`ActionDistributionMixin`.
+
+    :param action_dist: Name of the action distribution
+    :param deterministic_action: Deterministic action of the Beta distribution
     :param mean_tanh: Whether tanh bounds the mean
     :param learn_std: Whether the standard deviation is learned
     :param action_space: Action space, ``None`` if it is not known yet
-    :param use_sde: Whether there is state-dependent noise (gSDE)
+    :param use_sde: Whether generalized State-Dependent Exploration (gSDE) is used
     :param log_std_init: Initial logarithm of the standard deviation
-    :raises ValueError: if one of them is not valid, or they do not go together
+    :raises ValueError: if a value is not valid, or the values exclude each other
     """
     check_choice("action_dist", action_dist, ACTION_DISTS)
     check_choice("deterministic_action", deterministic_action, get_args(DeterministicAction))
@@ -323,7 +326,7 @@ def check_action_distribution(
 
 
 def _check_goes_with(name: str, value: Any, default: Any, action_space: spaces.Space | None, use_sde: bool) -> None:
-    """What holds for every option that changes SB3's Gaussian."""
+    """Checks for every option that changes SB3's Gaussian."""
     if isinstance(default, bool):
         check_type(name, value, (bool, np.bool_), "give True or False")
     if action_space is not None and not isinstance(action_space, spaces.Box):
@@ -347,7 +350,7 @@ def _check_family(
     action_space: spaces.Space | None,
     log_std_init: float,
 ) -> None:
-    """What holds for this action distribution."""
+    """Checks that depend on the action distribution."""
     name, choices = family.name, family.deterministic_actions
     if family.is_bounded:
         if isinstance(action_space, spaces.Box) and not np.issubdtype(action_space.dtype, np.floating):
@@ -360,12 +363,12 @@ def _check_family(
     if family.log_std_range is not None:
         check_number("log_std_init", log_std_init, *family.log_std_range)
     if deterministic_action not in choices:
-        remedy = f'`action_dist="{name}"` does not know it; give {" or ".join(repr(choice) for choice in choices)}'
+        remedy = f'`action_dist="{name}"` does not support it; give {" or ".join(repr(choice) for choice in choices)}'
         refuse("deterministic_action", deterministic_action, remedy)
 
 
 def _warn_if_wide(space: Any) -> None:
-    # Half the width, for all of it can overflow
+    # Half the width, because the full width can overflow
     halves = (space.high.astype(np.float64) / 2 - space.low.astype(np.float64) / 2).flatten()
     usual = np.median(halves[halves > 0]) if halves.any() else 0.0
     wide = np.flatnonzero((halves > WIDE / 2) | ((halves > 1) & (halves / WIDER_THAN_OTHERS > usual)))

@@ -1,4 +1,4 @@
-"""A features extractor for observations that are sequences or sets already, for any algorithm of SB3."""
+"""A features extractor for observations that are already sequences or sets, for any algorithm of SB3."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TransformerExtractor(BaseFeaturesExtractor):
 
     - a ``Box`` of shape ``(n_tokens, token_dim)``, a sequence;
     - a ``Box`` with one dimension, in which ``VecFrameStack`` has stacked ``n_frames`` frames;
-    - a ``Dict`` whose part ``tokens_key`` is a ``Box`` of shape ``(n_tokens, token_dim)``: a set of tokens, whose order does
-      not count. The part ``mask_key``, if there is one, tells which tokens are present. All other parts are flattened and
-      given to the transformer as well.
+    - a ``Dict`` whose part ``tokens_key`` is a ``Box`` of shape ``(n_tokens, token_dim)``: a set of tokens, in any
+      order. The part ``mask_key``, if there is one, tells which tokens are present. All other parts are flattened and given to
+      the transformer as well.
 
     :param observation_space: Observation space
     :param d_model: Size of the embedding of a token, and of the features, a multiple of ``n_heads``
@@ -35,7 +35,7 @@ class TransformerExtractor(BaseFeaturesExtractor):
     :param tokens_key: Key of the set of tokens in a ``Dict``
     :param mask_key: Key of the mask in a ``Dict``, 1 for tokens that are present and 0 for the others, shape ``(n_tokens,)``;
         ``None`` if all tokens are always present
-    :raises ValueError: if an argument is not valid, or the observation space is another one
+    :raises ValueError: if an argument is not valid, or the observation space is none of these
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class TransformerExtractor(BaseFeaturesExtractor):
             self.other_keys = [key for key in observation_space.spaces if key not in (tokens_key, mask_key)]
             other_dim = sum(get_flattened_obs_dim(observation_space[key]) for key in self.other_keys)
         self.embedding = nn.Linear(token_dim, d_model)
-        # Of a set, the order does not count.
-        n_places = 1 if isinstance(observation_space, spaces.Dict) else self.n_tokens
-        self.places = nn.Parameter(th.randn(n_places, d_model) / d_model**0.5)
-        # A token of its own reads all others, and is what comes out.
+        # The order of a set does not matter: its tokens share one position.
+        n_positions = 1 if isinstance(observation_space, spaces.Dict) else self.n_tokens
+        self.places = nn.Parameter(th.randn(n_positions, d_model) / d_model**0.5)
+        # An additional token that attends to all others; its output is the features.
         self.reader = nn.Parameter(th.randn(1, d_model) / d_model**0.5)
         self.read_others = nn.Linear(other_dim, d_model) if other_dim > 0 else None
         layer = nn.TransformerEncoderLayer(d_model, n_heads, ffn_dim, dropout=0.0, norm_first=True, batch_first=True)
@@ -84,17 +84,17 @@ class TransformerExtractor(BaseFeaturesExtractor):
         if shape is not None and len(shape) == 2:
             return shape
         if shape is None or len(shape) != 1:
-            refuse("observation_space", space, "a `Box` of shape (n_tokens, token_dim) is read, or stacked vectors")
+            refuse("observation_space", space, "give a `Box` of shape (n_tokens, token_dim), or one with stacked vectors")
         if n_frames is None or shape[0] % n_frames != 0:
-            refuse("n_frames", n_frames, f"{shape[0]} numbers are stacked vectors; say how many vectors")
+            refuse("n_frames", n_frames, f"the observation has {shape[0]} numbers; give the number of stacked vectors")
         return n_frames, shape[0] // n_frames
 
     def apply(self, fn: Callable[[nn.Module], None]) -> TransformerExtractor:
         """
-        SB3's policies call this to make all linear layers of a features extractor orthogonal. Those of a transformer keep
-        their own initialisation.
+        SB3's policies call this for the orthogonal initialisation of all linear layers of a features extractor. Those of a
+        transformer keep their own initialisation.
 
-        :param fn: A function that is not called
+        :param fn: Function, which is not called
         :return: The features extractor itself
         """
         return self
@@ -112,7 +112,7 @@ class TransformerExtractor(BaseFeaturesExtractor):
                 reader = reader + self.read_others(th.cat(others, dim=1)).unsqueeze(1)
             if self.mask_key is not None:
                 hidden = observations[self.mask_key].reshape(-1, self.n_tokens) < 0.5
-                # The reader itself is always there.
+                # The additional token is never masked.
                 hidden = th.cat([hidden, hidden.new_zeros(len(hidden), 1)], dim=1)
         tokens = self.embedding(tokens.reshape(len(tokens), self.n_tokens, -1)) + self.places
         sequence = th.cat([tokens, reader.expand(len(tokens), 1, -1)], dim=1)

@@ -1,7 +1,7 @@
 """
-What the Zoo's ``ExperimentManager`` does otherwise for ``ppo_ext``.
+Methods of the Zoo's ``ExperimentManager`` that are different for ``ppo_ext``.
 
-Each function here stands in for one of its methods (``METHODS``). It gets the Zoo's own method as its first argument.
+Each function in ``METHODS`` replaces one of its methods, and gets the Zoo's own method as its first argument.
 """
 
 import sys
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import optuna
     from rl_zoo3.exp_manager import ExperimentManager
 
-# As they are used and as they are saved
+# Hyperparameters as they are used, and as they are saved
 Hyperparams: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 # The trial that runs in this thread (`--n-jobs`)
 _TRIAL: ContextVar[Any] = ContextVar("trial", default=None)
@@ -36,8 +36,8 @@ _TRIAL: ContextVar[Any] = ContextVar("trial", default=None)
 
 def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "ExperimentManager") -> Hyperparams:
     """
-    Take the entry that :func:`find_hyperparams` finds, unless the user named a file (``-conf``), and merge the
-    ``policy_kwargs`` of a trial (``--trial-id``) into those of the entry, where the Zoo replaces them.
+    Read the entry that :func:`find_hyperparams` finds, unless the user has named a file (``-conf``), and merge the
+    ``policy_kwargs`` of a trial (``--trial-id``) into those of the entry, where the Zoo would replace them.
     """
     env_name, trial_id = experiment.env_name, experiment.trial_id
     _choose_entry(experiment)
@@ -50,13 +50,13 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
     if trial_id is not None:
         hyperparams = merge_trial(experiment, hyperparams, trial_id)
         saved_hyperparams = OrderedDict(sorted(hyperparams.items()))
-        print(f"With those of trial {trial_id}:")
+        print(f"Hyperparameters with those of trial {trial_id}:")
         pprint(saved_hyperparams)
     return hyperparams, saved_hyperparams
 
 
 def _choose_entry(experiment: "ExperimentManager") -> None:
-    """The Zoo reads the entry of ``experiment.env_name`` in the file ``experiment.config``."""
+    """Set the file, ``experiment.config``, and the key in it, ``experiment.env_name``, that the Zoo reads."""
     if not is_default_file(experiment.config, experiment.algo):
         return
     env_id = experiment.env_name.gym_id
@@ -70,9 +70,9 @@ def _choose_entry(experiment: "ExperimentManager") -> None:
 
 
 def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
-    """Refuse bad options here, before the Zoo writes its log folder."""
+    """Refuse invalid options before the Zoo writes its log folder."""
     for name in ("learning_rate", "clip_range", "clip_range_vf"):
-        # The Zoo takes any prefix for "lin".
+        # The Zoo accepts any prefix in place of "lin".
         if isinstance(hyperparams.get(name), str):
             make_schedule(name, hyperparams[name])
     results = theirs(hyperparams)
@@ -84,19 +84,19 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
 
 def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManager", env: VecEnv, eval_env: bool) -> VecEnv:
     """
-    ``normalize: true`` is for what ``VecNormalize`` can normalize, unless the user says more. In a trial it has the discount
-    that was sampled, as a training with its ``--trial-id`` has.
+    Apply ``normalize: true`` only to observations that ``VecNormalize`` can normalize, unless the user says which. In a trial,
+    ``VecNormalize`` gets the sampled discount factor, as in a training with the ``--trial-id`` of the trial.
     """
     if experiment.normalize and not {"norm_obs", "norm_obs_keys"} & experiment.normalize_kwargs.keys():
         experiment.normalize_kwargs = {**experiment.normalize_kwargs, **_normalizable(env.observation_space)}
     env, trial = theirs(env, eval_env), _TRIAL.get()
     if isinstance(env, VecNormalize) and trial is not None:
-        env.gamma = trial.user_attrs.get("gamma", env.gamma)  # a sampler of the user's own may leave it out
+        env.gamma = trial.user_attrs.get("gamma", env.gamma)  # a user's own sampler may leave it out
     return env
 
 
 def _normalizable(space: spaces.Space) -> dict[str, Any]:
-    """:return: Arguments for ``VecNormalize``"""
+    """:return: Keyword arguments for ``VecNormalize``, so that it normalizes only the observations that it can"""
     if isinstance(space, spaces.Dict):
         keys = [key for key, part in space.spaces.items() if not _normalizable(part)]
         return {"norm_obs_keys": keys} if keys else {"norm_obs": False}
@@ -105,8 +105,8 @@ def _normalizable(space: spaces.Space) -> dict[str, Any]:
 
 def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager") -> Any:
     """
-    Let the hyperparameters that each trial starts from keep their ``policy_kwargs``, take the vectorised environment that
-    copies less, and keep what a training logs, for ``plot_run``.
+    Use the vectorized environment that copies less, write the log to ``progress.csv`` for ``plot_run``, and let each trial
+    keep the ``policy_kwargs`` of the hyperparameters that it starts from.
     """
     if experiment.vec_env_class is DummyVecEnv:
         experiment.vec_env_class = FastDummyVecEnv
@@ -118,8 +118,8 @@ def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager")
 
 def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", trial: "optuna.Trial") -> float:
     """
-    Tell the sampler what is tuned. What it samples goes together; if it does not go together with what else the YAML says, the
-    trial is pruned, and the study goes on.
+    Tell the sampler what is tuned. The options that it samples can be combined; if they contradict other options in the YAML
+    file, the trial is pruned, and the study continues.
     """
     import optuna
 
@@ -137,7 +137,7 @@ def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", t
 
 
 def hyperparameters_optimization(theirs: Callable[[], None], experiment: "ExperimentManager") -> None:
-    """Let a study in a database survive its workers. A journal has no such means."""
+    """Let a study in a database survive workers that die. Studies in a journal file do not."""
     storage = experiment.storage
     if not isinstance(storage, str) or "://" not in storage or storage.endswith(".log"):
         return theirs()

@@ -1,4 +1,4 @@
-"""Extends the Zoo's modules as they are imported. The start-up hook, ``sb3_ppo_ext_zoo_hook``, asks for it."""
+"""Extends the Zoo's modules as they are imported, on behalf of the start-up hook, ``sb3_ppo_ext_zoo_hook``."""
 
 import contextlib
 import sys
@@ -14,12 +14,13 @@ _searching: set[str] = set()
 
 def find_extended(fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
     """
-    Let the finders on ``sys.meta_path`` find one of the Zoo's modules, and have it extended once it has run.
+    Find one of the Zoo's modules with the finders on ``sys.meta_path``, and have it extended after it has been executed.
 
-    :param fullname: Name of the module that is imported
-    :param path: The ``__path__`` of its package
-    :param target: Module that is reloaded, if any
-    :return: What the finders find; ``None`` for the start-up hook, which is one of them and asks again
+    :param fullname: Name of the imported module
+    :param path: ``__path__`` of its package
+    :param target: Module that is reloaded, ``None`` for a first import
+    :return: Spec that the finders find, ``None`` if there is none; also ``None`` for the start-up hook, which is one of the
+        finders and calls this function again
     """
     if fullname in _searching:
         return None
@@ -37,12 +38,12 @@ def find_extended(fullname: str, path: Sequence[str] | None = None, target: Modu
 
 
 def _extend_after_loading(loader: Loader) -> None:
-    """Wrap the ``exec_module`` of this one loader, once. The loader stays the object that other tools expect to find."""
+    """Wrap the ``exec_module`` of this loader, once. The loader stays the same object, which other tools expect."""
 
     def exec_and_extend(module: ModuleType) -> None:
         del loader.exec_module
         loader.exec_module(module)
-        with contextlib.suppress(Exception):  # The Zoo must go on working; `python -m sb3_ppo_ext.zoo` shows what is wrong.
+        with contextlib.suppress(Exception):  # The Zoo must keep working; `python -m sb3_ppo_ext.zoo` shows what is wrong.
             extend(module)
 
     with contextlib.suppress(AttributeError):  # a loader with slots, or none

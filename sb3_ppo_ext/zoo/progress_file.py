@@ -1,4 +1,4 @@
-"""Keeps what a training logs in ``progress.csv``, for ``plot_run``."""
+"""Callback that writes the log of a training to ``progress.csv``, for ``plot_run``."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from stable_baselines3.common.logger import CSVOutputFormat
 
 class ProgressFile(BaseCallback):
     """
-    Writes the numbers that are logged to ``progress.csv`` as well, whatever else the logger writes to. A training that goes on
-    (``reset_num_timesteps=False``) adds to the file that is there; one that begins replaces it.
+    Writes the logged numbers to ``progress.csv``, in addition to the other outputs of the logger. A training that continues
+    (``reset_num_timesteps=False``) appends to the existing file, a new one replaces it.
 
-    :param folder: Folder of the file, made if it is not there
+    :param folder: Folder of the file, created if it does not exist
     """
 
     def __init__(self, folder: str | Path):
@@ -32,7 +32,7 @@ class ProgressFile(BaseCallback):
         return True
 
     def _on_training_end(self) -> None:
-        # RL Zoo calls this when a training has failed before it began, and once more than SB3 otherwise.
+        # RL Zoo also calls this if a training has failed before it began, and otherwise once more than SB3.
         if self.writer is not None:
             self.logger.output_formats.remove(self.writer)
             self.writer.close()
@@ -40,7 +40,7 @@ class ProgressFile(BaseCallback):
 
 
 class _Numbers(CSVOutputFormat):
-    """SB3's, which would raise for a video or figure that a user logs for TensorBoard, and which always begins a new file."""
+    """SB3's CSV output for numbers only, where SB3's would raise for a logged video or figure; it can append to a file."""
 
     def __init__(self, path: Path):
         path.touch()

@@ -1,4 +1,4 @@
-"""``ppo_ext`` as an algorithm of RL Zoo: what is added to the Zoo's modules."""
+"""Registration of ``ppo_ext`` as an algorithm of RL Zoo: the extensions of the Zoo's modules."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ from sb3_ppo_ext.zoo.tuning import convert_ppo_ext_params, sample_ppo_ext_params
 if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
 
-# The second is what the Hub look-up makes of the class's name.
+# The second is the name that the Zoo derives from the class for the Hub.
 NAMES = ("ppo_ext", "ppoext")
 
 
@@ -45,12 +45,12 @@ def _add_algorithm(utils: Any) -> None:
 def _add_tuning(hyperparams_opt: Any) -> None:
     for name in NAMES:
         hyperparams_opt.HYPERPARAMS_SAMPLER.setdefault(name, sample_ppo_ext_params)
-        # `--trial-id` needs the converter
+        # `--trial-id` needs the converter.
         hyperparams_opt.HYPERPARAMS_CONVERTER.setdefault(name, convert_ppo_ext_params)
 
 
 def _add_experiment(exp_manager: Any) -> None:
-    """The class stays the same object: the Zoo's scripts and users' subclasses refer to it, and it is pickled."""
+    """Replace methods. The class stays the same object: scripts of the Zoo and subclasses refer to it, and it is pickled."""
     for name, ours in METHODS.items():
         theirs = getattr(exp_manager.ExperimentManager, name)
         if not hasattr(theirs, "for_ppo_ext"):
@@ -65,7 +65,7 @@ EXTENSIONS = {
 
 
 def _for_ppo_ext(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """The Zoo's method, and for ``ppo_ext`` ours, which gets the Zoo's as its first argument."""
+    """A method that calls ours for ``ppo_ext``, with the Zoo's as its first argument, and the Zoo's for other algorithms."""
 
     @functools.wraps(theirs)
     def method(self: "ExperimentManager", *args: Any, **kwargs: Any) -> Any:
@@ -73,5 +73,5 @@ def _for_ppo_ext(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callab
             return ours(functools.partial(theirs, self), self, *args, **kwargs)
         return theirs(self, *args, **kwargs)
 
-    method.for_ppo_ext = True  # type: ignore[attr-defined]  # once is enough
+    method.for_ppo_ext = True  # type: ignore[attr-defined]  # replaced only once
     return method

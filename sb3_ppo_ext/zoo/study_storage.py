@@ -1,4 +1,4 @@
-"""A database for a study, in which the trials of workers that died are tried again. Importing it imports Optuna."""
+"""Database storage for a study, which retries the trials of workers that died. Importing it imports Optuna."""
 
 import time
 import warnings
@@ -8,16 +8,16 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 from sqlalchemy.exc import DatabaseError
 
-# Seconds between two signs of life, and without one until a worker counts as dead. A machine that slept for a while must not:
-# its trial would have failed behind its back, which Optuna takes for an error.
+# Seconds between two heartbeats, and seconds without a heartbeat after which a worker counts as dead. The latter is long: if a
+# machine slept for a while, its trial must not be marked as failed meanwhile, because Optuna would then raise an error in it.
 HEARTBEAT_INTERVAL, GRACE_PERIOD = 60, 600
 MAX_RETRIES = 3
 
 
 class HeartbeatStorage(RDBStorage):
     """
-    While a trial runs, its worker gives signs of life. If they stop, because the worker was killed, the next worker that
-    begins a trial lets that one fail, and its hyperparameters are tried once more.
+    While a trial runs, its worker sends heartbeats. If they stop, because the worker was killed, the next worker that begins a
+    trial marks that one as failed, and its hyperparameters are tried again.
 
     :param url: URL of the database, as SQLAlchemy understands it
     """
@@ -33,16 +33,18 @@ class HeartbeatStorage(RDBStorage):
             )
 
     def endswith(self, suffix: str) -> bool:
-        """RL Zoo asks what it takes for a name whether it is that of a journal (``".log"``)."""
+        """RL Zoo expects the name of the storage, and checks whether it is that of a journal (``".log"``)."""
         return False
 
 
 def open_storage(url: str, attempts: int = 10) -> HeartbeatStorage:
     """
-    Optuna makes its tables in an empty database, and raises in a worker that does so at the same time as another one.
+    Open a database, with several attempts: Optuna creates its tables in an empty database, and raises in a worker that does so
+    at the same time as another one.
 
     :param url: URL of the database, as SQLAlchemy understands it
-    :param attempts: Number of tries, one a second
+    :param attempts: Maximum number of attempts, one per second
+    :return: Storage in this database
     """
     for attempt in range(attempts):
         try:
@@ -56,7 +58,7 @@ def open_storage(url: str, attempts: int = 10) -> HeartbeatStorage:
 
 def fail_stale_trials(storage: HeartbeatStorage, study_name: str | None) -> None:
     """
-    Let the trials of dead workers fail, and be tried again.
+    Mark the trials of dead workers as failed, so that they are tried again.
 
     :param storage: Database of the study
     :param study_name: Name of the study, which need not exist yet

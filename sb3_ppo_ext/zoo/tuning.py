@@ -1,7 +1,7 @@
 """
-The search space of ``-optimize``: what hyperparameters RL Zoo and Optuna try for ``ppo_ext``.
+The search space of ``-optimize``: the hyperparameters that RL Zoo and Optuna try for ``ppo_ext``.
 
-A trial samples few numbers; one function makes hyperparameters of them, while tuning and afterwards with ``--trial-id``.
+A trial samples a few numbers; one function converts them to hyperparameters, during tuning and later with ``--trial-id``.
 """
 
 import math
@@ -12,9 +12,9 @@ from torch import nn
 if TYPE_CHECKING:
     import optuna
 
-# How many steps are collected between two updates, in all environments together and in each of them. There are as many updates
-# as this, unless the shortest rollouts are too long for that.
+# Range of the steps in a rollout of all environments together, and range of their binary logarithm in each environment
 ROLLOUTS, N_STEPS_POW = (2**7, 2**15), (3, 12)
+# Minimum number of updates in a training, unless even the shortest rollouts are too long for it
 MIN_UPDATES = 10
 SMALLEST_MINIBATCH = 32
 NETWORKS = {"tiny": [64], "small": [64, 64], "medium": [256, 256]}
@@ -27,12 +27,12 @@ def sample_ppo_ext_params(
     trial: "optuna.Trial", n_actions: int, n_envs: int, additional_args: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """
-    Sample PPO's hyperparameters and those of PPOExt: the action distribution, where actions are a ``Box``, how advantages are
-    normalised, control of the KL divergence, a decay of the learning rate or a learning rate of the critic's own; for
-    history-based policies the size of their transformer, too. No minibatch is larger than a rollout.
+    Sample PPO's hyperparameters and those of PPOExt: the action distribution (for a ``Box``), the normalization of advantages,
+    the control of the KL divergence, a decay of the learning rate, a separate learning rate of the critic, and for
+    history-based policies the size of the transformer. No minibatch is larger than a rollout.
 
-    :param trial: Trial that samples. Two of its user attributes are taken into account, if it has them: ``policy``, the name
-        of the policy, and ``n_timesteps``, the length of the training
+    :param trial: Trial that samples. Two of its user attributes are used if they are set: ``policy``, the name of the policy,
+        and ``n_timesteps``, the length of the training
     :param n_actions: Number of dimensions of the actions if they are a ``Box``, 0 otherwise
     :param n_envs: Number of environments that step together
     :param additional_args: Arguments that the Zoo passes to every sampler; not used
@@ -49,13 +49,13 @@ def sample_ppo_ext_params(
     if is_history_based(policy):
         _suggest_transformer(trial)
     hyperparams = convert_ppo_ext_params(trial.params)
-    for name in ("n_steps", "batch_size", "gamma", "gae_lambda"):  # what was sampled is not easy to read
+    for name in ("n_steps", "batch_size", "gamma", "gae_lambda"):  # the sampled numbers are not easy to read
         trial.set_user_attr(name, hyperparams[name])
     return hyperparams
 
 
 def _suggest_rollout(trial: "optuna.Trial", n_envs: int, n_timesteps: int | None) -> None:
-    # With it the converter can tell the size of a rollout.
+    # The converter needs it for the size of a rollout.
     trial.suggest_int("n_envs", n_envs, n_envs)
     shortest, longest = ROLLOUTS
     if n_timesteps is not None:
@@ -107,7 +107,8 @@ def _suggest_transformer(trial: "optuna.Trial") -> None:
 
 def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
     """
-    Options that exclude each other are all given, those which are off as well: an entry in a YAML file may have them on.
+    Convert the numbers of a trial to hyperparameters. Of options that exclude each other, those that are off are returned as
+    well, because an entry in a YAML file may have switched them on.
 
     :param sampled_params: Parameters of a trial as Optuna keeps them, sampled by :func:`sample_ppo_ext_params`
     :return: Keyword arguments of ``PPOExt``

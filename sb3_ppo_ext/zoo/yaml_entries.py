@@ -1,4 +1,4 @@
-"""Where hyperparameters come from: an entry in a YAML file, a trial of a study, the command line, and how they are merged."""
+"""Finds hyperparameters in the YAML files, and merges them with those of a trial and of the command line."""
 
 import sys
 from collections.abc import Mapping
@@ -15,17 +15,18 @@ HYPERPARAMS = Path(__file__).parent / "hyperparams" / "ppo_ext.yml"
 
 def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, history_based: bool = False) -> tuple[Path, str]:
     """
-    Find the entry for an environment. Ours goes before the Zoo's for PPO, which knows MuJoCo's environments up to version 4.
+    Find the entry for an environment. Our file takes precedence over the Zoo's for PPO, which has MuJoCo's environments up to
+    version 4 only.
 
     :param env_id: Gymnasium's id of the environment
-    :param entry_point: Gymnasium's entry point of the environment, which tells those of Atari
-    :param zoo_file: The Zoo's ``ppo.yml``
-    :param history_based: Whether the user asks for a history-based policy, for which our entry ``memory`` is made, unless the
+    :param entry_point: Gymnasium's entry point of the environment, by which Atari is recognized
+    :param zoo_file: Path of the Zoo's ``ppo.yml``
+    :param history_based: Whether the user asks for a history-based policy; our entry ``memory`` is for these, unless the
         environment's own entry has such a policy too
-    :return: The file to read and the key of the entry in it; for an environment without an entry, our ``default`` or the
+    :return: File to read and key of the entry in it; for an environment without an entry, our ``default`` or the
         Zoo's ``atari``
     """
-    import yaml  # it comes with the Zoo, without which `register` must still be able to say so
+    import yaml  # comes with the Zoo; `register` must be able to report that the Zoo is missing
 
     entries = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (HYPERPARAMS, zoo_file)}
     if history_based and not is_history_based(entries[HYPERPARAMS].get(env_id, {}).get("policy")):
@@ -47,7 +48,7 @@ def is_default_file(config: str, algo: str) -> bool:
 
 
 class TrialHyperparams(dict[str, Any]):
-    """Hyperparameters whose ``policy_kwargs`` are not replaced by the sampled ones, but merged with them."""
+    """Hyperparameters that merge the sampled ``policy_kwargs`` into their own, instead of replacing them."""
 
     def copy(self) -> "TrialHyperparams":
         return type(self)(self)
@@ -59,11 +60,12 @@ class TrialHyperparams(dict[str, Any]):
 
 def merge_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], trial_id: int) -> dict[str, Any]:
     """
-    :param experiment: Knows the study and what the command line says (``-params``), which goes before the trial
-    :param hyperparams: Those of the entry, after which the trial goes
+    :param experiment: Experiment with the study, and with the hyperparameters from the command line (``-params``), which take
+        precedence over the trial
+    :param hyperparams: Hyperparameters of the YAML entry, over which the trial takes precedence
     :param trial_id: Number of the trial
-    :return: All of them, with the ``policy_kwargs`` merged keyword by keyword
-    :raises ValueError: if there is no such trial, or it has sampled too little
+    :return: Merged hyperparameters, with the ``policy_kwargs`` merged keyword by keyword
+    :raises ValueError: if there is no such trial, or it lacks hyperparameters
     """
     _check_study(experiment.storage, experiment.study_name, trial_id)
     sampled = _load_trial(experiment, trial_id)
@@ -76,7 +78,7 @@ def merge_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], tr
 
 
 def _check_study(storage: str | None, study_name: str | None, trial_id: int) -> None:
-    """:raises ValueError: if there is no such study; the Zoo would train without it, or make an empty journal"""
+    """:raises ValueError: if there is no such study; the Zoo would train without it, or create an empty journal"""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -100,12 +102,12 @@ def _load_trial(experiment: "ExperimentManager", trial_id: int) -> dict[str, Any
     except IndexError as error:
         raise ValueError(f"`--trial-id {trial_id}`: the study {experiment.study_name} has no such trial") from error
     except KeyError as error:
-        remedy = f"it did not sample {error}; name one of a study of `ppo_ext` that has come to its end"
+        remedy = f"it did not sample {error}; name a finished trial of a study of `ppo_ext`"
         raise ValueError(f"`--trial-id {trial_id}`: {remedy}") from error
 
 
 def _evaluate(policy_kwargs: Any) -> dict[str, Any]:
-    """As the Zoo does: a string is Python, with ``nn`` and ``th`` at hand."""
+    """Evaluate a string as Python code that may use ``nn`` and ``th``, as the Zoo does."""
     if isinstance(policy_kwargs, str):
         policy_kwargs = eval(policy_kwargs, vars(sys.modules["rl_zoo3.exp_manager"]))
     return dict(policy_kwargs or {})

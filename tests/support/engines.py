@@ -1,4 +1,4 @@
-"""Compare the update of an engine with that of the reference."""
+"""Compare the update of an engine with that of the eager engine."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def relative_error(expected, actual):
 
 
 def updated(model, backend):
-    """The model after one update by the engine, from the rollout that it has."""
+    """The model after one update by the engine, from its current rollout."""
     model.backend = backend
     np.random.seed(0)
     th.manual_seed(0)
@@ -31,7 +31,7 @@ def updated(model, backend):
 
 
 def assert_same_update(rtol=1e-5, other="native", **kwargs):
-    """An update from the same rollout with the same minibatches has the same parameters, moments and logs."""
+    """An update from the same rollout with the same minibatches gives the same parameters, optimizer moments and logs."""
     models = []
     for backend in ("eager", other):
         model = make(**{**kwargs, "backend": "eager"})

@@ -1,4 +1,4 @@
-"""The options that the tests go through, and what holds for each of them."""
+"""The options that the tests cover, with their values, needs and conflicts."""
 
 import copy
 import inspect
@@ -17,7 +17,7 @@ from sb3_ppo_ext.options.reference import needed_by
 
 SMALL = dict(n_steps=8, batch_size=8, n_epochs=2, seed=3, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
 
-# Values that act on the toys, where the example of the documentation would hardly do so.
+# Values that have an effect on the toy environments, where the example of the documentation hardly has one.
 TOY_VALUES = {
     "adv_min_std": [0.5],
     "adv_clip": [1.0],
@@ -29,15 +29,15 @@ TOY_VALUES = {
     "max_grad_norm": [0.01],
     "backend": ["eager", "fused", "native"],  # "compile" takes seconds: see tests/engines/test_compiled.py
 }
-# Those of SB3 that meet ours
+# Options of SB3 that interact with ours
 OF_SB3 = ("ent_coef", "clip_range_vf", "target_kl", "normalize_advantage", "use_sde", "max_grad_norm")
-# Each option with values that are not its default, and what it needs beside it
+# Each option with values other than its default, and the options that it needs
 VALUES = {name: list(ALL_OPTIONS[name].examples) for name in (*OWN_OPTIONS, *OF_SB3)} | TOY_VALUES
 NEEDS = {name: needed_by(ALL_OPTIONS[name]) for name in VALUES}
 
 
 def with_needs(options):
-    """With what its options need beside them, where it does not say otherwise."""
+    """The options together with those that they need, unless these are given."""
     needed = {key: value for name in options for key, value in NEEDS[name].items()}
     return {**needed, **options}
 
@@ -46,7 +46,7 @@ SINGLE = [with_needs({name: value}) for name, values in VALUES.items() for value
 
 
 def is_legal(options, action_space):
-    """Whether the options go together, written down independently of the table."""
+    """Whether the options can be combined, written down independently of the table."""
     get = {**DEFAULTS, **options}.get
     box = isinstance(action_space, spaces.Box)
     return not (

@@ -1,4 +1,4 @@
-"""Train two algorithms alike, and compare all that can be seen of them, to the bit."""
+"""Train two algorithms in the same way, and compare everything observable bit for bit."""
 
 from dataclasses import dataclass, field
 
@@ -19,18 +19,18 @@ class Run:
 
 
 def train(model, timesteps, stop_at=None):
-    """Train a model, and record what can be seen of it."""
+    """Train a model, and record everything observable."""
     log = LogRecorder()
     model.set_logger(Logger(None, [log]))
     recorder = RolloutRecorder(stop_at)
     model.learn(timesteps, callback=recorder)
-    # What the last update recorded is still to be dumped.
+    # The values that the last update recorded have not been dumped yet.
     logs = [*log.dumps, dict(model.logger.name_to_value)]
     return Run(model, recorder, [{k: v for k, v in dump.items() if k not in CLOCK} for dump in logs])
 
 
 def assert_equal_runs(expected, actual):
-    """The same to the bit; of what the second one logs, that which the first one logs."""
+    """The runs are equal bit for bit, including every value that the first one logs; the second one may log more."""
     a, b = expected.model, actual.model
     assert_equal(a.policy.state_dict(), b.policy.state_dict(), "policy")
     assert_equal(a.policy.optimizer.state_dict(), b.policy.optimizer.state_dict(), "optimizer")
@@ -49,7 +49,7 @@ def assert_equal_runs(expected, actual):
 
 
 def assert_equal(expected, actual, where):
-    """The same structure, types of numbers, and bits."""
+    """The structures, dtypes and bits are the same."""
     if isinstance(expected, dict):
         assert expected.keys() == actual.keys(), where
         for key in expected:

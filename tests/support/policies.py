@@ -17,7 +17,7 @@ SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=0, device="cpu", policy_
 SCHEDULE = ConstantSchedule(3e-4)
 
 
-# A policy by itself gets images with the channels first.
+# Without an algorithm, a policy gets images with the channels first.
 CHANNELS_FIRST = spaces.Box(0, 255, (1, 36, 36), np.uint8)
 
 
@@ -34,10 +34,10 @@ def make(action_dist="gaussian", action_space=BOX_ACTION, env=None, policy="MlpP
 
 
 def saturate(policy, size):
-    """Let the output layer give numbers of about this size, of either sign, which depend on the observation."""
+    """Make the outputs of the output layer about this large, of either sign, and dependent on the observation."""
     layer = policy.action_net
     with th.no_grad():
         layer.weight.normal_(0.0, size / 10)
-        # Of Beta the first half are those of alpha.
+        # The first half of the outputs for a Beta distribution is for alpha.
         signs = th.tensor([1.0, -1.0]).repeat(len(layer.bias))[: policy.action_dist.action_dim]
         layer.bias.copy_(size * th.cat([signs, -signs])[: len(layer.bias)])

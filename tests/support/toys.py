@@ -1,4 +1,4 @@
-"""Small environments and what the tests share."""
+"""Small environments, and recorders of logs and rollouts."""
 
 import gymnasium as gym
 import numpy as np
@@ -17,8 +17,8 @@ BOX_ACTION = spaces.Box(np.float32([-1, -2]), np.float32([1, 3]), dtype=np.float
 
 class ToyEnv(gym.Env):
     """
-    Random observations, and a reward that depends on observation, action and time. Episodes are cut off after
-    ``length`` steps, at the same step in all copies, and now and then end before.
+    Random observations, and a reward that depends on observation, action and time. Episodes are truncated
+    after ``length`` steps, at the same step in all copies, and sometimes terminate earlier.
     """
 
     def __init__(self, observation_space=VECTOR, action_space=BOX_ACTION, length=7, p_end=0.05):
@@ -49,7 +49,7 @@ def make_toys(n_envs=2, vec_env_class=DummyVecEnv, **kwargs):
 
 
 class Brittle(ToyEnv):
-    """Returns what it is told to at one step of its life, instead of the observation or the reward."""
+    """Replaces the observation or the reward of one step, counted over all episodes, by a given value."""
 
     def __init__(self, observation=None, reward=None, at=10, **kwargs):
         super().__init__(**kwargs)
@@ -71,7 +71,7 @@ class Brittle(ToyEnv):
 
 
 class LogRecorder(KVWriter):
-    """Keeps all that is logged."""
+    """Keeps everything that is logged."""
 
     def __init__(self):
         self.dumps = []
@@ -84,7 +84,7 @@ class LogRecorder(KVWriter):
 
 
 class RolloutRecorder(BaseCallback):
-    """Keeps the rollouts; can stop the training at a step."""
+    """Keeps the steps and rollouts; can stop the training at a step."""
 
     ARRAYS = ("observations", "actions", "rewards", "episode_starts", "values", "log_probs", "advantages", "returns")
     LOCALS = ("obs_tensor", "actions", "values", "log_probs", "clipped_actions", "new_obs", "rewards", "dones", "n_steps")

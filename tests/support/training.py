@@ -1,11 +1,11 @@
-"""Small trainings of PPOExt, and what changes by them."""
+"""Small trainings of PPOExt, and what they change."""
 
 from support.toys import make_toys
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.update.optimizers import critic_parameters
 
-# Nothing is clipped, so that actor and critic do not influence each other.
+# No gradient is clipped, so that actor and critic do not influence each other.
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu", max_grad_norm=1e9)
 
 
@@ -18,7 +18,7 @@ def run(*args, timesteps=32, **kwargs):
 
 
 def changed(one, other, tolerance=0.0):
-    """Which of actor and critic differ by more than this share of their largest parameter."""
+    """Which of actor and critic differ by more than this fraction of the largest value of a parameter."""
     of_critic = {name for name, p in one.policy.named_parameters() if p in critic_parameters(one.policy)}
     a, b = one.policy.state_dict(), other.policy.state_dict()
     differ = {name for name in a if not (a[name] - b[name]).abs().max() <= tolerance * a[name].abs().max()}
@@ -33,7 +33,7 @@ BOTH = "actor and critic"
 
 
 class Recording(PPOExt):
-    """Keeps every minibatch, and the parameters before its step."""
+    """Keeps every minibatch, and the parameters before its optimizer step."""
 
     def __init__(self, *args, **kwargs):
         self.seen = []

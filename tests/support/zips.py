@@ -1,4 +1,4 @@
-"""Zips of models in memory."""
+"""Models that are saved to zips in memory."""
 
 import io
 
@@ -6,7 +6,7 @@ from sb3_ppo_ext import PPOExt
 
 
 class Zip:
-    """A saved model, which can be loaded as often as one likes."""
+    """A saved model that can be loaded any number of times."""
 
     def __init__(self, model):
         file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Run the commands of RL Zoo, and find what they leave behind."""
+"""Run the commands of RL Zoo, and find the files that they write."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ QUICK = ["--eval-freq", "-1", "--seed", "15", "--num-threads", "1", "--device", 
 
 
 def run(*command, cwd, fails=False, **environment):
-    """What a command prints; it must fail if and only if `fails`."""
+    """Output of a command, which must fail if and only if `fails`."""
     environment = {"SDL_VIDEODRIVER": "dummy", **os.environ, **environment}
     completed = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=cwd, env=environment)
     assert (completed.returncode != 0) == fails, completed.stdout + completed.stderr
@@ -26,12 +26,12 @@ def run(*command, cwd, fails=False, **environment):
 
 
 def train(*arguments, cwd, algo="ppo_ext", command=(*RL_ZOO3, "train"), **kwargs):
-    """What a training from the command line prints."""
+    """Output of a training from the command line."""
     return run(*command, "--algo", algo, *QUICK, *arguments, cwd=cwd, **kwargs)
 
 
 def saved(folder, env_id, algo="ppo_ext", run_id=None):
-    """The final model of a run, by default of the latest."""
+    """Path of the final model of a run, by default of the latest run."""
     run_id = run_id or get_latest_run_id(str(folder / "logs" / algo), env_id)
     return folder / "logs" / algo / f"{env_id}_{run_id}" / f"{env_id}.zip"
 
@@ -43,6 +43,6 @@ def config(folder, env_id, algo="ppo_ext"):
 
 
 def manager(algo="ppo_ext", env_id="MountainCarContinuous-v0", folder=".", **kwargs):
-    """The object behind the Zoo's commands, which evaluates as little as possible."""
+    """The ``ExperimentManager`` behind the Zoo's commands, with as few evaluations as possible."""
     defaults = dict(device="cpu", seed=15, n_evaluations=1, n_eval_episodes=1)
     return ExperimentManager(Namespace(), algo, env_id, str(folder), **{**defaults, **kwargs})
