@@ -58,7 +58,7 @@ class ModelSetup(PolicyUpdater):
         )
 
     def _setup_observations(self) -> None:
-        """Let the buffer store float64 observations in float32, as the policy reads them, except for ``backend="eager"``."""
+        """Store float64 observations in float32 as the policy reads them, unless the backend keeps SB3's dtype."""
         buffer: Any = self.rollout_buffer
         if self.backend != "eager" and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
             buffer.observation_space = in_float32(self.observation_space)
