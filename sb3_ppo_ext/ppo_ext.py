@@ -1,4 +1,4 @@
-"""PPOExt: its options, the order of operations, and what is saved."""
+"""PPOExt: constructor, order of the setup, and ``learn``."""
 
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -55,13 +55,13 @@ SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 
 class PPOExt(SavedState, ModelSetup):
     """
-    Proximal Policy Optimization (PPO), as in Stable-Baselines3: with the same seed on a CPU it gives the same
-    numbers as ``stable_baselines3.PPO``, to the bit.
+    Proximal Policy Optimization (PPO) as in Stable-Baselines3, with more options and faster engines. With the default
+    options and ``backend="eager"``, results on the CPU are equal to those of ``stable_baselines3.PPO``, bit for bit.
 
     Paper: https://arxiv.org/abs/1707.06347
 
-    Every argument is checked before anything is built. One that is not valid raises a ``ValueError`` with its name,
-    its value and the remedy (it is an ``AssertionError`` as well where SB3 raises that).
+    All arguments are checked first. One that is not valid raises a ``ValueError`` that names the argument, its value and the
+    remedy (and is also an ``AssertionError`` where SB3 raises one).
 
     :param policy: The policy model to use (MlpPolicy, CnnPolicy, MultiInputPolicy, or a class)
     :param env: The environment to learn from (if registered in Gymnasium, can be str)
@@ -100,8 +100,8 @@ class PPOExt(SavedState, ModelSetup):
         Setting it to auto, the code will be run on the GPU if possible.
     :param _init_setup_model: Whether or not to build the network at the creation of the instance
 
-    The options that PPOExt adds are given by keyword, and by default they change nothing. ``docs/options.md`` has the
-    formulas and says when to use which, ``docs/options_reference.md`` is a table of all options.
+    The options that PPOExt adds are keyword-only, and their defaults are equivalent to SB3's PPO. ``docs/options.md`` explains
+    when to use them, with the formulas; ``docs/options_reference.md`` is a table of all options.
 
     :param action_dist: Distribution of the actions in a ``Box`` action space: ``"gaussian"`` is SB3's, whose samples are
         clipped to the bounds; ``"squashed_gaussian"`` (the tanh of a Gaussian) and ``"beta"`` stay within the bounds
@@ -168,7 +168,7 @@ class PPOExt(SavedState, ModelSetup):
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
     """
 
-    # SB3's own, so that it can load what is saved; where an option needs more, `with_action_distributions` takes ours.
+    # SB3's classes, so that SB3 can load saved models. `with_action_distributions` replaces them if an option needs ours.
     policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
         "MlpPolicy": ActorCriticPolicy,
         "CnnPolicy": ActorCriticCnnPolicy,
@@ -289,15 +289,15 @@ class PPOExt(SavedState, ModelSetup):
     # Set up
 
     def _setup_model(self) -> None:
-        # `load` sets what it is given between `__init__` and here.
+        # `load` sets attributes between `__init__` and this call, so that options are checked again.
         check_options(self)
         if self.seed is not None:
-            self.seed = int(self.seed)  # Gymnasium does not take NumPy's integers
+            self.seed = int(self.seed)  # Gymnasium does not accept NumPy integers
         self._setup_schedules()
         given = self.policy_kwargs
         self.policy_kwargs = self._setup_action_distribution(given)
         if self.optimizer != "adam":
-            # They are for another class than the one that the policy makes.
+            # `optimizer_kwargs` are for the class of `optimizer`, not for the one that the policy creates.
             self.policy_kwargs = {k: v for k, v in self.policy_kwargs.items() if k != "optimizer_kwargs"}
         try:
             with assertions_as_value_errors():
@@ -322,13 +322,13 @@ class PPOExt(SavedState, ModelSetup):
 
     @staticmethod
     def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
-        # Old Gym's spaces are another type, which SB3 converts before it checks them.
+        # Spaces of the old Gym are of another type, which SB3 converts before checking.
         if isinstance(observation_space := getattr(env, "observation_space", None), spaces.Space):
             check_observation_space(observation_space)
         if isinstance(action_space := getattr(env, "action_space", None), spaces.Space):
             check_action_space(action_space)
         if not isinstance(env, VecEnv):
-            # As SB3 does, with an environment that copies less
+            # The same as SB3, but with `FastDummyVecEnv`
             env = _patch_env(env)
             if monitor_wrapper and not is_wrapped(env, Monitor):
                 if verbose >= 1:

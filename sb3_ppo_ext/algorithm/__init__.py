@@ -1,1 +1,1 @@
-"""The parts of PPOExt: how it is set up, how it updates the policy, what of it is saved."""
+"""Base classes of PPOExt: setup, updates of the policy, saving and loading."""

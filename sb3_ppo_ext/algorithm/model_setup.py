@@ -1,4 +1,4 @@
-"""How PPOExt is set up: everything that the constructor, and ``load``, make of the options."""
+"""Setup of PPOExt: everything that the constructor and ``load`` create from the options."""
 
 import warnings
 from typing import Any
@@ -23,14 +23,14 @@ from sb3_ppo_ext.update.optimizers import critic_parameters, make_optimizer
 
 
 class ModelSetup(PolicyUpdater):
-    """The steps in which PPOExt is set up, see ``PPOExt._setup_model`` for their order."""
+    """The steps of the setup of PPOExt; ``PPOExt._setup_model`` defines their order."""
 
     batch_size: int
     n_epochs: int
     normalize_advantage: bool
 
     def _setup_action_distribution(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Take a policy that knows the action distribution, where SB3's own does not, and say what it is to be told."""
+        """Choose a policy class that supports the action distribution, and return the ``policy_kwargs`` for it."""
         if self.action_dist == "gaussian":
             if policy_kwargs.keys() & {"mean_tanh", "learn_std"}:
                 self.policy_class = with_action_distributions(self.policy_class)
@@ -39,7 +39,7 @@ class ModelSetup(PolicyUpdater):
         return {**policy_kwargs, "action_dist": self.action_dist, "deterministic_action": self.deterministic_action}
 
     def _setup_memory(self) -> None:
-        """The buffer for a policy that reads sequences."""
+        """Create the rollout buffer for a history-based policy, which reads sequences."""
         policy = self.policy
         if not isinstance(policy, TransformerPolicyMixin):
             return
@@ -59,7 +59,7 @@ class ModelSetup(PolicyUpdater):
         )
 
     def _setup_observations(self) -> None:
-        """Let the buffer keep them as the policy reads them; the reference's is SB3's."""
+        """Store float64 observations in float32 as the policy reads them, unless the backend keeps SB3's dtype."""
         buffer: Any = self.rollout_buffer
         keeps_float32 = self.backend == "auto" or ENGINES[self.backend].keeps_float32
         if keeps_float32 and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
@@ -76,7 +76,7 @@ class ModelSetup(PolicyUpdater):
             )
         self._samples_latents = ACTION_DISTS[self.action_dist].is_bounded
         if self._samples_latents and self.action_space.dtype != np.float32:
-            # The buffer would round them to the dtype of the actions.
+            # Otherwise the buffer would round latents to the dtype of the actions.
             self.rollout_buffer.action_space = spaces.Box(-np.inf, np.inf, self.action_space.shape, np.float32)
             self.rollout_buffer.reset()
 
@@ -88,7 +88,7 @@ class ModelSetup(PolicyUpdater):
         if self.clip_range_vf is not None:
             self.clip_range_vf = make_schedule("clip_range_vf", self.clip_range_vf, positive=True, infinite=True)
         if isinstance(self.ent_coef, str):
-            # A number stays one: SB3's PPO can load it, and callbacks that change it go on working.
+            # A number stays a number, so that SB3's PPO can load it, and callbacks can change it.
             self.ent_coef = make_schedule("ent_coef", self.ent_coef)
         self.kl_coefficient = None
         if self.kl_target is not None:
@@ -98,7 +98,7 @@ class ModelSetup(PolicyUpdater):
     def _setup_lr_schedule(self) -> None:
         learning_rate = make_schedule("learning_rate", self.learning_rate)
         if isinstance(self.learning_rate, str):
-            # SB3's PPO would not load a zip with the string.
+            # SB3's PPO could not load a zip with a string.
             self.learning_rate = learning_rate
         self.lr_schedule: Schedule = self._decayed(learning_rate)
         self.critic_lr_schedule: Schedule | None = None
@@ -122,7 +122,7 @@ class ModelSetup(PolicyUpdater):
                 remedy = f"{self.policy_class.__name__} has no critic apart from its actor; give None"
                 refuse(name, getattr(self, name), remedy)
         if self.optimizer == "adam" and self.weight_decay == 0 and self.critic_learning_rate is None:
-            return  # the policy's own
+            return  # the policy has created it
         self.policy.optimizer = make_optimizer(
             self.policy,
             self.optimizer,
@@ -158,8 +158,8 @@ class ModelSetup(PolicyUpdater):
             return
         if self.n_epochs == 1 and self.batch_size * self.accumulate_grad >= self.env.num_envs * self.n_steps:
             warnings.warn(
-                "`kl_coef`, `kl_target` and `adaptive_lr_kl` see how far the policy has moved before each step of the"
-                " optimizer, and these options give one step per update, before which it has not moved: they have no effect."
+                "`kl_coef`, `kl_target` and `adaptive_lr_kl` depend on how far the policy has moved before each step of"
+                " the optimizer, and there is only one step per update, before which it has not moved: they have no effect."
                 f" Raise n_epochs={self.n_epochs}, or lower batch_size={self.batch_size}.",
                 stacklevel=3,
             )

@@ -1,4 +1,4 @@
-"""How PPOExt chooses an engine, tells it the options of the moment, and logs what came of an update."""
+"""Updates of PPOExt: choice of the engine, its configuration from the current options, and logging."""
 
 import time
 from dataclasses import fields
@@ -27,26 +27,26 @@ from sb3_ppo_ext.update.report import further_metrics, sb3_metrics
 from sb3_ppo_ext.update.rollout_data import Rollout
 from sb3_ppo_ext.update.update import UpdateResult
 
-# Options that an update is given as they are
+# Options that are passed to an update unchanged
 OF_UPDATE = {field.name for field in fields(UpdateConfig)} & (ALL_OPTIONS.keys() | {"verbose", "num_timesteps"})
 
 
 class PolicyUpdater(PPOExtOptions, RolloutCollector):
-    """An on-policy algorithm with PPOExt's options, which updates as they say, on the engine that ``backend`` names."""
+    """An on-policy algorithm that updates its policy with the options of PPOExt, on the engine of ``backend``."""
 
     clip_range: Any
     clip_range_vf: Any
     ent_coef: Any
     critic_lr_schedule: Schedule | None
-    # What is learned beside the policy
+    # State of options that adapt during the training
     advantage_normalizer: AdvantageNormalizer | None = None
     kl_coefficient: KLAdaptive | None = None
     adaptive_lr: KLAdaptive | None = None
     n_skipped_updates = 0
 
     def _setup_engine(self) -> None:
-        """Refuse a backend that does not support the policy and the options; engines are made when they are needed."""
-        # The engines that were used, for the backend may be changed and changed back
+        """Refuse a backend that does not support the policy or the options. Engines are created when they are needed."""
+        # Engines used so far, by name, since the backend may be changed and changed back
         self._engines: dict[str, Engine] = {}
         backend, reasons = choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons:
@@ -58,12 +58,12 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         return Setup(self.policy, self.rollout_buffer, has_extra_loss=self._extra_actor_loss() is not None)
 
     def _extra_actor_loss(self) -> ExtraActorLoss | None:
-        """The loss of a subclass, or of an instance; ``None`` if there is none."""
+        """``extra_actor_loss`` of a subclass or an instance, ``None`` if it is not overridden."""
         own = getattr(self.extra_actor_loss, "__func__", None) is not PolicyUpdater.extra_actor_loss
         return self.extra_actor_loss if own else None
 
     def _find_engine(self) -> Engine:
-        """The engine for the backend and the policy as they are now."""
+        """Engine for the current backend and policy."""
         backend, _ = choose_backend(self.backend, self._engine_setup())
         engine = self._engines.get(backend)
         if engine is None or not engine.is_for(self.policy):
@@ -95,7 +95,7 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         self.logger.record("time/update_seconds", time.perf_counter() - start)
 
     def _update_config(self) -> UpdateConfig:
-        """The options as they are at this moment of the training."""
+        """Configuration of an update with the current values of the options."""
         progress = self._current_progress_remaining
         done = min(max(1 - progress, 0.0), 1.0)
         given = {name: getattr(self, name) for name in OF_UPDATE}
@@ -109,7 +109,7 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         return UpdateConfig(**given)
 
     def _loss_config(self, progress: float) -> LossConfig:
-        # The last rollout may end past the end; SB3's own schedules see that, ours do not.
+        # Progress is negative if the last rollout ends after `total_timesteps`. SB3's schedules get it, ours get 0.
         coefficients = {
             name: value_of(getattr(self, loss.coef), max(progress, 0.0)) for name, loss in AUXILIARY_LOSSES.items()
         }
@@ -129,7 +129,7 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         )
 
     def _action_bounds(self) -> tuple[th.Tensor, th.Tensor] | None:
-        """Bounds of the actions in the buffer, flat: of a squashed policy -1 and 1, also for what it squashes."""
+        """Lower and upper bounds of the actions in the buffer, flat; -1 and 1 for a squashed policy, also for its latents."""
         space = self.action_space
         if not isinstance(space, spaces.Box):
             return None
@@ -138,7 +138,7 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         return low, high
 
     def _log_update(self, config: UpdateConfig, result: UpdateResult) -> None:
-        """Record an update, SB3's keys first."""
+        """Log an update, SB3's keys first."""
         record, loss, metrics = self.logger.record, config.loss, result.metrics
         for name, value in sb3_metrics(metrics, self.policy, self.rollout_buffer).items():
             record(f"train/{name}", value)
@@ -152,7 +152,7 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
             record(name, value)
 
     def _options_to_log(self, config: UpdateConfig, result: UpdateResult) -> dict[str, Any]:
-        """Options that change during the training, and what options have counted or learned."""
+        """Current values of options that change during the training, counters and adapted statistics."""
         logged: dict[str, Any] = {}
         if not is_constant(self.ent_coef):
             logged["train/ent_coef"] = config.loss.ent_coef
@@ -172,7 +172,7 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         super()._update_learning_rate(optimizers)
         if self.critic_lr_schedule is None:
             return
-        # The last rollout may end past the end.
+        # The remaining progress is negative if the last rollout ends after `total_timesteps`.
         learning_rate = self.critic_lr_schedule(max(self._current_progress_remaining, 0.0))
         self.logger.record("train/critic_learning_rate", learning_rate)
         for group in self.policy.optimizer.param_groups:
@@ -183,12 +183,12 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         self, rollout_data: RolloutBufferSamples, distribution: Distribution
     ) -> tuple[th.Tensor | float, dict[str, th.Tensor | float]]:
         """
-        A term that a subclass adds to the loss, for instance for symmetry or imitation. Called for every minibatch.
+        Additional loss, to be overridden in a subclass, for instance for symmetry or imitation. Called for every minibatch.
 
         :param rollout_data: The minibatch, SB3's ``RolloutBufferSamples``, with the advantages as the policy loss uses them
-        :param distribution: The policy's for its observations, from which the gradient flows
-        :return: A scalar to minimise, and what to log: the mean over the update appears under ``train/`` and the name
-            (a name with a slash stays as it is)
-        :raises ValueError: if a name is one that PPOExt logs itself
+        :param distribution: Action distributions of the policy for the observations of the minibatch, with gradients
+        :return: Scalar to minimise, and values to log by name: their mean over the update is logged under ``train/``, unless
+            the name contains a slash
+        :raises ValueError: if PPOExt itself logs a value under one of the names
         """
         return 0.0, {}

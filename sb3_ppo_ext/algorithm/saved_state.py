@@ -1,4 +1,4 @@
-"""What of PPOExt is saved, and how it is loaded."""
+"""Saving and loading of PPOExt."""
 
 import inspect
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ from sb3_ppo_ext.policies.actor_critic import check_parameters_are_of, fixes_std
 from sb3_ppo_ext.update.optimizers import adopt_state
 
 SelfSavedState = TypeVar("SelfSavedState", bound="SavedState")
-# What an option learns beside the policy: saved under these names when it is there
+# State of options that adapt during the training, saved under these names if it exists
 LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr")
-# What belongs to this process, and is made again
+# Attributes that are created again after loading
 NOT_SAVED = ("_truncations", "_samples_latents", "_engines")
 
 
 class SavedState(PPOExtOptions, OnPolicyAlgorithm):
-    """An on-policy algorithm with PPOExt's options, whose zips are SB3's and hold what the options learn as well."""
+    """An on-policy algorithm with PPOExt's options. Its zips have SB3's format and include the state of adaptive options."""
 
     @classmethod
     def load(
@@ -62,7 +62,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         if custom_objects is None or isinstance(custom_objects, dict):  # SB3 refuses anything else
             custom_objects = {**replaced, **(custom_objects or {})}
         if "stats_window_size" in kwargs:
-            # The only option whose attribute has another name
+            # The only option with an attribute of another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
         return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
 
@@ -98,7 +98,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         super().set_parameters(parameters, exact_match, device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which make engines of their own: these are bound to the memory of one policy."""
+        """State without engines, since these use the memory of one policy. Copies and unpickled models create their own."""
         return {**vars(self), "_engines": {}}
 
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
@@ -111,9 +111,13 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
 
 def _action_dist_and_policy_kwargs(saved: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """
-    The action distribution that a zip names among its ``policy_kwargs``, where SB3's own algorithms have it with our policies,
-    and what the ``policy_kwargs`` are to be instead of the saved ones: without it, and with a standard deviation that is not
-    to be learned any more. SB3 itself lets nobody change them. ``None`` if they stay.
+    Options and ``policy_kwargs`` that replace those of a zip. In zips of SB3's algorithms with our policies, the action
+    distribution is part of ``policy_kwargs``; it is moved to the options. ``policy_kwargs`` given to ``load`` are accepted if
+    they only fix the standard deviation, while SB3 accepts no change.
+
+    :param saved: Saved attributes, as returned by ``check_saved_ppo``
+    :param given: ``policy_kwargs`` given to ``load``, ``None`` for those of the zip
+    :return: Options of the action distribution, and new ``policy_kwargs``, ``None`` if they do not change
     """
     names = {"action_dist", "deterministic_action"}
     if given is None and not saved.get("policy_kwargs", {}).keys() & names:
@@ -125,8 +129,8 @@ def _action_dist_and_policy_kwargs(saved: dict[str, Any], given: Any) -> tuple[d
 
 def option_names(algorithm: type[SavedState]) -> set[str]:
     """
-    :param algorithm: ``PPOExt``, or a subclass, which may pass some arguments on
-    :return: Every named argument of the constructors of the class and its parents
+    :param algorithm: ``PPOExt`` or a subclass, which may pass keyword arguments on to its parents
+    :return: Names of all arguments of the constructors of the class and its parents
     """
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     classes = [cls for cls in algorithm.__mro__ if issubclass(cls, SavedState) and "__init__" in vars(cls)]

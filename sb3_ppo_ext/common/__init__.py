@@ -1,1 +1,1 @@
-"""What every room uses: checks of arguments, guards against NaN, schedules, observations, saved models."""
+"""Utilities shared by all subpackages: argument checks, guards against NaN, schedules, observations, saved models."""

@@ -1,5 +1,6 @@
 """
-What is done about NaN and infinity, from the environment or in a gradient: the place is named, and the model stays as it was.
+Guards against NaN and infinity in environment data, policy outputs and gradients: the error says where the value was found,
+and the model is left unchanged.
 """
 
 import math
@@ -19,7 +20,7 @@ class NonFiniteDataError(ValueError):
 
 
 class NonFinitePolicyError(ValueError):
-    """The policy puts out NaN or infinity."""
+    """The policy outputs NaN or infinity."""
 
 
 class NonFiniteGradientError(ValueError):
@@ -28,10 +29,12 @@ class NonFiniteGradientError(ValueError):
 
 def refuse_gradient(policy: th.nn.Module, terms: dict[str, float], epoch: int, num_timesteps: int) -> NoReturn:
     """
-    :param policy: Whose gradients are not finite; they are taken away
-    :param terms: The terms of the loss by name
-    :param epoch: Of the update
-    :param num_timesteps: Of the training
+    Clear the gradients and raise an error that names the terms and parameters that are not finite.
+
+    :param policy: Policy with gradients that are not finite
+    :param terms: Terms of the loss, by name
+    :param epoch: Epoch of the update, from 0
+    :param num_timesteps: Number of timesteps trained so far
     :raises NonFiniteGradientError: always
     """
     bad = [name for name, p in policy.named_parameters() if p.grad is not None and not th.isfinite(p.grad).all()]
@@ -47,13 +50,15 @@ def refuse_gradient(policy: th.nn.Module, terms: dict[str, float], epoch: int, n
 
 def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_index: int | None = None) -> None:
     """
-    :param model: Whose environment it is
-    :param what: What the data are, for the message
-    :param data: Array of shape ``(n_envs, ...)`` or a dictionary of such; without the first dimension if ``env_index``
-        is given
-    :param step: Of the rollout
-    :param env_index: The environment that they are from, if they are from one
-    :raises NonFiniteDataError: if there is NaN or infinity
+    Check that data returned by the environment are finite.
+
+    :param model: Model that is trained in the environment
+    :param what: Name of the data for the error message, such as ``"reward"``
+    :param data: Array of shape ``(n_envs, ...)``, or a dictionary of such arrays; without the first dimension if
+        ``env_index`` is given
+    :param step: Step of the rollout
+    :param env_index: Index of the environment that returned the data, ``None`` if the data are from all environments
+    :raises NonFiniteDataError: if the data contain NaN or infinity
     """
     if _is_surely_finite(data):
         return
@@ -62,7 +67,7 @@ def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_
         return
     normalizers = find_normalizers(model.env)
     if env_index is None and normalizers:
-        # The running mean has carried the NaN of one environment into all of them.
+        # The running mean has spread the NaN of one environment to all of them.
         innermost = normalizers[-1]
         original = innermost.get_original_reward() if what == "reward" else innermost.get_original_obs()
         found = find_non_finite(original) or found
@@ -76,11 +81,13 @@ def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_
 
 def check_outputs(policy: th.nn.Module, outputs: np.ndarray, step: int, num_timesteps: int) -> None:
     """
-    :param policy: The policy
-    :param outputs: Outputs of its last layer, shape ``(n_envs, n_outputs)``
+    Check that the outputs of the policy are finite.
+
+    :param policy: Policy that computed the outputs
+    :param outputs: Outputs of the last layer of the policy, shape ``(n_envs, n_outputs)``
     :param step: Step of the rollout
-    :param num_timesteps: Steps of the training so far
-    :raises NonFinitePolicyError: if there is NaN or infinity
+    :param num_timesteps: Number of timesteps trained so far
+    :raises NonFinitePolicyError: if the outputs contain NaN or infinity
     """
     if _is_surely_finite(outputs) or np.isfinite(outputs).all():
         return
@@ -88,12 +95,12 @@ def check_outputs(policy: th.nn.Module, outputs: np.ndarray, step: int, num_time
     where = f"parameters that are not finite: {', '.join(bad)}" if bad else "its parameters are finite, but too large"
     raise NonFinitePolicyError(
         f"The outputs of the policy are not finite at step {step} of the rollout, after {num_timesteps} timesteps "
-        f"({where}). Nothing was learned from this rollout. Go on from an earlier checkpoint, with a lower learning rate."
+        f"({where}). Nothing was learned from this rollout. Continue from an earlier checkpoint, with a lower learning rate."
     )
 
 
 def _is_surely_finite(data: Any) -> bool:
-    """A test of a float array that takes a third of the time of the whole one, for it is made at each step."""
+    """Quick check of a float array, three times as fast as the full check, because it runs at every step."""
     if type(data) is not np.ndarray or data.dtype.kind != "f":
         return False
     flat = data.ravel()
@@ -103,13 +110,13 @@ def _is_surely_finite(data: Any) -> bool:
 @contextmanager
 def restored_if_not_finite(model: OnPolicyAlgorithm) -> Iterator[None]:
     """
-    Take back what the steps of the environment have changed if one of the checks above refuses what it sees.
+    Context manager that restores the model if one of the checks above fails.
 
-    :param model: Whose timesteps, statistics of episodes and of ``VecNormalize`` are restored
+    :param model: Model with the timestep counter, the episode statistics and the ``VecNormalize`` statistics to restore
     """
     before = {name: copy(getattr(model, name)) for name in ("num_timesteps", "ep_info_buffer", "ep_success_buffer")}
     normalizers = find_normalizers(model.env)
-    # Without `norm_obs` there is no `obs_rms`.
+    # `obs_rms` exists only with `norm_obs`.
     statistics = [{k: deepcopy(v) for k, v in vars(n).items() if k in ("obs_rms", "ret_rms")} for n in normalizers]
     try:
         yield
@@ -118,15 +125,15 @@ def restored_if_not_finite(model: OnPolicyAlgorithm) -> Iterator[None]:
         for normalizer, values in zip(normalizers, statistics, strict=True):
             vars(normalizer).update(values)
         model.rollout_buffer.reset()
-        # The environment has moved on: without an observation, `learn` resets it.
+        # The environment cannot be rewound: without a last observation, `learn` resets it.
         model._last_obs = None
         raise
 
 
 def find_normalizers(env: VecEnv | None) -> list[VecNormalize]:
     """
-    :param env: With its wrappers
-    :return: Every ``VecNormalize`` among them, from the outside in
+    :param env: Vectorised environment with its wrappers
+    :return: All ``VecNormalize`` wrappers, from the outermost to the innermost
     """
     normalizers = []
     while isinstance(env, VecEnvWrapper):
@@ -139,9 +146,9 @@ def find_normalizers(env: VecEnv | None) -> list[VecNormalize]:
 def find_non_finite(data: Any, batched: bool = True) -> tuple[int, str] | None:
     """
     :param data: Array of shape ``(n_envs, ...)``, or a dictionary of such arrays
-    :param batched: Whether the first dimension is there
-    :return: The index of the first environment with NaN or infinity and a description of the place, ``None`` if all is
-        finite
+    :param batched: Whether the data have the first dimension, over environments
+    :return: Index of the first environment with NaN or infinity and a description of the value and its position, ``None``
+        if all values are finite
     """
     if isinstance(data, dict):
         for key, part in data.items():

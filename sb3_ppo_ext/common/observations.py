@@ -1,4 +1,4 @@
-"""Observations that may be dictionaries."""
+"""Helpers for observations, which may be arrays or dictionaries of arrays."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from gymnasium import spaces
 
 def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
     """
-    :param function: Of arrays
+    Apply a function to observations, key by key if they are dictionaries.
+
+    :param function: Function of one or more arrays
     :param observations: Arrays, or dictionaries of arrays with the same keys
-    :return: Its result, or a dictionary of them
+    :return: Result of the function, or a dictionary with its results for each key
     """
     if isinstance(observations[0], Mapping):
         return {key: function(*(parts[key] for parts in observations)) for key in observations[0]}
@@ -23,8 +25,10 @@ def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
 
 def in_channels_last(images: Any) -> Any:
     """
-    :param images: A batch of them, or something else
-    :return: On the CPU, the same in the layout in which convolutions are faster
+    Convert images to the channels-last memory format, which makes convolutions faster on the CPU.
+
+    :param images: Batch of images, shape ``(batch_size, channels, height, width)``; anything else is returned unchanged
+    :return: The same images, in channels-last format if they are on the CPU
     """
     if not isinstance(images, th.Tensor) or images.ndim != 4 or images.device.type != "cpu":
         return images
@@ -33,16 +37,16 @@ def in_channels_last(images: Any) -> Any:
 
 def stack(observations: Sequence[Any]) -> Any:
     """
-    :param observations: Single ones
-    :return: A batch of them
+    :param observations: Observations of single environments
+    :return: Batch of these observations, with a new first dimension
     """
     return map_observations(lambda *parts: np.stack(parts), *observations)
 
 
 def in_float32(space: spaces.Space) -> spaces.Space:
     """
-    :param space: An observation space
-    :return: The same in float32 where it is float64: as the policy reads the observations, and half as large
+    :param space: Observation space
+    :return: The same space with float64 replaced by float32, the precision in which the policy reads observations
     """
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: in_float32(part) for key, part in space.spaces.items()})

@@ -1,4 +1,4 @@
-"""What a saved zip holds, read before anything is built from it, and zips of earlier versions."""
+"""Checks of a saved zip before anything is built from it, and compatibility with zips of earlier versions."""
 
 import base64
 import contextlib
@@ -15,9 +15,9 @@ from stable_baselines3.common.save_util import json_to_data, open_path
 SavedModel = str | pathlib.Path | io.BufferedIOBase
 
 _STATES = {"policy.pth", "policy.optimizer.pth"}
-# Attributes that only one algorithm has
+# Attributes that only one algorithm has -> that algorithm
 _ALGORITHM_OF_ATTRIBUTE = {"_last_lstm_states": "RecurrentPPO", "cg_max_steps": "TRPO"}
-# Part of the policy's module, in SB3 and SB3-Contrib -> the algorithm that uses such a policy
+# Part of the name of the policy's module in SB3 and SB3-Contrib -> the algorithm that uses such a policy
 _ALGORITHM_OF_POLICY = {
     "recurrent": "RecurrentPPO",
     "maskable": "MaskablePPO",
@@ -29,17 +29,17 @@ _ALGORITHM_OF_POLICY = {
     "td3": "TD3 or DDPG",
     "tqc": "TQC",
 }
-# What PPO has over A2C; any of them will do, for a user may exclude some from a zip
+# Attributes that PPO has and A2C has not. One of them is enough, since a user may exclude some of them from the zip.
 _OF_PPO = {"batch_size", "clip_range", "clip_range_vf", "n_epochs", "target_kl"}
 
 
 def check_saved_ppo(path: SavedModel, own_policies: Iterable[type] = ()) -> dict[str, Any]:
     """
-    Check that a file holds a whole model, of PPO's kind, without unpickling anything.
+    Check that a file contains a complete model that was saved by PPO or PPOExt, without unpickling anything.
 
     :param path: Path of the zip (with or without ``.zip``), or an open file
-    :param own_policies: Policies that do not speak for another algorithm
-    :return: The attributes it holds; those that are no plain values, as SB3 describes them in JSON
+    :param own_policies: Policy classes that PPOExt uses, so that they are not taken as a sign of another algorithm
+    :return: Saved attributes by name; those that are not plain values are in SB3's JSON description
     :raises ValueError: if the zip is damaged, or was saved by another algorithm
     :raises FileNotFoundError: if there is no such file
     """
@@ -49,7 +49,7 @@ def check_saved_ppo(path: SavedModel, own_policies: Iterable[type] = ()) -> dict
         data = json.loads(members["data"])
         algorithm = _algorithm(data, {policy.__module__ for policy in own_policies})
         missing = _STATES - members.keys()
-    except Exception as error:  # a damaged directory raises all kinds
+    except Exception as error:  # a damaged zip directory raises errors of many types
         raise ValueError(_damaged(path, f"{type(error).__name__}: {error}")) from error
     finally:
         if file is not path:
@@ -66,15 +66,15 @@ def check_saved_ppo(path: SavedModel, own_policies: Iterable[type] = ()) -> dict
 
 def read_policy_kwargs(saved: dict[str, Any]) -> dict[str, Any]:
     """
-    :param saved: From :func:`check_saved_ppo`
-    :return: The ``policy_kwargs`` among them, unpickled
+    :param saved: Saved attributes, as returned by :func:`check_saved_ppo`
+    :return: The saved ``policy_kwargs``, unpickled
     """
     policy_kwargs = {"policy_kwargs": saved.get("policy_kwargs", {})}
     return dict(json_to_data(json.dumps(policy_kwargs), read_renamed(policy_kwargs)).get("policy_kwargs", {}))
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds a class of ours that has moved to another module by its public name."""
+    """Unpickler that finds classes of this package by their public name if they have moved to another module."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -87,16 +87,16 @@ class _Unpickler(pickle.Unpickler):
 
 def read_renamed(saved: dict[str, Any]) -> dict[str, Any]:
     """
-    Read the attributes that an earlier version has saved under names that have changed since, which SB3 could not read.
+    Read saved attributes that refer to classes or values by names of an earlier version, which SB3 could not load.
 
-    :param saved: Attributes of a zip, from :func:`check_saved_ppo`
-    :return: Those that have changed, for the ``custom_objects`` of SB3's ``load``
+    :param saved: Saved attributes, as returned by :func:`check_saved_ppo`
+    :return: Attributes that have changed, to be passed as ``custom_objects`` to SB3's ``load``
     """
     renamed: dict[str, Any] = {}
     for name, value in saved.items():
         pickled = base64.b64decode(value.get(":serialized:", "")) if isinstance(value, dict) else b""
-        if b"sb3_ppo_ext." in pickled:  # today the package itself is the module of its classes
-            with contextlib.suppress(Exception):  # SB3 will say what else is wrong, unless the user replaces it
+        if b"sb3_ppo_ext." in pickled:  # the current `__module__` of public classes is the package itself
+            with contextlib.suppress(Exception):  # SB3 reports the error, unless the user replaces the attribute
                 renamed[name] = _Unpickler(io.BytesIO(pickled)).load()
     if saved.get("backend") == "lean":
         renamed["backend"] = "fused"
@@ -106,7 +106,7 @@ def read_renamed(saved: dict[str, Any]) -> dict[str, Any]:
 def _read_members(file: Any) -> dict[str, bytes]:
     with zipfile.ZipFile(file) as archive:
         members = {member.filename: archive.read(member) for member in archive.infolist()}
-        # Reading has compared the checksums, but not the sizes.
+        # `read` compares checksums, but not sizes.
         for member in archive.infolist():
             if len(members[member.filename]) != member.file_size:
                 raise zipfile.BadZipFile(f"{member.filename} is shorter than it says")

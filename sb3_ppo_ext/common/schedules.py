@@ -1,4 +1,4 @@
-"""Numbers, callables and strings such as ``"lin_0.001"``, turned into schedules; what follows the KL divergence instead."""
+"""Schedules from numbers, callables and strings such as ``"lin_0.001"``, and coefficients that adapt to the KL divergence."""
 
 import math
 from typing import Any, Literal, TypeAlias
@@ -14,20 +14,20 @@ LrDecay: TypeAlias = Literal["constant", "linear", "cosine"]
 
 def make_schedule(name: str, value: ScheduleLike, positive: bool = False, infinite: bool = False) -> FloatSchedule:
     """
-    :param name: The argument that it is for
-    :param value: A number; a callable of the remaining progress, which goes from 1 to 0;
-        or ``"lin_x"``, which goes linearly from x to 0 and stays there
+    :param name: Name of the argument, for error messages
+    :param value: Number; callable of the remaining progress, which goes from 1 to 0; or ``"lin_x"`` for a linear decay from
+        x to 0, which then stays at 0
     :param positive: Whether 0 is refused
     :param infinite: Whether infinity is accepted
-    :return: The schedule, which can be pickled if ``value`` can
-    :raises ValueError: if the string does not parse, or the number is negative
+    :return: Schedule, which can be pickled if ``value`` can
+    :raises ValueError: if the string cannot be parsed, or the number is negative
     """
     if callable(value):
         return FloatSchedule(value)
     if isinstance(value, str):
         return FloatSchedule(LinearToZero(_initial_value(name, value, positive)))
     check_number(name, value, 0, open_low=positive, infinite=infinite)
-    return FloatSchedule(float(value))  # SB3 does not take NumPy's float32
+    return FloatSchedule(float(value))  # SB3 does not accept NumPy's float32
 
 
 def _initial_value(name: str, text: str, positive: bool) -> float:
@@ -46,17 +46,17 @@ def _initial_value(name: str, text: str, positive: bool) -> float:
 
 def value_of(schedule: ScheduleLike, progress_remaining: float) -> float:
     """
-    :param schedule: A number or a schedule
-    :param progress_remaining: From 1 to 0
-    :return: Its value now
+    :param schedule: Number or schedule
+    :param progress_remaining: Remaining progress of the training, from 1 to 0
+    :return: Current value of the schedule
     """
     return schedule(progress_remaining) if callable(schedule) else float(schedule)
 
 
 def is_constant(value: ScheduleLike) -> bool:
     """
-    :param value: A number, or what may be a schedule
-    :return: Whether it is known not to depend on the progress
+    :param value: Number or schedule
+    :return: Whether the value is known to be independent of the progress
     """
     if isinstance(value, FloatSchedule):
         return is_constant(value.value_schedule)
@@ -65,10 +65,10 @@ def is_constant(value: ScheduleLike) -> bool:
 
 class LinearToZero:
     """
-    Linear in the remaining progress, and never negative: the last rollout may end past the end of the training, where the
-    Zoo's schedule is below 0, and an update with a negative learning rate unlearns what was learned.
+    Linear decay to 0 that is never negative. The last rollout may end after ``total_timesteps``, where the remaining progress
+    and the Zoo's linear schedule are negative, and an update with a negative learning rate undoes what was learned.
 
-    :param initial_value: At the start
+    :param initial_value: Value at the start of the training
     """
 
     def __init__(self, initial_value: float):
@@ -83,15 +83,15 @@ class LinearToZero:
 
 class DecaySchedule:
     """
-    A schedule, times a warm-up from 0 and a decay, both over the progress of the training.
+    A schedule multiplied by a linear warm-up and a decay.
 
-    During the first ``warmup`` of the training the factor grows linearly to 1; over the rest, of which a part ``y`` is done,
-    it is ``m + (1 - m) (1 - y)`` (linear) or ``m + (1 - m) (1 + cos(pi y)) / 2`` (cosine).
+    During the warm-up the factor grows linearly from 0 to 1. After it, with ``y`` the completed fraction of the remaining
+    training, the factor is ``m + (1 - m) (1 - y)`` (linear) or ``m + (1 - m) (1 + cos(pi y)) / 2`` (cosine).
 
-    :param schedule: What is multiplied
-    :param decay: ``"constant"``, ``"linear"`` or ``"cosine"``
-    :param min_fraction: m, what is left at the end, in [0, 1]
-    :param warmup: As a fraction of the training, in [0, 1)
+    :param schedule: Schedule that is multiplied
+    :param decay: Shape of the decay: ``"constant"`` (none), ``"linear"`` or ``"cosine"``
+    :param min_fraction: m, the factor at the end of the training, in [0, 1]
+    :param warmup: Length of the warm-up as a fraction of the training, in [0, 1)
     """
 
     def __init__(self, schedule: Schedule, decay: LrDecay, min_fraction: float, warmup: float):
@@ -103,7 +103,7 @@ class DecaySchedule:
     def _factor(self, remaining: float) -> float:
         if 1.0 - remaining < self.warmup:
             return (1.0 - remaining) / self.warmup
-        # The last rollout may end past the end.
+        # The remaining progress is negative if the last rollout ends after `total_timesteps`.
         remaining = max(remaining / (1.0 - self.warmup), 0.0)
         left = {"constant": 1.0, "linear": remaining, "cosine": (1.0 - math.cos(math.pi * remaining)) / 2}[self.decay]
         return self.min_fraction + (1.0 - self.min_fraction) * left
@@ -114,19 +114,19 @@ class DecaySchedule:
 
 class KLAdaptive:
     """
-    A positive number that follows the KL divergence of the updates: multiplied by ``factor`` after an update whose KL was
-    more than ``tolerance * target``, divided by it after one whose KL was less than ``target / tolerance`` (but not 0).
+    A positive number that adapts to the KL divergence of the updates: it is multiplied by ``factor`` after an update with a
+    KL above ``tolerance * target``, and divided by ``factor`` after one with a KL below ``target / tolerance`` (but not 0).
 
-    It is a schedule as well, for which the progress does not matter.
+    It can be called like a schedule, and ignores the progress.
 
     Papers: https://arxiv.org/abs/1707.06347, section 4 (a coefficient: factor 2, tolerance 1.5);
     https://arxiv.org/abs/2109.11978 (a learning rate: factor 1 / 1.5, tolerance 2)
 
-    :param value: At the start
-    :param target: The wanted KL, in nats
-    :param factor: More than 1 if a larger value lowers the KL, less than 1 if it raises it
-    :param tolerance: More than 1
-    :param bounds: The least and the largest value
+    :param value: Initial value
+    :param target: Target KL divergence, in nats
+    :param factor: Factor of each change: more than 1 if a larger value lowers the KL, less than 1 if it raises the KL
+    :param tolerance: Ratio to the target up to which the KL changes nothing, more than 1
+    :param bounds: Smallest and largest value
     """
 
     def __init__(self, value: float, target: float, factor: float, tolerance: float, bounds: tuple[float, float]):
@@ -138,7 +138,7 @@ class KLAdaptive:
 
     def update(self, kl: float) -> None:
         """
-        :param kl: Of an update; NaN changes nothing
+        :param kl: KL divergence of an update, in nats; NaN changes nothing
         """
         if kl > self.tolerance * self.target:
             self.value = self._within_bounds(self.value * self.factor)
@@ -150,13 +150,14 @@ class KLAdaptive:
         return min(max(value, low), high)
 
     def state_dict(self) -> dict[str, Any]:
-        """:return: What was learned, and from where"""
+        """:return: Current and initial value"""
         return {"initial": self.initial, "value": self.value}
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
         """
-        :param state: From :meth:`state_dict`; ignored if it started elsewhere, for then the user has chosen a new start
-        :param strict: Not used; SB3 passes it
+        :param state: State from :meth:`state_dict`; ignored if its initial value differs, since the user has then chosen a
+            new one
+        :param strict: Unused, for compatibility with ``th.nn.Module``
         """
         if state["initial"] == self.initial:
             self.value = self._within_bounds(state["value"])

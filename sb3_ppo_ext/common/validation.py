@@ -1,4 +1,4 @@
-"""What bad input is refused, and with which words: the argument, its value and the remedy."""
+"""Checks of arguments. Error messages name the argument, its value and the remedy."""
 
 import inspect
 import math
@@ -13,22 +13,22 @@ from gymnasium import spaces
 
 
 class BadArgumentError(ValueError, AssertionError):
-    """A refused argument. Also an ``AssertionError``, which is what SB3 raises for some of them."""
+    """An argument is not valid. Also an ``AssertionError``, which SB3 raises for some of them."""
 
 
 class UnknownOptionError(BadArgumentError, TypeError):
-    """An option that does not exist. Also a ``TypeError``, which is what Python raises for one."""
+    """An option does not exist. Also a ``TypeError``, which Python raises for unknown keyword arguments."""
 
 
 class UnsupportedSpaceError(BadArgumentError, NotImplementedError):
-    """A space that PPO cannot work with. Also a ``NotImplementedError``, which is what SB3 raises for some of them."""
+    """A space is not supported by PPO. Also a ``NotImplementedError``, which SB3 raises for some of them."""
 
 
 def refuse(name: str, value: object, remedy: str) -> NoReturn:
     """
-    :param name: The argument
-    :param value: What was given
-    :param remedy: What would be accepted
+    :param name: Name of the argument
+    :param value: Value that was given
+    :param remedy: Description of what is wrong and what would be accepted, the end of the message
     :raises BadArgumentError: always
     """
     raise BadArgumentError(f"`{name}={value!r}` is not valid: {remedy}")
@@ -36,7 +36,7 @@ def refuse(name: str, value: object, remedy: str) -> NoReturn:
 
 @contextmanager
 def assertions_as_value_errors() -> Iterator[None]:
-    """Let SB3's own assertions about arguments leave as ``ValueError``, and still as ``AssertionError``."""
+    """Re-raise SB3's assertions about arguments as errors that are a ``ValueError`` and an ``AssertionError``."""
     try:
         yield
     except ValueError:
@@ -56,16 +56,18 @@ def check_number(
     open_high: bool = False,
 ) -> None:
     """
-    :param name: The argument
-    :param value: Its value, which must be a number in ``[low, high]``
+    :param name: Name of the argument
+    :param value: Value of the argument, which must be a number in ``[low, high]``
+    :param low: Smallest accepted value
+    :param high: Largest accepted value
     :param open_low: Whether ``low`` itself is refused
-    :param integer: Whether it must be an integer
+    :param integer: Whether the value must be an integer
     :param infinite: Whether infinity is accepted
     :param open_high: Whether ``high`` itself is refused
-    :raises BadArgumentError: if it is not such a number
+    :raises BadArgumentError: if the value is not such a number
     """
     integers, kind = (int, np.integer), "an integer" if integer else "a number"
-    # YAML reads 3e-4 as a string, and Python takes True for 1.
+    # YAML reads 3e-4 as a string, and a Python bool is an int.
     if not isinstance(value, integers if integer else (*integers, float, np.floating)) or isinstance(value, bool):
         hint = (
             " (in YAML, write 0.0003 or `!!float 3e-4`: without the dot, 3e-4 is a string)" if isinstance(value, str) else ""
@@ -73,7 +75,7 @@ def check_number(
         refuse(name, value, f"give {kind}{hint}")
     above = low < value if open_low else low <= value
     below = value < high if open_high else value <= high
-    # NaN fails as well
+    # NaN fails both comparisons.
     if not (above and below and (infinite or math.isfinite(value))):
         refuse(name, value, f"give {kind} {_interval(low, high, open_low, open_high)}")
 
@@ -90,10 +92,11 @@ def _interval(low: float, high: float, open_low: bool, open_high: bool) -> str:
 
 def check_type(name: str, value: object, kind: type | tuple[type, ...], remedy: str) -> None:
     """
-    :param name: The argument
-    :param value: Its value, which must be an instance of ``kind``
-    :param remedy: What would be accepted
-    :raises BadArgumentError: if it is not
+    :param name: Name of the argument
+    :param value: Value of the argument, which must be an instance of ``kind``
+    :param kind: Accepted type or types
+    :param remedy: Description of what would be accepted, the end of the message
+    :raises BadArgumentError: if the value is of another type
     """
     if not isinstance(value, kind):
         refuse(name, value, remedy)
@@ -101,10 +104,10 @@ def check_type(name: str, value: object, kind: type | tuple[type, ...], remedy: 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """
-    :param name: The argument
-    :param value: Its value, which must be one of ``choices``
-    :param choices: Words
-    :raises BadArgumentError: if it is none of them
+    :param name: Name of the argument
+    :param value: Value of the argument, which must be one of ``choices``
+    :param choices: Accepted strings
+    :raises BadArgumentError: if the value is none of them
     """
     choices = list(choices)
     if not isinstance(value, str) or value not in choices:
@@ -115,8 +118,8 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 def check_known_options(given: Iterable[str], known: Iterable[str], where: str) -> None:
     """
     :param given: Names of the options that were given
-    :param known: Names of those that exist
-    :param where: Who takes them, for the message
+    :param known: Names of the options that exist
+    :param where: Name of the class or argument that takes the options, for the message
     :raises UnknownOptionError: if one of them does not exist
     """
     known = set(known)
@@ -130,21 +133,21 @@ def check_known_options(given: Iterable[str], known: Iterable[str], where: str) 
 
 def check_dictionary(name: str, value: object) -> None:
     """
-    :param name: The argument
-    :param value: Its value, which must be a mapping
-    :raises BadArgumentError: if it is not
+    :param name: Name of the argument
+    :param value: Value of the argument, which must be a mapping
+    :raises BadArgumentError: if the value is not a mapping
     """
     check_type(name, value, Mapping, "give a dictionary, or None")
 
 
 def check_kwargs(name: str, kwargs: Any, function: Callable[..., Any], given: Iterable[str]) -> None:
     """
-    :param name: The argument
-    :param kwargs: Its value, keyword arguments for ``function``
-    :param function: The class or function that will get them
-    :param given: Arguments that it gets otherwise
-    :raises BadArgumentError: if it is no mapping
-    :raises UnknownOptionError: if ``function`` does not take one of them
+    :param name: Name of the argument
+    :param kwargs: Value of the argument, keyword arguments for ``function``
+    :param function: Class or function that the keyword arguments are passed to
+    :param given: Names of the arguments that ``function`` receives from elsewhere
+    :raises BadArgumentError: if ``kwargs`` is not a mapping
+    :raises UnknownOptionError: if ``function`` does not take one of the keyword arguments
     """
     check_dictionary(name, kwargs)
     keywords = keywords_of(function)
@@ -154,8 +157,8 @@ def check_kwargs(name: str, kwargs: Any, function: Callable[..., Any], given: It
 
 def keywords_of(function: Callable[..., Any]) -> set[str] | None:
     """
-    :param function: A function or class; classes of this package are known to pass on what they do not list
-    :return: The names of the keyword arguments that it takes, ``None`` if it may take any
+    :param function: Function or class; classes of this package pass other keyword arguments on to their parents
+    :return: Names of the keyword arguments that it takes, ``None`` if it may take any
     """
     parents = [cls for cls in getattr(function, "__mro__", ()) if "__init__" in vars(cls)]
     names: set[str] = set()
@@ -171,8 +174,8 @@ def keywords_of(function: Callable[..., Any]) -> set[str] | None:
 
 def check_device(device: th.device | str) -> None:
     """
-    :param device: ``"auto"``, or what ``torch.device`` takes
-    :raises BadArgumentError: if it is neither
+    :param device: ``"auto"``, or an argument of ``torch.device``
+    :raises BadArgumentError: if the device is not valid
     """
     try:
         th.device("cpu" if device == "auto" else device)
@@ -185,8 +188,8 @@ SUPPORTED_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.Mu
 
 def check_observation_space(space: spaces.Space) -> None:
     """
-    :param space: The observation space
-    :raises UnsupportedSpaceError: if no policy can read it
+    :param space: Observation space
+    :raises UnsupportedSpaceError: if no policy supports the space
     """
     parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
     if not parts:
@@ -207,8 +210,8 @@ def check_observation_space(space: spaces.Space) -> None:
 
 def check_action_space(space: spaces.Space) -> None:
     """
-    :param space: The action space
-    :raises UnsupportedSpaceError: if no action distribution covers it
+    :param space: Action space
+    :raises UnsupportedSpaceError: if no action distribution supports the space
     """
     if not isinstance(space, SUPPORTED_SPACES):
         raise UnsupportedSpaceError(

@@ -1,1 +1,1 @@
-"""How rollouts and updates are computed: one module or folder for each backend."""
+"""Engines that compute rollouts and updates: one module or folder for each backend."""

@@ -1,4 +1,4 @@
-"""Gradients by autograd, minibatch by minibatch."""
+"""Gradients computed by autograd, one minibatch at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sb3_ppo_ext.update.minibatch_loss import evaluate, ppo_loss
 from sb3_ppo_ext.update.minibatches import Minibatch
 from sb3_ppo_ext.update.update import GradientSource
 
-# Adds the gradient of a minibatch, times its share of the step, and returns what was measured.
+# Adds the gradient of a minibatch, scaled by its share of the step, and returns metrics by name.
 Differentiate: TypeAlias = Callable[[Minibatch, float], dict[str, th.Tensor]]
 LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", *AUXILIARY_LOSSES, "extra_actor_loss")
 
@@ -29,8 +29,8 @@ class Step(NamedTuple):
     """
     The minibatches of one step of the optimiser.
 
-    :param minibatches: One, or several whose gradients are accumulated
-    :param shares: The part that each of them has of the samples, summing to 1
+    :param minibatches: One minibatch, or several with gradients that are accumulated
+    :param shares: Fraction of the samples of the step in each minibatch; the fractions sum to 1
     """
 
     minibatches: list[Minibatch]
@@ -39,7 +39,8 @@ class Step(NamedTuple):
     @classmethod
     def of(cls, minibatches: list[Minibatch]) -> Step:
         """
-        :param minibatches: At least one
+        :param minibatches: Minibatches of the step, at least one
+        :return: Step with these minibatches
         """
         sizes = [len(minibatch.data.advantages) for minibatch in minibatches]
         return cls(minibatches, [size / sum(sizes) for size in sizes])
@@ -47,7 +48,7 @@ class Step(NamedTuple):
 
 class BackwardLoss:
     """
-    The loss, differentiated by autograd as SB3 does.
+    Adds the gradient of a minibatch with ``loss.backward()``, as SB3 does.
 
     :param policy: Policy that is updated
     :param config: Options of the update
@@ -58,9 +59,9 @@ class BackwardLoss:
 
     def __call__(self, minibatch: Minibatch, share: float) -> dict[str, th.Tensor]:
         """
-        :param minibatch: Of the rollout
-        :param share: Its part of the step
-        :return: What was measured
+        :param minibatch: Minibatch of the rollout
+        :param share: Fraction of the samples of the step in this minibatch, by which its gradient is scaled
+        :return: Metrics by name
         """
         config = self.config
         inputs = evaluate(self.policy, minibatch, config.discrete_actions)
@@ -71,13 +72,13 @@ class BackwardLoss:
 
 class AutogradGradients(GradientSource):
     """
-    A ``GradientSource`` of minibatches that are gathered one after the other.
+    A ``GradientSource`` that gathers and differentiates one minibatch at a time.
 
-    :param differentiate: Adds the gradient of a minibatch
+    :param differentiate: Function that adds the gradient of a minibatch and returns metrics
     :param config: Options of the update
-    :param estimates: Advantages of the rollout, and what follows from them
-    :param metrics: Where to measure
-    :param channels_last: Whether images are put into the layout in which convolutions are faster on the CPU
+    :param estimates: Advantages, returns and priorities of the rollout
+    :param metrics: Metrics that measurements are added to
+    :param channels_last: Whether images are converted to the memory format that makes convolutions faster on the CPU
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class AutogradGradients(GradientSource):
     # Minibatches
 
     def steps(self) -> Iterator[Step]:
-        """:return: The steps of one epoch"""
+        """:return: Steps of one epoch"""
         rollout, config = self.estimates.rollout, self.config
         if not rollout.is_indexable:
             for data in rollout.buffer.get(config.batch_size):
@@ -105,7 +106,7 @@ class AutogradGradients(GradientSource):
             yield Step.of(self._split(*draw))
 
     def _split(self, indices: np.ndarray, weights: np.ndarray | None) -> list[Minibatch]:
-        """One draw, normalised as a whole, so that accumulated gradients are those of one large minibatch."""
+        """Minibatches of a draw. Advantages are normalised over all of them, for the same gradient as one large minibatch."""
         size = self.config.batch_size
         minibatches = self._normalized([self._gather(indices[i : i + size]) for i in range(0, len(indices), size)])
         if weights is not None:
@@ -136,38 +137,38 @@ class AutogradGradients(GradientSource):
     # Gradients
 
     def add(self, step: Step) -> None:
-        """Leave the gradient of a step's loss in the policy's parameters."""
+        """Add the gradient of the loss of a step to ``grad`` of the parameters."""
         self.lengths_before = self.metrics.lengths()
         for minibatch, share in zip(step.minibatches, step.shares, strict=True):
             self.metrics.add(self.differentiate(minibatch, share))
 
     def approximate_kl(self, step: Step) -> float:
-        """:return: That of all samples of the step"""
+        """:return: Estimated KL divergence over all samples of the step, in nats"""
         return self.metrics.weighted("approx_kl", step.shares).item()
 
     def clip_fraction(self, step: Step) -> float:
-        """:return: That of all samples of the step"""
+        """:return: Fraction of clipped samples among all samples of the step"""
         return self.metrics.weighted("clip_fraction", step.shares).item()
 
     def terms(self, step: Step) -> dict[str, float]:
-        """:return: The losses of the step by name, of several minibatches the first that is not finite"""
+        """:return: Losses of the step by name: for several minibatches, the first value that is not finite"""
         before = self.lengths_before
         measured = (name for name in LOSS_TERMS if len(self.metrics[name]) > before.get(name, 0))
         return {name: self.metrics.bad_since(before, name) for name in measured}
 
     def accept(self, step: Step, norms: dict[str, Any]) -> bool:
-        # One wait for the device, whatever the sum is made of
+        # The sum is tested, so that there is only one synchronisation with the device.
         if not math.isfinite(sum(norms.values()) + self.metrics.weighted("loss", step.shares)):
             return False
         self.metrics.add({name: th.as_tensor(norm, dtype=th.float32) for name, norm in norms.items()})
         return True
 
     def forget(self, step: Step) -> None:
-        """Measure nothing of a step that is not made."""
+        """Discard the metrics of a step that is skipped."""
         self.metrics.forget_since(self.lengths_before)
 
     def end_epoch(self) -> None:
-        """All is measured already."""
+        """Nothing to do, since metrics are added during the steps."""
 
     def finish(self) -> None:
-        """All is measured already."""
+        """Nothing to do, since metrics are added during the steps."""

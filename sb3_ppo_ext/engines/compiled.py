@@ -1,4 +1,4 @@
-"""``backend="compile"``: `torch.compile` makes one function of the loss and its gradient."""
+"""``backend="compile"``: the loss and its gradient are compiled by ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from sb3_ppo_ext.update.minibatch_loss import EvaluateActions, ExtraActorLoss, e
 from sb3_ppo_ext.update.minibatches import Minibatch
 from sb3_ppo_ext.update.update import GradientSource, Stepper
 
-# Names and values of all scalars, and what else is measured
+# Names of the scalar metrics, their values in one tensor, and all other metrics by name
 Measured = tuple[tuple[str, ...], th.Tensor, dict[str, th.Tensor]]
 
 
 class CompiledEngine(Engine):
     """
-    Gradients by a compiled function. The rest is as with ``backend="fused"``, or PyTorch's where the extension module is
-    missing or the policy is not on the CPU.
+    Gradients are computed by a compiled function. Optimiser steps are those of ``backend="fused"``, or PyTorch's if the
+    extension module is missing or the policy is not on the CPU.
 
     :param policy: Policy that is updated
     """
@@ -48,7 +48,7 @@ class CompiledEngine(Engine):
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
-        # Not at the top, for it takes seconds.
+        # These imports take seconds, so they are not at the top.
         from torch._dynamo import is_dynamo_supported
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch.utils._triton import has_triton
@@ -80,7 +80,7 @@ class CompiledEngine(Engine):
 
 class CompiledLoss:
     """
-    The loss of a policy and its gradient, compiled when they are first asked for. It lives as long as the policy does.
+    The loss of a policy and its gradient, compiled at the first call. It is kept as long as the policy is.
 
     :param policy: Policy that is updated
     """
@@ -88,38 +88,38 @@ class CompiledLoss:
     def __init__(self, policy: ActorCriticPolicy):
         self.policy = policy
         self.module = _LossModule(policy)
-        # On a GPU all kernels are launched as one graph, whose outputs lie where those of the run before did.
+        # On a GPU, all kernels are launched as one CUDA graph, which overwrites the outputs of its previous run.
         self.reuses_memory = policy.device.type == "cuda"
         options: Any = {"triton.cudagraphs": True} if self.reuses_memory else None
-        # `None` once torch has found that it cannot
+        # `None` after torch has failed to trace the loss
         self.differentiate: Any = th.compile(_own(_loss_and_gradients), fullgraph=True, options=options)
-        # Of observations for which nothing is left to do; `None` if the policy preprocesses in its own way
+        # Space of preprocessed observations, which need no more preprocessing; `None` if the policy overrides preprocessing
         self.preprocessed_space = _preprocessed(policy.observation_space) if _preprocesses_as_sb3(policy) else None
         if isinstance(policy.action_dist, MultiCategoricalDistribution):
-            # NumPy's integers cannot be traced.
+            # NumPy integers cannot be traced.
             policy.action_dist.action_dims = [int(n) for n in policy.action_dist.action_dims]
 
 
 class CompiledBackward:
     """
-    Adds the gradient of a minibatch by :class:`CompiledLoss`; by autograd, once torch has found that it cannot trace the loss.
+    Adds the gradient of a minibatch with :class:`CompiledLoss`, or with autograd after torch has failed to trace the loss.
 
-    :param compiled: The loss of the policy
+    :param compiled: Compiled loss of the policy
     :param config: Options of the update
-    :param memory: Where the gradients lie
+    :param memory: Memory of the gradients
     """
 
     def __init__(self, compiled: CompiledLoss, config: UpdateConfig, memory: GradientMemory):
         self.compiled, self.config, self.memory = compiled, config, memory
-        # As numbers, each value of a coefficient would be compiled anew.
+        # With numbers as coefficients, each new value would trigger a recompilation.
         self.loss_config = config.loss.with_tensors(compiled.policy.device)
         self.eager = BackwardLoss(compiled.policy, config)
 
     def __call__(self, minibatch: Minibatch, share: float) -> dict[str, th.Tensor]:
         """
-        :param minibatch: Of the rollout
-        :param share: Its part of the step
-        :return: What was measured
+        :param minibatch: Minibatch of the rollout
+        :param share: Fraction of the samples of the step in this minibatch, by which its gradient is scaled
+        :return: Metrics by name
         """
         if self.compiled.differentiate is not None:
             try:
@@ -129,7 +129,7 @@ class CompiledBackward:
         return self.eager(minibatch, share)
 
     def _give_up(self, error: Exception) -> None:
-        """Nothing has been changed yet."""
+        """Fall back to autograd, or raise an error if the compiler failed. No gradient has been added yet."""
         from torch._inductor.exc import InductorError
 
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
@@ -144,7 +144,7 @@ class CompiledBackward:
             th.compiler.cudagraph_mark_step_begin()
         preprocessed: Any = None
         if compiled.preprocessed_space is not None:
-            # Before, for SB3 asks NumPy how to, which cannot be traced
+            # Outside the compiled function, since SB3's preprocessing uses NumPy, which cannot be traced.
             policy = compiled.policy
             preprocessed = (
                 preprocess_obs(minibatch.data.observations, policy.observation_space, policy.normalize_images),
@@ -164,16 +164,16 @@ class CompiledBackward:
         return dict(zip(names, scalars.unbind(), strict=True)) | vectors
 
 
-# What is compiled
+# Compiled functions
 
 
 class _LossModule(nn.Module):
-    """The loss as a module, so that other tensors can stand for the policy's parameters."""
+    """The loss as a module, so that ``functional_call`` can replace the parameters of the policy."""
 
     def __init__(self, policy: ActorCriticPolicy):
         super().__init__()
         self.policy = policy
-        # The paths at which each parameter is used, and its name: a module may have several, and share its parameters.
+        # Every path of each parameter -> its first path, since modules can be shared and have several paths.
         first: dict[nn.Parameter, str] = {}
         paths = ((f"{of}.{name}", p) for of, part in self.named_modules() for name, p in part._parameters.items())
         self.names = {path: first.setdefault(parameter, path) for path, parameter in paths if parameter is not None}
@@ -186,7 +186,7 @@ class _LossModule(nn.Module):
         discrete_actions: bool,
         extra: ExtraActorLoss | None,
     ) -> tuple[th.Tensor, dict[str, th.Tensor]]:
-        # Nothing of this evaluation may be left in the policy: its tensors mean nothing outside.
+        # Tensors of the traced evaluation must not be left in the policy, since they are not valid outside.
         distribution = self.policy.action_dist
         self.policy.action_dist = copy(distribution)
         evaluate_actions = None if preprocessed is None else self._of_preprocessed(*preprocessed)
@@ -196,7 +196,7 @@ class _LossModule(nn.Module):
         return results
 
     def _of_preprocessed(self, observations: Any, space: spaces.Space[Any]) -> EvaluateActions:
-        """``evaluate_actions`` of the policy for observations that are preprocessed already."""
+        """``evaluate_actions`` of the policy for preprocessed observations."""
 
         def evaluate_actions(_: Any, actions: th.Tensor) -> Any:
             policy = self.policy
@@ -227,22 +227,24 @@ def _preprocesses_as_sb3(policy: ActorCriticPolicy) -> bool:
 
 
 def _preprocessed(space: spaces.Space[Any]) -> spaces.Space[Any]:
-    """A space of plain vectors in the place of each part, for the shape plays no role."""
+    """Space of vectors that need no preprocessing, also for each key of a dictionary. Shapes do not matter."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _preprocessed(part) for key, part in space.spaces.items()})
     return spaces.Box(-1.0, 1.0)
 
 
 def _split(measured: dict[str, th.Tensor]) -> Measured:
-    """All scalars together, for each tensor that a compiled function returns takes its time."""
+    """Stack all scalars, since each tensor that a compiled function returns costs time."""
     scalars = {name: value.float() for name, value in measured.items() if value.ndim == 0}
     vectors = {name: value for name, value in measured.items() if value.ndim > 0}
     return tuple(scalars), th.stack(list(scalars.values())), vectors
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with code and name of its own: torch keeps what it has compiled with the one, and what it knows of shapes
-    with the other, and would count the variants of all models together."""
+    """
+    Copy of the function with its own code object and name. Torch caches compiled code by code object and dynamic shapes by
+    name; with a shared function, the variants of all models would count towards one recompilation limit.
+    """
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
     return FunctionType(code, function.__globals__)
@@ -252,7 +254,7 @@ _numbers = itertools.count()
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Looked up late, for the compiler takes a second to be imported."""
+    """Imported late, since importing the compiler takes a second."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit

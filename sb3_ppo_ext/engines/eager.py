@@ -1,4 +1,4 @@
-"""``backend="eager"``: PyTorch, operation by operation, as SB3's PPO to the bit."""
+"""``backend="eager"``: PyTorch's eager mode, equal to SB3's PPO bit for bit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sb3_ppo_ext.update.update import GradientSource, Stepper
 
 
 class EagerEngine(Engine):
-    """The reference: gradients by autograd, steps by PyTorch."""
+    """The reference engine: gradients by autograd, optimiser steps by PyTorch."""
 
     keeps_float32 = False  # as SB3
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
-        return None  # It computes whatever SB3 computes.
+        return None  # It supports everything that SB3 supports.
 
     def make_stepper(self, config: UpdateConfig) -> Stepper:
         return TorchStepper(self.policy)

@@ -1,4 +1,4 @@
-"""What an engine is: who acts, where the rollout lies, where gradients come from, and who makes the steps."""
+"""The interface of an engine: actor, placement of the rollout, source of the gradients, and stepper."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from sb3_ppo_ext.update.update import GradientSource, Stepper, Update, UpdateRes
 
 class Setup(NamedTuple):
     """
-    What an engine is asked to compute for.
+    What an engine must support.
 
     :param policy: Policy that acts and is updated
-    :param buffer: Where its rollouts are kept
-    :param has_extra_loss: Whether a subclass adds a loss of its own, which may differentiate anything of the policy
+    :param buffer: Buffer for the rollouts
+    :param has_extra_loss: Whether a subclass of ``PPOExt`` adds a loss, which may differentiate any part of the policy
     """
 
     policy: ActorCriticPolicy
@@ -36,7 +36,7 @@ class Engine(ABC):
     """
     Computes rollouts and updates of one policy. A backend is a subclass and a row in ``sb3_ppo_ext.engines.registry``.
 
-    :param policy: A policy that :meth:`unsupported_reason` has nothing against
+    :param policy: Policy for which :meth:`unsupported_reason` returns ``None``
     """
 
     # Whether rollout buffers hold observations in float32, as the policy reads them, where the environment has float64
@@ -49,22 +49,22 @@ class Engine(ABC):
     @abstractmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
         """
-        :param setup: What is to be computed
-        :return: What keeps the engine from it, as part of a sentence; ``None`` if nothing does
+        :param setup: Policy and buffer to support
+        :return: Reason why the engine does not support the setup, as part of a sentence; ``None`` if it does
         """
 
     def is_for(self, policy: ActorCriticPolicy) -> bool:
         """
-        :param policy: The policy of the model as it is now, which the backend supports
-        :return: Whether this engine can go on with it; if not, a new one is made
+        :param policy: Current policy of the model, which the backend supports
+        :return: Whether this engine can be used for the policy; if not, a new engine is created
         """
         return policy is self.policy
 
     def make_actor(self, buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
         """
-        :param buffer: To be filled with a rollout
+        :param buffer: Buffer to fill with a rollout
         :param config: Options of the rollout
-        :return: What acts and records while it is collected
+        :return: Actor that chooses actions and records transitions while the rollout is collected
         """
         return HistoryActor(buffer, config) if isinstance(buffer, SequenceBufferMixin) else PolicyActor(buffer, config)
 
@@ -72,24 +72,24 @@ class Engine(ABC):
     def make_stepper(self, config: UpdateConfig) -> Stepper:
         """
         :param config: Options of the update
-        :return: Who makes the steps of the optimiser
+        :return: Stepper that makes the steps of the optimiser
         """
 
     @abstractmethod
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
         """
         :param config: Options of the update
-        :param estimates: Advantages of the rollout, and what follows from them
-        :param stepper: Who makes the steps
-        :param metrics: Where to measure
-        :return: Where gradients come from
+        :param estimates: Advantages, returns and priorities of the rollout
+        :param stepper: Stepper that makes the steps of the optimiser
+        :param metrics: Metrics that measurements are added to
+        :return: Source of the gradients
         """
 
     def place(self, rollout: Rollout) -> None:
         """
-        Decide where the samples of a rollout lie.
+        Move the samples of a rollout to the device where minibatches are gathered.
 
-        :param rollout: A full one
+        :param rollout: Full rollout
         """
         if self.policy.device.type != "cpu":
             rollout.copy_to_device()
@@ -104,11 +104,11 @@ class Engine(ABC):
         """
         Update the policy.
 
-        :param rollout: A full one, which the policy collected
+        :param rollout: Full rollout, collected by the policy
         :param config: Options of the update
         :param normalizer: Moving averages for ``advantage_norm="ema"``
-        :param result: Where to count and measure, so that what was done is known even if the update raises
-        :return: What came of it
+        :param result: Result to fill in, so that it is available even if the update raises an error; ``None`` for a new one
+        :return: Result of the update
         :raises ValueError: if a loss or gradient is not finite, with ``bad_gradients="raise"``
         """
         result = UpdateResult(Metrics()) if result is None else result

@@ -1,4 +1,4 @@
-"""``backend="fused"``: gradients by PyTorch; the extension module clips them and makes the steps of Adam."""
+"""``backend="fused"``: gradients by PyTorch; gradient clipping and Adam fused in the extension module."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sb3_ppo_ext.update.update import GradientSource, Stepper
 def can_fuse_steps(policy: ActorCriticPolicy, memory: GradientMemory, config: UpdateConfig) -> bool:
     """
     :param policy: Policy that is updated
-    :param memory: Its parameters that are learned, with their gradients
+    :param memory: Trainable parameters of the policy, with their gradients
     :param config: Options of the update
-    :return: Whether the extension module can make the steps of its optimiser
+    :return: Whether the extension module can make the steps of the policy's optimiser
     """
-    # For a frozen actor the optimiser must leave some parameters out.
+    # A fused step updates all parameters, so that it cannot leave out those of a frozen actor.
     return config.max_clip_fraction is None and FusedAdamStepper.takes(policy.optimizer, memory)
 
 
 class FusedEngine(Engine):
-    """Gradients by autograd; norm, clipping and Adam by the extension module, or PyTorch's where the optimiser is another."""
+    """Gradients by autograd; clipping and Adam by the extension module, or by PyTorch for other optimisers."""
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:

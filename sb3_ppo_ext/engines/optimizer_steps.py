@@ -1,4 +1,4 @@
-"""Who makes the steps of the optimiser: PyTorch, or the extension module in C in its place."""
+"""Steps of the optimiser, made by PyTorch or by the extension module in C."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sb3_ppo_ext.update.update import Stepper
 
 class GradientMemory:
     """
-    The memory of the gradients, which stays the same through an update.
+    Memory of the gradients, which keeps its address during an update.
 
-    :param pairs: Each parameter that is learned, with the tensor of its gradient
+    :param pairs: Pairs of each trainable parameter and the tensor of its gradient
     """
 
     def __init__(self, pairs: Sequence[tuple[nn.Parameter, th.Tensor]]):
@@ -27,17 +27,17 @@ class GradientMemory:
     @classmethod
     def of(cls, policy: nn.Module) -> GradientMemory:
         """
-        :param policy: Whose parameters are learned
-        :return: New memory for their gradients
+        :param policy: Policy with trainable parameters
+        :return: New memory for the gradients of these parameters
         """
         return cls([(p, th.zeros_like(p)) for p in policy.parameters() if p.requires_grad])
 
     def zero(self) -> None:
-        """Let all gradients be 0."""
+        """Set all gradients to 0."""
         th._foreach_zero_(self.gradients)
 
     def show(self) -> None:
-        """Let the parameters have them as their ``grad``."""
+        """Set ``grad`` of the parameters to these gradients."""
         for parameter, gradient in self.pairs:
             parameter.grad = gradient
 
@@ -46,15 +46,15 @@ class TorchStepper(Stepper):
     """
     Steps of the policy's optimiser.
 
-    :param policy: With the optimiser
-    :param memory: Where gradients are accumulated, ``None`` for wherever autograd puts them
+    :param policy: Policy with the optimiser
+    :param memory: Memory in which gradients are accumulated, ``None`` to let autograd allocate it
     """
 
     def __init__(self, policy: ActorCriticPolicy, memory: GradientMemory | None = None):
         self.policy, self.memory = policy, memory
 
     def zero_grad(self) -> None:
-        """Called before each step's gradients are computed."""
+        """Called before the gradients of each step are computed."""
         self.policy.optimizer.zero_grad()
         if self.memory is not None:
             self.memory.zero()
@@ -68,19 +68,19 @@ class TorchStepper(Stepper):
         self.policy.optimizer.step()
 
     def show_gradients(self) -> None:
-        """The parameters have them already."""
+        """Nothing to do, since the gradients are in ``grad`` of the parameters."""
 
     def close(self) -> None:
-        """Nothing is to be done."""
+        """Nothing to do."""
 
 
 class FusedAdamStepper(Stepper):
     """
-    The norm of the gradients, their clipping and Adam in one call of the extension module, on the state of torch's optimiser.
+    Gradient clipping and Adam, fused in the extension module, on the state of torch's optimiser.
 
-    :param optimizer: One that :meth:`takes` accepts
-    :param memory: Where the gradients lie
-    :param is_overwritten: Whether the source of the gradients overwrites them, so that they need not be zeroed
+    :param optimizer: Optimiser that :meth:`takes` accepts
+    :param memory: Memory of the gradients
+    :param is_overwritten: Whether the source of the gradients overwrites them, so that they need not be set to 0
     """
 
     def __init__(self, optimizer: th.optim.Optimizer, memory: GradientMemory, is_overwritten: bool = False):
@@ -104,8 +104,8 @@ class FusedAdamStepper(Stepper):
     def takes(optimizer: th.optim.Optimizer, memory: GradientMemory) -> bool:
         """
         :param optimizer: Optimiser of a policy
-        :param memory: The parameters of this policy that are learned, with their gradients
-        :return: Whether it is an Adam whose steps the extension module can make
+        :param memory: Trainable parameters of this policy, with their gradients
+        :return: Whether the optimiser is an Adam that the extension module can replace
         """
         if type(optimizer) is not th.optim.Adam or len(optimizer.param_groups) != 1 or extension.module is None:
             return False
@@ -113,42 +113,42 @@ class FusedAdamStepper(Stepper):
         if not all(extension.is_readable(parameter) for parameter in group["params"]):
             return False
         learned = {parameter for parameter, _ in memory.pairs}
-        # Torch's optimiser makes no steps of parameters that were replaced.
+        # Parameters of the policy that were replaced are not in torch's optimiser, which does not update them.
         if learned != {parameter for parameter in group["params"] if parameter.requires_grad}:
             return False
         variants = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
-        # Learning rate schedulers and others put a `step` of their own into the instance.
+        # Learning rate schedulers, among others, replace `step` of the instance.
         hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, "step" in vars(optimizer))
         steps = {float(state["step"]) for state in optimizer.state.values()}
         is_whole = len(steps) <= 1 and len(optimizer.state) in (0, len(learned))
         return is_whole and not any(group.get(name) for name in variants) and not any(hooks)
 
     def zero_grad(self) -> None:
-        """Called before each step's gradients are computed."""
+        """Called before the gradients of each step are computed."""
         if not self.is_overwritten:
             self.memory.zero()
             self.memory.show()
 
     def clip(self, max_norm: float) -> dict[str, float]:
         """
-        :param max_norm: The largest norm of all gradients together
-        :return: Their norm before, by name
+        :param max_norm: Maximum norm of all gradients together
+        :return: Norm of all gradients before clipping, by name
         """
         norm = float(self.adam.norm())
         self.scale = min(max_norm / (norm + 1e-6), 1.0)
         return {"grad_norm": norm}
 
     def step(self) -> None:
-        """Make a step, with the gradients as they were clipped."""
+        """Make a step with the clipped gradients."""
         self.n_steps += 1
         group = self.group
         self.adam.step(self.n_steps, self.scale, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
 
     def show_gradients(self) -> None:
-        """Let the parameters have them as their ``grad``."""
+        """Set ``grad`` of the parameters to the gradients."""
         self.memory.show()
 
     def close(self) -> None:
-        """Tell torch's optimiser how many steps it has made."""
+        """Update the step counts in the state of torch's optimiser."""
         for state in self.states:
             state["step"].fill_(self.n_steps)

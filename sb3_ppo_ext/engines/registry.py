@@ -1,4 +1,4 @@
-"""The backends: one row each."""
+"""Registry of the backends, one row for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENGINES: dict[str, type[Engine]] = {
     "eager": EagerEngine,
     "compile": CompiledEngine,
 }
-# What "auto" chooses from, the fastest first: the compiler takes its time, and is for those who ask for it.
+# Backends that "auto" chooses from, the fastest first. Compilation takes long, so that "compile" must be requested.
 AUTOMATIC = ("native", "fused", "eager")
 
 assert {"auto", *ENGINES} == set(get_args(Backend))
@@ -25,10 +25,10 @@ assert {"auto", *ENGINES} == set(get_args(Backend))
 
 def choose_backend(backend: str, setup: Setup) -> tuple[str, dict[str, str]]:
     """
-    :param backend: A name, or ``"auto"``
-    :param setup: What is to be computed
-    :return: The name of the backend that computes, which is ``"eager"`` where the one that was named does not support it, and
-        why those that were considered before it do not
+    :param backend: Name of a backend, or ``"auto"``
+    :param setup: Policy and buffer to support
+    :return: Name of the chosen backend, which is ``"eager"`` if the requested one does not support the setup, and the reasons
+        why other backends were rejected, by name
     """
     reasons: dict[str, str] = {}
     for name in AUTOMATIC if backend == "auto" else (backend,):

@@ -1,1 +1,1 @@
-"""How experience is collected, and the vectorised environments that it is collected from."""
+"""Collection of rollouts, and vectorised environments."""

@@ -1,4 +1,4 @@
-"""What acts while a rollout is collected, and what it records."""
+"""Actors, which choose actions and record transitions while a rollout is collected."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from sb3_ppo_ext.update.bootstrap import Truncation, last_values, terminal_value
 @dataclass(frozen=True)
 class RolloutConfig:
     """
-    The options of one rollout.
+    Options of one rollout.
 
-    :param n_steps: Steps to collect in each environment
+    :param n_steps: Number of steps to collect in each environment
     :param gamma: Discount factor
-    :param action_space: Of one environment
-    :param device: Of the policy
-    :param num_timesteps: Steps of the training when the rollout begins, for messages
-    :param is_watched: Whether code of users may read or change anything at each step: values and log probabilities are then
-        computed step by step, with the parameters as they are at the time
-    :param truncations: Where episodes that a time limit cut off are noted, ``None`` if nobody will ask for them
+    :param action_space: Action space of a single environment
+    :param device: Device of the policy
+    :param num_timesteps: Number of timesteps trained before the rollout, for messages
+    :param is_watched: Whether user code may read or change anything at each step: values and log probabilities are then
+        computed at each step, with the current parameters
+    :param truncations: List that truncated episodes are added to, ``None`` if they are not needed
     """
 
     n_steps: int
@@ -47,12 +47,12 @@ class RolloutConfig:
 
 class Action(NamedTuple):
     """
-    What the policy does at a step.
+    The output of the policy at a step.
 
-    :param obs_tensor: The observations on the device, ``None`` if nobody can see them
-    :param samples: What the buffer keeps of the actions, shape ``(n_envs, *action_shape)``
-    :param values: Shape ``(n_envs, 1)``, ``None`` if they are computed later
-    :param log_probs: Shape ``(n_envs,)``, ``None`` if they are computed later
+    :param obs_tensor: Observations on the device of the policy, ``None`` if no user code can read them
+    :param samples: Actions, or latents of a bounded distribution, as stored in the buffer, shape ``(n_envs, *action_shape)``
+    :param values: Values of the observations, shape ``(n_envs, 1)``, ``None`` if they are computed later
+    :param log_probs: Log probabilities of the samples, shape ``(n_envs,)``, ``None`` if they are computed later
     """
 
     obs_tensor: Any
@@ -63,15 +63,15 @@ class Action(NamedTuple):
 
 class Transition(NamedTuple):
     """
-    What came of an action.
+    A step of the environments.
 
     :param step: Step of the rollout
-    :param observations: Those that the policy acted on, as the environments returned them
-    :param starts: Whether they begin an episode, shape ``(n_envs,)``
-    :param action: What the policy did
-    :param env_actions: What the environments got, shape ``(n_envs, *action_shape)``
-    :param rewards: Shape ``(n_envs,)``
-    :param truncated: Index and last observation of each environment whose episode was cut off by a time limit
+    :param observations: Observations before the step, as the environments returned them, shape ``(n_envs, *obs_shape)``
+    :param starts: Whether each observation starts an episode, shape ``(n_envs,)``
+    :param action: Output of the policy for these observations
+    :param env_actions: Actions as passed to the environments, shape ``(n_envs, *action_shape)``
+    :param rewards: Rewards of the step, shape ``(n_envs,)``
+    :param truncated: Index of the environment and terminal observation of each truncated episode
     """
 
     step: int
@@ -84,39 +84,43 @@ class Transition(NamedTuple):
 
 
 class Actor(Protocol):
-    """Acts, and fills the rollout buffer. The policy is given at each step, for a callback may replace it."""
+    """Chooses actions and fills the rollout buffer. The policy is passed at each step, since a callback may replace it."""
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
         """
-        :param policy: As it is now
-        :param observations: As the environments returned them, shape ``(n_envs, *obs_shape)``
-        :param starts: Whether they begin an episode, shape ``(n_envs,)``
+        Choose the actions of a step.
+
+        :param policy: Current policy
+        :param observations: Observations as the environments returned them, shape ``(n_envs, *obs_shape)``
+        :param starts: Whether each observation starts an episode, shape ``(n_envs,)``
         :param step: Step of the rollout
-        :return: What it does
+        :return: Output of the policy
         """
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
         """
-        :param policy: As it is now
-        :param transition: What came of the last action
+        Record a step in the buffer.
+
+        :param policy: Current policy
+        :param transition: Step of the environments after the last :meth:`act`
         """
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
         """
-        Estimate advantages and returns.
+        Estimate advantages and returns at the end of the rollout.
 
-        :param policy: As it is now
-        :param observations: Those after the last step
+        :param policy: Current policy
+        :param observations: Observations after the last step, shape ``(n_envs, *obs_shape)``
         :param dones: Whether the last step ended an episode, shape ``(n_envs,)``
-        :return: Their values, shape ``(n_envs, 1)``
+        :return: Values of these observations, shape ``(n_envs, 1)``
         """
 
 
 class PolicyActor(Actor):
     """
-    One call of the policy at each step, as SB3 does it.
+    Calls the policy at each step, as SB3 does.
 
-    :param buffer: To be filled
+    :param buffer: Buffer to fill
     :param config: Options of the rollout
     """
 
@@ -143,14 +147,14 @@ class PolicyActor(Actor):
 
     def _bootstrap(self, policy: ActorCriticPolicy, transition: Transition) -> None:
         """
-        Add the discounted value of the terminal observation to the reward of each episode that was cut off by a time
-        limit, for it would have gone on (`issue #633 <https://github.com/DLR-RM/stable-baselines3/issues/633>`_).
+        Add the discounted value of the terminal observation to the last reward of each truncated episode
+        (`issue #633 <https://github.com/DLR-RM/stable-baselines3/issues/633>`_).
         """
         if not transition.truncated:
             return
         environments, observations = zip(*transition.truncated, strict=True)
-        # The CPU takes them one by one as SB3 does, to the bit. Elsewhere one call for all saves a wait for the device per
-        # environment.
+        # On the CPU, observations are evaluated one at a time, so that results are equal to SB3's bit for bit. On other
+        # devices, they are evaluated in one call, which saves a synchronisation for each environment.
         steps, batched = [transition.step] * len(environments), self.config.device.type != "cpu"
         values = terminal_values(policy, self.buffer, steps, environments, observations, batched)
         for index, value in zip(environments, values, strict=True):
@@ -166,10 +170,10 @@ class PolicyActor(Actor):
 
 class HistoryActor(PolicyActor):
     """
-    Evaluates a history-based policy step by step. Each step is computed once, unless the parameters change in the middle of
-    the rollout: then the steps that the policy can still see are computed again.
+    Evaluates a history-based policy step by step. Each step is computed once. If parameters change during the rollout, the
+    steps that the policy can still see are computed again.
 
-    :param buffer: To be filled
+    :param buffer: Buffer to fill
     :param config: Options of the rollout
     """
 
@@ -190,7 +194,7 @@ class HistoryActor(PolicyActor):
         return policy.act(self.buffer.sequences_at(step), self.caches)
 
     def _filled_caches(self, policy: TransformerPolicyMixin, step: int) -> list[Cache]:
-        """What the transformers have computed of the steps before this one."""
+        """Caches of the transformers, filled with the steps before this one."""
         buffer, transformers = self.buffer, policy.transformers()
         capacity = buffer.n_before + buffer.buffer_size - step
         caches = [Cache(transformer, buffer.n_envs, capacity) for _, transformer in transformers]
@@ -209,7 +213,7 @@ class HistoryActor(PolicyActor):
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
         assert isinstance(policy, TransformerPolicyMixin)
         encoded = policy.encode_actions(transition.env_actions) if policy.use_last_action else None
-        # Before the rewards are bootstrapped
+        # Called before rewards are bootstrapped
         self.buffer.keep_outcome(transition.step, encoded, transition.rewards)
         super().record(policy, transition)
 
@@ -222,11 +226,13 @@ def note_truncations(
     values: Sequence[float],
 ) -> None:
     """
-    :param config: With the list to add to, if there is one
-    :param steps: Steps of the rollout at which episodes were cut off
-    :param environments: Indices of their environments
-    :param observations: Their last observations
-    :param values: The values of these
+    Add truncated episodes to the list of the configuration, if there is one.
+
+    :param config: Options of the rollout, with the list
+    :param steps: Steps of the rollout at which episodes were truncated, length n
+    :param environments: Indices of the environments of these episodes, length n
+    :param observations: Terminal observations of these episodes, length n
+    :param values: Values of the terminal observations, length n
     """
     if config.truncations is not None:
         config.truncations.extend(map(Truncation, steps, environments, observations, values))

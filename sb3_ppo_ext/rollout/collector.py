@@ -1,4 +1,4 @@
-"""How rollouts are collected from NumPy environments: SB3's loop, which refuses what is not finite."""
+"""Collection of rollouts from NumPy environments: SB3's loop, with checks for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sb3_ppo_ext.update.bootstrap import Truncation
 
 class RolloutCollector(OnPolicyAlgorithm):
     """
-    An on-policy algorithm which collects as SB3's PPO does, to the bit. What differs from engine to engine is how it acts and
-    what it records: see :class:`~sb3_ppo_ext.rollout.actors.Actor`.
+    An on-policy algorithm that collects rollouts as SB3's PPO does, bit for bit. Engines differ in the
+    :class:`~sb3_ppo_ext.rollout.actors.Actor` that chooses actions and records transitions.
     """
 
-    # Episodes that a time limit cut off in the last rollout; None if nobody will ask for them
+    # Truncated episodes of the last rollout; None if they are not needed
     _truncations: list[Truncation] | None = None
-    # Whether the policy samples what the action is made of, and not the action
+    # Whether the policy samples latents of a bounded action distribution instead of actions
     _samples_latents = False
 
     def collect_rollouts(
@@ -44,8 +44,8 @@ class RolloutCollector(OnPolicyAlgorithm):
         :param n_rollout_steps: Number of experiences to collect per environment
         :return: True if function returned with at least `n_rollout_steps`
             collected, False if callback terminated rollout prematurely.
-        :raises ValueError: if the environment returns NaN or infinity. The model is then left as it was before the
-            rollout, with the statistics of ``VecNormalize``; the next call of ``learn`` resets the environment.
+        :raises ValueError: if the environment returns NaN or infinity. The model and the statistics of ``VecNormalize``
+            are then restored to their state before the rollout; the next call of ``learn`` resets the environment.
         """
         start = time.perf_counter()
         with restored_if_not_finite(self):
@@ -54,7 +54,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         return go_on
 
     def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
-        # Callbacks read the local variables of this function: their names are SB3's.
+        # Callbacks read the local variables of this function, so that they have the same names as in SB3.
         assert self._last_obs is not None, "No previous observation was provided"
         self.policy.set_training_mode(False)
 
@@ -125,28 +125,28 @@ class RolloutCollector(OnPolicyAlgorithm):
 
     def _actions_for_env(self, actions: np.ndarray) -> np.ndarray:
         """
-        :param actions: As the policy sampled them, shape ``(n_envs, *action_shape)``
-        :return: Within the bounds of the action space
+        :param actions: Actions or latents that the policy sampled, shape ``(n_envs, *action_shape)``
+        :return: Actions within the bounds of the action space, of the same shape
         """
         if not isinstance(self.action_space, spaces.Box):
             return actions
         if self.policy.squash_output:
             return self.policy.unscale_action(actions)
-        # An unbounded Gaussian sampled them. The same as `np.clip`, in a third of its time
+        # Samples of a Gaussian are unbounded. Equal to `np.clip`, in a third of its time.
         return np.minimum(np.maximum(actions, self.action_space.low), self.action_space.high)
 
     def _truncated_episodes(self, dones: np.ndarray, infos: list[dict[str, Any]], step: int) -> Iterator[tuple[int, Any]]:
-        """Environments whose episode was cut off by a time limit, with a copy of its last observation."""
+        """Index of the environment and copy of the terminal observation of each truncated episode."""
         for index in np.flatnonzero(dones).tolist():
             observation = infos[index].get("terminal_observation")
             if observation is not None and infos[index].get("TimeLimit.truncated", False):
                 check_finite(self, "terminal observation", observation, step, env_index=index)
-                # A copy, for an environment may write its next observation into the same array.
+                # Copied, since an environment may write its next observation into the same array.
                 yield index, deepcopy(observation)
 
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
         with restored_if_not_finite(self):
             results = super()._setup_learn(*args, **kwargs)
-            # It has reset the environment.
+            # SB3 has just reset the environment.
             check_finite(self, "observation", self._last_obs, 0)
             return results

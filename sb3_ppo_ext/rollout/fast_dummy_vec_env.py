@@ -1,4 +1,4 @@
-"""A ``DummyVecEnv`` that copies less."""
+"""A ``DummyVecEnv`` with fewer copies."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 class FastDummyVecEnv(DummyVecEnv):
     """
-    SB3's ``DummyVecEnv`` without its deep copy of all infos at each step: each step has dictionaries of its own, their values
-    are what the environment put there.
+    SB3's ``DummyVecEnv`` without the deep copy of all infos at each step. Each step returns new info dictionaries, but their
+    values are the objects that the environment returned.
 
-    :param env_fns: Functions that make the environments
+    :param env_fns: Functions that create the environments
     :raises ValueError: if they return the same environment twice
     """
 
@@ -22,11 +22,11 @@ class FastDummyVecEnv(DummyVecEnv):
         for index, env in enumerate(self.envs):
             observation, reward, terminated, truncated, info = env.step(self.actions[index])
             done = terminated or truncated
-            # A copy, for an environment may return the same dictionary again.
+            # Copied, since an environment may return the same dictionary again.
             info = dict(info)
             info["TimeLimit.truncated"] = truncated and not terminated
             if done:
-                # A copy, for an environment may write the next observation into the same array.
+                # Copied, since an environment may write the next observation into the same array.
                 info["terminal_observation"] = deepcopy(observation)
                 observation, self.reset_infos[index] = env.reset()
             self.buf_rews[index], self.buf_dones[index] = reward, done

@@ -1,4 +1,4 @@
-"""Whether a training may be watched, or changed, by code that nobody here knows."""
+"""Detection of user code that may read or change the state of the training at each step."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
 
-# Callbacks of these packages read neither values nor log probabilities at a step, and change no parameters.
+# Callbacks of these packages do not read values or log probabilities during a rollout, and do not change parameters.
 KNOWN_PACKAGES = ("stable_baselines3", "sb3_contrib", "rl_zoo3", "sb3_ppo_ext")
 
 
 def is_user_class(cls: type) -> bool:
     """
-    :param cls: A class
-    :return: Whether it, or a parent, is neither SB3's, RL Zoo's, ours, nor Python's own
+    :param cls: Class of a callback or model
+    :return: Whether the class or a parent is from outside SB3, SB3-Contrib, the RL Zoo, this package and Python itself
     """
     return any(parent.__module__.split(".")[0] not in (*KNOWN_PACKAGES, "abc", "builtins") for parent in cls.__mro__)
 
 
 def runs_user_code(callback: BaseCallback) -> bool:
     """
-    A callback may read anything at a step, by any means: ``self.locals`` in a helper, the rollout buffer by ``getattr``. So
-    nobody tries to find out what it reads. All that counts is whether it is one of the known classes as it is, and so are the
-    callbacks in it.
+    Whether a callback runs user code. User code may read anything at each step and in any way, such as ``self.locals`` in a
+    helper function or the rollout buffer with ``getattr``, so that no attempt is made to find out what it reads. A callback is
+    trusted only if it is an unmodified instance of a known class, and so are all callbacks in it.
 
-    :param callback: Of a training
-    :return: Whether it calls code of others at a step
+    :param callback: Callback of the training
+    :return: Whether the callback calls user code at each step
     """
     if is_user_class(type(callback)):
         return True
@@ -35,8 +35,8 @@ def runs_user_code(callback: BaseCallback) -> bool:
 
 def _callables(callback: BaseCallback) -> Iterator[Any]:
     """
-    The callbacks that it calls, and functions: those that SB3 wraps, and methods that somebody has replaced.
-    ``parent`` leads back.
+    Callbacks and functions that a callback may call: nested callbacks, functions that SB3 wraps, and methods replaced on the
+    instance. ``parent`` is left out, since it refers back to the enclosing callback.
     """
     for name, value in vars(callback).items():
         if name in ("parent", "model", "locals", "globals"):

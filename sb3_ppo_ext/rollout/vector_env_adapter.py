@@ -1,4 +1,4 @@
-"""Gymnasium's vectorised environments as SB3's."""
+"""Adapter from the vectorised environments of Gymnasium to those of SB3."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ PartialReset = Callable[[Any, np.ndarray], tuple[Any, dict[str, Any]]]
 
 class VectorEnvAdapter(VecEnv):
     """
-    A vectorised environment of Gymnasium as one of SB3, for environments that step all of their copies in one call::
+    Makes a vectorised environment of Gymnasium a ``VecEnv`` of SB3, for environments that step all copies in one call::
 
         env = VecMonitor(VectorEnvAdapter(gym.make_vec("CartPole-v1", num_envs=64, vectorization_mode="vector_entry_point")))
 
-    SB3 wants the first observation of the next episode with the last step of an episode. An environment gives it by itself
-    (``AutoresetMode.SAME_STEP``), or must be able to reset some of its copies: ``SyncVectorEnv``, ``AsyncVectorEnv``,
-    Gymnasium's ``CartPoleVectorEnv`` and EnvPool's can.
+    SB3 requires the first observation of the next episode at the last step of an episode. The environment must either return
+    it (``AutoresetMode.SAME_STEP``), or be able to reset some of its copies, as ``SyncVectorEnv``, ``AsyncVectorEnv``,
+    Gymnasium's ``CartPoleVectorEnv`` and the environments of EnvPool are.
 
-    Seeds are those of ``DummyVecEnv``: ``seed + index``, where the environment takes one for each copy.
+    If the environment takes one seed for each copy, the seeds are ``seed + index``, as in ``DummyVecEnv``.
 
-    :param venv: The environment
-    :param partial_reset: For one that cannot, a function that takes the unwrapped environment and a mask, shape ``(n_envs,)``,
-        resets the copies of the mask, and returns observations and infos as ``reset`` does; those of the mask count
-    :raises ValueError: if it is not a ``VectorEnv``, or cannot reset some of its copies
+    :param venv: Vectorised environment of Gymnasium
+    :param partial_reset: Function that resets some copies, for environments that are not listed above. It takes the unwrapped
+        environment and a mask of shape ``(n_envs,)``, resets the copies in the mask, and returns observations and infos as
+        ``reset`` does; only those of the copies in the mask are used
+    :raises ValueError: if ``venv`` is not a ``VectorEnv``, or cannot reset some of its copies
     """
 
     def __init__(self, venv: VectorEnv, partial_reset: PartialReset | None = None):
@@ -44,7 +45,7 @@ class VectorEnvAdapter(VecEnv):
         super().__init__(venv.num_envs, venv.single_observation_space, venv.single_action_space)
 
     def reset(self) -> VecEnvObs:
-        # Without a seed Gymnasium goes on with the random numbers that it has.
+        # Without a seed, Gymnasium keeps its random number generators.
         seeds: Any = self._seeds if any(seed is not None for seed in self._seeds) else None
         if seeds is not None and not _takes_seeds(self.venv):
             seeds = seeds[0]
@@ -61,7 +62,7 @@ class VectorEnvAdapter(VecEnv):
 
     def step_wait(self) -> VecEnvStepReturn:
         observations, rewards, terminated, truncated, arrays = self.venv.step(self.actions)
-        # An environment may write the next ones, also those of a reset, into the same array.
+        # Copied, since an environment may write later observations, also those of a reset, into the same array.
         observations = _copied(observations)
         dones = terminated | truncated
         final = arrays.pop("final_obs", None)
@@ -77,7 +78,7 @@ class VectorEnvAdapter(VecEnv):
     def _begin_episodes(
         self, observations: Any, dones: np.ndarray, final: Any, final_info: dict[str, Any], infos: list[dict[str, Any]]
     ) -> Any:
-        """What follows the last steps of episodes; these go into the infos."""
+        """First observations of new episodes where an episode ended. Terminal observations are put into the infos."""
         ended = np.flatnonzero(dones).tolist()
         if self._partial_reset is not None:
             final, (first, arrays) = observations, self._partial_reset(self.venv.unwrapped, dones)
@@ -88,7 +89,7 @@ class VectorEnvAdapter(VecEnv):
         else:
             of_last = self._split(final_info)
             for index in ended:
-                # In this mode the infos beside it are those of the reset.
+                # In this mode, the infos next to `final_info` are those of the reset.
                 self.reset_infos[index] = {key: infos[index][key] for key in infos[index] if key != "TimeLimit.truncated"}
                 infos[index] = {**of_last[index], "TimeLimit.truncated": infos[index]["TimeLimit.truncated"]}
         for index in ended:
@@ -96,7 +97,7 @@ class VectorEnvAdapter(VecEnv):
         return observations
 
     def _split(self, arrays: dict[str, Any]) -> list[dict[str, Any]]:
-        """One dictionary for each copy, from Gymnasium's one with arrays and masks."""
+        """Split Gymnasium's info dictionary of arrays and masks into one dictionary for each copy."""
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for key, values in arrays.items():
             mask = arrays.get(f"_{key}")
@@ -140,7 +141,7 @@ class VectorEnvAdapter(VecEnv):
         raise NotImplementedError(f"`{method_name}` cannot be called for some copies of {self.venv}")
 
     def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
-        # Wrappers around single copies are the environment's own business.
+        # Wrappers around single copies are not visible from outside the vectorised environment.
         return [False for _ in self._get_indices(indices)]
 
 
@@ -158,20 +159,20 @@ def _takes_seeds(venv: VectorEnv) -> bool:
 def _find_partial_reset(venv: VectorEnv) -> PartialReset | None:
     inner = venv.unwrapped
     if inner is not venv:
-        # What its wrappers do to observations would be left out.
+        # A reset of the inner environment would bypass the wrappers, which may change observations.
         return None
     if isinstance(inner, SyncVectorEnv | AsyncVectorEnv):
         return lambda env, mask: env.reset(options={"reset_mask": mask})
     if type(inner).__name__ == "CartPoleVectorEnv":
         return _reset_cart_poles
-    # EnvPool makes its classes by a metaclass, and they are not of its modules.
+    # EnvPool creates its classes with a metaclass, so that only a parent class may be from its modules.
     if any(cls.__module__.split(".")[0] == "envpool" for cls in type(inner).__mro__):
         return _reset_envpool
     return None
 
 
 def _reset_cart_poles(env: Any, mask: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    # What its next step would do
+    # The same as its next step would do
     env.state[:, mask] = env.np_random.uniform(low=env.low, high=env.high, size=(4, mask.sum()))
     env.steps[mask] = 0
     env.prev_done[mask] = False

@@ -1,4 +1,4 @@
-"""Whether the parameters of a policy have changed since somebody looked."""
+"""Detection of changes of the parameters of a policy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 class WeightWatch:
     """
-    Tells whether the parameters and buffers of a policy are others than before.
+    Detects changes of the parameters and buffers of a policy.
 
-    :param by_value: Whether to compare all numbers, which notices what is written past torch's back as well (by ``.data``, or
-        through NumPy). Otherwise torch's counters of changes and the addresses are compared, which takes less time
+    :param by_value: Whether to compare all values, which also detects changes that torch does not track (with ``.data`` or
+        through NumPy). Otherwise the addresses and torch's version counters are compared, which is faster
     """
 
     def __init__(self, by_value: bool):
@@ -22,8 +22,8 @@ class WeightWatch:
 
     def have_changed(self, policy: nn.Module) -> bool:
         """
-        :param policy: The policy as it is now, which may be another one than before
-        :return: Whether anything has changed since the last call; at first it has
+        :param policy: Current policy, which may be a different object than before
+        :return: Whether anything has changed since the last call; True at the first call
         """
         tensors = [*policy.parameters(), *policy.buffers()]
         if not self.by_value:

@@ -1,1 +1,1 @@
-"""What PPO computes from a rollout, on any engine: advantages, minibatches, losses, optimisers, metrics."""
+"""The update of PPO, independent of the engine: advantages, minibatches, losses, optimisers, metrics."""

@@ -1,4 +1,4 @@
-"""Advantages: their estimation under another policy than the one which collected, and their normalisation."""
+"""Advantages: off-policy correction with V-trace, and normalisation."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ import torch as th
 
 def normalize(advantages: th.Tensor) -> th.Tensor:
     """
-    Shift and scale to mean 0 and standard deviation 1: ``(A - mean) / (std + 1e-8)``.
+    Normalise advantages to mean 0 and standard deviation 1: ``(A - mean) / (std + 1e-8)``.
 
-    :param advantages: Shape ``(batch_size,)``
-    :return: The same shape; a single advantage is returned as it is, for its standard deviation is not defined
-        (`issue #325 <https://github.com/DLR-RM/stable-baselines3/issues/325>`_)
+    :param advantages: Advantages, shape ``(batch_size,)``
+    :return: Normalised advantages, shape ``(batch_size,)``; a single advantage is returned unchanged, since its standard
+        deviation is not defined (`issue #325 <https://github.com/DLR-RM/stable-baselines3/issues/325>`_)
     """
     if len(advantages) <= 1:
         return advantages
@@ -32,28 +32,29 @@ def vtrace(
     c_bar: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    V-trace: advantages under the policy that is being learned, from actions of the policy which collected.
+    Advantages under the current policy, estimated with V-trace from a rollout of an older policy.
 
     With ``rho = min(rho_bar, ratio)`` and ``c = gae_lambda * min(c_bar, ratio)``,
     ``delta_t = rho_t (r_t + gamma nt_t V_{t+1} - V_t)`` and ``A_t = delta_t + gamma nt_t c_t A_{t+1}``, where ``nt`` is 0
-    at the end of an episode and 1 elsewhere. While both policies are the same and the bars are at least 1, it is
-    Generalized Advantage Estimation.
+    at the end of an episode and 1 elsewhere. If both policies are equal and ``rho_bar`` and ``c_bar`` are at least 1, this is
+    Generalized Advantage Estimation (GAE).
 
     Paper: https://arxiv.org/abs/1802.01561
 
-    :param rewards: Shape ``(n_steps, n_envs)``; where an episode was cut off by a time limit, with the discounted value of
-        its terminal observation
-    :param values: V of the observations, shape ``(n_steps, n_envs)``
-    :param log_ratio: Log of the current policy's probability of the action over that of the policy which collected,
-        shape ``(n_steps, n_envs)``; clamped to +-20
+    :param rewards: Rewards, shape ``(n_steps, n_envs)``, which include the discounted value of the terminal observation where
+        an episode was truncated
+    :param values: Values V of the observations, shape ``(n_steps, n_envs)``
+    :param log_ratio: Log probabilities of the actions under the current policy minus those under the policy that collected
+        the rollout, shape ``(n_steps, n_envs)``; clamped to [-20, 20]
     :param episode_starts: Whether an episode starts at the step, shape ``(n_steps, n_envs)``
-    :param last_values: V of the observations after the last step, shape ``(n_envs,)``
+    :param last_values: Values of the observations after the last step, shape ``(n_envs,)``
     :param last_dones: Whether the last step ended an episode, shape ``(n_envs,)``
     :param gamma: Discount factor
-    :param gae_lambda: Trade-off of bias and variance
-    :param rho_bar: The larger, the closer the fixed point is to the current policy's value function
-    :param c_bar: The smaller, the lower the variance
-    :return: Advantages and targets of the value function, ``A + V``, shape ``(n_steps, n_envs)``, float32
+    :param gae_lambda: Factor for the trade-off of bias and variance
+    :param rho_bar: Upper bound of rho; the larger it is, the closer the fixed point is to the value function of the current
+        policy
+    :param c_bar: Upper bound of the ratio in c; the smaller it is, the lower is the variance
+    :return: Advantages, and returns ``A + V`` as targets of the value function, both float32 of shape ``(n_steps, n_envs)``
     """
     ratio = np.exp(np.clip(log_ratio.astype(np.float64), -20.0, 20.0))
     rho, c = np.minimum(rho_bar, ratio), gae_lambda * np.minimum(c_bar, ratio)
@@ -70,37 +71,37 @@ def vtrace(
 
 class AdvantageNormalizer:
     """
-    Normalises by statistics that live across rollouts, as exponential moving averages (EMA):
+    Normalises advantages by exponential moving averages (EMA) of their statistics over the rollouts:
     ``clip((A - mean) / max(std, min_std), -clip, clip)``.
 
-    With ``warm_start`` the averages are those of ``A`` and ``A^2``, in float64, divided by the sum of their weights (Adam's
-    correction of the bias, ``1 - (1 - alpha)^k`` after k rollouts), and a rollout counts before it is normalised: the first
-    rollout is normalised by its own statistics. Without, the scheme is that of ProtoMotions
-    (https://github.com/NVlabs/ProtoMotions): mean 0 and std 1 at the start, averages of means and standard deviations, and
-    a rollout counts after it was normalised, with its clipped advantages.
+    With ``warm_start``, the averages are those of ``A`` and ``A^2``, in float64, divided by the sum of their weights (the bias
+    correction of Adam, ``1 - (1 - alpha)^k`` after k rollouts), and include a rollout before it is normalised: the first
+    rollout is normalised by its own statistics. Without it, the scheme is that of ProtoMotions
+    (https://github.com/NVlabs/ProtoMotions): mean and standard deviation start at 0 and 1, the averages are those of the means
+    and standard deviations, and include a rollout after it has been normalised, with its clipped advantages.
 
     :param alpha: Weight of the newest rollout, in (0, 1]
-    :param warm_start: Which of the two schemes
-    :param min_std: The least divisor, in units of the advantage
-    :param clip: The largest absolute value that is returned
-    :param shift_mean: Whether the mean is subtracted; the standard deviation is about the mean in both cases
+    :param warm_start: Whether to use the first of the two schemes
+    :param min_std: Smallest divisor, in units of the advantage
+    :param clip: Largest absolute value of a normalised advantage
+    :param shift_mean: Whether the mean is subtracted; the standard deviation is computed about the mean in both cases
     """
 
     def __init__(
         self, alpha: float, warm_start: bool = True, min_std: float = 1e-8, clip: float = 4.0, shift_mean: bool = True
     ):
         self.alpha, self.warm_start, self.min_std, self.clip, self.shift_mean = alpha, warm_start, min_std, clip, shift_mean
-        # In use for the rollout that was observed last
+        # Statistics that normalise the last observed rollout
         self.mean, self.std = 0.0, 1.0
         self._average = (0.0, 0.0) if warm_start else (0.0, 1.0)
         self._weight = 0.0
 
     def observe(self, advantages: th.Tensor) -> None:
         """
-        Take in a rollout, and choose the statistics that :meth:`normalize` uses until the next one. A rollout that is not
-        finite changes nothing, for the averages would never forget it.
+        Update the averages with a rollout, and set the statistics that :meth:`normalize` uses until the next one. A rollout
+        that is not finite is ignored, since the averages would never recover from it.
 
-        :param advantages: Raw, of a whole rollout, any shape
+        :param advantages: Raw advantages of a whole rollout, any shape
         """
         advantages = advantages.detach().cpu().double()  # not every device has float64
         if not th.isfinite(advantages).all():
@@ -117,20 +118,20 @@ class AdvantageNormalizer:
 
     def normalize(self, advantages: th.Tensor) -> th.Tensor:
         """
-        :param advantages: Raw, any shape
-        :return: Normalised and clipped, the same shape and dtype
+        :param advantages: Raw advantages, any shape
+        :return: Normalised and clipped advantages, of the same shape and dtype
         """
         return self._standardize(advantages).clamp(-self.clip, self.clip)
 
     def clamped_fraction(self, advantages: th.Tensor) -> th.Tensor:
         """
-        :param advantages: Raw, any shape
-        :return: Scalar, the share that :meth:`normalize` clips
+        :param advantages: Raw advantages, any shape
+        :return: Fraction of the advantages that :meth:`normalize` clips, a scalar
         """
         return (self._standardize(advantages).abs() > self.clip).float().mean()
 
     def state_dict(self) -> dict[str, Any]:
-        """:return: What was learned"""
+        """:return: Averages and current statistics"""
         return {
             "warm_start": self.warm_start,
             "average": list(self._average),
@@ -141,8 +142,8 @@ class AdvantageNormalizer:
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
         """
-        :param state: From :meth:`state_dict`; one of the other scheme is ignored, for its averages mean something else
-        :param strict: Not used; SB3 passes it
+        :param state: State from :meth:`state_dict`; ignored if it is that of the other scheme, which averages other quantities
+        :param strict: Unused, for compatibility with ``th.nn.Module``
         """
         if state["warm_start"] == self.warm_start:
             self._average, self._weight = tuple(state["average"]), state["weight"]

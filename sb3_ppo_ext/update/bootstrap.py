@@ -1,4 +1,4 @@
-"""Values of observations that are not in the rollout buffer: those after its last step, and those that end episodes."""
+"""Bootstrapping: values of the observations after the last step of a rollout and at the end of truncated episodes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 
 class Truncation(NamedTuple):
     """
-    An episode that a time limit cut off.
+    A truncated episode.
 
-    :param step: Step of the rollout at which it ended
+    :param step: Step of the rollout at which the episode was truncated
     :param environment: Index of the environment
-    :param observation: Its last observation, as the environment returned it
-    :param value: Value of this observation when it was collected
+    :param observation: Terminal observation of the episode, as the environment returned it
+    :param value: Value of the terminal observation when it was collected
     """
 
     step: int
@@ -33,11 +33,11 @@ class Truncation(NamedTuple):
 
 def last_values(policy: ActorCriticPolicy, buffer: RolloutBuffer, observations: Any, starts: np.ndarray) -> th.Tensor:
     """
-    :param policy: Whose critic is asked
-    :param buffer: With the rollout
-    :param observations: Those after the last step, as the environments returned them
-    :param starts: Which of them begin an episode, shape ``(n_envs,)``
-    :return: Their values, shape ``(n_envs, 1)``
+    :param policy: Policy with the critic that computes the values
+    :param buffer: Buffer with the rollout
+    :param observations: Observations after the last step, as the environments returned them
+    :param starts: Whether each of these observations starts an episode, shape ``(n_envs,)``
+    :return: Values of the observations, shape ``(n_envs, 1)``
     """
     n_envs = buffer.n_envs
     steps = np.full(n_envs, buffer.buffer_size - 1)
@@ -54,14 +54,14 @@ def terminal_values(
     batched: bool,
 ) -> th.Tensor:
     """
-    :param policy: Whose critic is asked
-    :param buffer: With the rollout
-    :param steps: Steps of the rollout at which episodes were cut off
-    :param environments: Indices of their environments
-    :param observations: Their last observations, as the environments returned them
-    :param batched: Whether to evaluate all of them in one call. A batch changes the last bit of most values (it multiplies
-        matrices, not vectors)
-    :return: The values, shape ``(len(observations), 1)``, on the CPU
+    :param policy: Policy with the critic that computes the values
+    :param buffer: Buffer with the rollout
+    :param steps: Steps of the rollout at which episodes were truncated, length n
+    :param environments: Indices of the environments of these episodes, length n
+    :param observations: Terminal observations of these episodes, as the environments returned them, length n
+    :param batched: Whether to evaluate all observations in one call. A batch changes the last bit of most values (it
+        multiplies matrices, not vectors)
+    :return: Values of the terminal observations, shape ``(n, 1)``, on the CPU
     """
     n, values = len(observations), []
     for part in [slice(n)] if batched else [slice(i, i + 1) for i in range(n)]:
@@ -76,12 +76,12 @@ def change_of_terminal_values(
     policy: ActorCriticPolicy, buffer: RolloutBuffer, truncations: Sequence[Truncation], gamma: float
 ) -> np.ndarray:
     """
-    :param policy: With the current critic
-    :param buffer: With the rollout
-    :param truncations: The episodes that a time limit cut off in it
+    :param policy: Policy with the current critic
+    :param buffer: Buffer with the rollout
+    :param truncations: Truncated episodes of the rollout
     :param gamma: Discount factor
-    :return: What the rewards of the rollout would change by if the current critic had valued the last observations of these
-        episodes, shape ``(n_steps, n_envs)``
+    :return: Change of the bootstrapped rewards if the current critic evaluates the terminal observations, shape
+        ``(n_steps, n_envs)``
     """
     change = np.zeros_like(buffer.rewards)
     if truncations:
@@ -92,7 +92,7 @@ def change_of_terminal_values(
 
 
 def _after(buffer: RolloutBuffer, observations: Any, steps: Any, environments: Any, starts: Any) -> Any:
-    """What the policy reads of observations that came after some steps of some environments."""
+    """Inputs of the policy for observations that follow the given steps of the given environments."""
     if not isinstance(buffer, SequenceBufferMixin):
         return observations
     return buffer.sequences_after(np.array(steps), np.array(environments), observations, np.array(starts, bool))

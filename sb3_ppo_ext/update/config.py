@@ -1,4 +1,4 @@
-"""What an update is told: the options of the model at one moment of the training, which do not change while it lasts."""
+"""Configuration of an update: the options of the model at one moment of the training, which are fixed during the update."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BadGradients = Literal["raise", "skip"]
 @dataclass(frozen=True)
 class UpdateConfig:
     """
-    The options of one update; those that are not explained here are PPOExt's of the same name. The defaults are SB3's.
+    Options of one update. Those that are not listed here are the options of PPOExt with the same name. The defaults are SB3's.
 
-    :param loss: The options of the loss, with the coefficients of this update
+    :param loss: Options of the loss, with the coefficients of this update
     :param priority_beta: Exponent of the importance weights in this update
     :param discrete_actions: Whether the action space is ``Discrete``
-    :param samples_latents: Whether the buffer holds what actions are made of, and not the actions
-    :param extra_actor_loss: A further loss that a subclass adds, ``None`` for none
-    :param num_timesteps: Steps of the training so far, for messages
+    :param samples_latents: Whether the buffer holds the latents of a bounded action distribution instead of actions
+    :param extra_actor_loss: Loss that a subclass of ``PPOExt`` adds, ``None`` for none
+    :param num_timesteps: Number of timesteps trained so far, for messages
     """
 
     loss: LossConfig
@@ -49,10 +49,10 @@ class UpdateConfig:
 
     @property
     def step_size(self) -> int:
-        """Samples that make one step of the optimiser."""
+        """Number of samples in one step of the optimiser."""
         return self.batch_size * self.accumulate_grad
 
     @property
     def normalizes_minibatches(self) -> bool:
-        """Whether each step of the optimiser normalises its advantages by themselves."""
+        """Whether the advantages of each step of the optimiser are normalised separately."""
         return self.normalize_advantage and self.advantage_norm == "minibatch"

@@ -1,4 +1,4 @@
-"""What the minibatches of an epoch take from the rollout as a whole: advantages, returns, priorities, old distributions."""
+"""Estimates from the whole rollout, before minibatches are drawn: advantages, returns, priorities, old distributions."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sb3_ppo_ext.update.rollout_data import Rollout
 
 class Estimates:
     """
-    Advantages and returns of the present epoch, and what follows from them.
+    Advantages, returns, sampling priorities and old action distributions of the current epoch.
 
-    :param policy: Policy that is being updated
-    :param rollout: Rollout that it is updated from
+    :param policy: Policy that is updated
+    :param rollout: Rollout that the policy is updated from
     :param config: Options of the update
-    :param metrics: Where to measure
-    :param normalizer: Moving averages for ``advantage_norm="ema"``, ``None`` for the other ways
+    :param metrics: Metrics that measurements are added to
+    :param normalizer: Moving averages for ``advantage_norm="ema"``, ``None`` for other kinds of normalisation
     """
 
     def __init__(
@@ -41,12 +41,13 @@ class Estimates:
     ):
         self.policy, self.rollout, self.config, self.metrics = policy, rollout, config, metrics
         self.normalizer = normalizer
-        # Of the whole rollout, shape (n_samples,); None where minibatches take the buffer's
+        # Advantages and returns of the whole rollout, shape (n_samples,); None if minibatches take those of the buffer
         self.advantages: th.Tensor | None = None
         self.returns: th.Tensor | None = None
-        # Where minibatches are drawn from, if not uniformly
+        # Segments with priorities; None if minibatches are drawn uniformly
         self.segments: PrioritizedSegments | None = None
-        # Shape (n_samples, n); None if no loss reads it, or the family has no KL divergence in closed form
+        # Parameters of the old action distributions, shape (n_samples, n); None if no loss reads them, or the distribution
+        # has no KL divergence in closed form
         self.old_distribution: th.Tensor | None = None
         if any("old_distribution" in AUXILIARY_LOSSES[name].reads for name in config.loss.auxiliary):
             with self._as_while_collecting():
@@ -54,7 +55,9 @@ class Estimates:
 
     def begin_epoch(self, epoch: int) -> None:
         """
-        :param epoch: Number of the epoch that begins, from 0
+        Compute the advantages and priorities of an epoch, where they differ from those of the epoch before.
+
+        :param epoch: Index of the epoch, from 0
         """
         config, buffer = self.config, self.rollout.buffer
         if epoch > 0 and not config.vtrace:
@@ -86,7 +89,7 @@ class Estimates:
         return advantages
 
     def _vtrace(self) -> tuple[np.ndarray, np.ndarray]:
-        """Advantages and returns under the current policy and critic, flat."""
+        """Advantages and returns under the current policy and critic, both of shape ``(n_samples,)``."""
         policy, rollout, config, buffer = self.policy, self.rollout, self.config, self.rollout.buffer
 
         def values_and_log_probs(data: RolloutBufferSamples) -> th.Tensor:
@@ -116,7 +119,7 @@ class Estimates:
 
     @contextmanager
     def _as_while_collecting(self) -> Iterator[None]:
-        """Without gradient and, for dropout and the like, not in training mode."""
+        """Context manager without gradients and in evaluation mode, which matters for dropout."""
         self.policy.set_training_mode(False)
         with th.no_grad():
             yield

@@ -1,11 +1,11 @@
 """
-The losses of PPO, each written once: pure functions of tensors of shape ``(batch_size,)``.
+The losses of PPO, as pure functions of tensors of shape ``(batch_size,)``. Each is defined only here.
 
-Where an engine differentiates by hand, the slope of a loss stands beside it, in NumPy; one test compares every slope with
-autograd. Without options the order of the operations is SB3's, to the bit.
+Each loss that an engine differentiates analytically is followed by its slope, in NumPy; one test compares every slope with
+autograd. With the default options, the operations and their order are those of SB3, so that results are equal bit for bit.
 
-To add a surrogate, write an objective and its slope and add a row to :data:`SURROGATES`. To add an auxiliary loss, write its
-value and add a row to :data:`AUXILIARY_LOSSES`: every engine computes it.
+To add a surrogate, write an objective and its slope and add a row to :data:`SURROGATES`. To add an auxiliary loss, write a
+function for its value and add a row to :data:`AUXILIARY_LOSSES`; every engine computes it.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from sb3_ppo_ext.distributions import kl_divergence, parameters, unsquashed_mean
 
 SurrogateName = Literal["clip", "spo"]
 VfClipMode = Literal["clip", "max"]
-# A number, or a tensor without dimensions where the loss is compiled: each new number would be compiled anew.
+# A number, or a 0-dimensional tensor if the loss is compiled: a number would be recompiled whenever it changes.
 Coefficient: TypeAlias = float | th.Tensor
-# Values of the loss, and half the derivatives of their squares
+# Values and derivatives of each sample, shape (batch_size,): see `Surrogate` and `value_slope`
 Slopes: TypeAlias = tuple[np.ndarray, np.ndarray]
 
-# The smallest range of SPO, which divides by it
+# Smallest clip range of SPO, which divides by it
 SPO_MIN_RANGE = 1e-3
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """
-    The options of the loss in one update. The defaults are SB3's.
+    Options of the loss in one update. The defaults are SB3's.
 
-    :param clip_range: c, at least 0
-    :param clip_range_vf: How far a value may move away from the one that was collected, ``None`` for no limit
+    :param clip_range: Clip range c of the probability ratio, at least 0
+    :param clip_range_vf: Largest change of a value since the rollout, in units of the return, ``None`` for no limit
     :param ent_coef: Coefficient of the entropy loss
     :param vf_coef: Coefficient of the value loss
     :param surrogate: Name of the policy loss, among :data:`SURROGATES`
-    :param dual_clip: d, more than 1, for the surrogate ``"clip"``; ``None`` for no bound
-    :param vf_clip_mode: ``"clip"`` (SB3) or ``"max"`` (OpenAI's PPO2), where there is a ``clip_range_vf``
-    :param bounds_limit: Up to where the mean action is free of the bounds loss, in units of the bounds
+    :param dual_clip: Dual clip d of the surrogate ``"clip"``, more than 1; ``None`` for no bound
+    :param vf_clip_mode: Value loss with ``clip_range_vf``: ``"clip"`` (SB3) or ``"max"`` (OpenAI's PPO2)
+    :param bounds_limit: Absolute value of the mean action above which the bounds loss acts, in units of the bounds
     :param action_bounds: Lower and upper bounds of the actions in the buffer, both of shape ``(action_dim,)``; ``None`` for
-        actions that have no bounds
-    :param auxiliary: Coefficients of the auxiliary losses, by their name in :data:`AUXILIARY_LOSSES`; only those that are on
+        actions without bounds
+    :param auxiliary: Coefficients of the active auxiliary losses, by their name in :data:`AUXILIARY_LOSSES`
     """
 
     clip_range: Coefficient
@@ -65,8 +65,8 @@ class LossConfig:
 
     def with_tensors(self, device: th.device) -> LossConfig:
         """
-        :param device: Of the policy
-        :return: The same, with tensors as coefficients
+        :param device: Device of the policy
+        :return: Copy of the options with tensors as coefficients
         """
 
         def tensor(value: Coefficient | None) -> Any:
@@ -78,7 +78,7 @@ class LossConfig:
 
 
 class LossInputs(Protocol):
-    """What a loss may read of a minibatch. An engine may compute a part when it is first read."""
+    """Quantities of a minibatch that a loss may read. An engine may compute them lazily."""
 
     @property
     def data(self) -> RolloutBufferSamples:
@@ -86,7 +86,7 @@ class LossInputs(Protocol):
 
     @property
     def values(self) -> th.Tensor:
-        """V, by the current critic, shape ``(batch_size,)``."""
+        """Values by the current critic, shape ``(batch_size,)``."""
 
     @property
     def log_prob(self) -> th.Tensor:
@@ -94,30 +94,30 @@ class LossInputs(Protocol):
 
     @property
     def entropy(self) -> th.Tensor | None:
-        """Entropies of the action distributions in nats, shape ``(batch_size,)``, ``None`` without a closed form."""
+        """Entropies of the action distributions in nats, shape ``(batch_size,)``; ``None`` without a closed form."""
 
     @property
     def log_ratio(self) -> th.Tensor:
-        """Log probabilities under the current policy minus those under the policy which collected, shape ``(batch_size,)``."""
+        """Log probabilities under the current policy minus those at collection time, shape ``(batch_size,)``."""
 
     @property
     def ratio(self) -> th.Tensor:
-        """The exponential of the log ratio, shape ``(batch_size,)``."""
+        """Probability ratios, the exponential of the log ratios, shape ``(batch_size,)``."""
 
     @property
     def distribution(self) -> Distribution:
-        """The action distributions of the current policy."""
+        """Action distributions of the current policy."""
 
     @property
     def old_distribution(self) -> th.Tensor | None:
         """
-        Parameters of the action distributions that the policy had before the update, shape ``(batch_size, n)``; ``None`` if no
-        loss reads them or the family has no KL divergence in closed form.
+        Parameters of the action distributions before the update, shape ``(batch_size, n)``; ``None`` if no loss reads them or
+        the distribution has no KL divergence in closed form.
         """
 
     @property
     def policy_name(self) -> str:
-        """Name of the policy's class, for messages."""
+        """Name of the policy class, for messages."""
 
 
 # Policy losses
@@ -125,12 +125,12 @@ class LossInputs(Protocol):
 
 class Surrogate(NamedTuple):
     """
-    A policy loss.
+    A surrogate objective; the policy loss is its negative mean.
 
-    :param objective: Of advantages, ratios and the options: what the policy loss is the negative mean of, shape
-        ``(batch_size,)``
-    :param slope: The same in NumPy: the objectives, and their derivatives by the log probabilities, both of shape
-        ``(batch_size,)``
+    :param objective: Function of advantages, probability ratios and the options, which returns the objectives of the samples,
+        shape ``(batch_size,)``
+    :param slope: The same function in NumPy, which returns the objectives and their derivatives with respect to the log
+        probabilities, both of shape ``(batch_size,)``
     """
 
     objective: Callable[[th.Tensor, th.Tensor, LossConfig], th.Tensor]
@@ -139,15 +139,16 @@ class Surrogate(NamedTuple):
 
 def clipped_objective(advantages: th.Tensor, ratio: th.Tensor, config: LossConfig) -> th.Tensor:
     """
-    ``min(r A, clip(r, 1 - c, 1 + c) A)``; with ``dual_clip`` d, where A < 0, ``max(min(...), d A)``: that bounds what an
-    action can cost that was bad and has become much more likely.
+    ``min(r A, clip(r, 1 - c, 1 + c) A)``; with ``dual_clip`` d, ``max(min(...), d A)`` where A < 0, which bounds the loss of
+    bad actions that have become much more likely.
 
     Papers: https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1912.09729 (dual clip)
 
-    :param advantages: A, normalised or not, shape ``(batch_size,)``
-    :param ratio: r, probability under the current policy over that under the policy which collected, the same shape
-    :param config: With ``clip_range`` c and ``dual_clip`` d
-    :return: Shape ``(batch_size,)``
+    :param advantages: Advantages A, normalised or not, shape ``(batch_size,)``
+    :param ratio: Ratios r of the action probabilities under the current policy to those at collection time, shape
+        ``(batch_size,)``
+    :param config: Options with ``clip_range`` c and ``dual_clip`` d
+    :return: Objectives of the samples, shape ``(batch_size,)``
     """
     clip_range: Any = config.clip_range
     unclipped = advantages * ratio
@@ -159,13 +160,13 @@ def clipped_objective(advantages: th.Tensor, ratio: th.Tensor, config: LossConfi
 
 
 def clipped_slope(advantages: np.ndarray, ratio: np.ndarray, config: LossConfig) -> Slopes:
-    """The slope of :func:`clipped_objective`."""
+    """Values and slopes of :func:`clipped_objective`."""
     clip_range: Any = config.clip_range
     dual_clip = config.dual_clip
     gain = advantages * ratio
-    # As `np.clip`, in a third of its time
+    # Equal to `np.clip`, in a third of its time
     limited = advantages * np.minimum(np.maximum(ratio, 1 - clip_range), 1 + clip_range)
-    # Where the clipped one is less, it is constant; the product lets what is not finite through.
+    # The clipped objective is constant where it is smaller. A product, unlike `np.where`, propagates NaN and infinity.
     objective, slope = np.minimum(gain, limited), gain * (gain <= limited)
     if dual_clip is not None:
         bounded = (advantages < 0) & (objective < dual_clip * advantages)
@@ -176,22 +177,22 @@ def clipped_slope(advantages: np.ndarray, ratio: np.ndarray, config: LossConfig)
 
 def spo_objective(advantages: th.Tensor, ratio: th.Tensor, config: LossConfig) -> th.Tensor:
     """
-    Simple Policy Optimization: ``r A - |A| (r - 1)^2 / (2 c)``, whose maximum lies at ``r = 1 + sign(A) c``. Unlike the
-    clipped surrogate it pulls a ratio back that has gone past it.
+    Simple Policy Optimization (SPO): ``r A - |A| (r - 1)^2 / (2 c)``, which is largest at ``r = 1 + sign(A) c``. Unlike the
+    clipped surrogate, it pulls back a ratio that has moved past this point.
 
     Paper: https://arxiv.org/abs/2401.16025
 
-    :param advantages: A, shape ``(batch_size,)``
-    :param ratio: r, shape ``(batch_size,)``
-    :param config: With ``clip_range`` c, which counts as at least 0.001, for a schedule may end at 0
-    :return: Shape ``(batch_size,)``
+    :param advantages: Advantages A, shape ``(batch_size,)``
+    :param ratio: Probability ratios r, shape ``(batch_size,)``
+    :param config: Options with ``clip_range`` c, which is raised to at least 0.001, since a schedule may end at 0
+    :return: Objectives of the samples, shape ``(batch_size,)``
     """
     clip_range = th.as_tensor(config.clip_range, dtype=advantages.dtype).clamp(min=SPO_MIN_RANGE)
     return ratio * advantages - advantages.abs() / (2 * clip_range) * (ratio - 1).square()
 
 
 def spo_slope(advantages: np.ndarray, ratio: np.ndarray, config: LossConfig) -> Slopes:
-    """The slope of :func:`spo_objective`."""
+    """Values and slopes of :func:`spo_objective`."""
     clip_range: Any = config.clip_range
     pull = np.abs(advantages) / max(clip_range, SPO_MIN_RANGE) * (ratio - 1)
     gain = advantages * ratio
@@ -206,12 +207,12 @@ SURROGATES: dict[str, Surrogate] = {
 
 def policy_loss(advantages: th.Tensor, ratio: th.Tensor, config: LossConfig, weights: th.Tensor | None = None) -> th.Tensor:
     """
-    The negative mean of the surrogate's objective.
+    The negative mean of the surrogate objective.
 
-    :param advantages: A, shape ``(batch_size,)``
-    :param ratio: r, shape ``(batch_size,)``
-    :param config: With the name of the surrogate
-    :param weights: Importance weights with mean 1, shape ``(batch_size,)``, ``None`` for equal ones
+    :param advantages: Advantages, shape ``(batch_size,)``
+    :param ratio: Probability ratios, shape ``(batch_size,)``
+    :param config: Options with the name of the surrogate
+    :param weights: Importance weights with mean 1, shape ``(batch_size,)``, ``None`` for equal weights
     :return: Scalar to minimise
     """
     return -_mean(SURROGATES[config.surrogate].objective(advantages, ratio, config), weights)
@@ -228,14 +229,14 @@ def value_loss(
     weights: th.Tensor | None = None,
 ) -> th.Tensor:
     """
-    ``mean((R - V)^2)``. If ``clip_range_vf`` is given, V' moves at most so far away from the old value, and the loss is
+    ``mean((R - V)^2)``. With ``clip_range_vf``, V' is V clipped to this distance from the old value, and the loss is
     ``mean((R - V')^2)`` in mode ``"clip"`` (SB3), ``mean(max((R - V)^2, (R - V')^2))`` in mode ``"max"`` (OpenAI's PPO2).
 
-    :param values: V, by the current critic, shape ``(batch_size,)``
-    :param old_values: Values by the critic which collected, shape ``(batch_size,)``
-    :param returns: R, shape ``(batch_size,)``
-    :param config: With ``clip_range_vf``, in units of the return, and ``vf_clip_mode``
-    :param weights: Importance weights with mean 1, shape ``(batch_size,)``, ``None`` for equal ones
+    :param values: Values V by the current critic, shape ``(batch_size,)``
+    :param old_values: Values at collection time, shape ``(batch_size,)``
+    :param returns: Returns R, shape ``(batch_size,)``
+    :param config: Options with ``clip_range_vf``, in units of the return, and ``vf_clip_mode``
+    :param weights: Importance weights with mean 1, shape ``(batch_size,)``, ``None`` for equal weights
     :return: Scalar to minimise
     """
     limit: Any = config.clip_range_vf
@@ -251,9 +252,13 @@ def value_loss(
 
 def value_slope(values: np.ndarray, old_values: np.ndarray, returns: np.ndarray, config: LossConfig) -> Slopes:
     """
-    The slope of :func:`value_loss`.
+    Errors and slopes of :func:`value_loss`, which is the mean of the squared errors.
 
-    :return: The errors whose squares it averages, and half the derivatives of these squares by V, both of shape
+    :param values: Values V by the current critic, shape ``(batch_size,)``
+    :param old_values: Values at collection time, shape ``(batch_size,)``
+    :param returns: Returns, shape ``(batch_size,)``
+    :param config: Options with ``clip_range_vf`` and ``vf_clip_mode``
+    :return: Errors of the samples, and half the derivatives of their squares with respect to V, both of shape
         ``(batch_size,)``
     """
     limit: Any = config.clip_range_vf
@@ -271,10 +276,10 @@ def value_slope(values: np.ndarray, old_values: np.ndarray, returns: np.ndarray,
 
 def entropy_loss(entropy: th.Tensor | None, log_prob: th.Tensor) -> th.Tensor:
     """
-    ``-mean(entropy)``. Its slope belongs to the action distribution, see ``NumpyDistribution.gradient``.
+    ``-mean(entropy)``. Its slope is part of the action distribution, see ``NumpyDistribution.gradient``.
 
-    :param entropy: Entropies in nats, shape ``(batch_size,)``, ``None`` if the distribution has no closed form
-    :param log_prob: Log probabilities of the actions taken, whose negative then stands for the entropy
+    :param entropy: Entropies in nats, shape ``(batch_size,)``; ``None`` if the distribution has no closed form
+    :param log_prob: Log probabilities of the actions, shape ``(batch_size,)``; their negative approximates a missing entropy
     :return: Scalar to minimise
     """
     return -th.mean(-log_prob if entropy is None else entropy)
@@ -285,13 +290,13 @@ def entropy_loss(entropy: th.Tensor | None, log_prob: th.Tensor) -> th.Tensor:
 
 class AuxiliaryLoss(NamedTuple):
     """
-    A loss that is added to PPO's where its coefficient is not 0.
+    A loss that is added to PPO's loss if its coefficient is not 0.
 
-    :param coef: Name of the option that is its coefficient
-    :param reads: What it reads of :class:`LossInputs`
-    :param value: Of the inputs and the options: a scalar to minimise
-    :param fallback: What takes its place where it reads ``old_distribution`` and the family has no KL divergence in closed
-        form
+    :param coef: Name of the option that sets the coefficient
+    :param reads: Names of the properties of :class:`LossInputs` that the loss reads
+    :param value: Function of the inputs and the options, which returns a scalar to minimise
+    :param fallback: Loss to use instead if this one reads ``old_distribution`` and the distribution has no KL divergence in
+        closed form
     """
 
     coef: str
@@ -306,9 +311,9 @@ def kl_penalty(inputs: LossInputs, config: LossConfig) -> th.Tensor:
 
     Paper: https://arxiv.org/abs/1707.06347, section 4
 
-    :param inputs: With the distribution and the parameters of the old one
-    :param config: Not used
-    :return: Scalar, in nats
+    :param inputs: Minibatch with the current distribution and the parameters of the old one
+    :param config: Options of the loss, unused
+    :return: Mean KL divergence in nats, a scalar
     """
     assert inputs.old_distribution is not None
     return kl_divergence(inputs.old_distribution, inputs.distribution).mean()
@@ -318,9 +323,9 @@ def estimated_kl_penalty(inputs: LossInputs, config: LossConfig) -> th.Tensor:
     """
     :func:`approximate_kl`, for action distributions without a KL divergence in closed form.
 
-    :param inputs: With the ratio and its logarithm
-    :param config: Not used
-    :return: Scalar, in nats
+    :param inputs: Minibatch with the probability ratios and their logarithms
+    :param config: Options of the loss, unused
+    :return: Estimated KL divergence in nats, a scalar
     """
     return approximate_kl(inputs.ratio, inputs.log_ratio)
 
@@ -329,9 +334,9 @@ def bounds_penalty(inputs: LossInputs, config: LossConfig) -> th.Tensor:
     """
     :func:`bounds_loss` of the mean actions.
 
-    :param inputs: With the distribution, a Gaussian
-    :param config: With the bounds of the actions and ``bounds_limit``
-    :return: Scalar
+    :param inputs: Minibatch with the current distribution, a Gaussian
+    :param config: Options with ``action_bounds`` and ``bounds_limit``
+    :return: Scalar to minimise
     """
     assert config.action_bounds is not None
     return bounds_loss(unsquashed_mean(inputs.distribution), *config.action_bounds, config.bounds_limit)
@@ -350,9 +355,9 @@ AUXILIARY_LOSSES: dict[str, AuxiliaryLoss] = {
 
 def active_auxiliary_losses(config: LossConfig, has_old_distribution: bool) -> dict[str, AuxiliaryLoss]:
     """
-    :param config: With the coefficients
-    :param has_old_distribution: Whether the parameters of the old distribution are known
-    :return: Those that are on, by name
+    :param config: Options with the coefficients of the auxiliary losses
+    :param has_old_distribution: Whether the parameters of the old action distributions are available
+    :return: Active auxiliary losses, by name
     """
     chosen = {}
     for name in config.auxiliary:
@@ -364,10 +369,10 @@ def active_auxiliary_losses(config: LossConfig, has_old_distribution: bool) -> d
 
 def auxiliary_losses(inputs: LossInputs, config: LossConfig) -> Iterator[tuple[str, Coefficient, th.Tensor]]:
     """
-    :param inputs: What the losses read
-    :param config: With the coefficients
-    :return: Name, coefficient and value of each auxiliary loss that is on
-    :raises ValueError: if the policy does not leave a distribution through which a gradient could flow
+    :param inputs: Minibatch that the losses read
+    :param config: Options with the coefficients of the auxiliary losses
+    :return: Name, coefficient and value of each active auxiliary loss
+    :raises ValueError: if a loss reads the action distribution, and the policy does not provide it with a gradient
     """
     for name, loss in active_auxiliary_losses(config, inputs.old_distribution is not None).items():
         if "distribution" in loss.reads:
@@ -377,9 +382,11 @@ def auxiliary_losses(inputs: LossInputs, config: LossConfig) -> Iterator[tuple[s
 
 def check_differentiable(option: str, value: object, inputs: LossInputs) -> None:
     """
-    :param option: Name of the option that is the coefficient of a loss which reads the distribution
-    :param value: Its value, for the message
-    :param inputs: What the loss is to read
+    Check that a loss that reads the action distribution has a gradient.
+
+    :param option: Name of the option that sets the coefficient of the loss
+    :param value: Value of the option, for the message
+    :param inputs: Minibatch that the loss reads
     :raises ValueError: if the loss would have no gradient, because the policy did not set ``action_dist``
     """
     distribution: Any = inputs.distribution
@@ -392,17 +399,17 @@ def bounds_loss(mean_actions: th.Tensor, low: th.Tensor, high: th.Tensor, limit:
     """
     ``mean(sum(relu(|z| - b)^2))``, where z is the mean action in units of the bounds: -1 at ``low`` and 1 at ``high``.
 
-    It keeps the mean of a Gaussian that is clipped from wandering off to where the clipping takes the gradient away.
+    It keeps the mean of a clipped Gaussian from drifting far outside the bounds, where clipping removes the gradient.
 
-    :param mean_actions: Shape ``(batch_size, action_dim)``
-    :param low: Lower bounds, shape ``(action_dim,)``; a dimension with an infinite bound, or with no width, does not count
+    :param mean_actions: Mean actions, shape ``(batch_size, action_dim)``
+    :param low: Lower bounds, shape ``(action_dim,)``; dimensions with an infinite bound or without width are ignored
     :param high: Upper bounds, shape ``(action_dim,)``
-    :param limit: b, at least 0, in units of the bounds
+    :param limit: Limit b, at least 0, in units of the bounds
     :return: Scalar to minimise
     """
     middle, half = (high + low) / 2, (high - low) / 2
     counts = th.isfinite(half) & (half > 0)
-    # With an infinite half, z and its gradient are 0.
+    # With an infinite half-width, z and its gradient are 0.
     middle, half = th.where(counts, middle, 0.0), th.where(counts, half, th.inf)
     z = (mean_actions - middle) / half
     return th.relu(z.abs() - limit).square().sum(dim=1).mean()
@@ -413,22 +420,22 @@ def bounds_loss(mean_actions: th.Tensor, low: th.Tensor, high: th.Tensor, limit:
 
 def approximate_kl(ratio: th.Tensor, log_ratio: th.Tensor) -> th.Tensor:
     """
-    ``mean((r - 1) - log r)``, an unbiased and never negative estimate of KL(old || new).
+    ``mean((r - 1) - log r)``, an unbiased and non-negative estimate of KL(old || new).
 
     Source: http://joschu.net/blog/kl-approx.html
 
-    :param ratio: r, shape ``(batch_size,)``
-    :param log_ratio: log r, shape ``(batch_size,)``
-    :return: Scalar, in nats
+    :param ratio: Probability ratios r, shape ``(batch_size,)``
+    :param log_ratio: Logarithms of the ratios, shape ``(batch_size,)``
+    :return: Estimated KL divergence in nats, a scalar
     """
     return th.mean((ratio - 1) - log_ratio)
 
 
 def clip_fraction(ratio: th.Tensor, clip_range: Coefficient) -> th.Tensor:
     """
-    :param ratio: Probability ratio, shape ``(batch_size,)``
-    :param clip_range: c, at least 0
-    :return: Scalar, the share of samples whose ratio lies outside 1 - c and 1 + c
+    :param ratio: Probability ratios, shape ``(batch_size,)``
+    :param clip_range: Clip range c, at least 0
+    :return: Fraction of samples with a ratio outside [1 - c, 1 + c], a scalar
     """
     return th.mean((th.abs(ratio - 1) > clip_range).float())
 

@@ -1,4 +1,4 @@
-"""What is measured while the policy is updated."""
+"""Metrics that are collected during an update."""
 
 import math
 from collections import defaultdict
@@ -6,9 +6,9 @@ from collections import defaultdict
 import numpy as np
 import torch as th
 
-# Of these the last epoch alone counts, as for SB3.
+# Metrics of the last epoch alone, as in SB3
 OF_LAST_EPOCH = ("approx_kl", "kl", "ratio", "action_parameters")
-# Not logged as the mean under their own name
+# Metrics that are logged in other ways than as their mean under their own name
 LOGGED_OTHERWISE = {
     "entropy_loss",
     "policy_gradient_loss",
@@ -19,7 +19,7 @@ LOGGED_OTHERWISE = {
     "ratio",
     "action_parameters",
 }
-# Names that ``extra_actor_loss`` cannot give to what it logs, beside those of the auxiliary losses
+# Names that ``extra_actor_loss`` cannot use for its logs, in addition to those of the auxiliary losses
 RESERVED_NAMES = LOGGED_OTHERWISE | {
     "extra_actor_loss",
     "actor_frozen",
@@ -35,21 +35,21 @@ RESERVED_NAMES = LOGGED_OTHERWISE | {
 
 class Metrics(defaultdict[str, list[th.Tensor]]):
     """
-    Scalars by name, one for each minibatch or step of the optimiser, or vectors of them. They stay on the device until they
-    are read.
+    Measurements by name: a list of scalars, one for each minibatch or step of the optimiser, or of vectors. They stay on the
+    device until they are read.
     """
 
     def __init__(self) -> None:
         super().__init__(list)
 
     def begin_epoch(self) -> None:
-        """Forget what counts for one epoch only."""
+        """Clear the metrics that cover a single epoch."""
         for name in OF_LAST_EPOCH:
             self[name].clear()
 
     def add(self, measured: dict[str, th.Tensor]) -> None:
         """
-        :param measured: Values of one more minibatch or step, by name
+        :param measured: Values of a minibatch or step, by name
         """
         for name, value in measured.items():
             self[name].append(value)
@@ -57,7 +57,7 @@ class Metrics(defaultdict[str, list[th.Tensor]]):
     def numbers(self, name: str) -> np.ndarray:
         """
         :param name: Name of the metric
-        :return: All of its values, in one transfer to the host; a NaN if there are none
+        :return: All values of the metric, in one transfer to the host; a single NaN if there are none
         """
         if not self[name]:
             return np.array([np.nan], np.float32)
@@ -66,22 +66,22 @@ class Metrics(defaultdict[str, list[th.Tensor]]):
     def mean(self, name: str) -> float:
         """
         :param name: Name of the metric
-        :return: Its mean, in float64 as SB3 averages Python's numbers
+        :return: Mean of the metric, in float64 since SB3 averages Python floats
         """
         return float(self.numbers(name).astype(np.float64).mean())
 
     def vector(self, name: str) -> th.Tensor:
         """
-        :param name: Name of a metric whose values are vectors
-        :return: All of them joined, on the device
+        :param name: Name of a metric with vectors as values
+        :return: Concatenated values, on the device
         """
         return th.cat(self[name])
 
     def weighted(self, name: str, shares: list[float]) -> th.Tensor:
         """
         :param name: Name of the metric
-        :param shares: Weights of its last values, summing to 1
-        :return: Their weighted mean, on the device
+        :param shares: Weights of the last values of the metric, which sum to 1
+        :return: Weighted mean of these values, on the device
         """
         values = self[name][-len(shares) :]
         if len(values) == 1:
@@ -89,21 +89,23 @@ class Metrics(defaultdict[str, list[th.Tensor]]):
         return th.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
 
     def lengths(self) -> dict[str, int]:
-        """:return: How many values there are of each metric, for the two methods below"""
+        """:return: Number of values of each metric, for :meth:`bad_since` and :meth:`forget_since`"""
         return {name: len(values) for name, values in self.items()}
 
     def bad_since(self, lengths: dict[str, int], name: str) -> float:
         """
-        :param lengths: What :meth:`lengths` returned before
-        :param name: Name of a metric that was measured since
-        :return: The first value since then that is not finite, or the last
+        :param lengths: Earlier result of :meth:`lengths`
+        :param name: Name of a metric that has new values since then
+        :return: First new value that is not finite, or else the last value
         """
         numbers = [value.item() for value in self[name][lengths.get(name, 0) :]]
         return next((number for number in numbers if not math.isfinite(number)), numbers[-1])
 
     def forget_since(self, lengths: dict[str, int]) -> None:
         """
-        :param lengths: What :meth:`lengths` returned before
+        Remove the values that were added since a call of :meth:`lengths`.
+
+        :param lengths: Earlier result of :meth:`lengths`
         """
         for name, values in self.items():
             del values[lengths.get(name, 0) :]

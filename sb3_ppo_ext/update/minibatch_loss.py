@@ -1,4 +1,4 @@
-"""The loss of a minibatch: the policy is evaluated, the losses are added up, and measured on the way."""
+"""The loss of a minibatch: evaluation of the policy, sum of the losses, and metrics."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from sb3_ppo_ext.update.minibatches import Minibatch
 ExtraActorLoss: TypeAlias = Callable[
     [RolloutBufferSamples, Distribution], tuple[th.Tensor | float, dict[str, th.Tensor | float]]
 ]
-# Observations and actions, to values, log probabilities and entropies: ``evaluate_actions`` of a policy
+# Signature of ``evaluate_actions``: observations and actions to values, log probabilities and entropies
 EvaluateActions: TypeAlias = Callable[[PyTorchObs, th.Tensor], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
 
 
 class Evaluation(NamedTuple):
-    """What the losses read of a minibatch, see :class:`~sb3_ppo_ext.update.losses.LossInputs`."""
+    """Quantities of a minibatch that the losses read, see :class:`~sb3_ppo_ext.update.losses.LossInputs`."""
 
     data: RolloutBufferSamples
     values: th.Tensor
@@ -56,17 +56,17 @@ def evaluate(
     evaluate_actions: EvaluateActions | None = None,
 ) -> Evaluation:
     """
-    :param policy: The current policy
-    :param minibatch: Of the rollout
+    :param policy: Policy that is updated
+    :param minibatch: Minibatch of the rollout
     :param discrete_actions: Whether the action space is ``Discrete``
-    :param evaluate_actions: In place of the policy's own
-    :return: What the losses read
+    :param evaluate_actions: Function to call instead of ``policy.evaluate_actions``
+    :return: Quantities that the losses read
     """
     data = minibatch.data
     evaluated = (evaluate_actions or policy.evaluate_actions)(data.observations, actions_of(data, discrete_actions))
     values, log_prob, entropy = evaluated
     log_ratio = log_prob - data.old_log_prob
-    # `evaluate_actions` of SB3's policies has just set it. A copy, for the next call for a distribution sets it anew.
+    # `evaluate_actions` of SB3's policies has just set `action_dist`. It is copied, since later calls overwrite it.
     distribution: Any = copy(getattr(policy, "action_dist", None))
     return Evaluation(
         data,
@@ -83,9 +83,9 @@ def evaluate(
 
 def actions_of(data: RolloutBufferSamples, discrete_actions: bool) -> th.Tensor:
     """
-    :param data: Samples of the rollout buffer, which holds floats of shape ``(batch_size, 1)`` for discrete actions
+    :param data: Samples of the rollout buffer, with discrete actions as floats of shape ``(batch_size, 1)``
     :param discrete_actions: Whether the action space is ``Discrete``
-    :return: The actions as ``evaluate_actions`` takes them
+    :return: Actions in the form that ``evaluate_actions`` takes
     """
     return data.actions.long().flatten() if discrete_actions else data.actions
 
@@ -94,13 +94,13 @@ def ppo_loss(
     inputs: LossInputs, config: LossConfig, weights: th.Tensor | None = None, extra: ExtraActorLoss | None = None
 ) -> tuple[th.Tensor, dict[str, th.Tensor]]:
     """
-    The loss of PPO. It changes nothing, so that it can be compiled.
+    The loss of PPO. It has no side effects, so that it can be compiled.
 
-    :param inputs: The evaluated minibatch
-    :param config: Which losses, with their coefficients
-    :param weights: Importance weights with mean 1, shape ``(batch_size,)``, ``None`` for equal ones
-    :param extra: A further loss that a subclass of ``PPOExt`` adds
-    :return: The loss, a scalar, and what was measured: scalars by name, and vectors of shape ``(batch_size, ...)``
+    :param inputs: Evaluated minibatch
+    :param config: Options of the loss, with the coefficients
+    :param weights: Importance weights with mean 1, shape ``(batch_size,)``, ``None`` for equal weights
+    :param extra: Loss that a subclass of ``PPOExt`` adds, ``None`` for none
+    :return: Loss, a scalar, and metrics by name: scalars, and tensors of shape ``(batch_size, ...)``
     """
     data = inputs.data
     policy_term = policy_loss(data.advantages, inputs.ratio, config, weights)

@@ -1,4 +1,4 @@
-"""How minibatches are drawn from a rollout: shuffled, or as segments of prioritised trajectories."""
+"""Drawing minibatches from a rollout: shuffled, or as prioritised segments of trajectories."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,18 +7,18 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
-# A minibatch is drawn as the indices of its samples in the flattened rollout (``env * n_steps + step``), with their weights.
+# Indices of the samples of a minibatch in the flattened rollout (``env * n_steps + step``), and their importance weights
 Draw = tuple[np.ndarray, np.ndarray | None]
 
 
 class Minibatch(NamedTuple):
     """
-    What the loss reads.
+    A minibatch of the rollout.
 
-    :param data: SB3's samples, with the advantages as the policy loss uses them
-    :param weights: Importance weights, shape ``(batch_size,)``, ``None`` for equal ones
-    :param old_distribution: Parameters of the distributions that the policy had before the update, shape
-        ``(batch_size, n)``, ``None`` if nobody asks for them
+    :param data: SB3's ``RolloutBufferSamples``, with the advantages as the policy loss uses them
+    :param weights: Importance weights, shape ``(batch_size,)``, ``None`` for equal weights
+    :param old_distribution: Parameters of the action distributions before the update, shape ``(batch_size, n)``, ``None`` if
+        no loss reads them
     """
 
     data: RolloutBufferSamples
@@ -28,10 +28,11 @@ class Minibatch(NamedTuple):
 
 def shuffled(n_samples: int, batch_size: int) -> Iterator[Draw]:
     """
-    One epoch: every sample once, in the order that SB3 draws.
+    Draw the minibatches of one epoch, with every sample once, in the same order as SB3.
 
-    :param n_samples: Of the rollout
-    :param batch_size: The last minibatch holds what is left
+    :param n_samples: Number of samples in the rollout
+    :param batch_size: Number of samples in a minibatch; the last one may be smaller
+    :return: Draws of the epoch, without weights
     """
     indices = np.random.permutation(n_samples)
     for start in range(0, n_samples, batch_size):
@@ -40,12 +41,13 @@ def shuffled(n_samples: int, batch_size: int) -> Iterator[Draw]:
 
 def shuffled_segments(n_steps: int, n_envs: int, length: int, batch_size: int) -> Iterator[Draw]:
     """
-    One epoch of successive steps: every sample once.
+    Draw the minibatches of one epoch as segments of consecutive steps, with every sample once.
 
-    :param n_steps: Of the rollout
-    :param n_envs: Environments
-    :param length: Steps of one environment that stay together, the last ones of a rollout may be fewer
-    :param batch_size: In samples; a minibatch holds as many whole segments as fit in, at least one
+    :param n_steps: Number of steps of the rollout in each environment
+    :param n_envs: Number of environments
+    :param length: Number of consecutive steps of an environment in a segment; the last segment of a rollout may be shorter
+    :param batch_size: Number of samples in a minibatch, which consists of as many whole segments as fit, at least one
+    :return: Draws of the epoch, without weights
     """
     starts = np.random.permutation(np.add.outer(np.arange(n_envs) * n_steps, np.arange(0, n_steps, length)).flatten())
     for drawn in np.array_split(starts, -(-len(starts) // max(batch_size // length, 1))):
@@ -54,20 +56,20 @@ def shuffled_segments(n_steps: int, n_envs: int, length: int, batch_size: int) -
 
 class PrioritizedSegments:
     """
-    Draws whole pieces of trajectories, those with large advantages more often.
+    Draws segments of trajectories, those with large advantages more often.
 
-    A segment is ``length`` successive steps of one environment (the last one of a rollout may be shorter). Its priority is
-    ``p = (sum |A|)^alpha``, normalised, of which :attr:`UNIFORM` is uniform. A minibatch draws segments without
-    replacement. A segment that gets into a minibatch with probability ``q`` weighs ``q^-beta``, scaled to a mean of 1 in
-    the minibatch. As long as few of the segments are drawn, this is ``(N p)^-beta`` of prioritised replay; where many are,
-    that would undo more than what the priorities have done, for q cannot exceed 1.
+    A segment consists of ``length`` consecutive steps of one environment (the last one of a rollout may be shorter). Its
+    probability ``p`` is proportional to ``(sum |A|)^alpha``, mixed with a uniform part of :attr:`UNIFORM`. The segments of a
+    minibatch are drawn without replacement. A segment that is drawn with probability ``q`` has the weight ``q^-beta``, scaled
+    to a mean of 1 in the minibatch. If few of the segments are drawn, this is the weight ``(N p)^-beta`` of prioritised
+    replay; if many are drawn, the latter would overcorrect, since q cannot exceed 1.
 
     Papers: https://arxiv.org/abs/1511.05952 (weights); segments as in PufferLib, https://github.com/PufferAI/PufferLib
 
-    :param advantages: As estimated, shape ``(n_steps, n_envs)``
-    :param length: Steps in a segment, at least 1
-    :param alpha: 0 for uniform, 1 for proportional to ``sum |A|``
-    :param beta: In [0, 1], 1 undoes in expectation what the priorities have done
+    :param advantages: Raw advantages, shape ``(n_steps, n_envs)``
+    :param length: Number of steps in a segment, at least 1
+    :param alpha: Exponent of the priorities: 0 for uniform, 1 for proportional to ``sum |A|``
+    :param beta: Exponent of the importance weights, in [0, 1]: 0 for no correction, 1 for a full correction in expectation
     """
 
     UNIFORM = 0.05
@@ -84,22 +86,24 @@ class PrioritizedSegments:
 
     def _probabilities(self, sums: np.ndarray, alpha: float) -> np.ndarray:
         n = len(sums)
-        # Scaled first, so that no power overflows; nothing can be preferred among zeros, nor where one is not finite
+        # Sums are scaled first so that the power cannot overflow. They are ignored if all are 0, or one is not finite.
         priorities = (sums / sums.max()) ** alpha if 0 < sums.max() < np.inf else np.ones(n)
         probabilities: np.ndarray = (1 - self.UNIFORM) * priorities / priorities.sum() + self.UNIFORM / n
         return probabilities
 
     def epoch(self, batch_size: int) -> Iterator[Draw]:
         """
-        As many minibatches as when each sample is drawn once; some are drawn several times then, and some not at all.
+        Draw as many minibatches as in an epoch that draws each sample once. Some samples are drawn repeatedly, others not at
+        all.
 
-        :param batch_size: In samples; a minibatch holds as many whole segments as fit in, at least one
+        :param batch_size: Number of samples in a minibatch, which consists of as many whole segments as fit, at least one
+        :return: Draws of the epoch, with importance weights
         """
         n = len(self.firsts)
         n_drawn = min(max(batch_size // self.length, 1), n)
         weights = inclusion_probabilities(self.probabilities, n_drawn) ** -self.beta
         for _ in range(-(-self.lengths.sum() // batch_size)):
-            # The first arrivals of an exponential race are a draw without replacement (Efraimidis and Spirakis, 2006).
+            # The first arrivals of an exponential race are a sample without replacement (Efraimidis and Spirakis, 2006).
             arrivals = np.random.exponential(size=n) / self.probabilities
             drawn = np.argpartition(arrivals, n_drawn - 1)[:n_drawn]
             yield self._samples(drawn, weights[drawn])
@@ -113,12 +117,13 @@ class PrioritizedSegments:
 
 def inclusion_probabilities(probabilities: np.ndarray, n_drawn: int) -> np.ndarray:
     """
-    How probable it is that each of N things is among those drawn one after the other without replacement. The time at which
-    the race has ``n_drawn`` arrivals is taken for its expectation: ``q_i = 1 - exp(-t p_i)``, where ``sum(q) = n_drawn``.
+    Probability that each of N items is included in a sample drawn without replacement. It is approximated by replacing the
+    time t of the ``n_drawn``-th arrival of an exponential race by a constant: ``q_i = 1 - exp(-t p_i)``, with t such that
+    ``sum(q) = n_drawn``.
 
-    :param probabilities: Of the first draw, positive, shape ``(N,)``, summing to 1
-    :param n_drawn: Between 1 and N
-    :return: Shape ``(N,)``
+    :param probabilities: Probabilities of the first draw, positive, shape ``(N,)``, which sum to 1
+    :param n_drawn: Number of items drawn, from 1 to N
+    :return: Inclusion probabilities, shape ``(N,)``
     """
     if n_drawn >= len(probabilities):
         return np.ones_like(probabilities)

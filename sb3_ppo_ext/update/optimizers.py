@@ -1,4 +1,4 @@
-"""One optimiser for the policy, whose groups of parameters may learn at different rates and by different rules."""
+"""The optimiser of the policy, with parameter groups that may have different learning rates and algorithms."""
 
 import math
 import warnings
@@ -11,30 +11,30 @@ from torch import nn
 
 from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, refuse
 
-# Torch has it since 2.9.
+# `None` before torch 2.9
 Muon: type[th.optim.Optimizer] | None = getattr(th.optim, "Muon", None)
-# Beside "adam", which stands for the policy's own class, and "muon"
+# In addition to "adam", which is the optimiser class of the policy, and "muon"
 OPTIMIZERS: dict[str, type[th.optim.Optimizer]] = {"adamw": th.optim.AdamW, "sgd": th.optim.SGD}
 OptimizerName: TypeAlias = Literal["adam", "adamw", "sgd", "muon"]
-# SB3's, which its policy puts into the arguments of its default optimiser
+# Epsilon that SB3's policies set for their default optimiser
 ADAM_EPS = 1e-5
 
 
 class MuonWithAdamW(th.optim.Optimizer):
     """
-    Muon for hidden matrices, AdamW for everything else, as one optimiser.
+    Muon for hidden weight matrices and AdamW for all other parameters, combined in one optimiser.
 
-    Each group says by its key ``algorithm`` who takes it. Muon's step is scaled to the size of AdamW's
-    (``match_rms_adamw``), so that one learning rate serves both.
+    The key ``algorithm`` of each parameter group selects the algorithm. The steps of Muon are scaled to the size of AdamW's
+    (``match_rms_adamw``), so that both can use the same learning rate.
 
     Papers: https://arxiv.org/abs/2502.16982, https://kellerjordan.github.io/posts/muon/
 
     :param groups: Groups of named parameters, with ``algorithm`` ``"Muon"`` or ``"AdamW"``
     :param lr: Learning rate
-    :param weight_decay: Decoupled, unless a group has its own
-    :param momentum: Muon's
-    :param betas: AdamW's
-    :param eps: AdamW's
+    :param weight_decay: Decoupled weight decay of the groups that do not set their own
+    :param momentum: Momentum of Muon
+    :param betas: Decay rates of AdamW's moment estimates
+    :param eps: Epsilon of AdamW
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MuonWithAdamW(th.optim.Optimizer):
         }
         self._optimizers: dict[str, th.optim.Optimizer] = {}
         for name, optimizer_class in classes.items():
-            # Their own checks and defaults; copies, for they write into the groups
+            # Each class checks its arguments and fills in its defaults. Groups are copied, since it modifies them.
             own = [dict(group) for group in groups if group["algorithm"] == name]
             if own:
                 self._optimizers[name] = optimizer_class(own, lr=lr, **{"weight_decay": weight_decay, **options[name]})
@@ -62,15 +62,15 @@ class MuonWithAdamW(th.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the parts work on this optimiser's groups and state, which are what is saved."""
+        """Let both optimisers work on the groups and the state of this one, which are those that are saved."""
         for name, optimizer in self._optimizers.items():
             optimizer.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
             optimizer.state = self.state
 
     def step(self, closure: Any = None) -> Any:
         """
-        :param closure: Evaluates the loss again, as for any optimiser of torch
-        :return: The loss, if there is a closure
+        :param closure: Function that reevaluates the model and returns the loss, as for any optimiser of torch
+        :return: Loss, ``None`` without a closure
         """
         loss = None
         if closure is not None:
@@ -84,7 +84,7 @@ class MuonWithAdamW(th.optim.Optimizer):
         return {**super().__getstate__(), "_optimizers": self._optimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # `load_state_dict` comes here as well, with new groups and a new state.
+        # `load_state_dict` also calls this method, with new groups and a new state.
         super().__setstate__(state)
         self._share()
 
@@ -97,16 +97,16 @@ def make_optimizer(
     optimizer_kwargs: dict[str, Any] | None = None,
 ) -> th.optim.Optimizer:
     """
-    The learning rates are 0 until the algorithm sets them. Groups have the keys ``role`` (``"actor"``, ``"critic"``, or
-    ``"all"``) and ``algorithm`` (the class that makes their steps).
+    Create the optimiser of a policy. Learning rates are 0 until the algorithm sets them. Groups have the keys ``role``
+    (``"actor"``, ``"critic"``, or ``"all"``) and ``algorithm`` (name of the optimiser class).
 
-    :param policy: Whose parameters it shall optimise
-    :param name: ``"adam"`` (or another class, if that is the policy's), ``"adamw"``, ``"sgd"`` or ``"muon"``
-    :param weight_decay: Decoupled for AdamW and Muon, added to the gradient by the others; not of ``log_std``, which it
-        would pull towards 0, that is the standard deviation towards 1
-    :param own_critic: Whether the critic's parameters have groups of their own
-    :param optimizer_kwargs: The user's further arguments; of the policy's own class, what the policy has made of them
-    :return: The optimiser
+    :param policy: Policy with the parameters to optimise
+    :param name: ``"adam"`` (the optimiser class of the policy, Adam by default), ``"adamw"``, ``"sgd"`` or ``"muon"``
+    :param weight_decay: Weight decay, decoupled for AdamW and Muon, an L2 penalty for the others. ``log_std`` is excluded,
+        since decay would pull the standard deviation towards 1
+    :param own_critic: Whether the parameters of the critic have groups of their own
+    :param optimizer_kwargs: Additional arguments given by the user; for ``"adam"``, those of the policy are used
+    :return: Optimiser of the policy
     :raises ValueError: if an argument is not valid, or torch has no Muon
     """
     if name == "muon" and Muon is None:
@@ -131,7 +131,7 @@ def _arguments(
     if name == "adam":
         arguments = dict(policy.optimizer_kwargs)
     else:
-        # What SB3 gives to its default, if the user gives nothing; torch's AdamW has a decay of its own.
+        # SB3's epsilon, unless the user gives arguments. The default weight decay of torch's AdamW is not 0.
         arguments = {"eps": ADAM_EPS} if optimizer_kwargs is None and name != "sgd" else {}
         arguments |= {"weight_decay": 0.0, **given}
     return {**arguments, "weight_decay": weight_decay} if weight_decay > 0 else arguments
@@ -141,7 +141,9 @@ def _checked_hidden_matrices(policy: ActorCriticPolicy) -> set[th.Tensor]:
     matrices = hidden_matrices(policy)
     if not matrices:
         remedy = "give `net_arch` at least two layers, such as [64, 64]"
-        warnings.warn(f'`optimizer="muon"`: the policy has no hidden matrix, AdamW takes all of it; {remedy}.', stacklevel=2)
+        warnings.warn(
+            f'`optimizer="muon"`: the policy has no hidden matrix, so AdamW optimises all of it; {remedy}.', stacklevel=2
+        )
     return matrices
 
 
@@ -149,10 +151,10 @@ def parameter_groups(
     policy: ActorCriticPolicy, own_critic: bool, algorithm: str, of_muon: Set[th.Tensor] = frozenset()
 ) -> list[dict[str, Any]]:
     """
-    :param policy: Whose parameters
-    :param own_critic: Whether the critic's parameters have groups of their own
-    :param algorithm: Class that makes the steps
-    :param of_muon: Those whose steps are made by Muon instead
+    :param policy: Policy with the parameters to group
+    :param own_critic: Whether the parameters of the critic have groups of their own
+    :param algorithm: Name of the optimiser class
+    :param of_muon: Parameters that Muon optimises instead
     :return: Groups of named parameters, for an optimiser of torch
     """
     of_critic = critic_parameters(policy) if own_critic else frozenset()
@@ -169,8 +171,8 @@ def parameter_groups(
 
 def critic_parameters(policy: ActorCriticPolicy) -> set[th.Tensor]:
     """
-    :param policy: An actor-critic policy of SB3
-    :return: What is the critic's alone; what it shares belongs to the actor
+    :param policy: Actor-critic policy
+    :return: Parameters that only the critic uses; those that it shares belong to the actor
     """
     of_critic = ("value_net", "mlp_extractor.value_net", "vf_features_extractor", "vf_transformer")
     of_actor = ("action_net", "mlp_extractor.policy_net", "pi_features_extractor", "pi_transformer")
@@ -183,39 +185,40 @@ def _parameters(policy: nn.Module, *names: str) -> set[th.Tensor]:
 
 def hidden_matrices(policy: ActorCriticPolicy) -> set[th.Tensor]:
     """
-    :param policy: An actor-critic policy of SB3
-    :return: Weights of its hidden linear layers: neither of those that read the observation, nor of the heads
+    :param policy: Actor-critic policy
+    :return: Weights of the hidden linear layers, without the first layers, which read the observation, and the output layers
     """
     readers = ("pi_features_extractor", "vf_features_extractor", "pi_transformer", "vf_transformer")
     extractors = [_layers(policy, name) for name in readers]
     networks = [_layers(policy, f"mlp_extractor.{name}") for name in ("policy_net", "value_net")]
     if not any(extractors):
-        # Then it is the networks that read the observation.
+        # Without layers in the extractors, the networks read the observation.
         networks = [layers[1:] for layers in networks]
     hidden = [layer for layers in [*(layers[1:] for layers in extractors), *networks] for layer in layers]
     return {layer.weight for layer in hidden if isinstance(layer, nn.Linear)}
 
 
 def _layers(policy: nn.Module, name: str) -> list[nn.Module]:
-    """What multiplies by a matrix in a part of the policy, or is a convolution, in order."""
+    """Linear and convolutional layers of a part of the policy, in order."""
     return [layer for layer in _find(policy, name).modules() if getattr(getattr(layer, "weight", None), "ndim", 0) >= 2]
 
 
 def _find(policy: nn.Module, name: str) -> nn.Module:
     try:
         return policy.get_submodule(name)
-    except AttributeError:  # a policy of another make
+    except AttributeError:  # a policy with other submodules
         return nn.Module()
 
 
 def clip_gradients(policy: ActorCriticPolicy, max_norm: float) -> dict[str, th.Tensor]:
     """
-    Clip the norm of the gradients, all together or actor's and critic's apart. Muon's stay as they are, for their size does
-    not change its step.
+    Clip the norm of the gradients, of actor and critic separately if they have groups of their own. Gradients of Muon are not
+    clipped, since its steps do not depend on their scale.
 
-    :param policy: Whose optimiser knows the groups
-    :param max_norm: The largest norm
-    :return: Norms before the clipping: ``grad_norm``, of all or of the actor's, ``critic_grad_norm``, ``muon_grad_norm``
+    :param policy: Policy with gradients, and with an optimiser that defines the groups
+    :param max_norm: Maximum norm
+    :return: Norms before clipping, by name: ``grad_norm`` (of all parameters, or of the actor), ``critic_grad_norm`` and
+        ``muon_grad_norm``
     """
     groups = policy.optimizer.param_groups
     if not all("role" in group for group in groups):
@@ -224,7 +227,7 @@ def clip_gradients(policy: ActorCriticPolicy, max_norm: float) -> dict[str, th.T
     for group in groups:
         kind = "muon_" if group["algorithm"] == "Muon" else "critic_" if group["role"] == "critic" else ""
         with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if with_gradient:  # an actor at rest has none
+        if with_gradient:  # a frozen actor has none
             together.setdefault(f"{kind}grad_norm", []).extend(with_gradient)
     return {
         name: nn.utils.clip_grad_norm_(parameters, math.inf if name == "muon_grad_norm" else max_norm)
@@ -234,23 +237,23 @@ def clip_gradients(policy: ActorCriticPolicy, max_norm: float) -> dict[str, th.T
 
 def adopt_state(policy: ActorCriticPolicy, saved: dict[str, Any]) -> dict[str, Any]:
     """
-    Bring the saved state of an optimiser into the form of the policy's: parameter by parameter, under the policy's own
-    grouping and hyperparameters.
+    Convert the saved state of an optimiser to the parameter groups of the policy's optimiser, which keeps its own
+    hyperparameters.
 
-    :param policy: Whose optimiser shall take it
-    :param saved: State-dictionary of an optimiser of the same policy
-    :return: What its ``load_state_dict`` takes
+    :param policy: Policy with the optimiser that will load the state
+    :param saved: State dictionary of an optimiser of the same policy
+    :return: State dictionary for ``load_state_dict`` of the policy's optimiser
     :raises ValueError: if the saved state is that of another kind of optimiser
     """
     own = policy.optimizer.state_dict()
     if not any("role" in group for group in [*own["param_groups"], *saved["param_groups"]]):
-        return saved  # both are SB3's
+        return saved  # both have the form of SB3's optimiser
     order = [name for name, _ in policy.named_parameters()]
-    # SB3's optimiser holds the parameters in the policy's order, and is of the policy's class.
+    # SB3's optimiser has the parameters in the order of the policy, and is of the policy's `optimizer_class`.
     default_class = policy.optimizer_class.__name__
     before, now = (_algorithms(state, order, default_class) for state in (saved, own))
     if before.keys() != now.keys():
-        return saved  # another network, which is for SB3 to refuse
+        return saved  # another network, for which SB3 raises an error
     if before != now:
         kinds = [" and ".join(sorted(set(kind.values()))) for kind in (before, now)]
         raise BadArgumentError(
@@ -264,7 +267,7 @@ def adopt_state(policy: ActorCriticPolicy, saved: dict[str, Any]) -> dict[str, A
 
 
 def _algorithms(state: dict[str, Any], order: list[str], default_class: str) -> dict[str, str]:
-    """Who optimises each parameter, by name, in the order of the state's numbering."""
+    """Name of the algorithm of each parameter, by parameter name, in the order in which the state numbers the parameters."""
     return {
         name: group.get("algorithm", default_class)
         for group in state["param_groups"]

@@ -1,4 +1,4 @@
-"""What is logged of an update."""
+"""Values that are logged after an update."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sb3_ppo_ext.update.metrics import LOGGED_OTHERWISE, Metrics
 
 def sb3_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuffer) -> dict[str, float]:
     """
-    :param metrics: What was measured in the update
-    :param policy: After it
-    :param buffer: With the rollout
-    :return: What SB3's PPO logs, by the names under ``train/``
+    :param metrics: Metrics of the update
+    :param policy: Policy after the update
+    :param buffer: Buffer with the rollout
+    :return: Values that SB3's PPO logs, by their name under ``train/``
     """
     names = ("entropy_loss", "policy_gradient_loss", "value_loss", "clip_fraction")
     logged = {name: metrics.mean(name) for name in names}
-    # SB3 averages these in float32, the others as Python floats.
+    # SB3 averages `approx_kl` in float32, the others as Python floats.
     logged["approx_kl"] = metrics.numbers("approx_kl").mean()
     logged["loss"] = metrics.numbers("loss")[-1].item()
     logged["explained_variance"] = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
@@ -37,11 +37,11 @@ def further_metrics(
     metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuffer, config: UpdateConfig
 ) -> dict[str, float]:
     """
-    :param metrics: What was measured in the update
-    :param policy: After it
-    :param buffer: With the rollout
+    :param metrics: Metrics of the update
+    :param policy: Policy after the update
+    :param buffer: Buffer with the rollout
     :param config: Options of the update
-    :return: What SB3 does not log, by name; a name without a slash belongs under ``train/``
+    :return: Values that SB3 does not log, by name; a name without a slash belongs under ``train/``
     """
     logged: dict[str, float] = {}
     if metrics["ratio"]:
@@ -64,7 +64,7 @@ def _action_statistics(
         return policy.action_dist.statistics(metrics.vector("action_parameters"))
     if config.loss.action_bounds is None or config.samples_latents:
         return {}
-    # How many of the actions, dimension by dimension, the environment gets at a bound
+    # Fraction of the action components that are at or beyond a bound, where the environment receives the bound
     low, high = (bound.cpu().numpy() for bound in config.loss.action_bounds)
     actions = buffer.actions.reshape(-1, math.prod(low.shape))
     return {"actions_at_bounds": float(np.mean((actions <= low) | (actions >= high)))}

@@ -1,4 +1,4 @@
-"""A full rollout buffer, as an update reads it."""
+"""Access of an update to a full rollout buffer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.update.bootstrap import Truncation, change_of_terminal_values, last_values
 from sb3_ppo_ext.update.minibatches import Draw, PrioritizedSegments, shuffled, shuffled_segments
 
-# Samples that are evaluated at once where no gradient is needed
+# Number of samples that are evaluated at once without gradients
 EVALUATION_BATCH = 1024
-# Steps that stay together in minibatches of a history-based policy
+# Smallest number of consecutive steps that a history-based policy draws together
 MIN_SEGMENT = 16
 
 
 class Rollout:
     """
-    The samples of a rollout, and what came after it.
+    The samples of a rollout, and the observations that followed it.
 
-    :param buffer: A full rollout buffer
-    :param last_observations: The observations after its last step, as the environments returned them
+    :param buffer: Full rollout buffer
+    :param last_observations: Observations after the last step, as the environments returned them
     :param last_dones: Whether the last step ended an episode, shape ``(n_envs,)``
-    :param truncations: The episodes that a time limit cut off, where the terminal observations are to be valued anew
+    :param truncations: Truncated episodes with terminal observations to be evaluated again, ``None`` if they are not needed
     :param gamma: Discount factor
     """
 
@@ -43,42 +43,44 @@ class Rollout:
     ):
         self.buffer, self.last_observations, self.last_dones = buffer, last_observations, last_dones
         self.truncations, self.gamma = truncations or [], gamma
-        # A buffer class with a `get` of its own draws its minibatches itself.
+        # A buffer class that overrides `get` draws its own minibatches.
         self.is_indexable = knows_indices(type(buffer))
-        # What gathers the samples of some indices
+        # Gathers the samples at the given indices
         self.samples: Callable[[np.ndarray], RolloutBufferSamples] = buffer._get_samples
         if self.is_indexable:
             flatten(buffer)
 
     @property
     def n_samples(self) -> int:
-        """Steps of all environments together."""
+        """Number of samples, ``n_steps * n_envs``."""
         return self.buffer.buffer_size * self.buffer.n_envs
 
     def copy_to_device(self) -> None:
-        """Let the samples lie on the device of the policy, once and not minibatch by minibatch; sequences would overlap."""
+        """Copy all samples to the device of the policy at once. Sequences are not copied, since they overlap."""
         if self.is_indexable and not isinstance(self.buffer, SequenceBufferMixin):
             self.samples = SamplesOnDevice(self.buffer)
 
     def draws(self, step_size: int, segments: PrioritizedSegments | None = None) -> Iterator[Draw]:
         """
-        :param step_size: Samples that make one step of the optimiser
-        :param segments: From which to draw; ``None`` for each sample once
-        :return: The indices of each step of one epoch, with their weights
+        :param step_size: Number of samples in one step of the optimiser
+        :param segments: Prioritised segments to draw from; ``None`` to draw each sample once
+        :return: Indices and weights of the samples of each step in one epoch
         """
         if segments is not None:
             return segments.epoch(step_size)
         buffer = self.buffer
         if isinstance(buffer, SequenceBufferMixin):
-            # Long enough that what is before them, and is computed anew for each of them, is no more than they are
+            # Each segment recomputes the steps before it that the policy sees: it is at least as long as these.
             length = min(max(buffer.n_before, MIN_SEGMENT), buffer.buffer_size, step_size)
             return shuffled_segments(buffer.buffer_size, buffer.n_envs, length, step_size)
         return shuffled(self.n_samples, step_size)
 
     def evaluate(self, function: Callable[[RolloutBufferSamples], th.Tensor | None]) -> th.Tensor | None:
         """
-        :param function: Of some samples
-        :return: What it returns for the whole rollout; ``None`` if it returns that
+        Evaluate a function on the whole rollout, in batches.
+
+        :param function: Function of samples, which returns a tensor with one row per sample, or ``None``
+        :return: Concatenated results, with one row per sample; ``None`` if the function returns ``None``
         """
         indices = np.arange(self.n_samples)
         parts = []
@@ -91,15 +93,15 @@ class Rollout:
 
     def time_major(self, flat: np.ndarray) -> np.ndarray:
         """
-        :param flat: One number per sample, shape ``(n_envs * n_steps,)`` or with a last dimension of 1
-        :return: Shape ``(n_steps, n_envs)``, as before :func:`flatten`
+        :param flat: Array with one number per sample, shape ``(n_envs * n_steps,)`` or ``(n_envs * n_steps, 1)``
+        :return: The same numbers in shape ``(n_steps, n_envs)``, as before :func:`flatten`
         """
         by_time: np.ndarray = flat.reshape(self.buffer.n_envs, self.buffer.buffer_size).T
         return by_time
 
     def last_values(self, policy: ActorCriticPolicy) -> np.ndarray:
         """
-        :param policy: Whose critic is asked
+        :param policy: Policy with the critic that computes the values
         :return: Values of the observations after the last step, shape ``(n_envs,)``
         """
         values = last_values(policy, self.buffer, self.last_observations, self.last_dones)
@@ -108,8 +110,8 @@ class Rollout:
 
     def rewards(self, policy: ActorCriticPolicy) -> np.ndarray:
         """
-        :param policy: Whose critic values the terminal observations of episodes that a time limit cut off
-        :return: Rewards, with these values, shape ``(n_steps, n_envs)``
+        :param policy: Policy with the critic that evaluates the terminal observations of truncated episodes
+        :return: Rewards, bootstrapped with these values where episodes were truncated, shape ``(n_steps, n_envs)``
         """
         buffer = self.buffer
         change = change_of_terminal_values(policy, buffer, self.truncations, self.gamma)
@@ -119,9 +121,9 @@ class Rollout:
 
 class SamplesOnDevice:
     """
-    The samples of a rollout, copied to the device of the policy once, where minibatches are then gathered.
+    Copy of the samples of a rollout on the device of the policy, from which minibatches are gathered.
 
-    :param buffer: A full rollout buffer, flat
+    :param buffer: Full rollout buffer, after :func:`flatten`
     """
 
     def __init__(self, buffer: RolloutBuffer):
@@ -131,7 +133,7 @@ class SamplesOnDevice:
     def __call__(self, indices: np.ndarray) -> RolloutBufferSamples:
         """
         :param indices: Indices of samples in the flattened rollout
-        :return: As ``_get_samples`` of the buffer
+        :return: Samples at these indices, as ``_get_samples`` of the buffer returns them
         """
         on_device = th.as_tensor(indices, device=self.device)
         parts: Any = (map_observations(lambda tensor: tensor[on_device], part) for part in self.samples)
@@ -141,16 +143,17 @@ class SamplesOnDevice:
 def knows_indices(buffer_class: object) -> bool:
     """
     :param buffer_class: Class of a rollout buffer
-    :return: Whether its minibatches can be drawn by their indices; a class with a ``get`` of its own draws them itself
+    :return: Whether minibatches can be drawn by the indices of their samples; a class that overrides ``get`` draws its own
     """
     return getattr(buffer_class, "get", None) in (RolloutBuffer.get, DictRolloutBuffer.get)
 
 
 def flatten(buffer: RolloutBuffer) -> None:
     """
-    Join steps and environments to one dimension, as ``get`` does when it is first called.
+    Merge the dimensions of steps and environments, as the first call of ``get`` does. Rewards, episode starts, and
+    observations that are read as sequences keep their shape.
 
-    :param buffer: Changed in place, but for its rewards and episode starts, and observations that are read as sequences
+    :param buffer: Full rollout buffer, modified in place
     """
     if buffer.generator_ready:
         return

@@ -1,4 +1,4 @@
-"""One update of the policy from one rollout: epochs, steps of the optimiser, and what ends or skips them."""
+"""The update of the policy from a rollout: epochs, steps of the optimiser, early stopping and skipped steps."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from sb3_ppo_ext.update.optimizers import critic_parameters
 
 class GradientSource(Protocol):
     """
-    Where gradients come from. A *step* is whatever the source makes one step of the optimiser of: some minibatches.
+    Computes gradients. A *step* stands for the minibatches of one step of the optimiser, in a form that the source chooses.
     """
 
     def steps(self) -> Iterator[Any]:
-        """:return: The steps of one epoch"""
+        """:return: Steps of one epoch"""
 
     def add(self, step: Any) -> None:
-        """Leave the gradient of a step's loss in the policy's parameters, or where the stepper finds it."""
+        """Store the gradient of the loss of a step in ``grad`` of the parameters, or in the memory of the stepper."""
 
     def approximate_kl(self, step: Any) -> float:
-        """:return: See :func:`sb3_ppo_ext.update.losses.approximate_kl`, of all samples of the step"""
+        """:return: Estimated KL divergence of the step, see :func:`sb3_ppo_ext.update.losses.approximate_kl`"""
 
     def clip_fraction(self, step: Any) -> float:
-        """:return: See :func:`sb3_ppo_ext.update.losses.clip_fraction`, of all samples of the step"""
+        """:return: Fraction of clipped samples in the step, see :func:`sb3_ppo_ext.update.losses.clip_fraction`"""
 
     def terms(self, step: Any) -> dict[str, float]:
-        """:return: The losses of the step by name, of several minibatches the first that is not finite"""
+        """:return: Losses of the step by name: for several minibatches, the first value that is not finite"""
 
     def accept(self, step: Any, norms: dict[str, Any]) -> bool:
         """
-        Measure the norms of the gradients, if the step is to be made.
+        Record the norms of the gradients, if the step can be made.
 
-        :return: Whether they, and the loss of the step, are finite
+        :return: Whether the norms and the loss of the step are finite
         """
 
     def forget(self, step: Any) -> None:
-        """Measure nothing of a step that is not made."""
+        """Discard the metrics of a step that is skipped."""
 
     def end_epoch(self) -> None:
         """Called after each epoch."""
@@ -54,32 +54,32 @@ class GradientSource(Protocol):
 
 
 class Stepper(Protocol):
-    """Who makes the steps of the optimiser."""
+    """Makes the steps of the optimiser."""
 
     def zero_grad(self) -> None:
-        """Called before each step's gradients are computed."""
+        """Called before the gradients of each step are computed."""
 
     def clip(self, max_norm: float) -> dict[str, Any]:
-        """:return: Norms of the gradients before they are clipped, numbers or scalar tensors by name"""
+        """:return: Norms of the gradients before clipping, numbers or scalar tensors by name"""
 
     def step(self) -> None:
-        """Make a step, with the gradients as they were clipped."""
+        """Make a step with the clipped gradients."""
 
     def show_gradients(self) -> None:
-        """Let the parameters have their gradients, where these lie elsewhere."""
+        """Set ``grad`` of the parameters, if the gradients are stored elsewhere."""
 
     def close(self) -> None:
-        """Called at the end of the update, also if it raises."""
+        """Called at the end of the update, even if it raises an error."""
 
 
 @dataclass
 class UpdateResult:
     """
-    What came of an update.
+    The result of an update.
 
-    :param metrics: What was measured
-    :param n_epochs: Epochs that were begun
-    :param n_skipped: Steps that were left out since their loss or gradient was not finite
+    :param metrics: Metrics of the update
+    :param n_epochs: Number of epochs that were started
+    :param n_skipped: Number of steps that were skipped because their loss or gradient was not finite
     """
 
     metrics: Metrics
@@ -89,14 +89,14 @@ class UpdateResult:
 
 class Update:
     """
-    One update.
+    One update of the policy.
 
     :param policy: Policy that is updated
-    :param config: Options
-    :param estimates: Advantages of the rollout, and what follows from them
-    :param gradients: Where gradients come from
-    :param stepper: Who makes the steps
-    :param result: What is counted and measured on the way, also if the update raises
+    :param config: Options of the update
+    :param estimates: Advantages, returns and priorities of the rollout
+    :param gradients: Source of the gradients
+    :param stepper: Stepper that makes the steps of the optimiser
+    :param result: Result, filled in during the update, so that it is valid even if the update raises an error
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Update:
     ):
         self.policy, self.config, self.estimates = policy, config, estimates
         self.gradients, self.stepper, self.result, self.metrics = gradients, stepper, result, result.metrics
-        # Past `max_clip_fraction` the critic learns on alone.
+        # Above `max_clip_fraction`, only the critic goes on learning.
         self.actor_is_frozen = False
 
     def run(self) -> None:
-        """Make all epochs."""
+        """Run all epochs, unless ``target_kl`` stops the update early."""
         try:
             for epoch in range(self.config.n_epochs):
                 self.metrics.begin_epoch()
@@ -131,7 +131,7 @@ class Update:
 
     def _step(self, step: Any, epoch: int) -> bool:
         """
-        :return: False if ``target_kl`` ends the update, and the step was not made
+        :return: False if ``target_kl`` stops the update before this step is made
         """
         config, gradients, stepper = self.config, self.gradients, self.stepper
         stepper.zero_grad()
@@ -158,7 +158,7 @@ class Update:
         return True
 
     def _skip(self, step: Any, epoch: int) -> None:
-        """Leave a step out that is not finite, or raise."""
+        """Skip a step that is not finite, or raise an error."""
         if self.config.bad_gradients == "raise":
             self.stepper.show_gradients()
             refuse_gradient(self.policy, self.gradients.terms(step), epoch, self.config.num_timesteps)
@@ -173,5 +173,5 @@ class Update:
             of_critic = critic_parameters(self.policy)
             for parameter in self.policy.parameters():
                 if parameter not in of_critic:
-                    # Without a gradient no optimiser touches it, nor its moments.
+                    # An optimiser leaves a parameter without a gradient, and its moments, unchanged.
                     parameter.grad = None

@@ -1,4 +1,4 @@
-"""The extension module in ``csrc``, which is missing where no compiler took it."""
+"""The extension module in ``csrc``, which is missing if the package was built without a C compiler."""
 
 import numpy as np
 

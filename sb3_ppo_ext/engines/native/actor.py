@@ -1,6 +1,6 @@
 """
-Acting on the extension module: in the loop only the action is computed; values and log probabilities of all steps follow at
-once, unless code of users may read them at each step.
+The actor of the native engine. At each step only the action is computed. Values and log probabilities are computed for all
+steps at once at the end, unless user code may read them at each step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from sb3_ppo_ext.rollout.actors import Action, Actor, PolicyActor, RolloutConfig
 
 class NativeActor(Actor):
     """
-    An ``Actor`` on the extension module. Its random numbers are drawn for all steps at once.
+    An ``Actor`` that computes with the extension module. Random numbers are drawn for all steps at once.
 
-    :param native: The policy
-    :param buffer: To be filled
+    :param native: Policy on the extension module
+    :param buffer: Buffer to fill
     :param config: Options of the rollout
     """
 
@@ -38,14 +38,14 @@ class NativeActor(Actor):
         self.scaled_noise = native.distribution.scaled(self.noise)
         space = config.action_space
         self.sample_shape = (-1,) if isinstance(space, spaces.Discrete) else (-1, *(space.shape or ()))
-        # Steps whose values and log probabilities are in the buffer
+        # Number of steps with values and log probabilities in the buffer
         self.n_estimated = 0
-        # Step, environment and last observation of episodes that are still to be bootstrapped
+        # Step, environment and terminal observation of truncated episodes that have not been bootstrapped yet
         self.truncated: list[tuple[int, int, Any]] = []
-        # What acts once somebody has made another kind of policy of it
+        # Actor to use after user code has replaced the policy by one that the extension module does not support
         self.torch_actor: PolicyActor | None = None
 
-    # At each step
+    # Computed at each step
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
         if self.is_watched:
@@ -56,7 +56,7 @@ class NativeActor(Actor):
         _write_observations(self.buffer, step, observations)
         features = native.features(observations)
         if not self.is_watched and native.has_changed():
-            # The steps before have the estimates of the policy that took them.
+            # Earlier steps are evaluated with the parameters of the policy that made them.
             self._estimate(step)
             native.pack()
             self.scaled_noise = native.distribution.scaled(self.noise)
@@ -71,7 +71,7 @@ class NativeActor(Actor):
         return Action(obs_as_tensor(observations, self.config.device), samples, values, th.from_numpy(log_probs))
 
     def _follow(self, policy: ActorCriticPolicy) -> None:
-        """Take over the parameters as they are now, whoever has changed them, and however."""
+        """Load the current parameters of the policy, in whatever way user code has changed them."""
         if self.torch_actor is not None:
             return
         if not self.native.is_of(policy):
@@ -109,10 +109,10 @@ class NativeActor(Actor):
         self._estimate(self.config.n_steps)
         return self._estimate_advantages(observations, np.asarray(dones))
 
-    # For many steps at once
+    # Computed for many steps at once
 
     def _estimate(self, end: int) -> None:
-        """Values and log probabilities of the steps up to this one, and what follows from the truncations among them."""
+        """Compute missing values and log probabilities of the steps before ``end``, and bootstrap truncated episodes."""
         native, buffer, steps = self.native, self.buffer, slice(self.n_estimated, end)
         self.n_estimated = end
         if steps.start == end:
@@ -134,7 +134,7 @@ class NativeActor(Actor):
         self.truncated.clear()
 
     def _estimate_advantages(self, observations: Any, dones: np.ndarray) -> th.Tensor:
-        """And returns. Values of the last observations are returned."""
+        """Compute advantages and returns, and return the values of the last observations, shape ``(n_envs, 1)``."""
         buffer = self.buffer
         values = self.native.critic(self.native.features(observations))
         if type(buffer).compute_returns_and_advantage is RolloutBuffer.compute_returns_and_advantage:
@@ -147,7 +147,7 @@ class NativeActor(Actor):
 
 
 def _write_observations(buffer: RolloutBuffer, step: int, observations: Any) -> None:
-    # Before the environment's step, for it may write the next ones into the same array.
+    # Called before the environment steps, since it may write the next observations into the same array.
     if isinstance(observations, dict):
         for key, array in observations.items():
             buffer.observations[key][step] = array.reshape(buffer.observations[key][step].shape)
@@ -156,7 +156,7 @@ def _write_observations(buffer: RolloutBuffer, step: int, observations: Any) -> 
 
 
 def _joined(observations: Any, steps: slice) -> Any:
-    """Some steps, with steps and environments in one dimension."""
+    """Observations of some steps, with the dimensions of steps and environments merged."""
     if isinstance(observations, dict):
         return {key: _joined(array, steps) for key, array in observations.items()}
     return observations[steps].reshape(-1, *observations.shape[2:])

@@ -1,4 +1,4 @@
-"""``backend="native"``: the extension module in C computes MLP policies on the CPU, while collecting and updating."""
+"""``backend="native"``: MLP policies on the CPU, computed by the extension module in C in rollouts and updates."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sb3_ppo_ext.update.update import GradientSource, Stepper
 
 class NativeEngine(Engine):
     """
-    Networks, GAE and Adam by the extension module; the losses are differentiated by hand.
+    Networks, GAE and Adam are computed by the extension module, gradients of the losses analytically in NumPy.
 
-    :param policy: It shares its parameters
+    :param policy: Policy that acts and is updated, with which the engine shares the memory of the parameters
     """
 
     def __init__(self, policy: ActorCriticPolicy):

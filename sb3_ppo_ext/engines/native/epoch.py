@@ -1,4 +1,4 @@
-"""The minibatches of an epoch in NumPy, and what is measured of them."""
+"""The minibatches of an epoch in NumPy, and their metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sb3_ppo_ext.update.metrics import Metrics
 
 
 class FlatRollout(NamedTuple):
-    """Arrays whose first dimension is that of the samples."""
+    """The samples of a rollout, as arrays of shape ``(n_samples, ...)``."""
 
     features: np.ndarray
     actions: np.ndarray
@@ -25,13 +25,13 @@ class FlatRollout(NamedTuple):
 
 class NativeMinibatches:
     """
-    The minibatches of an epoch one after the other, and what is measured of them.
+    The samples of an epoch in the order of the minibatches, and their measurements.
 
-    :param order: Places in the rollout in the order in which they are drawn
-    :param samples: In this order
-    :param sizes: Of the minibatches
-    :param weights: Of the samples, ``None`` for equal ones
-    :param distribution: The action distribution that the outputs of the network stand for
+    :param order: Indices of the samples in the flattened rollout, in the order in which they are drawn, shape ``(n_samples,)``
+    :param samples: Samples in this order
+    :param sizes: Number of samples in each minibatch, shape ``(n_minibatches,)``
+    :param weights: Importance weights, shape ``(n_samples,)``, ``None`` for equal weights
+    :param distribution: Action distribution that the outputs of the actor parametrise
     """
 
     def __init__(
@@ -43,26 +43,26 @@ class NativeMinibatches:
         distribution: NumpyDistribution,
     ):
         self.order, self.samples, self.sizes, self.weights, self.distribution = order, samples, sizes, weights, distribution
-        # What auxiliary losses add to the loss of each minibatch
+        # Weighted sum of the auxiliary losses of each minibatch
         self.auxiliary = np.zeros(len(sizes), np.float32)
         self.log_ratios, self.ratios, self.objectives, self.errors = np.empty((4, len(samples.features)), np.float32)
-        # Of the minibatches that were evaluated
+        # Parameters of the distributions, and indices of skipped minibatches, among those evaluated so far
         self.described: list[np.ndarray] = []
         self.skipped: list[int] = []
 
     def skip(self, n: int) -> None:
         """
-        Leave minibatches out of what is measured.
+        Exclude the last evaluated minibatches from the metrics.
 
-        :param n: How many of those that were evaluated last
+        :param n: Number of minibatches to exclude
         """
         self.skipped += range(len(self.described) - n, len(self.described))
 
     def terms(self, part: slice, n: int) -> dict[str, float]:
         """
-        :param part: The samples of the last minibatches
-        :param n: How many minibatches they are
-        :return: The losses of PPO for them
+        :param part: Samples of the last evaluated minibatches
+        :param n: Number of these minibatches
+        :return: Losses of PPO for these minibatches, by name
         """
         weights = 1.0 if self.weights is None else self.weights[part]
         return {
@@ -72,7 +72,7 @@ class NativeMinibatches:
         }
 
     def measured(self) -> Measured:
-        """:return: Of the minibatches that were evaluated"""
+        """:return: Measurements of the minibatches evaluated so far"""
         sizes = self.sizes[: len(self.described)]
         n = int(sizes.sum())
         kept = np.ones(len(sizes), bool)
@@ -92,17 +92,17 @@ class NativeMinibatches:
 
 class Measured(NamedTuple):
     """
-    What was measured in some minibatches.
+    Measurements of several minibatches.
 
-    :param sizes: Samples of each minibatch, shape ``(n_minibatches,)``
-    :param kept: Whether a minibatch counts, shape ``(n_minibatches,)``
-    :param auxiliary: What auxiliary losses added to the loss of each minibatch, shape ``(n_minibatches,)``
-    :param described: What ``NumpyDistribution.described`` returned for each sample, shape ``(n_samples, n)``
-    :param objectives: Objectives of the surrogate, shape ``(n_samples,)``
-    :param errors: Errors whose squares the value loss averages, shape ``(n_samples,)``
+    :param sizes: Number of samples in each minibatch, shape ``(n_minibatches,)``
+    :param kept: Whether each minibatch is included in the metrics, shape ``(n_minibatches,)``
+    :param auxiliary: Weighted sum of the auxiliary losses of each minibatch, shape ``(n_minibatches,)``
+    :param described: Results of ``NumpyDistribution.described`` for each sample, shape ``(n_samples, n)``
+    :param objectives: Surrogate objectives, shape ``(n_samples,)``
+    :param errors: Errors of the values, with the value loss as their mean square, shape ``(n_samples,)``
     :param ratios: Probability ratios, shape ``(n_samples,)``
-    :param log_ratios: Their logarithms, shape ``(n_samples,)``
-    :param weights: Importance weights, shape ``(n_samples,)``, ``None`` for equal ones
+    :param log_ratios: Logarithms of the probability ratios, shape ``(n_samples,)``
+    :param weights: Importance weights, shape ``(n_samples,)``, ``None`` for equal weights
     """
 
     sizes: np.ndarray
@@ -118,8 +118,8 @@ class Measured(NamedTuple):
     @classmethod
     def merged(cls, parts: list[Measured]) -> Measured:
         """
-        :param parts: At least one
-        :return: All of them, one after the other
+        :param parts: Measurements of several epochs, at least one
+        :return: Concatenated measurements
         """
         columns: Any = zip(*parts, strict=True)
         arrays: Any = [None if column[0] is None else np.concatenate(column) for column in columns]
@@ -127,9 +127,9 @@ class Measured(NamedTuple):
 
     def report(self, metrics: Metrics, distribution: NumpyDistribution, config: LossConfig) -> None:
         """
-        :param metrics: They get the means of each minibatch
-        :param distribution: The action distribution
-        :param config: With the coefficients of the losses
+        :param metrics: Metrics that the mean of each minibatch is added to
+        :param distribution: Action distribution of the policy
+        :param config: Options with the coefficients of the losses
         """
         weights = 1.0 if self.weights is None else self.weights
         policy_loss = -self._means(self.objectives * weights)
@@ -150,8 +150,8 @@ class Measured(NamedTuple):
 
     def report_last(self, metrics: Metrics, distribution: NumpyDistribution) -> None:
         """
-        :param metrics: They get what is measured in the last epoch alone
-        :param distribution: The action distribution
+        :param metrics: Metrics that those of the last epoch alone are added to
+        :param distribution: Action distribution of the policy
         """
         approx_kl = self._means(self.ratios - 1 - self.log_ratios)
         samples = np.repeat(self.kept, self.sizes)
@@ -163,16 +163,16 @@ class Measured(NamedTuple):
             metrics["action_parameters"].append(parameters[samples])
 
     def _means(self, values: np.ndarray) -> np.ndarray:
-        """Of the minibatches that count."""
+        """Means over the samples of each kept minibatch, shape ``(n_kept,)``."""
         means: np.ndarray = mean_of_each(values, self.sizes)[self.kept]
         return means.astype(np.float32)
 
 
 def mean_of_each(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """
-    :param values: Shape ``(sizes.sum(),)``
-    :param sizes: Of its parts
-    :return: The mean of each part, in float64
+    :param values: Values of consecutive parts, shape ``(sizes.sum(),)``
+    :param sizes: Number of values in each part, shape ``(n_parts,)``
+    :return: Mean of each part in float64, shape ``(n_parts,)``
     """
     sums: np.ndarray
     if sizes.min() == sizes.max():
@@ -185,12 +185,12 @@ def mean_of_each(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 def normalize_each(advantages: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """
-    :param advantages: Shape ``(sizes.sum(),)``
-    :param sizes: Of the minibatches
-    :return: Each minibatch by itself as in :func:`sb3_ppo_ext.update.advantages.normalize`
+    :param advantages: Advantages of consecutive minibatches, shape ``(sizes.sum(),)``
+    :param sizes: Number of samples in each minibatch, shape ``(n_minibatches,)``
+    :return: Advantages, normalised in each minibatch as by :func:`sb3_ppo_ext.update.advantages.normalize`, in the same shape
     """
     centred: np.ndarray = advantages - np.repeat(mean_of_each(advantages, sizes), sizes)
-    # Of the sample, that is by n - 1; a single advantage stays as it is.
+    # Sample variances, with a divisor of n - 1. A single advantage is left unchanged.
     variances = mean_of_each(np.square(centred), sizes) * sizes / np.maximum(sizes - 1, 1)
     centred /= np.repeat(np.sqrt(variances) + 1e-8, sizes)
     if sizes.min() == 1:

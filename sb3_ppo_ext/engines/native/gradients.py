@@ -1,6 +1,6 @@
 """
-Gradients by hand: the networks are differentiated by the extension module, PPO's losses by the slopes that stand beside them,
-and auxiliary losses by autograd, which sees no more of the networks than their outputs.
+Analytic gradients: the extension module differentiates the networks, the slopes in ``update.losses`` differentiate PPO's
+losses, and autograd differentiates auxiliary losses with respect to the outputs of the networks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import actions_of
 from sb3_ppo_ext.update.update import GradientSource
 
-# Samples whose measurements are kept before they are averaged
+# Number of samples with measurements that are kept before they are averaged
 MAX_MEASURED = 16384
-# Where the minibatches of a step of the optimiser lie among the samples of an epoch
+# Slices of the minibatches of an optimiser step among the samples of an epoch
 Step: TypeAlias = tuple[slice, ...]
 
 
 class AnalyticGradients(GradientSource):
     """
-    A ``GradientSource`` of networks that the extension module evaluates and differentiates.
+    A ``GradientSource`` that evaluates and differentiates networks with the extension module.
 
-    :param native: The policy
+    :param native: Policy on the extension module
     :param config: Options of the update
-    :param estimates: Advantages of the rollout, and what follows from them
-    :param metrics: Where to measure
-    :param shows_gradients: Whether the parameters are to have their gradients as ``grad``, for an optimiser of PyTorch
+    :param estimates: Advantages, returns and priorities of the rollout
+    :param metrics: Metrics that measurements are added to
+    :param shows_gradients: Whether to set ``grad`` of the parameters, for an optimiser of PyTorch
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AnalyticGradients(GradientSource):
         self.auxiliary = active_auxiliary_losses(config.loss, estimates.old_distribution is not None)
         self.shown = [(p, th.from_numpy(gradient)) for p, gradient in native.parameters()] if shows_gradients else []
         self.lengths_before: dict[str, int] = {}
-        # Of epochs that are still to be reported, together, for each report takes its time
+        # Measurements of epochs that have not been reported yet; several epochs are reported together to save time
         self.measured: list[Measured] = []
         self.norms: dict[str, list[float]] = defaultdict(list)
 
@@ -64,7 +64,7 @@ class AnalyticGradients(GradientSource):
 
     @cached_property
     def rollout(self) -> FlatRollout:
-        """The whole rollout, as the networks read it."""
+        """The whole rollout in the form that the networks read."""
         buffer = self.estimates.rollout.buffer
         return FlatRollout(
             self.native.features(buffer.observations),
@@ -73,7 +73,7 @@ class AnalyticGradients(GradientSource):
         )
 
     def steps(self) -> Iterator[Step]:
-        """:return: The steps of one epoch, whose samples are gathered at once"""
+        """:return: Steps of one epoch, for which the samples are gathered at once"""
         rollout, estimates, config = self.rollout, self.estimates, self.config
         order, sizes, weights = self._draw()
         if estimates.advantages is not None:
@@ -87,7 +87,7 @@ class AnalyticGradients(GradientSource):
         return self._steps(sizes.tolist())
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Indices of the samples of an epoch, numbers of samples of its steps, and importance weights."""
+        """Indices of the samples of an epoch, the number of samples in each step, and importance weights."""
         rollout, segments, size = self.estimates.rollout, self.estimates.segments, self.config.step_size
         n = rollout.n_samples
         if segments is None:
@@ -109,7 +109,7 @@ class AnalyticGradients(GradientSource):
     # Gradients
 
     def add(self, step: Step) -> None:
-        """Write the gradient of a step's loss into the memory of the gradients."""
+        """Write the gradient of the loss of a step into the memory of the gradients."""
         if self.auxiliary:
             self.lengths_before = self.metrics.lengths()
         size = step[-1].stop - step[0].start
@@ -119,7 +119,7 @@ class AnalyticGradients(GradientSource):
             parameter.grad = gradient
 
     def _add_minibatch(self, part: slice, size: int, accumulate: bool) -> None:
-        """The gradient of PPO's loss, which is the mean of ``size`` samples."""
+        """Add the gradient of a minibatch, for a loss that is the mean over the ``size`` samples of the step."""
         m, samples, distribution = self.minibatches, self.minibatches.samples, self.distribution
         actor, critic = self.native.networks
         self.native.pack()
@@ -146,9 +146,9 @@ class AnalyticGradients(GradientSource):
 
     def _add_auxiliary(self, inputs: NativeInputs, d_outputs: np.ndarray, d_values: np.ndarray, share: float) -> float:
         """
-        Add the gradients of the auxiliary losses to ``d_outputs``, ``d_values``, and that of ``log_std``.
+        Add the gradients of the auxiliary losses to ``d_outputs``, ``d_values`` and the gradient of ``log_std``.
 
-        :return: What they add to the loss
+        :return: Weighted sum of the auxiliary losses
         """
         total = th.zeros(())
         for name, loss in self.auxiliary.items():
@@ -169,24 +169,24 @@ class AnalyticGradients(GradientSource):
             self.distribution.d_log_std += share * gradients[2].numpy()
         return total.item()
 
-    # What is measured
+    # Metrics
 
     def approximate_kl(self, step: Step) -> float:
-        """:return: That of all samples of the step"""
+        """:return: Estimated KL divergence over all samples of the step, in nats"""
         part = _joined(step)
         return float(np.mean(self.minibatches.ratios[part] - 1 - self.minibatches.log_ratios[part]))
 
     def clip_fraction(self, step: Step) -> float:
-        """:return: That of all samples of the step"""
+        """:return: Fraction of clipped samples among all samples of the step"""
         return float(np.mean(np.abs(self.minibatches.ratios[_joined(step)] - 1) > self.loss.clip_range))
 
     def terms(self, step: Step) -> dict[str, float]:
-        """:return: The losses of the step by name"""
+        """:return: Losses of the step by name"""
         auxiliary = {name: self.metrics.bad_since(self.lengths_before, name) for name in self.auxiliary}
         return self.minibatches.terms(_joined(step), len(step)) | auxiliary
 
     def accept(self, step: Step, norms: dict[str, Any]) -> bool:
-        # The gradient is not finite if the loss is not.
+        # If the loss is not finite, its gradient is not either.
         if not math.isfinite(sum(norms.values())):
             return False
         for name, norm in norms.items():
@@ -194,19 +194,19 @@ class AnalyticGradients(GradientSource):
         return True
 
     def forget(self, step: Step) -> None:
-        """Measure nothing of a step that is not made."""
+        """Discard the metrics of a step that is skipped."""
         if self.auxiliary:
             self.metrics.forget_since(self.lengths_before)
         self.minibatches.skip(len(step))
 
     def end_epoch(self) -> None:
-        """Keep what was measured of the minibatches that were evaluated."""
+        """Keep the measurements of the minibatches of the epoch."""
         self.measured.append(self.minibatches.measured())
         if sum(len(part.ratios) for part in self.measured) > MAX_MEASURED:
             self._report()
 
     def finish(self) -> None:
-        """Put all that was measured into the metrics."""
+        """Add all measurements to the metrics."""
         self._report()
         self.minibatches.measured().report_last(self.metrics, self.distribution)
         self.metrics.add({name: th.tensor(norms, dtype=th.float32) for name, norms in self.norms.items()})
@@ -219,13 +219,13 @@ class AnalyticGradients(GradientSource):
 
 class NativeInputs:
     """
-    What auxiliary losses read of a minibatch, see :class:`~sb3_ppo_ext.update.losses.LossInputs`. Each part is computed when
-    it is first read, behind the outputs of the networks.
+    Quantities of a minibatch that auxiliary losses read, see :class:`~sb3_ppo_ext.update.losses.LossInputs`. Each is computed
+    from the outputs of the networks when it is first read.
 
-    :param gradients: Of which minibatches
+    :param gradients: Gradient source with the minibatches of the epoch
     :param outputs: Outputs of the actor, shape ``(batch_size, n_outputs)``
     :param values: Outputs of the critic, shape ``(batch_size,)``
-    :param part: Where the minibatch lies among the samples of the epoch
+    :param part: Slice of the minibatch among the samples of the epoch
     """
 
     def __init__(self, gradients: AnalyticGradients, outputs: np.ndarray, values: np.ndarray, part: slice):
@@ -237,7 +237,7 @@ class NativeInputs:
 
     @cached_property
     def data(self) -> RolloutBufferSamples:
-        """The samples, with advantages and returns as the losses use them."""
+        """Samples of the minibatch, with the advantages and returns that the losses use."""
         samples, part = self._gradients.minibatches.samples, self._part
         data = self._gradients.estimates.rollout.samples(self._indices)
         advantages, returns = (th.from_numpy(array[part]) for array in (samples.advantages, samples.returns))
@@ -245,7 +245,7 @@ class NativeInputs:
 
     @cached_property
     def distribution(self) -> Distribution:
-        """The action distributions, made of the outputs."""
+        """Action distributions with the outputs as parameters."""
         return self._gradients.distribution.make(self.outputs)
 
     @cached_property
@@ -255,12 +255,12 @@ class NativeInputs:
 
     @cached_property
     def entropy(self) -> th.Tensor | None:
-        """Entropies, shape ``(batch_size,)``."""
+        """Entropies of the action distributions in nats, shape ``(batch_size,)``; ``None`` without a closed form."""
         return self.distribution.entropy()
 
     @cached_property
     def log_ratio(self) -> th.Tensor:
-        """Log probabilities less those under the policy which collected, shape ``(batch_size,)``."""
+        """Log probabilities under the current policy minus those at collection time, shape ``(batch_size,)``."""
         return self.log_prob - self.data.old_log_prob
 
     @cached_property
@@ -270,7 +270,7 @@ class NativeInputs:
 
     @cached_property
     def old_distribution(self) -> th.Tensor | None:
-        """Parameters of the old distributions, shape ``(batch_size, n)``."""
+        """Parameters of the action distributions before the update, shape ``(batch_size, n)``."""
         old = self._gradients.estimates.old_distribution
         return None if old is None else old[self._indices]
 
@@ -280,7 +280,7 @@ def _joined(step: Step) -> slice:
 
 
 def _split(sizes: np.ndarray, batch_size: int) -> np.ndarray:
-    """Sizes of the minibatches of steps of these sizes."""
+    """Sizes of the minibatches, given the sizes of the steps."""
     if sizes.max() <= batch_size:
         return sizes
     return np.concatenate([np.diff([*range(0, size, batch_size), size]) for size in sizes.tolist()])

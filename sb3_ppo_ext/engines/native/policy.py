@@ -1,4 +1,4 @@
-"""SB3's MLP policy on the extension module: the same parameters in the same memory, without PyTorch's calls."""
+"""SB3's MLP policy on the extension module, with the same parameters in the same memory, without calls of PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTanh
 
 ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu"}
-# What a policy computes: one that does it in its own way stays on PyTorch.
+# Methods that the extension module replaces: a policy that overrides one of them is computed by PyTorch.
 METHODS = (
     "forward",
     "evaluate_actions",
@@ -30,20 +30,20 @@ METHODS = (
     "extract_features",
     "_get_action_dist_from_latent",
 )
-# Multiply-adds of a layer from which on PyTorch's products are as fast
+# Number of weights of a layer above which PyTorch multiplies as fast
 LARGE_LAYER = 512 * 512
 _version_of = attrgetter("_version")
-# Of a network, as in `csrc/mlp.c`
+# Largest number of layers of a network, as in `csrc/mlp.c`
 MAX_LAYERS = 16
 
 
 class Perceptron:
     """
-    One of the two networks of a policy.
+    The actor or critic network of a policy.
 
-    :param hidden: Its hidden layers with their activations
-    :param last: Its last layer
-    :param with_latents: Whether to put out what the last layer is given as well
+    :param hidden: Hidden layers with their activations
+    :param last: Output layer
+    :param with_latents: Whether to return the inputs of the output layer as well
     """
 
     def __init__(self, hidden: nn.Sequential, last: nn.Linear, with_latents: bool = False):
@@ -57,13 +57,13 @@ class Perceptron:
         self.n_outputs, self.n_latents, self.with_latents = last.out_features, last.in_features, with_latents
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
-        """:return: Each parameter, with its gradient"""
+        """:return: Pairs of each parameter and its gradient"""
         yield from zip((p for layer in self.layers for p in (layer.weight, layer.bias)), self.gradients, strict=True)
 
     def __call__(self, features: np.ndarray) -> np.ndarray:
         """
-        :param features: Shape ``(n, n_features)``, float32
-        :return: Shape ``(n, n_outputs)``, with the latents ``(n, n_outputs + n_latents)``
+        :param features: Features of the observations, float32 of shape ``(n, n_features)``
+        :return: Outputs, shape ``(n, n_outputs)``, or outputs and latents, shape ``(n, n_outputs + n_latents)``
         """
         outputs = np.empty((len(features), self.n_outputs), np.float32)
         self.network.forward(features, outputs)
@@ -76,9 +76,9 @@ class Perceptron:
 
 class NativePolicy:
     """
-    Evaluates and differentiates a policy that :func:`unsupported_reason` has nothing against.
+    Evaluates and differentiates a policy for which :func:`unsupported_reason` returns ``None``.
 
-    :param policy: It shares its parameters
+    :param policy: Policy, with which the memory of the parameters is shared
     """
 
     def __init__(self, policy: ActorCriticPolicy):
@@ -89,7 +89,7 @@ class NativePolicy:
         self.critic = Perceptron(policy.mlp_extractor.value_net, policy.value_net)
         self.networks = (self.actor, self.critic)
         space = policy.observation_space
-        # Observations that are features as they are, but for their type and shape
+        # Whether features are flattened float32 observations, without any other preprocessing
         self._is_flat = isinstance(space, spaces.Box) and not (policy.normalize_images and is_image_space(space))
         self._addresses = self._find_addresses()
         self._parameters, self._version = list(policy.parameters()), -1
@@ -99,34 +99,34 @@ class NativePolicy:
 
     def is_of(self, policy: ActorCriticPolicy) -> bool:
         """
-        :param policy: As it is now
-        :return: Whether this is bound to the memory of its parameters
+        :param policy: Current policy of the model
+        :return: Whether this object uses the memory of the parameters of this policy
         """
         same_distribution = policy.action_dist is self.distribution.distribution
         return policy is self.policy and same_distribution and self._find_addresses() == self._addresses
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
-        """:return: Each parameter that is learned, with its gradient"""
+        """:return: Pairs of each trainable parameter and its gradient"""
         for network in self.networks:
             yield from network.parameters()
         if self.distribution.log_std is not None and self.distribution.log_std.requires_grad:
             yield self.distribution.log_std, self.distribution.d_log_std
 
     def pack(self) -> None:
-        """Take over the values of the parameters, after they have changed."""
+        """Load the values of the parameters. To be called after they have changed."""
         for network in self.networks:
             network.network.pack()
         self.distribution.pack()
 
     def has_changed(self) -> bool:
-        """:return: Whether PyTorch has written into one of them since the last call"""
+        """:return: Whether PyTorch has modified a parameter in place since the last call"""
         before, self._version = self._version, sum(map(_version_of, self._parameters))
         return before != self._version
 
     def features(self, observations: Any) -> np.ndarray:
         """
-        :param observations: A batch of them, as the environments return it or the buffer keeps it
-        :return: Shape ``(n, n_features)``, float32
+        :param observations: Batch of observations, as returned by the environments or stored in the buffer
+        :return: Features, float32 of shape ``(n, n_features)``
         """
         if self._is_flat:
             return np.ascontiguousarray(observations, np.float32).reshape(len(observations), -1)
@@ -134,8 +134,8 @@ class NativePolicy:
 
     def features_of_tensor(self, observations: PyTorchObs) -> np.ndarray:
         """
-        :param observations: A batch of them
-        :return: Shape ``(n, n_features)``, float32
+        :param observations: Batch of observations
+        :return: Features, float32 of shape ``(n, n_features)``
         """
         with th.no_grad():
             features: Any = BasePolicy.extract_features(self.policy, observations, self.policy.pi_features_extractor)
@@ -144,8 +144,8 @@ class NativePolicy:
 
 def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
     """
-    :param policy: Of a model
-    :return: Why it has to stay on PyTorch, ``None`` if :class:`NativePolicy` computes what it does
+    :param policy: Policy of a model
+    :return: Reason why :class:`NativePolicy` does not support the policy, ``None`` if it does
     """
     if (reason := extension.unsupported_reason(policy)) is not None:
         return reason
@@ -158,12 +158,12 @@ def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
         return reason
     for extractor in {policy.pi_features_extractor, policy.vf_features_extractor}:
         if not _only_flattens(extractor):
-            return f"{type(extractor).__name__} is not a plain vector"
+            return f"{type(extractor).__name__} may do more than flatten the observations"
     return _networks_reason(policy)
 
 
 def _split(action_net: Any) -> tuple[Any, nn.Module | None]:
-    """The linear layer that puts out what the distribution is made of, and what bounds its outputs, if anything does."""
+    """The linear output layer of the actor, and the module that bounds its outputs, if there is one."""
     if isinstance(action_net, nn.Sequential) and len(action_net) == 2 and type(action_net[1]) is ScaledTanh:
         return action_net[0], action_net[1]
     return action_net, None
@@ -183,25 +183,25 @@ def _networks_reason(policy: ActorCriticPolicy) -> str | None:
     parts: list[list[Any]] = [list(nets.policy_net), list(nets.value_net)]
     for hidden in parts:
         if len(hidden) // 2 >= MAX_LAYERS:
-            return "too many layers"
+            return "the policy has too many layers"
         kinds = {type(layer) for layer in hidden[1::2]}
         if len(kinds) > 1 or not kinds <= ACTIVATIONS.keys():
-            return f"activations {sorted(kind.__name__ for kind in kinds)}"
+            return f"activations {sorted(kind.__name__ for kind in kinds)} are not supported"
     return _layers_reason(policy, [*parts[0][::2], *parts[1][::2], last, policy.value_net])
 
 
 def _layers_reason(policy: ActorCriticPolicy, linear: list[Any]) -> str | None:
     if not all(type(layer) is nn.Linear and layer.bias is not None for layer in linear):
-        return "layers that are not `nn.Linear`"
+        return "the policy has layers that are not `nn.Linear`"
     if any(layer.in_features * layer.out_features >= LARGE_LAYER for layer in linear):
-        return "large layers, which PyTorch multiplies as fast"
+        return "the policy has large layers, which PyTorch multiplies as fast"
     own = {p for layer in linear for p in (layer.weight, layer.bias)} | {getattr(policy, "log_std", None)}
     if not own >= set(policy.parameters()):
-        return "parameters of its own"
+        return "the policy has additional parameters of its own"
     if any(p.dtype != th.float32 or not p.is_contiguous() for p in policy.parameters()):
-        return "parameters that are not float32"
+        return "the policy has parameters that are not float32"
     if not all(layer.weight.requires_grad and layer.bias.requires_grad for layer in linear):
-        return "parameters that are frozen"
+        return "the policy has frozen parameters"
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in policy.modules()):
-        return "hooks"
+        return "the policy has hooks"
     return None

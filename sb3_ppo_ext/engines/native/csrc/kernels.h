@@ -1,7 +1,7 @@
 /*
- * The arithmetic of `mlp.c` for one instruction set, which the including file chooses: NAME gives each function its suffix,
- * LANES is how many floats a vector register holds, ROWS and VECTORS are how large a tile of a matrix product the registers
- * take. Matrices are stored by rows; a leading dimension is the distance between two rows.
+ * The arithmetic of `mlp.c` for one instruction set, which the including file chooses: NAME adds the suffix of the function
+ * names, LANES is the number of floats in a vector register, ROWS and VECTORS are the dimensions of the largest tile of a
+ * matrix product that fits into the registers. Matrices are row-major; a leading dimension is the distance between two rows.
  */
 
 typedef float NAME(vector) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -13,7 +13,7 @@ typedef int NAME(mask) __attribute__((vector_size(4 * LANES), aligned(4), may_al
 #define FULL(value) ((value) - (VECTOR){0})
 #define SELECT(mask, yes, no) ((VECTOR)(((mask) & (MASK)(yes)) | (~(mask) & (MASK)(no))))
 
-/* A tile of c = start + a b, which stays in registers: `rows` and `vectors` are constants wherever this is called. */
+/* A tile of c = start + a b, which stays in registers: `rows` and `vectors` are compile-time constants in all calls. */
 INLINE void NAME(tile)(const int rows, const int vectors, long depth, const float *a, long a_row, long a_column,
                        const float *b, long ldb, float *c, long ldc, const float *bias, int add)
 {
@@ -57,8 +57,8 @@ INLINE void NAME(columns)(const int vectors, long m, long depth, const float *a,
 }
 
 /*
- * c (m x n) = a (m x depth) b (depth x n), plus c itself or a bias. Of a, the element (i, k) is a[i * a_row + k * a_column],
- * so that it can be transposed; n and the other leading dimensions are multiples of LANES.
+ * c (m x n) = a (m x depth) b (depth x n), plus c itself or a bias. Element (i, k) of a is a[i * a_row + k * a_column], so
+ * that a can be transposed. n and the other leading dimensions are multiples of LANES.
  */
 static void NAME(product)(long m, long n, long depth, const float *a, long a_row, long a_column, const float *b, long ldb,
                           float *c, long ldc, const float *bias, int add)
@@ -75,7 +75,7 @@ static void NAME(product)(long m, long n, long depth, const float *a, long a_row
 #undef COLUMNS
 }
 
-/* A rational function whose relative error is below 7e-9 up to 9, from where on float32 cannot tell tanh from 1. */
+/* A rational approximation with a relative error below 7e-9 for |x| <= 9. Beyond, tanh is +-1 in float32. */
 INLINE void NAME(tanh)(float *at)
 {
     VECTOR x = LOAD(at), p, q;
@@ -104,7 +104,7 @@ static void NAME(activate)(enum activation activation, float *x, long n)
     }
 }
 
-/* gradient *= the derivative of the activation, which its output tells */
+/* gradient *= the derivative of the activation, computed from its output */
 static void NAME(differentiate)(enum activation activation, float *gradient, const float *output, long n)
 {
     for (long i = 0; i < n; i += LANES) {
@@ -132,7 +132,7 @@ static double NAME(squares)(const float *x, long n)
     double total = 0;
     long i = 0;
     while (n - i >= 4 * LANES) {
-        /* Short sums in float32, so that the double precision of the long one is worth something */
+        /* Only short sums in float32, so that the sum in double precision is accurate */
         VECTOR sum[4] = {{0}};
         for (long end = n - i < 1024 ? n - 4 * LANES : i + 1024 - 4 * LANES; i <= end; i += 4 * LANES)
             for (int j = 0; j < 4; j++)

@@ -1,6 +1,6 @@
 /*
- * Perceptrons, Adam and GAE on one thread: what PyTorch and NumPy do for small networks, without what these spend on each of
- * their operations. All numbers are in the caller's arrays of float32; parameters have the layout of `torch.nn.Linear`.
+ * Multilayer perceptrons, Adam and GAE on one thread, without the overhead per operation that PyTorch and NumPy have, which
+ * dominates for small networks. All data are float32 arrays of the caller; parameters have the layout of `torch.nn.Linear`.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -10,12 +10,12 @@
 #include <string.h>
 
 #if !defined(__GNUC__)
-#error "needs the vectors of GCC or Clang; without this module the package works, on PyTorch alone"
+#error "needs the vector extensions of GCC or Clang; without this module, the package works with PyTorch alone"
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define MAX_LAYERS 16
-/* Rows that go through all layers together, so that they stay in the cache */
+/* Number of rows that pass through all layers together, so that they stay in the cache */
 #define CHUNK 64
 
 enum activation { TANH, RELU };
@@ -106,7 +106,7 @@ static int is_supported(const char *name)
 
 /* ---- Arrays ---- */
 
-/* Whole numbers of the widest vector, so that a row can be written whatever the instruction set is */
+/* Round up to a multiple of the widest vector, so that rows can be written in vectors of any instruction set */
 static long padded(long n)
 {
     return (n + 15) / 16 * 16;
@@ -134,7 +134,7 @@ static int get_floats(PyObject *array, Py_buffer *view, long n, int writable, co
     return 0;
 }
 
-/* target (columns x ldt) = the transpose of source (rows x columns, lds) */
+/* target (columns x rows, leading dimension ldt) = transpose of source (rows x columns, leading dimension lds) */
 static void transpose(const float *source, long lds, long rows, long columns, float *target, long ldt)
 {
     typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
@@ -188,12 +188,12 @@ static void copy_rows(const float *source, long lds, float *target, long ldt, lo
 struct layer {
     long n_in, n_out, ld_in, ld_out;
     Py_buffer weight, bias, weight_gradient, bias_gradient;
-    /* transposed and padded; padded, if that makes a difference; padded */
+    /* weight transposed and padded; weight padded, unused if no padding is needed; bias padded */
     float *transposed, *rows, *padded_bias;
-    /* of the parameters, padded; that of the weight transposed, where this leaves less to pad */
+    /* padded gradients of the parameters; that of the weight is transposed if this needs less padding */
     float *d_weight, *d_bias;
     int is_d_weight_transposed;
-    /* what came out for the last minibatch, padded rows */
+    /* outputs for the last minibatch, in padded rows */
     float *output;
 };
 
@@ -318,7 +318,7 @@ static int reserve(Network *self, long n)
     return 0;
 }
 
-PyDoc_STRVAR(pack_doc, "pack()\n\nTake over the values of the parameters, after they have changed.");
+PyDoc_STRVAR(pack_doc, "pack()\n\nLoad the values of the parameters, after they have changed.");
 static PyObject *network_pack(Network *self, PyObject *nothing)
 {
     for (int i = 0; i < self->n_layers; i++) {
@@ -331,7 +331,7 @@ static PyObject *network_pack(Network *self, PyObject *nothing)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(forward_doc, "forward(x, out)\n\nWrite what comes out for the rows of x, and keep what `backward` needs.");
+PyDoc_STRVAR(forward_doc, "forward(x, out)\n\nWrite the outputs for the rows of x, and keep what `backward` needs.");
 static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_t n_args)
 {
     struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
@@ -375,7 +375,7 @@ static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(latents_doc, "latents(out)\n\nWrite what the last layer was given in the last `forward`.");
+PyDoc_STRVAR(latents_doc, "latents(out)\n\nWrite the inputs of the output layer in the last `forward`.");
 static PyObject *network_latents(Network *self, PyObject *array)
 {
     struct layer *last = &self->layers[self->n_layers - 1];
@@ -389,7 +389,7 @@ static PyObject *network_latents(Network *self, PyObject *array)
 }
 
 PyDoc_STRVAR(backward_doc,
-             "backward(d_out, add)\n\nWrite the gradients for those of the last `forward`'s output, or add them.");
+             "backward(d_out, add)\n\nWrite or add the gradients, given those of the last outputs of `forward`.");
 static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize_t n_args)
 {
     struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
@@ -464,7 +464,7 @@ static PyMethodDef network_methods[] = {
 
 PyDoc_STRVAR(network_doc,
              "Network(layers, activation)\n\n"
-             "Linear layers with `tanh` or `relu` between them; each a tuple of weight, bias and their gradients.");
+             "Linear layers with `tanh` or `relu` between them. Each layer is a tuple of weight, bias and their gradients.");
 static PyType_Slot network_slots[] = {
     {Py_tp_new, network_new},
     {Py_tp_dealloc, network_dealloc},
@@ -479,7 +479,7 @@ static PyType_Spec network_spec = {"sb3_ppo_ext._mlp.Network", sizeof(Network), 
 typedef struct {
     PyObject_HEAD
     Py_ssize_t n_tensors;
-    Py_buffer *views; /* parameter, gradient, first and second moment of each */
+    Py_buffer *views; /* parameter, gradient, first and second moment of each tensor */
 } Adam;
 
 static PyObject *adam_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -534,8 +534,9 @@ static PyObject *adam_norm(Adam *self, PyObject *nothing)
     return PyFloat_FromDouble(sqrt(total));
 }
 
-PyDoc_STRVAR(step_doc,
-             "step(n, scale, lr, beta1, beta2, eps, weight_decay)\n\nThe n-th step, for the gradients times a scale.");
+PyDoc_STRVAR(
+    step_doc,
+    "step(n, scale, lr, beta1, beta2, eps, weight_decay)\n\nMake the n-th step, with the gradients multiplied by scale.");
 static PyObject *adam_step(Adam *self, PyObject *args)
 {
     double n, scale, lr, beta1, beta2, eps, weight_decay;
@@ -565,7 +566,7 @@ static PyMethodDef adam_methods[] = {
 };
 
 PyDoc_STRVAR(adam_doc,
-             "Adam(tensors)\n\nAs `torch.optim.Adam`; each a tuple of parameter, gradient, first and second moment.");
+             "Adam(tensors)\n\nThe Adam of torch. Each tensor is a tuple of parameter, gradient, first and second moment.");
 static PyType_Slot adam_slots[] = {
     {Py_tp_new, adam_new},
     {Py_tp_dealloc, adam_dealloc},
@@ -577,8 +578,9 @@ static PyType_Spec adam_spec = {"sb3_ppo_ext._mlp.Adam", sizeof(Adam), 0, Py_TPF
 
 /* ---- Generalised advantage estimation ---- */
 
-PyDoc_STRVAR(gae_doc, "gae(rewards, values, episode_starts, last_values, dones, gamma, gae_lambda, advantages)\n\n"
-                      "Write the advantages of a rollout; the first three and the result have a row for each step.");
+PyDoc_STRVAR(gae_doc,
+             "gae(rewards, values, episode_starts, last_values, dones, gamma, gae_lambda, advantages)\n\n"
+             "Write the advantages of a rollout. Arrays of the rollout have shape (n_steps, n_envs), others (n_envs,).");
 static PyObject *gae(PyObject *module, PyObject *args)
 {
     PyObject *arrays[6];
@@ -587,7 +589,7 @@ static PyObject *gae(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OOOOOddO", &arrays[0], &arrays[1], &arrays[2], &arrays[3], &arrays[4], &gamma, &gae_lambda,
                           &arrays[5]))
         return NULL;
-    /* The last values tell the number of environments, the rewards that of steps. */
+    /* Sizes are checked against those of the last values, n_envs, and of the rewards, n_steps * n_envs. */
     static const int order[] = {3, 4, 0, 1, 2, 5};
     long n_envs = 0, n = 0;
     for (int i = 0; i < 6; i++) {
@@ -665,7 +667,7 @@ static PyMethodDef functions[] = {
 };
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_mlp", "Perceptrons, Adam and GAE, on one thread.", 0, functions, module_slots};
+    PyModuleDef_HEAD_INIT, "_mlp", "Multilayer perceptrons, Adam and GAE on one thread.", 0, functions, module_slots};
 
 PyMODINIT_FUNC PyInit__mlp(void)
 {
