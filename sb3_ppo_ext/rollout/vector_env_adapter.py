@@ -180,10 +180,10 @@ def _reset_cart_poles(env: Any, mask: np.ndarray) -> tuple[np.ndarray, dict[str,
 
 
 def _reset_envpool(env: Any, mask: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    places = np.flatnonzero(mask)
-    first, _ = env.reset(places)
+    indices = np.flatnonzero(mask)
+    first, _ = env.reset(indices)
     observations = np.zeros((len(mask), *first.shape[1:]), first.dtype)
-    observations[places] = first
+    observations[indices] = first
     return observations, {}
 
 

@@ -261,8 +261,8 @@ def adopt_state(policy: ActorCriticPolicy, saved: dict[str, Any]) -> dict[str, A
             "that it was saved with. To go on from the saved policy with another optimizer, make a new model and give it "
             '`set_parameters({"policy": saved_model.policy.state_dict()}, exact_match=False)`.'
         )
-    places = dict(zip(now, range(len(now)), strict=True))
-    state = {places[name]: saved["state"][i] for i, name in enumerate(before) if i in saved["state"]}
+    positions = dict(zip(now, range(len(now)), strict=True))
+    state = {positions[name]: saved["state"][i] for i, name in enumerate(before) if i in saved["state"]}
     return {"state": state, "param_groups": own["param_groups"]}
 
 
