@@ -14,6 +14,7 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.saved_models import check_saved_ppo, read_renamed
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
+# Those whose names begin with "packaged" name classes by the package, and not by modules that are gone.
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 
 
