@@ -47,7 +47,6 @@ from sb3_ppo_ext.options.table import (
     SurrogateName,
     VfClipMode,
 )
-from sb3_ppo_ext.policies.actor_critic import MlpPolicy
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
@@ -311,9 +310,6 @@ class PPOExt(SavedState, ModelSetup):
         self._setup_advantages()
         self._setup_engine()
         self._truncations = [] if self.vtrace else None
-
-    def _maybe_recommend_cpu(self, mlp_class_name: str = "ActorCriticPolicy") -> None:
-        super()._maybe_recommend_cpu(MlpPolicy.__name__ if self.policy_class is MlpPolicy else mlp_class_name)
 
     def _get_policy_from_name(self, policy_name: str) -> type[BasePolicy]:
         if policy_name not in self.policy_aliases:

@@ -113,7 +113,7 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         coefficients = {
             name: value_of(getattr(self, loss.coef), max(progress, 0.0)) for name, loss in AUXILIARY_LOSSES.items()
         }
-        if self.kl_coefficient is not None:
+        if self.kl_coefficient is not None and self.kl_coef > 0:
             coefficients["kl"] = self.kl_coefficient.value
         return LossConfig(
             clip_range=value_of(self.clip_range, progress),

@@ -55,7 +55,8 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         check_device(device)
         saved = check_saved_ppo(path, cls.policy_aliases.values())
         check_known_options(kwargs, saved.keys() | option_names(cls), f"{cls.__name__}.load")
-        replaced = read_renamed(saved)
+        given = custom_objects if isinstance(custom_objects, dict) else {}
+        replaced = read_renamed({name: value for name, value in saved.items() if name not in given})
         action_dist, policy_kwargs = _action_dist_and_policy_kwargs(saved, kwargs.get("policy_kwargs"))
         if policy_kwargs is not None:
             kwargs, replaced["policy_kwargs"] = {**action_dist, **kwargs}, policy_kwargs
@@ -133,6 +134,6 @@ def option_names(algorithm: type[SavedState]) -> set[str]:
     :return: Names of all arguments of the constructors of the class and its parents
     """
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    classes = [cls for cls in algorithm.__mro__ if issubclass(cls, SavedState) and "__init__" in vars(cls)]
+    classes = [cls for cls in algorithm.__mro__ if issubclass(cls, SavedState) and cls is not SavedState]
     parameters: Iterable[inspect.Parameter] = (p for c in classes for p in inspect.signature(c.__init__).parameters.values())
     return {p.name for p in parameters if p.kind in kinds} - {"self"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from sb3_ppo_ext.common.validation import check_choice
 from sb3_ppo_ext.engines.compiled import CompiledEngine
 from sb3_ppo_ext.engines.eager import EagerEngine
 from sb3_ppo_ext.engines.engine import Engine, Setup
@@ -30,6 +31,7 @@ def choose_backend(backend: str, setup: Setup) -> tuple[str, dict[str, str]]:
     :return: Name of the chosen backend, which is ``"eager"`` if the requested one does not support the setup, and the reasons
         why other backends were rejected, by name
     """
+    check_choice("backend", backend, get_args(Backend))
     reasons: dict[str, str] = {}
     for name in AUTOMATIC if backend == "auto" else (backend,):
         reason = ENGINES[name].unsupported_reason(setup)

@@ -27,7 +27,6 @@ class RolloutConfig:
     Options of one rollout.
 
     :param n_steps: Number of steps to collect in each environment
-    :param gamma: Discount factor
     :param action_space: Action space of a single environment
     :param device: Device of the policy
     :param num_timesteps: Number of timesteps trained before the rollout, for messages
@@ -37,7 +36,6 @@ class RolloutConfig:
     """
 
     n_steps: int
-    gamma: float
     action_space: spaces.Space
     device: th.device
     num_timesteps: int = 0
@@ -71,6 +69,7 @@ class Transition(NamedTuple):
     :param action: Output of the policy for these observations
     :param env_actions: Actions as passed to the environments, shape ``(n_envs, *action_shape)``
     :param rewards: Rewards of the step, shape ``(n_envs,)``
+    :param gamma: Discount factor
     :param truncated: Index of the environment and terminal observation of each truncated episode
     """
 
@@ -80,6 +79,7 @@ class Transition(NamedTuple):
     action: Action
     env_actions: np.ndarray
     rewards: np.ndarray
+    gamma: float
     truncated: Sequence[tuple[int, Any]] = ()
 
 
@@ -143,6 +143,8 @@ class PolicyActor(Actor):
         _, samples, values, log_probs = transition.action
         assert values is not None
         assert log_probs is not None
+        if isinstance(self.config.action_space, spaces.Discrete):
+            samples = samples.reshape(-1, 1)
         self.buffer.add(transition.observations, samples, transition.rewards, transition.starts, values, log_probs)
 
     def _bootstrap(self, policy: ActorCriticPolicy, transition: Transition) -> None:
@@ -158,7 +160,7 @@ class PolicyActor(Actor):
         steps, batched = [transition.step] * len(environments), self.config.device.type != "cpu"
         values = terminal_values(policy, self.buffer, steps, environments, observations, batched)
         for index, value in zip(environments, values, strict=True):
-            transition.rewards[index] += self.config.gamma * value
+            transition.rewards[index] += transition.gamma * value
         note_truncations(self.config, steps, environments, observations, values.flatten().tolist())
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:

@@ -72,8 +72,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
                 self.policy.reset_noise(env.num_envs)
 
-            starts: Any = self._last_episode_starts
-            action = actor.act(self.policy, self._last_obs, starts, n_steps)
+            action = actor.act(self.policy, self._last_obs, self._last_episode_starts, n_steps)  # type: ignore[arg-type]
             obs_tensor, samples, values, log_probs = action
             clipped_actions = self._actions_for_env(samples)
             actions = clipped_actions if self._samples_latents else samples
@@ -95,9 +94,10 @@ class RolloutCollector(OnPolicyAlgorithm):
                 actions = samples.reshape(-1, 1)
 
             truncated = list(self._truncated_episodes(dones, infos, n_steps - 1)) if np.count_nonzero(dones) else ()
+            starts: Any = self._last_episode_starts
             actor.record(
                 self.policy,
-                Transition(n_steps - 1, self._last_obs, starts, action, clipped_actions, rewards, truncated),
+                Transition(n_steps - 1, self._last_obs, starts, action, clipped_actions, rewards, self.gamma, truncated),
             )
             self._last_obs = new_obs  # type: ignore[assignment]
             self._last_episode_starts = dones
@@ -115,7 +115,6 @@ class RolloutCollector(OnPolicyAlgorithm):
     def _rollout_config(self, callback: BaseCallback, n_rollout_steps: int) -> RolloutConfig:
         return RolloutConfig(
             n_rollout_steps,
-            self.gamma,
             self.action_space,
             self.device,
             self.num_timesteps,

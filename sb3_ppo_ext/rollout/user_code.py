@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
@@ -16,7 +17,7 @@ def is_user_class(cls: type) -> bool:
     :param cls: Class of a callback or model
     :return: Whether the class or a parent is from outside SB3, SB3-Contrib, the RL Zoo, this package and Python itself
     """
-    return any(parent.__module__.split(".")[0] not in (*KNOWN_PACKAGES, "abc", "builtins") for parent in cls.__mro__)
+    return any(not _is_known(parent.__module__) for parent in cls.__mro__)
 
 
 def runs_user_code(callback: BaseCallback) -> bool:
@@ -28,24 +29,32 @@ def runs_user_code(callback: BaseCallback) -> bool:
     :param callback: Callback of the training
     :return: Whether the callback calls user code at each step
     """
-    if is_user_class(type(callback)):
+    return _runs_user_code(callback, set())
+
+
+def _runs_user_code(callback: Any, seen: set[int]) -> bool:
+    if id(callback) in seen:
+        return False
+    seen.add(id(callback))
+    # Functions that SB3 wraps, methods replaced on an instance, and objects that merely behave like a callback
+    if not isinstance(callback, BaseCallback) or is_user_class(type(callback)) or _has_replaced_methods(type(callback)):
         return True
-    return any(runs_user_code(part) if isinstance(part, BaseCallback) else True for part in _callables(callback))
+    return any(_runs_user_code(part, seen) for part in _called(callback))
 
 
-def _callables(callback: BaseCallback) -> Iterator[Any]:
-    """
-    Callbacks and functions that a callback may call: nested callbacks, functions that SB3 wraps, and methods replaced on the
-    instance. ``parent`` is left out, since it refers back to the enclosing callback.
-    """
+def _called(callback: BaseCallback) -> Iterator[Any]:
+    """Everything that a callback may call: nested callbacks, functions, and other callable objects."""
     for name, value in vars(callback).items():
-        if name in ("parent", "model", "locals", "globals"):
+        if name in ("model", "locals", "globals"):
             continue
         parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else [value]
-        for part in parts:
-            if isinstance(part, BaseCallback) or (callable(part) and not isinstance(part, type) and _is_function(part)):
-                yield part
+        yield from (part for part in parts if hasattr(part, "on_step") or (callable(part) and not isinstance(part, type)))
 
 
-def _is_function(value: Any) -> bool:
-    return hasattr(value, "__code__") or hasattr(value, "__func__") or hasattr(value, "func")
+def _has_replaced_methods(cls: type) -> bool:
+    functions = (value for parent in cls.__mro__ for value in vars(parent).values() if isinstance(value, FunctionType))
+    return any(not _is_known(function.__module__) for function in functions)
+
+
+def _is_known(module: str) -> bool:
+    return module.split(".")[0] in (*KNOWN_PACKAGES, "abc", "builtins")

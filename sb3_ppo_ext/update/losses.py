@@ -362,8 +362,13 @@ def active_auxiliary_losses(config: LossConfig, has_old_distribution: bool) -> d
     chosen = {}
     for name in config.auxiliary:
         loss = AUXILIARY_LOSSES[name]
-        is_without = "old_distribution" in loss.reads and not has_old_distribution
-        chosen[name] = loss.fallback if is_without and loss.fallback is not None else loss
+        if "old_distribution" in loss.reads and not has_old_distribution:
+            if loss.fallback is None:
+                refuse(
+                    loss.coef, config.auxiliary[name], "the action distribution has no KL divergence in closed form; give 0"
+                )
+            loss = loss.fallback
+        chosen[name] = loss
     return chosen
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
@@ -168,7 +169,8 @@ class Update:
     def _freeze_actor(self, clip_fraction: float) -> None:
         assert self.config.max_clip_fraction is not None
         if not self.actor_is_frozen:
-            self.actor_is_frozen = clip_fraction > self.config.max_clip_fraction
+            # In float32 on every engine, in which a fraction equal to the limit is not above it
+            self.actor_is_frozen = bool(np.float32(clip_fraction) > np.float32(self.config.max_clip_fraction))
         if self.actor_is_frozen:
             of_critic = critic_parameters(self.policy)
             for parameter in self.policy.parameters():

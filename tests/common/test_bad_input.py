@@ -202,6 +202,26 @@ def test_also_an_assertion_error(options):
             algorithm("MlpPolicy", ToyEnv(), **options)
 
 
+def test_options_of_a_mixin_and_a_subclass():
+    """Whatever a constructor takes, `load` takes as well."""
+
+    class Mixin:
+        def __init__(self, *args, foo=1, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.foo = foo
+
+    class Sub(Mixin, PPOExt):
+        pass
+
+    file = io.BytesIO()
+    Sub("MlpPolicy", ToyEnv(), foo=2, n_steps=8, batch_size=8, device="cpu").save(file)
+    assert Sub.load(io.BytesIO(file.getvalue()), foo=4).foo == 4
+    with pytest.raises(ValueError, match="has no option `fooo`: did you mean `foo`"):
+        Sub.load(io.BytesIO(file.getvalue()), fooo=4)
+    with pytest.raises(ValueError, match="no option `monitor_wrapper`"):
+        PPOExt("MlpPolicy", ToyEnv(), monitor_wrapper=True)
+
+
 def test_unknown_option_is_also_a_type_error():
     """An unknown option raises what any Python call raises for an unknown keyword."""
     with pytest.raises(TypeError):

@@ -8,14 +8,17 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3 import PPO
-from stable_baselines3.common.callbacks import BaseCallback, EventCallback
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, CheckpointCallback, EventCallback
 from stable_baselines3.common.policies import ActorCriticPolicy
 from support.parity import assert_equal
 from support.toys import make_toys
+from torch import nn
 
-from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext import MlpPolicy, PPOExt
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.registry import ENGINES
+from sb3_ppo_ext.rollout.user_code import runs_user_code
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=3, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
 # The compiler plays no role while collecting, and takes seconds afterwards.
@@ -124,10 +127,12 @@ def test_a_callback_reads_what_sb3_has(backend, reader):
 
 def others(policy):
     """A policy with other parameters."""
+    generator = th.Generator().manual_seed(0)
     with th.no_grad():
         other = copy.deepcopy(policy)
         for name, parameter in other.named_parameters():
-            parameter.copy_(th.full_like(parameter, -30.0) if name == "log_std" else parameter + 0.3)
+            noise = th.randn(parameter.shape, generator=generator)
+            parameter.copy_(th.full_like(parameter, -30.0) if name == "log_std" else parameter + noise)
     return other
 
 
@@ -226,17 +231,14 @@ def assert_close(expected, actual):
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_history_of_a_policy_whose_weights_change(change):
     """What a transformer has cached of the steps before is computed again."""
-    if change is by_module:
-        pytest.skip("its networks are others")
     policy_kwargs = dict(net_arch=[8], context_length=8, d_model=8, n_heads=2)
 
     class Stream(Change):
         def _on_step(self):
-            values = self.locals["values"].numpy().ravel()
-            rows.append((values, None))
+            seen.append(self.locals["values"].numpy().ravel())
             return super()._on_step()
 
-    rows = []
+    seen = []
     model = PPOExt("MlpTransformerPolicy", make_toys(p_end=0.0, length=100), **{**SMALL, "policy_kwargs": policy_kwargs})
     callback = Stream(change, others(model.policy))
     _, callback = model._setup_learn(10**6, callback)
@@ -247,6 +249,8 @@ def test_history_of_a_policy_whose_weights_change(change):
         with th.no_grad():
             expected = policy.predict_values(buffer.sequences_of(env * model.n_steps + steps)).numpy().ravel()
         np.testing.assert_allclose(buffer.values[AT:, env], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(buffer.values, np.stack(seen))
+    assert (buffer.values[AT:].std(axis=0) > 0.1).all()
 
 
 class Odd(ActorCriticPolicy):
@@ -317,3 +321,173 @@ def test_in_the_reference_nothing_has_changed():
     """With a callback that reads everything the reference is still SB3, to the bit."""
     models = [make().learn(64, callback=AllLocals()), make(PPOExt, backend="eager").learn(64, callback=AllLocals())]
     assert_equal(*(model.policy.state_dict() for model in models), "policy")
+
+
+class Callable:
+    """An object that SB3 takes for a function."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, local, _=None):
+        self.seen.append(local["values"].shape)
+        return True
+
+
+class Duck:
+    """Behaves like a callback without being one."""
+
+    def __init__(self):
+        self.seen, self.locals = [], {}
+
+    def init_callback(self, model):
+        self.model = model
+
+    def update_locals(self, local):
+        self.locals.update(local)
+
+    def on_step(self):
+        self.seen.append(self.locals["values"].shape)
+        return True
+
+    def __getattr__(self, name):
+        if name.startswith("on_"):
+            return lambda *args: None
+        raise AttributeError(name)
+
+
+def replaced(callback, seen):
+    """A known callback with a method that is a callable object."""
+    callback._on_step = lambda: callback.__dict__["spy"](callback.locals)
+    callback.spy = seen
+    return callback
+
+
+@pytest.mark.parametrize("kind", ["callable", "duck", "replaced method"])
+def test_objects_that_only_behave_like_callbacks(kind):
+    """They read what SB3 has, too."""
+    reader = Duck() if kind == "duck" else Callable()
+    callback = {
+        "callable": lambda: reader,
+        "duck": lambda: CallbackList([CheckpointCallback(1000, "nowhere"), reader]),
+        "replaced method": lambda: replaced(CheckpointCallback(1000, "nowhere"), reader),
+    }[kind]()
+    make(PPOExt, backend="native").learn(32, callback=callback)
+    assert set(reader.seen) == {(2, 1)}
+
+
+def test_method_of_a_known_class_that_was_replaced(monkeypatch):
+    """A user may change SB3's classes."""
+
+    def on_step(self):
+        seen.append(self.locals["log_probs"].shape)
+        return True
+
+    seen = []
+    monkeypatch.setattr(CheckpointCallback, "_on_step", on_step)
+    make(PPOExt, backend="native").learn(32, callback=CheckpointCallback(1000, "nowhere"))
+    assert set(seen) == {(2,)}
+
+
+def test_callbacks_that_refer_to_each_other():
+    """A cycle is no reason to look forever."""
+    one, other = CheckpointCallback(1000, "nowhere"), CheckpointCallback(1000, "nowhere")
+    one.friend, other.friend = other, one
+    assert not runs_user_code(one)
+
+
+class Meddler(BaseCallback):
+    """Changes attributes of the model that its rollout reads."""
+
+    def _on_step(self):
+        if self.n_calls == AT:
+            self.model.gamma = 0.5
+        if self.n_calls == AT + 3:
+            self.model._last_episode_starts = np.ones(2, bool)
+        return True
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+def test_attributes_that_a_callback_changes(backend):
+    """The discount factor and the starts of episodes act at the step at which they do in SB3."""
+    runs = []
+    for algorithm in (PPO, partial(PPOExt, backend=backend)):
+        model = make(algorithm)
+        with th.no_grad():
+            model.policy.log_std.fill_(-30.0)
+        _, callback = model._setup_learn(10**6, Meddler())
+        model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
+        runs.append(model.rollout_buffer)
+    for name in ("rewards", "episode_starts", "advantages"):
+        one, other = (getattr(buffer, name) for buffer in runs)
+        np.testing.assert_allclose(other, one, rtol=0 if backend == "eager" else 1e-4, atol=1e-4 * (backend != "eager"))
+
+
+def test_a_custom_buffer_gets_what_sb3_gives():
+    """The arguments of its `add` have SB3's shapes."""
+    shapes = []
+
+    class Buffer(RolloutBuffer):
+        def add(self, obs, action, reward, episode_start, value, log_prob):
+            found.add(tuple(np.shape(part) for part in (obs, action, reward, episode_start, value, log_prob)))
+            super().add(obs, action, reward, episode_start, value, log_prob)
+
+    for algorithm in (PPO, PPOExt):
+        found = set()
+        env = make_toys(action_space=spaces.Discrete(3))
+        algorithm("MlpPolicy", env, rollout_buffer_class=Buffer, **SMALL).learn(32)
+        shapes.append(found)
+    assert shapes[0] == shapes[1]
+
+
+def swap_distribution(model):
+    """A policy whose noise is drawn in another way."""
+    space = model.observation_space, model.action_space
+    model.policy = MlpPolicy(*space, lambda _: 3e-4, net_arch=[8, 8], action_dist="gaussian")
+
+
+def swap_activation(model):
+    """No parameter changes."""
+    for net in (model.policy.mlp_extractor.policy_net, model.policy.mlp_extractor.value_net):
+        net[1] = nn.ReLU()
+
+
+def add_hook(model):
+    """Nor does one here."""
+    model.policy.action_net.register_forward_hook(lambda module, inputs, outputs: outputs + 1.0)
+
+
+def replace_method(model):
+    """Nor here."""
+    predict_values = model.policy.predict_values
+    model.policy.predict_values = lambda obs: predict_values(obs) + 1.0
+
+
+@pytest.mark.parametrize("kwargs", [dict(mean_tanh=True), dict(net_arch=[8, 8])], ids=str)
+@pytest.mark.parametrize("change", [swap_distribution, swap_activation, add_hook, replace_method], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("when", ["in a rollout", "between rollouts"])
+def test_policies_that_compute_otherwise(change, kwargs, when):
+    """Values and log probabilities are those of the policy as it is at the time."""
+
+    class Changer(BaseCallback):
+        def _on_step(self):
+            if self.n_calls == AT and when == "in a rollout":
+                change(self.model)
+            return True
+
+    model = make(PPOExt, backend="auto", policy_kwargs={"net_arch": [8, 8], **kwargs})
+    model.learn(32)
+    if when == "between rollouts":
+        change(model)
+    _, callback = model._setup_learn(10**6, Changer())
+    model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
+    buffer, first = model.rollout_buffer, AT if when == "in a rollout" else 0
+    observations, actions = (th.from_numpy(array[first:]).flatten(0, 1) for array in (buffer.observations, buffer.actions))
+    with th.no_grad():
+        _, log_probs, _ = model.policy.evaluate_actions(observations, actions)
+        last = model.policy.predict_values(th.from_numpy(model._last_obs)).flatten().numpy()
+    np.testing.assert_allclose(buffer.log_probs[first:].ravel(), log_probs.numpy(), rtol=1e-4, atol=1e-4)
+    # The returns begin with the values of the last observations, which `predict_values` gives.
+    alive = ~np.asarray(model._last_episode_starts, bool)
+    expected = buffer.rewards[-1] + 0.99 * last - buffer.values[-1]
+    np.testing.assert_allclose(buffer.advantages[-1][alive], expected[alive], rtol=1e-4, atol=1e-4)

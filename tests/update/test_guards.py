@@ -162,3 +162,16 @@ def test_loss_that_is_not_finite(in_gradient):
     found = r"policy_net.*action_net\.weight" if in_gradient else "none"
     with pytest.raises(ValueError, match=f"Gradients that are not finite: .*{found}"):
         make(Infinite).learn(32)
+
+
+@pytest.mark.parametrize("backend", ["eager", "fused", "native"])
+@pytest.mark.parametrize(("limit", "is_frozen"), [(0.1, 0.0), (0.0999, 1.0)])
+def test_a_clip_fraction_at_the_limit(backend, limit, is_frozen):
+    """One clipped sample of ten is not more than 0.1, on every engine."""
+    model = make(backend=backend, n_steps=5, batch_size=10, n_epochs=1, max_clip_fraction=limit)
+    _, callback = model._setup_learn(10**6)
+    model.collect_rollouts(model.env, callback, model.rollout_buffer, 5)
+    model.rollout_buffer.log_probs[2, 1] -= 1.0
+    model.train()
+    assert logged(model)["train/clip_fraction"] == pytest.approx(0.1)
+    assert logged(model)["train/actor_frozen"] == is_frozen

@@ -115,3 +115,13 @@ def test_target_kl_logs_its_epochs():
     """The number of epochs that were begun is logged."""
     assert logged(run(target_kl=100.0))["train/epochs"] == 3
     assert logged(run(target_kl=1e-9, learning_rate=0.01))["train/epochs"] == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+def test_kl_coef_that_is_set_to_0(backend):
+    """Between two calls of `learn` it turns the penalty off, although it had a target."""
+    model = make(kl_coef=0.5, kl_target=0.01, backend=backend).learn(32)
+    assert "train/kl" in logged(model)
+    model.kl_coef = 0.0
+    model.learn(32, reset_num_timesteps=False)
+    assert not {"train/kl", "train/kl_coef"} & logged(model).keys()

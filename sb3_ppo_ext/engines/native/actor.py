@@ -32,10 +32,10 @@ class NativeActor(Actor):
 
     def __init__(self, native: NativePolicy, buffer: RolloutBuffer, config: RolloutConfig):
         self.native, self.buffer, self.config, self.is_watched = native, buffer, config, config.is_watched
+        self.gamma = 0.0
         native.pack()
         native.has_changed()
-        self.noise = native.distribution.noise(config.n_steps, buffer.n_envs, native.actor.n_outputs)
-        self.scaled_noise = native.distribution.scaled(self.noise)
+        self._draw_noise()
         space = config.action_space
         self.sample_shape = (-1,) if isinstance(space, spaces.Discrete) else (-1, *(space.shape or ()))
         # Number of steps with values and log probabilities in the buffer
@@ -44,6 +44,12 @@ class NativeActor(Actor):
         self.truncated: list[tuple[int, int, Any]] = []
         # Actor to use after user code has replaced the policy by one that the extension module does not support
         self.torch_actor: PolicyActor | None = None
+
+    def _draw_noise(self) -> None:
+        """Draw the random numbers of all steps."""
+        native = self.native
+        self.noise = native.distribution.noise(self.config.n_steps, self.buffer.n_envs, native.actor.n_outputs)
+        self.scaled_noise = native.distribution.scaled(self.noise)
 
     # Computed at each step
 
@@ -71,14 +77,16 @@ class NativeActor(Actor):
         return Action(obs_as_tensor(observations, self.config.device), samples, values, th.from_numpy(log_probs))
 
     def _follow(self, policy: ActorCriticPolicy) -> None:
-        """Load the current parameters of the policy, in whatever way user code has changed them."""
+        """Use the policy and its parameters as they are now, whoever has changed them, and in whatever way."""
         if self.torch_actor is not None:
             return
         if not self.native.is_of(policy):
             if unsupported_reason(policy) is not None:
                 self.torch_actor = PolicyActor(self.buffer, self.config)
                 return
-            self.native = NativePolicy(policy)
+            before, self.native = self.native, NativePolicy(policy)
+            if not self.native.samples_like(before):
+                self._draw_noise()
         self.native.pack()
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
@@ -95,6 +103,7 @@ class NativeActor(Actor):
             buffer.log_probs[step] = action.log_probs.numpy()
             self.n_estimated = step + 1
         if transition.truncated:
+            self.gamma = transition.gamma
             self.truncated += [(step, *truncated) for truncated in transition.truncated]
             if self.is_watched:
                 self._bootstrap()
@@ -129,7 +138,7 @@ class NativeActor(Actor):
             return
         steps, environments, observations = zip(*self.truncated, strict=True)
         values = self.native.critic(self.native.features(stack(observations))).ravel()
-        np.add.at(self.buffer.rewards, (list(steps), list(environments)), np.float32(self.config.gamma) * values)
+        np.add.at(self.buffer.rewards, (list(steps), list(environments)), np.float32(self.gamma) * values)
         note_truncations(self.config, steps, environments, observations, values.tolist())
         self.truncated.clear()
 

@@ -22,14 +22,14 @@ from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTan
 
 ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu"}
 # Methods that the extension module replaces: a policy that overrides one of them is computed by PyTorch.
-METHODS = (
+METHODS = {
     "forward",
     "evaluate_actions",
     "predict_values",
     "get_distribution",
     "extract_features",
     "_get_action_dist_from_latent",
-)
+}
 # Number of weights of a layer above which PyTorch multiplies as fast
 LARGE_LAYER = 512 * 512
 _version_of = attrgetter("_version")
@@ -91,19 +91,30 @@ class NativePolicy:
         space = policy.observation_space
         # Whether features are flattened float32 observations, without any other preprocessing
         self._is_flat = isinstance(space, spaces.Box) and not (policy.normalize_images and is_image_space(space))
-        self._addresses = self._find_addresses()
+        self._structure = self._find_structure()
         self._parameters, self._version = list(policy.parameters()), -1
 
-    def _find_addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.policy.parameters()]
+    def _find_structure(self) -> tuple[list[int], list[int], bool]:
+        """What distinguishes this policy from one that computes something else, apart from the values of the parameters."""
+        policy, modules = self.policy, list(self.policy.modules())
+        is_modified = not METHODS.isdisjoint(vars(policy)) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+        return [parameter.data_ptr() for parameter in policy.parameters()], [id(module) for module in modules], is_modified
+
+    def samples_like(self, other: NativePolicy) -> bool:
+        """
+        :param other: Another policy
+        :return: Whether both sample from the same random numbers
+        """
+        same_distribution = type(self.distribution) is type(other.distribution)
+        return same_distribution and self.actor.n_outputs == other.actor.n_outputs
 
     def is_of(self, policy: ActorCriticPolicy) -> bool:
         """
         :param policy: Current policy of the model
-        :return: Whether this object uses the memory of the parameters of this policy
+        :return: Whether this object computes what this policy does, with the memory of its parameters
         """
         same_distribution = policy.action_dist is self.distribution.distribution
-        return policy is self.policy and same_distribution and self._find_addresses() == self._addresses
+        return policy is self.policy and same_distribution and self._find_structure() == self._structure
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Pairs of each trainable parameter and its gradient"""
