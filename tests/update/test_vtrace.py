@@ -94,7 +94,7 @@ def test_truncations_are_kept_for_vtrace_alone(tmp_path):
     actor = PolicyActor(model.rollout_buffer, model._rollout_config(CallbackList([]), 16))
     rewards, outputs = np.zeros(2, np.float32), th.zeros(2)
     action = Action(None, np.zeros((2, 2), np.float32), outputs, outputs)
-    actor.record(model.policy, Transition(3, np.zeros((2, 3)), np.zeros(2), action, action.samples, rewards, truncated))
+    actor.record(model.policy, Transition(3, np.zeros((2, 3)), np.zeros(2), action, action.samples, rewards, 0.99, truncated))
     ((step, env_index, kept, value),) = model._truncations
     assert (step, env_index, kept.tolist()) == (3, 0, [1.0, 1.0, 1.0])
     assert value == pytest.approx(model.policy.predict_values(th.ones(1, 3)).item())
