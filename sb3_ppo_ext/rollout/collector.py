@@ -90,9 +90,6 @@ class RolloutCollector(OnPolicyAlgorithm):
             self._update_info_buffer(infos, dones)
             n_steps += 1
 
-            if isinstance(self.action_space, spaces.Discrete):
-                actions = samples.reshape(-1, 1)
-
             truncated = list(self._truncated_episodes(dones, infos, n_steps - 1)) if np.count_nonzero(dones) else ()
             starts: Any = self._last_episode_starts
             actor.record(
@@ -103,6 +100,8 @@ class RolloutCollector(OnPolicyAlgorithm):
             self._last_episode_starts = dones
 
         values = actor.finish(self.policy, self._last_obs, dones)
+        if isinstance(self.action_space, spaces.Discrete):
+            actions = actions.reshape(-1, 1)  # as SB3 leaves them
 
         callback.update_locals(locals())
         callback.on_rollout_end()

@@ -37,7 +37,8 @@ class NativeActor(Actor):
         native.has_changed()
         self._draw_noise()
         space = config.action_space
-        self.sample_shape = (-1,) if isinstance(space, spaces.Discrete) else (-1, *(space.shape or ()))
+        # Discrete samples have their shape already.
+        self.sample_shape = None if isinstance(space, spaces.Discrete) else (-1, *(space.shape or ()))
         # Number of steps with values and log probabilities in the buffer
         self.n_estimated = 0
         # Step, environment and terminal observation of truncated episodes that have not been bootstrapped yet
@@ -69,7 +70,9 @@ class NativeActor(Actor):
         outputs = native.actor(features)
         check_outputs(policy, outputs, step, self.config.num_timesteps + step * self.buffer.n_envs)
         noise = native.distribution.scaled(self.noise[step]) if self.is_watched else self.scaled_noise[step]
-        samples = native.distribution.sample(outputs, noise).reshape(self.sample_shape)
+        samples = native.distribution.sample(outputs, noise)
+        if self.sample_shape is not None:
+            samples = samples.reshape(self.sample_shape)
         if not self.is_watched:
             return Action(None, samples, None, None)
         log_probs = native.distribution.log_prob(outputs, samples.reshape(len(features), -1))
@@ -108,7 +111,6 @@ class NativeActor(Actor):
             if self.is_watched:
                 self._bootstrap()
         buffer.pos = step + 1
-        buffer.full = buffer.pos == buffer.buffer_size
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
         if self.is_watched:
@@ -116,6 +118,7 @@ class NativeActor(Actor):
         if self.torch_actor is not None:
             return self.torch_actor.finish(policy, observations, dones)
         self._estimate(self.config.n_steps)
+        self.buffer.full = True
         return self._estimate_advantages(observations, np.asarray(dones))
 
     # Computed for many steps at once
