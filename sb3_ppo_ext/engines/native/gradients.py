@@ -83,7 +83,9 @@ class AnalyticGradients(GradientSource):
         samples = FlatRollout(*(array.take(order, axis=0) for array in rollout))
         if config.normalizes_minibatches:
             samples = samples._replace(advantages=normalize_each(samples.advantages, sizes))
-        self.minibatches = NativeMinibatches(order, samples, _split(sizes, config.batch_size), weights, self.distribution)
+        # No step has more than `step_size` samples.
+        split = sizes if config.accumulate_grad == 1 else _split(sizes, config.batch_size)
+        self.minibatches = NativeMinibatches(order, samples, split, weights, self.distribution)
         return self._steps(sizes.tolist())
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -281,6 +283,4 @@ def _joined(step: Step) -> slice:
 
 def _split(sizes: np.ndarray, batch_size: int) -> np.ndarray:
     """Sizes of the minibatches, given the sizes of the steps."""
-    if sizes.max() <= batch_size:
-        return sizes
     return np.concatenate([np.diff([*range(0, size, batch_size), size]) for size in sizes.tolist()])
