@@ -91,14 +91,12 @@ class NativePolicy:
         space = policy.observation_space
         # Whether features are flattened float32 observations, without any other preprocessing
         self._is_flat = isinstance(space, spaces.Box) and not (policy.normalize_images and is_image_space(space))
-        self._structure = self._find_structure()
+        modules = list(policy.modules())
+        # Each module with its children and its number of parameters, and each parameter with its owner and its address
+        self._modules = [(m, tuple(m._modules.values()), len(m._parameters)) for m in modules]
+        self._owners = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+        self._addresses = [parameter.data_ptr() for _, _, parameter in self._owners]
         self._parameters, self._version = list(policy.parameters()), -1
-
-    def _find_structure(self) -> tuple[list[int], list[int], bool]:
-        """What distinguishes this policy from one that computes something else, apart from the values of the parameters."""
-        policy, modules = self.policy, list(self.policy.modules())
-        is_modified = not METHODS.isdisjoint(vars(policy)) or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
-        return [parameter.data_ptr() for parameter in policy.parameters()], [id(module) for module in modules], is_modified
 
     def samples_like(self, other: NativePolicy) -> bool:
         """
@@ -114,7 +112,25 @@ class NativePolicy:
         :return: Whether this object computes what this policy does, with the memory of its parameters
         """
         same_distribution = policy.action_dist is self.distribution.distribution
-        return policy is self.policy and same_distribution and self._find_structure() == self._structure
+        return policy is self.policy and same_distribution and self._has_same_modules() and self._has_same_memory()
+
+    # At each step of a rollout, where user code may change anything: as few calls as possible
+
+    def _has_same_modules(self) -> bool:
+        own = vars(self.policy)
+        return not any(name in own for name in METHODS) and all(
+            tuple(module._modules.values()) == children
+            and len(module._parameters) == n_parameters
+            and not module._forward_hooks
+            and not module._forward_pre_hooks
+            for module, children, n_parameters in self._modules
+        )
+
+    def _has_same_memory(self) -> bool:
+        return all(
+            owner.get(name) is parameter and parameter.data_ptr() == address
+            for (owner, name, parameter), address in zip(self._owners, self._addresses, strict=True)
+        )
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Pairs of each trainable parameter and its gradient"""
