@@ -364,19 +364,19 @@ def replaced(callback, seen):
 
 
 @pytest.mark.parametrize("kind", ["callable", "duck", "replaced method"])
-def test_objects_that_only_behave_like_callbacks(kind):
+def test_objects_that_only_behave_like_callbacks(kind, tmp_path):
     """They read what SB3 has, too."""
     reader = Duck() if kind == "duck" else Callable()
     callback = {
         "callable": lambda: reader,
-        "duck": lambda: CallbackList([CheckpointCallback(1000, "nowhere"), reader]),
-        "replaced method": lambda: replaced(CheckpointCallback(1000, "nowhere"), reader),
+        "duck": lambda: CallbackList([CheckpointCallback(1000, tmp_path), reader]),
+        "replaced method": lambda: replaced(CheckpointCallback(1000, tmp_path), reader),
     }[kind]()
     make(PPOExt, backend="native").learn(32, callback=callback)
     assert set(reader.seen) == {(2, 1)}
 
 
-def test_method_of_a_known_class_that_was_replaced(monkeypatch):
+def test_method_of_a_known_class_that_was_replaced(monkeypatch, tmp_path):
     """A user may change SB3's classes."""
 
     def on_step(self):
@@ -385,13 +385,13 @@ def test_method_of_a_known_class_that_was_replaced(monkeypatch):
 
     seen = []
     monkeypatch.setattr(CheckpointCallback, "_on_step", on_step)
-    make(PPOExt, backend="native").learn(32, callback=CheckpointCallback(1000, "nowhere"))
+    make(PPOExt, backend="native").learn(32, callback=CheckpointCallback(1000, tmp_path))
     assert set(seen) == {(2,)}
 
 
-def test_callbacks_that_refer_to_each_other():
+def test_callbacks_that_refer_to_each_other(tmp_path):
     """A cycle is no reason to look forever."""
-    one, other = CheckpointCallback(1000, "nowhere"), CheckpointCallback(1000, "nowhere")
+    one, other = CheckpointCallback(1000, tmp_path), CheckpointCallback(1000, tmp_path)
     one.friend, other.friend = other, one
     assert not runs_user_code(one)
 

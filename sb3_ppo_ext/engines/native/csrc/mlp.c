@@ -472,7 +472,8 @@ static PyType_Slot network_slots[] = {
     {Py_tp_doc, (void *)network_doc},
     {0, NULL},
 };
-static PyType_Spec network_spec = {"sb3_ppo_ext._mlp.Network", sizeof(Network), 0, Py_TPFLAGS_DEFAULT, network_slots};
+static PyType_Spec network_spec = {"sb3_ppo_ext.engines.native._mlp.Network", sizeof(Network), 0, Py_TPFLAGS_DEFAULT,
+                                   network_slots};
 
 /* ---- Adam ---- */
 
@@ -574,7 +575,7 @@ static PyType_Slot adam_slots[] = {
     {Py_tp_doc, (void *)adam_doc},
     {0, NULL},
 };
-static PyType_Spec adam_spec = {"sb3_ppo_ext._mlp.Adam", sizeof(Adam), 0, Py_TPFLAGS_DEFAULT, adam_slots};
+static PyType_Spec adam_spec = {"sb3_ppo_ext.engines.native._mlp.Adam", sizeof(Adam), 0, Py_TPFLAGS_DEFAULT, adam_slots};
 
 /* ---- Generalised advantage estimation ---- */
 
