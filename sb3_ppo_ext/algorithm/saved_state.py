@@ -19,7 +19,7 @@ SelfSavedState = TypeVar("SelfSavedState", bound="SavedState")
 # State of options that adapt during the training, saved under these names if it exists
 LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr")
 # Attributes that are created again after loading
-NOT_SAVED = ("_truncations", "_samples_latents", "_engines")
+NOT_SAVED = ("_truncations", "_samples_latents", "_engines", "_interrupted")
 
 
 class SavedState(PPOExtOptions, OnPolicyAlgorithm):
