@@ -189,6 +189,18 @@ class _folder:
             self.temporary.rename(self.path)
 
 
+def is_checkpoint(path: CheckpointPath) -> bool:
+    """
+    :param path: Path of a file
+    :return: Whether it is a checkpoint; a damaged file is none
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return SUMMARY in archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
 def read_checkpoint(path: CheckpointPath) -> tuple[pathlib.Path, TrainingState]:
     """
     :param path: Checkpoint, with or without ``.zip``, or a folder with checkpoints
