@@ -118,4 +118,6 @@ def read_saved(path: Path) -> dict[str, Any]:
     :param path: File in the folder of a run, with its hyperparameters or command line arguments
     :return: Its contents. The Zoo writes Python objects to these files, so that they can execute code
     """
+    import yaml
+
     return dict(yaml.load(path.read_text(), Loader=yaml.UnsafeLoader))
