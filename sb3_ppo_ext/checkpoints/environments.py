@@ -13,7 +13,7 @@ from stable_baselines3.common.monitor import ResultsWriter
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_ppo_ext.checkpoints.generators import generators_kept
-from sb3_ppo_ext.checkpoints.object_state import Key, ObjectState, stateful_objects
+from sb3_ppo_ext.checkpoints.object_state import Key, ObjectState, copied_by_pickling, is_ez_pickle, stateful_objects
 
 # Number of steps that are checked, over all environments
 MAX_CHECKED = 1000
@@ -106,19 +106,41 @@ def _pairs(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
 
 def _copied(env: VecEnv) -> VecEnv:
     """A copy of environments and wrappers that writes no files; environments of the type ``EzPickle`` are made anew."""
-    copies: dict[int, Any] = {}
-    for target in reversed(stateful_objects(env)):
-        if isinstance(target, gym.Env) and not isinstance(target, gym.Wrapper):
-            copy.deepcopy(target, copies)
-            continue
-        if id(target) not in copies:
-            copies[id(target)] = object.__new__(type(target))
-        for name, value in vars(target).items():
-            # Descriptors cannot be copied, and writers would write to the same file.
-            shared = name == "class_attributes"
-            vars(copies[id(target)])[name] = value if shared else _without_writer(value, copies)
-    return copies[id(env)]
+    targets = stateful_objects(env)
+    state = ObjectState(targets)
+    opaque = [{} if _is_made_anew(target) else _opaque(target, state) for target in targets]
+    copies = [copy.deepcopy(target) if _is_made_anew(target) else object.__new__(type(target)) for target in targets]
+    for copied, attributes in zip(copies, opaque, strict=True):
+        vars(copied).update(attributes)
+    ObjectState(copies).write(state.read())
+    return copies[0]
 
 
-def _without_writer(value: Any, copies: dict[int, Any]) -> Any:
-    return None if isinstance(value, ResultsWriter) else copy.deepcopy(value, copies)
+def _is_made_anew(target: Any) -> bool:
+    return isinstance(target, gym.Env) and not isinstance(target, gym.Wrapper) and is_ez_pickle(target)
+
+
+def _opaque(target: Any, state: ObjectState) -> dict[str, Any]:
+    """Copies of the attributes that are not part of the state."""
+    transparent = state.transparent(target)
+    # The description of the class that some wrappers of vectorized environments keep
+    described = {"class_attributes"} & vars(target).keys()
+    opaque = sorted(vars(target).keys() - transparent - described)
+    return {name: getattr(target, name) for name in described} | {
+        name: _copied_part(getattr(target, name), f"{type(target).__name__}.{name}") for name in opaque
+    }
+
+
+def _copied_part(value: Any, name: str) -> Any:
+    if isinstance(value, ResultsWriter):
+        return None  # it would write to the same file
+    if isinstance(value, list | tuple):
+        return type(value)(_copied_part(part, name) for part in value)
+    if isinstance(value, dict):
+        return {key: _copied_part(part, name) for key, part in value.items()}
+    if callable(value):
+        return value
+    try:
+        return copied_by_pickling(value)
+    except Exception as error:
+        raise ValueError(f"`{name}`") from error

@@ -65,6 +65,8 @@ def attributes_of(target: Any) -> dict[str, Any]:
     :param target: Environment, wrapper or callback
     :return: Attributes that belong to it, not to the training
     """
+    if not isinstance(target, BaseCallback):
+        return vars(target)
     left_out = OF_TRAINING | getattr(type(target), "not_saved", set())
     return {name: value for name, value in vars(target).items() if name not in left_out}
 
@@ -125,6 +127,15 @@ class ObjectState:
             if key in self.targets:
                 vars(self.targets[key]).update(saved)
 
+    def transparent(self, target: Any) -> set[str]:
+        """
+        :param target: One of the objects
+        :return: Names of its attributes that can be pickled, without simulators
+        """
+        names = {id(value): name for name, value in self.named.items()}
+        attributes = {name: value for name, value in attributes_of(target).items() if simulator_of(value) is None}
+        return set(_each_pickled(attributes, names)[1])
+
     def check(self, state: bytes) -> None:
         """
         :param state: State of objects
@@ -151,6 +162,14 @@ def _simulators(attributes: Attributes) -> dict[tuple[Key, str], Simulator]:
     return {place: simulator for place, simulator in found.items() if simulator is not None}
 
 
+def is_ez_pickle(value: Any) -> bool:
+    """
+    :param value: Any object
+    :return: Whether it pickles the arguments of its constructor instead of its state, as ``EzPickle`` of Gym and Gymnasium
+    """
+    return any(cls.__name__ == "EzPickle" for cls in type(value).__mro__)
+
+
 class _Pickler(pickle.Pickler):
     names: dict[int, Any]
 
@@ -158,8 +177,10 @@ class _Pickler(pickle.Pickler):
         return self.names.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
-        if any(cls.__name__ == "EzPickle" for cls in type(obj).__mro__):
+        if is_ez_pickle(obj):
             raise pickle.PicklingError(f"{type(obj).__name__} would forget its state")
+        if type(obj).__module__.split(".")[0] == "multiprocessing":
+            raise pickle.PicklingError(f"a copy of {type(obj).__name__} would use, and close, the same connection")
         return NotImplemented
 
 
@@ -176,6 +197,15 @@ def _pickled(value: Any, names: dict[int, Any]) -> bytes:
     pickler.names = names
     pickler.dump(value)
     return file.getvalue()
+
+
+def copied_by_pickling(value: Any) -> Any:
+    """
+    :param value: Any object
+    :return: A copy that shares no connection or state with it
+    :raises Exception: if it cannot be pickled
+    """
+    return pickle.loads(_pickled(value, {}))
 
 
 def _without_opaque(attributes: Attributes, names: dict[int, Any]) -> Attributes:
