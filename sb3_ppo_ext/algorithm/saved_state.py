@@ -2,7 +2,7 @@
 
 import inspect
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ SelfSavedState = TypeVar("SelfSavedState", bound="SavedState")
 # State of options that adapt during the training, saved under these names if it exists
 LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr")
 # Attributes that are created again after loading
-NOT_SAVED = ("_truncations", "_samples_latents", "_engines")
+NOT_SAVED = ("_truncations", "_samples_latents", "_engines", "_interrupted")
 COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_episode_num", "_n_updates", "n_skipped_updates")
 
 
@@ -49,7 +49,9 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         :param exclude: name of parameters that should be excluded in addition to the default ones
         :param include: name of parameters that might be excluded but should be included anyway
         """
-        save_zip(self, path, {}, exclude, include)
+        file = io.BytesIO()
+        super().save(file, exclude, include)
+        write_whole(path, with_plain_attributes(file, vars(self)), suffix="zip")
 
     @classmethod
     def load(
@@ -187,27 +189,6 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), *LEARNED, *NOT_SAVED]
-
-
-def save_zip(
-    model: SavedState,
-    path: SavedModel,
-    extra: Mapping[str, bytes],
-    exclude: Iterable[str] | None = None,
-    include: Iterable[str] | None = None,
-) -> None:
-    """
-    Save a model as ``model.save`` does, with further members in the zip, which ``load`` does not read.
-
-    :param model: Model to save
-    :param path: Path of the zip, or an open file
-    :param extra: Content of the further members, by name; names that end in ``.pth`` are those of state dictionaries
-    :param exclude: Names of attributes that are not saved
-    :param include: Names of attributes that are saved although they usually are not
-    """
-    file = io.BytesIO()
-    OnPolicyAlgorithm.save(model, file, exclude, include)
-    write_whole(path, with_plain_attributes(file, vars(model), extra), suffix="zip")
 
 
 def _read_objects(saved: ModelFile, given: dict[str, Any], trusted: bool) -> dict[str, Any]:

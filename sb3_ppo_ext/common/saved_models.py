@@ -192,17 +192,16 @@ def refused_if_damaged(name: str) -> contextlib.AbstractContextManager[None]:
     return refused(f"{name} is not a whole model zip", "copy it again, or load an earlier checkpoint.")
 
 
-def with_plain_attributes(file: io.BytesIO, attributes: Mapping[str, Any], extra: Mapping[str, bytes]) -> bytes:
+def with_plain_attributes(file: io.BytesIO, attributes: Mapping[str, Any]) -> bytes:
     """
     :param file: Zip of a model, written by SB3
     :param attributes: Attributes of the model, by name
-    :param extra: Content of further members, by name
-    :return: The same zip with the plain form of the attributes that SB3 has pickled, and with the further members
+    :return: The same zip with the plain form of the attributes that SB3 has pickled
     """
     with zipfile.ZipFile(file) as archive:
         data = json.loads(archive.read(_DATA))
     plain = {name: _plain_or_name(attributes[name]) for name, value in data.items() if _is_pickled(value)}
-    return with_members(file, {_PLAIN: json.dumps(plain).encode(), **extra})
+    return with_members(file, {_PLAIN: json.dumps(plain).encode()})
 
 
 def _plain_or_name(value: Any) -> Any:
