@@ -36,7 +36,7 @@ from sb3_ppo_ext.memory.policies import (
     MlpTransformerPolicy,
     MultiInputTransformerPolicy,
 )
-from sb3_ppo_ext.options import OWN_OPTIONS, check_options
+from sb3_ppo_ext.options import OWN_OPTIONS, check_options, convert_options
 from sb3_ppo_ext.options.table import (
     ActionDist,
     AdvantageNorm,
@@ -280,6 +280,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         for name in OWN_OPTIONS:
             setattr(self, name, arguments[name])
 
+        convert_options(self)
         check_options(self)
         self._warn_about_truncated_minibatch()
         self._warn_about_single_step()
@@ -290,9 +291,8 @@ class PPOExt(TrainingLoop, ModelSetup):
 
     def _setup_model(self) -> None:
         # `load` sets attributes between `__init__` and this call, so that options are checked again.
+        convert_options(self)
         check_options(self)
-        if self.seed is not None:
-            self.seed = int(self.seed)  # Gymnasium does not accept NumPy integers
         self._setup_schedules()
         given = self.policy_kwargs
         self.policy_kwargs = self._setup_action_distribution(given)
