@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from stable_baselines3 import PPO
+from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
@@ -138,6 +139,37 @@ def test_callbacks_keep_their_state_but_not_their_arguments(tmp_path):
     assert (first.limit, first.count) == (2, 96)
     assert (second.limit, second.count) == (3, 32)
     assert first.function() is None
+
+
+class Numbered(RolloutBuffer):
+    """Counts its rollouts, and scales the rewards of each by their number."""
+
+    count = 0
+
+    def compute_returns_and_advantage(self, *args, **kwargs):
+        self.count += 1
+        self.rewards *= self.count
+        super().compute_returns_and_advantage(*args, **kwargs)
+
+
+def test_own_buffers_and_environments_that_change_actions(tmp_path):
+    """A rollout buffer of the user's class goes on, and so does an environment that writes into its actions."""
+
+    class InPlace(gym.ActionWrapper):
+        def action(self, action):
+            action *= 0.5
+            return action
+
+    def make():
+        return make_vec_env("Pendulum-v1", 2, seed=1, wrapper_class=InPlace)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = PPOExt("MlpPolicy", make(), rollout_buffer_class=Numbered, **OPTIONS)
+        path = checkpoints_of(model, tmp_path)[1]
+        resumed = PPOExt.resume(path, make()).learn(256)
+    assert resumed.rollout_buffer.count == model.rollout_buffer.count == 4
+    assert all((a == b).all() for a, b in zip(model.policy.parameters(), resumed.policy.parameters(), strict=True))
 
 
 def test_only_some_are_kept(tmp_path):
