@@ -93,7 +93,7 @@ class TrainingState(NamedTuple):
             {name: getattr(model, name) for name in COUNTERS},
             generators,
             ObjectState(targets, model).read(all_attributes if why_reset is None else essentials),
-            ObjectState(further_objects(model, callback), model).read(changes),
+            ObjectState(further_objects(model, callback), model).read(changes.select),
             LogFiles(model.logger, targets).read(),
             buffer.memory() if isinstance(buffer, SequenceBufferMixin) else None,
             why_reset,

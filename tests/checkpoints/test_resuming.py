@@ -13,6 +13,7 @@ from support.resuming import OPTIONS, TOTAL, Interruption, different, everything
 from support.toys import make_toys
 
 from sb3_ppo_ext import PPOExt, TrainingCheckpoint
+from sb3_ppo_ext.rollout.user_code import runs_user_code
 
 CONFIGURATIONS = {
     "eager": dict(backend="eager"),
@@ -312,3 +313,10 @@ def test_memory_of_a_policy_goes_on(tmp_path):
     forgetful._interrupted = forgetful._interrupted._replace(memory=None)
     forgetful.learn(192)
     assert not np.array_equal(plain.rollout_buffer.values[0], forgetful.rollout_buffer.values[0])
+
+
+def test_fast_engines_stay_fast(tmp_path):
+    """The callback does not count as code of the user, for which fast engines would keep every value."""
+    callback = TrainingCheckpoint(32, tmp_path)
+    toy_model().learn(128, callback=callback)
+    assert not runs_user_code(callback)
