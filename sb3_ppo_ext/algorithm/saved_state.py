@@ -1,7 +1,9 @@
 """Saving and loading of PPOExt."""
 
 import inspect
-from collections.abc import Iterable
+import io
+import zipfile
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch as th
@@ -9,6 +11,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.type_aliases import GymEnv, TensorDict
 
+from sb3_ppo_ext.common.atomic_files import write_whole
 from sb3_ppo_ext.common.saved_models import SavedModel, check_saved_ppo, read_policy_kwargs, read_renamed
 from sb3_ppo_ext.common.validation import check_device, check_known_options
 from sb3_ppo_ext.options import PPOExtOptions
@@ -24,6 +27,17 @@ NOT_SAVED = ("_truncations", "_samples_latents", "_engines")
 
 class SavedState(PPOExtOptions, OnPolicyAlgorithm):
     """An on-policy algorithm with PPOExt's options. Its zips have SB3's format and include the state of adaptive options."""
+
+    def save(self, path: SavedModel, exclude: Iterable[str] | None = None, include: Iterable[str] | None = None) -> None:
+        """
+        Save all the attributes of the object and the model parameters in a zip-file. The file is replaced at once: if saving
+        fails or is interrupted, the former file is kept.
+
+        :param path: path to the file where the rl agent should be saved
+        :param exclude: name of parameters that should be excluded in addition to the default ones
+        :param include: name of parameters that might be excluded but should be included anyway
+        """
+        save_zip(self, path, {}, exclude, include)
 
     @classmethod
     def load(
@@ -108,6 +122,30 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), *LEARNED, *NOT_SAVED]
+
+
+def save_zip(
+    model: SavedState,
+    path: SavedModel,
+    extra: Mapping[str, bytes],
+    exclude: Iterable[str] | None = None,
+    include: Iterable[str] | None = None,
+) -> None:
+    """
+    Save a model as ``model.save`` does, with further members in the zip, which ``load`` ignores.
+
+    :param model: Model to save
+    :param path: Path of the zip, or an open file
+    :param extra: Content of the further members, by name; names that end in ``.pth`` are those of state dictionaries
+    :param exclude: Names of attributes that are not saved
+    :param include: Names of attributes that are saved although they usually are not
+    """
+    file = io.BytesIO()
+    OnPolicyAlgorithm.save(model, file, exclude, include)
+    with zipfile.ZipFile(file, "a") as archive:
+        for name, content in extra.items():
+            archive.writestr(name, content)
+    write_whole(path, file.getbuffer(), suffix="zip")
 
 
 def _action_dist_and_policy_kwargs(saved: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
