@@ -12,8 +12,9 @@ from collections import Counter, defaultdict
 
 from support.fuzzing.drawing import drawn
 from support.fuzzing.shrinking import shrunk
-from support.fuzzing.trials import KINDS, run, run_seed
+from support.fuzzing.trials import KINDS, run, run_seed, run_zip
 from support.fuzzing.workers import Worker, ask_all
+from support.fuzzing.zips import ZipProgram
 
 
 def main():
@@ -21,22 +22,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=1000, help="number of programs")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first program")
+    parser.add_argument("--zips", action="store_true", help="load damaged zips instead")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes")
     parser.add_argument("--no-shrink", action="store_true", help="print programs as they were drawn")
     arguments = parser.parse_args()
-    start, outcomes = time.monotonic(), {}
-    for done, (seed, outcome) in enumerate(ask_all(run_seed, range(arguments.seed, arguments.seed + arguments.n), arguments.jobs)):
-        outcomes[seed] = outcome
-        if outcome.kind == "other":
-            print(f"seed {seed}: {outcome.about}", flush=True)
-        elif done % 500 == 499:
-            print(f"{done + 1} programs, {time.monotonic() - start:.0f} seconds", flush=True)
+    find, draw = (run_zip, ZipProgram) if arguments.zips else (run_seed, drawn)
+    seeds = range(arguments.seed, arguments.seed + arguments.n)
+    outcomes = dict(shown(ask_all(find, seeds, arguments.jobs)))
     if arguments.n == 1:
-        print(drawn(arguments.seed).source(), outcomes[arguments.seed], sep="\n")
+        print(draw(arguments.seed).source(), outcomes[arguments.seed], sep="\n")
     print(summary(outcomes), flush=True)
     found = by_cause(outcomes)
-    print_report(found, outcomes, not arguments.no_shrink)
+    print_report(found, outcomes, draw, not arguments.no_shrink)
     return bool(found)
+
+
+def shown(answers):
+    """The answers, with a line for each finding."""
+    start = time.monotonic()
+    for done, (seed, outcome) in enumerate(answers, start=1):
+        if outcome.kind == "other":
+            print(f"seed {seed}: {outcome.about}", flush=True)
+        if done % 500 == 0:
+            print(f"{done} programs, {time.monotonic() - start:.0f} seconds", flush=True)
+        yield seed, outcome
 
 
 def summary(outcomes):
@@ -64,11 +73,11 @@ def by_cause(outcomes):
     return found
 
 
-def print_report(found, outcomes, shrink):
+def print_report(found, outcomes, draw, shrink):
     """Print a reproduction of each finding."""
     worker = Worker(run)
     for about, seeds in sorted(found.items(), key=lambda item: -len(item[1])):
-        program = shrunk(drawn(seeds[0]), worker.ask) if shrink else drawn(seeds[0])
+        program = shrunk(draw(seeds[0]), worker.ask) if shrink and draw is drawn else draw(seeds[0])
         details = outcomes[seeds[0]].details or outcomes[seeds[0]].message
         print(f"\n--- {about}: {len(seeds)} times, seeds {seeds[:8]}\n{program.source()}\n{details}", flush=True)
     worker.close()

@@ -10,7 +10,13 @@ LEGAL = {
     "share_features_extractor": ("False", "True"),
     "normalize_images": ("True", "False"),
     "optimizer_class": ("th.optim.SGD", "th.optim.Adam", "th.optim.AdamW", "th.optim.RMSprop", "th.optim.NAdam"),
-    "optimizer_kwargs": ("dict(weight_decay=0.01)", "dict(eps=1e-7)", "dict(betas=(0.8, 0.9))", "dict(eps=np.float64(1e-6))", "{}"),
+    "optimizer_kwargs": (
+        "dict(weight_decay=0.01)",
+        "dict(eps=1e-7)",
+        "dict(betas=(0.8, 0.9))",
+        "dict(eps=np.float64(1e-6))",
+        "{}",
+    ),
     "mean_tanh": ("True", "False"),
     "learn_std": ("False", "True"),
 }
@@ -32,15 +38,56 @@ EXTRACTORS = {
     "image": ("NatureCNN, 'features_extractor_kwargs': dict(features_dim=8)", "FlattenExtractor"),
     "dict": ("CombinedExtractor, 'features_extractor_kwargs': dict(cnn_output_dim=4)",),
 }
-_JUNK = ("None", "'x'", "5", "-1", "0", "[]", "{}", "object()", "2.5", "float('nan')", "True", "10**400", "[[4]]", "int", "nn.Tanh()")
+_JUNK = (
+    "None",
+    "'x'",
+    "5",
+    "-1",
+    "0",
+    "[]",
+    "{}",
+    "object()",
+    "2.5",
+    "float('nan')",
+    "True",
+    "10**400",
+    "[[4]]",
+    "int",
+    "nn.Tanh()",
+)
 RUBBISH = {
     "net_arch": ("[0]", "[-1]", "['x']", "5", "'x'", "[4.5]", "dict(qf=[4])", "[[4]]", "dict(pi=4)", "{'pi': None}", "[True]"),
     "activation_fn": ("th.tanh", "'tanh'", "nn.Tanh()", "None", "nn.Linear", "nn.PReLU", "lambda: nn.Tanh()", "int", "nn.GLU"),
-    "log_std_init": ("float('inf')", "float('nan')", "-float('inf')", "1e10", "200", "-200", "'x'", "None", "10**400", "[0.0]"),
+    "log_std_init": (
+        "float('inf')",
+        "float('nan')",
+        "-float('inf')",
+        "1e10",
+        "200",
+        "-200",
+        "'x'",
+        "None",
+        "10**400",
+        "[0.0]",
+    ),
     "optimizer_class": ("'adam'", "5", "None", "th.optim.LBFGS", "nn.Linear", "th.optim.Optimizer", "th.optim.SparseAdam"),
-    "optimizer_kwargs": ("5", "dict(nope=1)", "dict(lr=0.1)", "dict(eps=float('nan'))", "dict(betas=(0.9, 2.0))", "dict(eps=-1)"),
+    "optimizer_kwargs": (
+        "5",
+        "dict(nope=1)",
+        "dict(lr=0.1)",
+        "dict(eps=float('nan'))",
+        "dict(betas=(0.9, 2.0))",
+        "dict(eps=-1)",
+    ),
     "features_extractor_class": ("5", "None", "nn.Linear", "'x'", "NatureCNN", "CombinedExtractor", "TransformerExtractor"),
-    "features_extractor_kwargs": ("5", "dict(nope=1)", "dict(features_dim=0)", "dict(features_dim=-1)", "None", "dict(d_model=3)"),
+    "features_extractor_kwargs": (
+        "5",
+        "dict(nope=1)",
+        "dict(features_dim=0)",
+        "dict(features_dim=-1)",
+        "None",
+        "dict(d_model=3)",
+    ),
     "context_length": ("0", "-1", "2.5", "10**400", "'5'", "True", "None"),
     "d_model": ("0", "5", "-4", "7.5", "None", "10**400"),
     "n_heads": ("0", "3", "-1", "None", "100"),
@@ -56,7 +103,12 @@ def drawn(rng, is_transformer, has_box, uses_sde, obs_kind):
     """Legal ``policy_kwargs`` for a policy."""
     given = {"net_arch": rng.choice(NETWORK)}
     if is_transformer:
-        given |= {"d_model": "8", "n_heads": "2", "ffn_dim": "8", "context_length": rng.choice(OF_TRANSFORMER["context_length"])}
+        given |= {
+            "d_model": "8",
+            "n_heads": "2",
+            "ffn_dim": "8",
+            "context_length": rng.choice(OF_TRANSFORMER["context_length"]),
+        }
     choices = dict(LEGAL) if has_box else {name: LEGAL[name] for name in LEGAL if name not in ("mean_tanh", "learn_std")}
     if uses_sde:
         choices = {name: choices[name] for name in choices if name not in ("mean_tanh", "learn_std")} | OF_SDE

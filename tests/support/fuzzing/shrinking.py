@@ -8,7 +8,8 @@ SIMPLE = {
     "n_envs": "1",
     "kind": "'dummy'",
 }
-NEEDED = ("policy", "env", "device", "observation_space", "action_space")
+# Without the latter, programs would take long.
+NEEDED = ("policy", "env", "device", "n_steps", "batch_size", "n_epochs")
 
 
 def shrunk(program, run):

@@ -6,7 +6,6 @@ import random
 import re
 import traceback
 import warnings
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch as th
 from support.fuzzing import vocabulary
 from support.fuzzing.drawing import drawn
+from support.fuzzing.zips import ZipProgram
 
 import sb3_ppo_ext
 from sb3_ppo_ext.common.guards import NonFiniteDataError, NonFiniteGradientError, NonFinitePolicyError
@@ -61,6 +61,11 @@ def run_seed(seed):
     return run(drawn(seed))
 
 
+def run_zip(seed):
+    """How loading a zip with the damage of a seed ends."""
+    return run(ZipProgram(seed))
+
+
 def _run(program, names):
     trained = False
     for step in program.lines():
@@ -104,8 +109,10 @@ def _shape(message):
 
 
 def _suspicious(caught):
-    texts = Counter()
+    """Warnings about calculations, once each."""
+    texts = {}
     for each in caught:
-        if issubclass(each.category, RuntimeWarning) or ("torch" in each.filename and issubclass(each.category, UserWarning)):
-            texts[f"{each.category.__name__}: {str(each.message)[:150]} ({'/'.join(Path(each.filename).parts[-2:])}:{each.lineno})"] += 1
+        path = Path(each.filename)
+        if each.category is RuntimeWarning or (each.category is UserWarning and "torch" in path.parts):
+            texts[f"{each.category.__name__}: {str(each.message)[:150]} ({path.parent.name}/{path.name}:{each.lineno})"] = each
     return tuple(texts)

@@ -3,40 +3,25 @@
 import copy
 import io
 import math
-from decimal import Decimal
-from fractions import Fraction
-from functools import partial
 
 import cloudpickle
 import numpy as np
 import torch as th
-from gymnasium import spaces
-from stable_baselines3 import A2C, PPO
-from stable_baselines3.common.buffers import DictRolloutBuffer, ReplayBuffer, RolloutBuffer
+from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
-from stable_baselines3.common.policies import ActorCriticPolicy, MultiInputActorCriticPolicy
-from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
-from stable_baselines3.common.vec_env import DummyVecEnv
-from support.fuzzing.environments import make_env
 from support.toys import LogRecorder
 from support.zips import Zip
-from torch import nn
 
 from sb3_ppo_ext import (
-    CnnPolicy,
-    CnnTransformerPolicy,
     MlpPolicy,
-    MlpTransformerPolicy,
-    MultiInputPolicy,
-    MultiInputTransformerPolicy,
     PPOExt,
-    TransformerExtractor,
 )
 
 # The names above are for programs.
 __all__ = [name for name in dir() if not name.startswith("_")]
-__all__ += ["OwnBuffer", "OwnModel", "OwnPolicy", "ReadAll", "act", "copied", "learn", "pickled", "policy_reloaded", "reloaded"]
+__all__ += ["OwnBuffer", "OwnModel", "OwnPolicy", "ReadAll"]
+__all__ += ["act", "copied", "finite", "learn", "pickled", "policy_reloaded", "reloaded"]
 
 # Explained variance is NaN where all returns are the same, as in SB3.
 MAYBE_NAN = {"train/explained_variance"}
@@ -104,6 +89,7 @@ def act(model, deterministic=True, n=3):
         if not model.action_space.contains(action):
             # A scalar is a NumPy integer in SB3, and so it is here.
             raise Broken(f"{action!r} ({action.dtype}) is not in {model.action_space}")
+        memory = memory.with_rewards(np.zeros(1)) if hasattr(memory, "with_rewards") else memory
         actions.append(action)
     return actions
 
@@ -134,18 +120,18 @@ def reloaded(model, env=None, **options):
     return loaded
 
 
-def copied(model):
-    """A deep copy, which acts the same."""
-    return _same_actions(model, copy.deepcopy(model), "the copy")
+def copied(model, copy_of=copy.deepcopy):
+    """A deep copy, as far as SB3's models can be copied: without environment and logger."""
+    one = copy.copy(model)
+    one.env = one._logger = None
+    other = copy_of(one)
+    other.env = model.env
+    return _same_actions(model, other, "the copy")
 
 
 def pickled(model):
-    """Pickle and unpickle, as far as SB3's models can be: without environment and logger."""
-    one = copy.copy(model)
-    one.env = one._logger = None
-    other = cloudpickle.loads(cloudpickle.dumps(one))
-    other.env = model.env
-    return _same_actions(model, other, "the unpickled model")
+    """The model after pickling and unpickling."""
+    return copied(model, lambda one: cloudpickle.loads(cloudpickle.dumps(one)))
 
 
 def policy_reloaded(model):

@@ -26,10 +26,11 @@ class Worker:
 
     :param function: Function of a module
     :param seconds: Time that a call may take
+    :param start_up: Time that the first call may take in addition, since the process imports PyTorch first
     """
 
-    def __init__(self, function, seconds=60):
-        self.function, self.seconds = function, seconds
+    def __init__(self, function, seconds=60, start_up=60):
+        self.function, self.seconds, self.start_up = function, seconds, start_up
         self._start()
 
     def _start(self):
@@ -42,8 +43,7 @@ class Worker:
     def ask(self, question):
         """What the function returns for the question; an ``Outcome`` if the process does not survive it."""
         self.connection.send(question)
-        # A new process imports PyTorch first.
-        seconds, self.is_new = self.seconds + 60 * self.is_new, False
+        seconds, self.is_new = self.seconds + self.start_up * self.is_new, False
         try:
             if self.connection.poll(seconds):
                 return self.connection.recv()
@@ -64,18 +64,18 @@ class Worker:
         self.connection.close()
 
 
-def ask_all(function, questions, jobs, seconds=60):
+def ask_all(function, questions, jobs, **times):
     """
     :param function: Function of a module
     :param questions: Its arguments
     :param jobs: Number of processes
-    :param seconds: Time that a call may take
+    :param times: Further arguments of :class:`Worker`
     :return: Questions and answers as they come
     """
     todo, answers = SimpleQueue(), SimpleQueue()
     for question in questions:
         todo.put(question)
-    threads = [threading.Thread(target=_ask_until_empty, args=(function, todo, answers, seconds)) for _ in range(jobs)]
+    threads = [threading.Thread(target=_ask_until_empty, args=(Worker(function, **times), todo, answers)) for _ in range(jobs)]
     for thread in threads:
         thread.daemon = True
         thread.start()
@@ -83,8 +83,7 @@ def ask_all(function, questions, jobs, seconds=60):
         yield answers.get()
 
 
-def _ask_until_empty(function, todo, answers, seconds):
-    worker = Worker(function, seconds)
+def _ask_until_empty(worker, todo, answers):
     while True:
         try:
             question = todo.get_nowait()
