@@ -1,24 +1,41 @@
 """The words of the programs that `drawing` makes: what `from support.fuzzing.vocabulary import *` gives a reproduction."""
 
+# ruff: noqa: F401 - the imports are for programs
+
 import copy
 import io
 import math
+from decimal import Decimal
+from fractions import Fraction
+from functools import partial
 
 import cloudpickle
 import numpy as np
 import torch as th
-from stable_baselines3.common.buffers import RolloutBuffer
+from gymnasium import spaces
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.buffers import DictRolloutBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.policies import ActorCriticPolicy, MultiInputActorCriticPolicy
+from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
+from stable_baselines3.common.vec_env import DummyVecEnv
+from support.fuzzing.environments import make_env
 from support.toys import LogRecorder
 from support.zips import Zip
+from torch import nn
 
 from sb3_ppo_ext import (
+    CnnPolicy,
+    CnnTransformerPolicy,
     MlpPolicy,
+    MlpTransformerPolicy,
+    MultiInputPolicy,
+    MultiInputTransformerPolicy,
     PPOExt,
+    TransformerExtractor,
 )
 
-# The names above are for programs.
 __all__ = [name for name in dir() if not name.startswith("_")]
 __all__ += ["OwnBuffer", "OwnModel", "OwnPolicy", "ReadAll"]
 __all__ += ["act", "copied", "finite", "learn", "pickled", "policy_reloaded", "reloaded"]
