@@ -2,6 +2,7 @@
 
 import gymnasium as gym
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan, VecFrameStack, VecMonitor, VecNormalize
@@ -22,8 +23,15 @@ REWARDS = {
 INFOS = {
     "none": lambda t: {},
     "success": lambda t: {"is_success": t % 2 == 0},
-    "rubbish": lambda t: {"is_success": None, "TimeLimit.truncated": "maybe", 5: object()},
+    "rubbish": lambda t: {"is_success": None, "TimeLimit.truncated": "maybe", "x": object()},
 }
+
+
+def contains(space, action):
+    """Whether an action is in a space, up to its dtype: SB3 gives an environment float32 for any ``Box``."""
+    if isinstance(space, spaces.Box):
+        return action.shape == space.shape and bool(np.all((space.low <= action) & (action <= space.high)))
+    return space.contains(action)
 
 
 class FuzzedEnv(gym.Env):
@@ -54,7 +62,7 @@ class FuzzedEnv(gym.Env):
         return self._observe(), {}
 
     def step(self, action):
-        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        assert contains(self.action_space, action), f"{action!r} is not in {self.action_space}"
         self.t += 1
         terminated = bool(self.np_random.random() < self.p_end)
         return self._observe(), self.reward(self.t), terminated, self.t >= self.length, self.info(self.t)

@@ -20,7 +20,7 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy, MultiInputActorCriticPolicy
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
 from stable_baselines3.common.vec_env import DummyVecEnv
-from support.fuzzing.environments import make_env
+from support.fuzzing.environments import contains, make_env
 from support.toys import LogRecorder
 from support.zips import Zip
 from torch import nn
@@ -103,8 +103,7 @@ def act(model, deterministic=True, n=3):
     space.seed(0)
     for _ in range(n):
         action, memory = model.predict(space.sample(), memory, deterministic=deterministic)
-        if not model.action_space.contains(action):
-            # A scalar is a NumPy integer in SB3, and so it is here.
+        if not contains(model.action_space, action):
             raise Broken(f"{action!r} ({action.dtype}) is not in {model.action_space}")
         memory = memory.with_rewards(np.zeros(1)) if hasattr(memory, "with_rewards") else memory
         actions.append(action)
@@ -139,6 +138,7 @@ def reloaded(model, env=None, **options):
 
 def copied(model, copy_of=copy.deepcopy):
     """A deep copy, as far as SB3's models can be copied: without environment and logger."""
+    act(model)  # without gradients, which the last update has left in the distribution, as SB3's does
     one = copy.copy(model)
     one.env = one._logger = None
     other = copy_of(one)
