@@ -13,7 +13,6 @@ from support.policies import SMALL
 from support.toys import make_toys
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.algorithm.saved_state import save_zip
 
 
 def make():
@@ -95,10 +94,10 @@ except OSError as error:
 
 
 def test_further_members(tmp_path):
-    """A zip with further members loads as one without them, also in SB3."""
+    """A zip to which members have been added loads as before, also in SB3."""
     path = tmp_path / "model.zip"
-    save_zip(make(), path, {"further": b"content"})
-    with zipfile.ZipFile(path) as archive:
-        assert archive.read("further") == b"content"
+    make().save(path)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("further", b"content")
     for algorithm in (PPO, PPOExt):
         algorithm.load(path)
