@@ -218,12 +218,12 @@ def _env(rng, mode):
         action = rng.choice(RARE_ACTIONS)
     env = {"observation_space": observation, "action_space": action}
     way = rng.choice(["dummy", "dummy", "dummy", "gym", "bare", "fast", "adapter", "same step"])
-    if "Sequence" in observation or "Text" in observation:
+    if "Sequence" in observation or "Text" in observation or "Dict(a=spaces.Dict" in observation:
         way = "gym"  # SB3 cannot vectorise them.
     if mode == "rubbish" and rng.random() < 0.05:
         way = "vector"
     env |= {"n_envs": "1" if way == "gym" else str(rng.choice([1, 2, 3])), "kind": repr(way)}
-    if wrappers := _wrappers(rng, observation, way):
+    if wrappers := _wrappers(rng, observation, action, way):
         env["wrappers"] = repr(wrappers)
     if rng.random() < 0.4:
         env |= {"length": str(rng.choice([1, 2, 9, 100])), "p_end": rng.choice(["0.0", "0.5", "1.0"])}
@@ -236,12 +236,13 @@ def _env(rng, mode):
     return env, kind, action.startswith("spaces.Box")
 
 
-def _wrappers(rng, observation, way):
+def _wrappers(rng, observation, action, way):
     if way in ("gym", "vector") or rng.random() < 0.7:
         return ()
     plain = observation.startswith("spaces.Box") and "uint8" not in observation and "0)" not in observation
     vectors = (["normalize"], ["stack"], ["normalize", "stack"]) if plain and ", ())" not in observation else ()
-    return tuple(rng.choice([["normalize reward"], ["monitor"], ["check"], *vectors]))
+    check = [] if "Dict" in action or "Tuple" in action else [["check"]]  # SB3 cannot check them.
+    return tuple(rng.choice([["normalize reward"], ["monitor"], *check, *vectors]))
 
 
 def _options(rng, action, mode):

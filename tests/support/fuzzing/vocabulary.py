@@ -40,8 +40,8 @@ __all__ = [name for name in dir() if not name.startswith("_")]
 __all__ += ["OwnBuffer", "OwnModel", "OwnPolicy", "ReadAll"]
 __all__ += ["act", "copied", "finite", "learn", "pickled", "policy_reloaded", "reloaded"]
 
-# Explained variance is NaN where all returns are the same, as in SB3.
-MAYBE_NAN = {"train/explained_variance"}
+# NaN where all returns are the same, as in SB3
+MAYBE_NAN = "train/explained_variance"
 
 
 class Broken(AssertionError):
@@ -84,8 +84,15 @@ def learn(model, total_timesteps, **kwargs):
     finite(model)
     for dump in (*log.dumps, model.logger.name_to_value):
         for name, value in dump.items():
-            if name not in MAYBE_NAN and isinstance(value, float | int | np.number) and not math.isfinite(value):
+            if not _may_be_logged(model, name, value):
                 raise Broken(f"logged {name}: {value}")
+
+
+def _may_be_logged(model, name, value):
+    if not isinstance(value, float | np.floating) or math.isfinite(value):
+        return True
+    # There is nothing to measure where all steps were skipped.
+    return math.isnan(value) and (name == MAYBE_NAN or model.n_skipped_updates > 0)
 
 
 def finite(model):
@@ -138,7 +145,11 @@ def reloaded(model, env=None, **options):
 
 def copied(model, copy_of=copy.deepcopy):
     """A deep copy, as far as SB3's models can be copied: without environment and logger."""
-    act(model)  # without gradients, which the last update has left in the distribution, as SB3's does
+    # An update leaves tensors with gradients in SB3's distributions, which cannot be copied.
+    act(model)
+    if model.use_sde:
+        with th.no_grad():
+            model.policy.reset_noise()
     one = copy.copy(model)
     one.env = one._logger = None
     other = copy_of(one)

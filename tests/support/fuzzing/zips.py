@@ -9,7 +9,7 @@ from functools import cache
 from gymnasium import spaces
 from support.fuzzing.drawing import PREAMBLE, Step
 from support.fuzzing.environments import make_env
-from support.fuzzing.vocabulary import Broken
+from support.fuzzing.vocabulary import Broken, act, learn
 from support.mutations import mutated
 from support.parity import assert_equal
 from support.zips import Zip
@@ -48,12 +48,11 @@ class ZipProgram:
         name, way = rng.choice(sorted(MODELS)), rng.choice(WAYS)
         load = f"PPOExt.load(io.BytesIO(content), env=environment({name!r}), device='cpu'{way})"
         return (
-            Step("from support.fuzzing.zips import damaged, environment, set_in_place"),
+            Step("from support.fuzzing.zips import damaged, environment, set_in_place, use"),
             Step(f"content = damaged({name!r}, {self.seed})"),
             Step(f"set_in_place({name!r}, content{way})"),
             Step(f"model = {load}", may_refuse=True),
-            Step("act(model)"),
-            Step("learn(model, 16) if model.n_steps * model.n_epochs < 1000 else None"),
+            Step("use(model)"),
         )
 
     def source(self):
@@ -75,6 +74,14 @@ def environment(name):
 def damaged(name, seed):
     """Zip of a model of ``MODELS``, damaged."""
     return mutated(_saved(name).content, random.Random(seed))
+
+
+def use(model):
+    """Act and train, unless the damage has made parameters or rollouts very large."""
+    if all(parameter.abs().max() < 100 for parameter in model.policy.parameters()):
+        act(model)
+        if model.n_steps * model.n_epochs < 1000:
+            learn(model, 16)
 
 
 def set_in_place(name, content, **kwargs):
