@@ -5,7 +5,7 @@ CSRC := $(wildcard sb3_ppo_ext/engines/native/csrc/*.[ch])
 # Two test processes on two cores: more threads in each would only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadgroup
 
-.PHONY: demo test test-fast test-slow fuzz fuzz-zips lint format clean
+.PHONY: demo test test-fast test-slow fuzz fuzz-zips sanitize lint format clean
 
 demo: $(VENV)/.zoo
 	$(BIN)/python scripts/demo.py
@@ -27,6 +27,9 @@ fuzz: $(VENV)/.tests
 
 fuzz-zips: $(VENV)/.tests
 	$(FUZZ) -n $(or $(N),1000) --zips
+
+sanitize: $(VENV)/.tests
+	scripts/sanitize.sh $(BIN)
 
 lint: $(VENV)/.all
 	$(BIN)/ruff check .

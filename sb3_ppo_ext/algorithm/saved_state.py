@@ -250,6 +250,6 @@ def option_names(algorithm: type[SavedState]) -> set[str]:
     :return: Names of all arguments of the constructors of the class and its parents
     """
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    classes = [cls for cls in algorithm.__mro__ if issubclass(cls, SavedState) and cls is not SavedState]
+    classes = [cls for cls in algorithm.__mro__ if issubclass(cls, SavedState) and cls.__init__ is not SavedState.__init__]
     parameters: Iterable[inspect.Parameter] = (p for c in classes for p in inspect.signature(c.__init__).parameters.values())
     return {p.name for p in parameters if p.kind in kinds} - {"self"}

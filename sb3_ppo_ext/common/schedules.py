@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
 
-from sb3_ppo_ext.common.validation import check_number, refuse
+from sb3_ppo_ext.common.validation import BadArgumentError, check_number, described, refuse
 
 ScheduleLike: TypeAlias = float | str | Schedule
 LrDecay: TypeAlias = Literal["constant", "linear", "cosine"]
@@ -30,6 +30,28 @@ def make_schedule(name: str, value: ScheduleLike, positive: bool = False, infini
     return FloatSchedule(float(value))  # SB3 does not accept NumPy's float32
 
 
+def check_schedule(name: str, schedule: Schedule, infinite: bool = False) -> None:
+    """
+    Check that a function is a schedule, by its value at the start of the training.
+
+    :param name: Name of the argument, for error messages
+    :param schedule: Callable of the remaining progress
+    :param infinite: Whether infinity is accepted
+    :raises ValueError: if the function cannot be called, or returns something other than a number of at least 0
+    """
+    remedy = "give a function of the remaining progress (from 1 to 0) that returns a number of at least 0"
+    try:
+        returned: Any = schedule(1.0)
+        value = math.nan if isinstance(returned, str | bytes) else float(returned)
+    except (NameError, AttributeError):
+        return  # It may read the model, which does not exist yet.
+    except Exception as error:
+        remedy = f"it raises {type(error).__name__} ({error}); {remedy}"
+        raise BadArgumentError(f"`{name}={described(schedule)}` is not valid: {remedy}") from error
+    if not (value >= 0 and (infinite or math.isfinite(value))):
+        refuse(name, schedule, f"it returns {described(returned)} at the start of the training; {remedy}")
+
+
 def _initial_value(name: str, text: str, positive: bool) -> float:
     prefix, _, number = text.partition("_")
     try:
@@ -50,7 +72,7 @@ def value_of(schedule: ScheduleLike, progress_remaining: float) -> float:
     :param progress_remaining: Remaining progress of the training, from 1 to 0
     :return: Current value of the schedule
     """
-    return schedule(progress_remaining) if callable(schedule) else float(schedule)
+    return float(schedule(progress_remaining) if callable(schedule) else schedule)
 
 
 def is_constant(value: ScheduleLike) -> bool:

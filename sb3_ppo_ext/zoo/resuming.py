@@ -48,7 +48,7 @@ def arguments_to_resume(folder: str | Path) -> list[str]:
         refuse("folder", str(folder), "it has no checkpoint; `--save-freq` of `train` lets a training write them")
     _FOLDER.set(folder)
     _change_to_start(folder, arguments)
-    return [word for name, value in arguments.items() if name not in _NOT_REPEATED for word in _words(name, value)]
+    return [word for name, value in arguments.items() if name not in _NOT_REPEATED for word in words_of(name, value)]
 
 
 def _change_to_start(folder: Path, arguments: dict[str, Any]) -> None:
@@ -58,7 +58,12 @@ def _change_to_start(folder: Path, arguments: dict[str, Any]) -> None:
         os.chdir(Path(*folder.parts[: -len(inner.parts)]))
 
 
-def _words(name: str, value: Any) -> Iterator[str]:
+def words_of(name: str, value: Any) -> Iterator[str]:
+    """
+    :param name: Name of an argument of the Zoo's ``train``
+    :param value: Its value
+    :return: Words of the command line that give it this value
+    """
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, dict | list):
         if value:
