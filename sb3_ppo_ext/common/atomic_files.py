@@ -37,13 +37,13 @@ def written_atomically(path: str | pathlib.Path) -> Iterator[BinaryIO]:
         raise
 
 
-def write_whole(path: str | pathlib.Path | io.BufferedIOBase, content: bytes | memoryview, suffix: str) -> None:
+def write_whole(path: str | pathlib.Path | io.BufferedIOBase, content: bytes, suffix: str = "") -> None:
     """
     Write a file at once and atomically, where SB3 would write it piece by piece: to the same path, with the same warnings.
 
     :param path: Path of the file, which gets the suffix if it has none, and ``_2`` if it is a folder; or an open file
     :param content: Content of the file
-    :param suffix: Suffix without the dot
+    :param suffix: Suffix without the dot; none by default
     """
     if not isinstance(path, str | pathlib.Path):
         open_path(path, "w").write(content)  # an open file, which SB3 checks
@@ -54,7 +54,7 @@ def write_whole(path: str | pathlib.Path | io.BufferedIOBase, content: bytes | m
 
 
 def _path_to_write(path: pathlib.Path, suffix: str) -> pathlib.Path:
-    if path.suffix == "":
+    if path.suffix == "" and suffix:
         path = pathlib.Path(f"{path}.{suffix}")
     if path.is_dir():
         warnings.warn(f"Path '{path}' is a folder. Will save instead to {path}_2", stacklevel=4)

@@ -92,17 +92,31 @@ def to_plain(value: Any) -> Any:
     return {"schedule": [_name(type(value), _SCHEDULES, value), to_plain(dict(vars(value)))]}
 
 
+def to_plain_or_culprit(value: Any) -> Any:
+    """
+    :param value: Attribute of a model
+    :return: Result of :func:`to_plain`, or the name of the class that is not known, which :func:`from_plain` refuses
+    """
+    try:
+        return to_plain(value)
+    except NotPlainError as error:
+        return {"unknown": error.culprit}
+
+
 def from_plain(plain: Any) -> Any:
     """
     :param plain: Result of :func:`to_plain`
     :return: The value
-    :raises ValueError: if it is not such a result; other errors are possible, but nothing of it is executed
+    :raises NotPlainError: if it names a class that is not known
+    :raises Exception: of any type, if it is not such a result; but nothing of it is executed
     """
     if isinstance(plain, list):
         return [from_plain(part) for part in plain]
     if not isinstance(plain, dict):
         return plain
     ((name, content),) = plain.items()
+    if name == "unknown":
+        raise NotPlainError(content)
     if name == "class":
         return _find(content, _CLASSES)
     if name == "schedule":

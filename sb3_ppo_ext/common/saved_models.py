@@ -16,7 +16,7 @@ import torch as th
 from stable_baselines3.common.save_util import json_to_data, open_path
 from stable_baselines3.common.utils import get_device
 
-from sb3_ppo_ext.common.plain_data import NotPlainError, from_plain, to_plain
+from sb3_ppo_ext.common.plain_data import NotPlainError, from_plain, to_plain_or_culprit
 from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.common.zips import checked_tensors, read_members, with_members, zipped
 
@@ -30,8 +30,6 @@ _STATES = {"policy.pth", "policy.optimizer.pth"}
 # Tensors that are not in a state dictionary, now and in zips of SB3 before 0.9
 _VARIABLES = ("pytorch_variables.pth", "tensors.pth")
 _MEMBERS = {_DATA, _PLAIN, "_stable_baselines3_version", "system_info.txt"}
-# Key of the name of a class or function that has no plain form
-_CUSTOM = "custom"
 # Attributes that only one algorithm has -> that algorithm
 _ALGORITHM_OF_ATTRIBUTE = {"_last_lstm_states": "RecurrentPPO", "cg_max_steps": "TRPO"}
 # Part of the name of the policy's module in SB3 and SB3-Contrib -> the algorithm that uses such a policy
@@ -88,17 +86,13 @@ class ModelFile:
                 f"{self.name} was not saved by this version of PPOExt, and cannot be loaded with `trusted=False`. "
                 "If you trust it, load it with `trusted=True`, and save it again."
             )
-        plain = self.plain.get(name, {_CUSTOM: self.data[name].get(_TYPE)})
         try:
-            if isinstance(plain, dict) and _CUSTOM in plain:
-                raise NotPlainError(plain[_CUSTOM])
-            return from_plain(plain)
+            return from_plain(self.plain.get(name, {"unknown": self.data[name].get(_TYPE)}))
         except NotPlainError as error:
-            culprit = error.culprit
-        raise BadArgumentError(
-            f"`{name}` in {self.name} is or contains {culprit}, which `trusted=False` does not load: give "
-            f"`custom_objects={{{name!r}: ...}}`, or load it with `trusted=True` if you trust the file."
-        )
+            raise BadArgumentError(
+                f"`{name}` in {self.name} is or contains {error.culprit}, which `trusted=False` does not load: give "
+                f"`custom_objects={{{name!r}: ...}}`, or load it with `trusted=True` if you trust the file."
+            ) from error
 
     def for_sb3(self, given: Iterable[str]) -> io.BytesIO:
         """
@@ -200,15 +194,8 @@ def with_plain_attributes(file: io.BytesIO, attributes: Mapping[str, Any]) -> by
     """
     with zipfile.ZipFile(file) as archive:
         data = json.loads(archive.read(_DATA))
-    plain = {name: _plain_or_name(attributes[name]) for name, value in data.items() if _is_pickled(value)}
+    plain = {name: to_plain_or_culprit(attributes[name]) for name, value in data.items() if _is_pickled(value)}
     return with_members(file, {_PLAIN: json.dumps(plain).encode()})
-
-
-def _plain_or_name(value: Any) -> Any:
-    try:
-        return to_plain(value)
-    except NotPlainError as error:
-        return {_CUSTOM: error.culprit}
 
 
 def _is_pickled(value: Any) -> bool:

@@ -20,6 +20,7 @@ from sb3_ppo_ext.common.schedules import make_schedule
 from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 from sb3_ppo_ext.zoo.resuming import create_callbacks, find_run, load_pretrained_agent, resumed_folder, save_config
 from sb3_ppo_ext.zoo.tuning import is_history_based
@@ -90,13 +91,15 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
 def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManager", env: VecEnv, eval_env: bool) -> VecEnv:
     """
     Apply ``normalize: true`` only to observations that ``VecNormalize`` can normalize, unless the user says which. In a trial,
-    ``VecNormalize`` gets the sampled discount factor, as in a training with the ``--trial-id`` of the trial.
+    ``VecNormalize`` gets the sampled discount factor, as in a training with the ``--trial-id`` of the trial. It is saved
+    atomically.
     """
     if experiment.normalize and not {"norm_obs", "norm_obs_keys"} & experiment.normalize_kwargs.keys():
         experiment.normalize_kwargs = {**experiment.normalize_kwargs, **_normalizable(env.observation_space)}
     env, trial = theirs(env, eval_env), _TRIAL.get()
     if isinstance(env, VecNormalize) and trial is not None:
         env.gamma = trial.user_attrs.get("gamma", env.gamma)  # a user's own sampler may leave it out
+    make_atomic([env])
     return env
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 from sb3_ppo_ext.checkpoints.training_state import is_checkpoint, read_checkpoint
 from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.yaml_entries import read_saved
 
 if TYPE_CHECKING:
@@ -95,8 +96,9 @@ def find_run(experiment: ExperimentManager) -> None:
 
 
 def create_callbacks(theirs: Callable[[], None], experiment: ExperimentManager) -> None:
-    """With ``--save-freq``, also write checkpoints from which the training can be resumed."""
+    """Files are written atomically. With ``--save-freq``, also write checkpoints from which the training can be resumed."""
     theirs()
+    make_atomic(experiment.callbacks)
     if experiment.save_freq > 0 and not experiment.optimize_hyperparameters:
         folder = Path(experiment.save_path) / CHECKPOINTS
         experiment.callbacks.append(TrainingCheckpoint(experiment.save_freq, folder, verbose=experiment.verbose))
