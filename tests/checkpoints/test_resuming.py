@@ -315,6 +315,14 @@ def test_memory_of_a_policy_goes_on(tmp_path):
     assert not np.array_equal(plain.rollout_buffer.values[0], forgetful.rollout_buffer.values[0])
 
 
+def test_environment_by_its_id(tmp_path):
+    """An environment that is given by its id goes on, too."""
+    model = PPOExt("MlpPolicy", "CartPole-v1", **OPTIONS)
+    path = checkpoints_of(model, tmp_path)[1]
+    resumed = PPOExt.resume(str(path), "CartPole-v1").learn(256)
+    assert all((a == b).all() for a, b in zip(model.policy.parameters(), resumed.policy.parameters(), strict=True))
+
+
 def test_fast_engines_stay_fast(tmp_path):
     """The callback does not count as code of the user, for which fast engines would keep every value."""
     callback = TrainingCheckpoint(32, tmp_path)
