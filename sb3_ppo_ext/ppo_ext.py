@@ -156,7 +156,8 @@ class PPOExt(TrainingLoop, ModelSetup):
         critic share learns at the actor's rate
     :param lr_decay: Decay of the learning rates over the training: ``"constant"`` for none, ``"linear"`` or ``"cosine"``
     :param lr_min_fraction: Fraction of the initial learning rate that is left at the end of the decay, in [0, 1]
-    :param lr_warmup: Fraction of the training during which the learning rates grow linearly from 0, in [0, 1)
+    :param lr_warmup: Fraction of the training, at least one update, during which the learning rates grow linearly, in [0, 1);
+        0 for no warm-up
     :param adaptive_lr_kl: KL divergence in nats that the learning rate is adapted to after each update; ``None`` for no
         adaptation. Greater than 0
     :param adaptive_lr_bounds: Smallest and largest value of the adapted learning rate, which also bound its initial value.

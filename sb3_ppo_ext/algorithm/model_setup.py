@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.utils import FloatSchedule
 
@@ -118,6 +119,13 @@ class ModelSetup(PolicyUpdater):
         if self.lr_decay == "constant" and self.lr_warmup == 0:
             return schedule
         return DecaySchedule(schedule, self.lr_decay, self.lr_min_fraction, self.lr_warmup)
+
+    def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
+        total_timesteps, callback = super()._setup_learn(*args, **kwargs)
+        for schedule in (self.lr_schedule, self.critic_lr_schedule):
+            if isinstance(schedule, DecaySchedule):
+                schedule.rollout = self.n_steps * self.n_envs / max(total_timesteps, 1)
+        return total_timesteps, callback
 
     def _setup_optimizer(self) -> None:
         for name in ("critic_learning_rate", "max_clip_fraction"):

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch as th
+from stable_baselines3.common.base_class import maybe_make_env
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
-from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.algorithm.saved_state import SavedState
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint, training_checkpoints
@@ -28,7 +28,7 @@ class TrainingLoop(SavedState):
     def resume(
         cls: type[SelfTrainingLoop],
         path: CheckpointPath,
-        env: GymEnv,
+        env: GymEnv | str,
         device: th.device | str = "auto",
         custom_objects: dict[str, Any] | None = None,
         print_system_info: bool = False,
@@ -43,7 +43,7 @@ class TrainingLoop(SavedState):
         The file is unpickled: only resume from files that you trust.
 
         :param path: Checkpoint, or a folder, of which the newest whole checkpoint is taken
-        :param env: Environments of the same kind and number as in the interrupted training
+        :param env: Environments of the same kind and number as in the interrupted training, or an id
         :param device: Device on which the code should run
         :param custom_objects: Dictionary of objects to replace upon loading, see ``load``
         :param print_system_info: Whether to print system info from the saved model and the current system info
@@ -53,7 +53,7 @@ class TrainingLoop(SavedState):
         :raises ValueError: if the file is damaged, or is not a checkpoint, or the number of environments is another one
         """
         path, state = read_checkpoint(path)
-        env = cls._wrap_env(_patch_env(env) if isinstance(env, str) else env)
+        env = cls._wrap_env(maybe_make_env(env, verbose=0))
         state.check_environments(env)
         model = cls.load(path, env, device, custom_objects, print_system_info, force_reset=False, **kwargs)
         model._interrupted = state

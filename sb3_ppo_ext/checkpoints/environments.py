@@ -86,11 +86,11 @@ def _output_of(env: VecEnv) -> str | None:
 def _difference(env: VecEnv, state: bytes, steps: list[Step]) -> str | None:
     env.seed(2**31 - 1)
     env.reset()
-    for step in reversed(steps[:3]):
-        env.step(step.actions)
+    for step in reversed(steps[:3]):  # copied, since an environment may write into its actions
+        env.step(step.actions.copy())
     ObjectState(stateful_objects(env)).write(state)
     for number, step in enumerate(steps):
-        outcome = env.step(step.actions)
+        outcome = env.step(step.actions.copy())
         for index, name in enumerate(("observations", "rewards", "ends")):
             if not all(np.array_equal(*pair) for pair in _pairs(outcome[index], step.outcome[index])):
                 return f"the {name} of copies of them are different after {number + 1} steps"

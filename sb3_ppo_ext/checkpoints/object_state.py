@@ -224,8 +224,8 @@ def _each_pickled(attributes: dict[str, Any], names: dict[int, Any]) -> tuple[di
 
 class Changes:
     """
-    A :data:`Selection` of all attributes of environments, and of those of callbacks that change after the start of the
-    training. The other attributes of callbacks are arguments of the script, which may be different when the training goes on.
+    The attributes of callbacks that change after the start of the training. The others are arguments of the script, which may
+    be different when the training goes on.
 
     :param state: Callbacks, and the environments that they hold, at the start of the training
     """
@@ -235,7 +235,9 @@ class Changes:
         callbacks = {key: target for key, target in state.targets.items() if isinstance(target, BaseCallback)}
         self.before = {key: _each_pickled(attributes_of(target), self.names)[1] for key, target in callbacks.items()}
 
-    def __call__(self, target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
+    # A method, because a callback with a callable attribute counts as one that calls code of the user.
+    def select(self, target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
+        """A :data:`Selection` of these attributes, and of all attributes of other objects."""
         if key not in self.before:
             return attributes
         transparent, now = _each_pickled(attributes, self.names)

@@ -11,7 +11,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from sb3_ppo_ext.checkpoints.environments import MAX_CHECKED, Step, reason_not_to_restore, state_of
 from sb3_ppo_ext.checkpoints.object_state import Changes, ObjectState, stateful_objects
-from sb3_ppo_ext.checkpoints.training_state import TrainingState, write_checkpoint
+from sb3_ppo_ext.checkpoints.training_state import TrainingState, further_objects, write_checkpoint
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
 
 
@@ -68,7 +68,7 @@ class TrainingCheckpoint(BaseCallback):
 
         :param callback: All callbacks of the training
         """
-        self._changes = Changes(ObjectState(stateful_objects(callback), self.model))
+        self._changes = Changes(ObjectState(further_objects(self.model, callback), self.model))
         self.last_step = self.n_calls
 
     def on_iterations_start(self, callback: BaseCallback) -> None:
@@ -85,7 +85,9 @@ class TrainingCheckpoint(BaseCallback):
     def _on_step(self) -> bool:
         if self._first_state is not None and len(self._first_steps) * self.training_env.num_envs < MAX_CHECKED:
             outcome = tuple(self.locals[name] for name in ("new_obs", "rewards", "dones"))
-            self._first_steps.append(copy.deepcopy(Step(self.locals["clipped_actions"], outcome)))
+            # Not `clipped_actions`, which an environment may have changed in place
+            actions = self.model._actions_for_env(self.locals["samples"])  # type: ignore[attr-defined]
+            self._first_steps.append(copy.deepcopy(Step(actions, outcome)))
         return True
 
     def on_iteration_end(self, iteration: int) -> None:

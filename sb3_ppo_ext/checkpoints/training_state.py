@@ -27,6 +27,7 @@ from sb3_ppo_ext.checkpoints.log_files import LogFiles
 from sb3_ppo_ext.checkpoints.object_state import Changes, ObjectState, all_attributes, stateful_objects
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
+from sb3_ppo_ext.rollout.user_code import is_user_class
 
 CheckpointPath: TypeAlias = str | pathlib.Path
 
@@ -57,7 +58,7 @@ class TrainingState(NamedTuple):
     :param counters: Attributes of the model
     :param generators: States of the global random number generators
     :param environment: State of the environments
-    :param callbacks: State of the callbacks, and of the environments that they hold
+    :param callbacks: State of the callbacks, of the environments that they hold, and of a rollout buffer of the user's class
     :param logs: Contents of the log files
     :param memory: Last steps, which a history-based policy sees in the next rollout; ``None`` for other policies
     :param why_reset: Reason why the environments have to be reset, ``None`` if they can go on
@@ -92,7 +93,7 @@ class TrainingState(NamedTuple):
             {name: getattr(model, name) for name in COUNTERS},
             generators,
             ObjectState(targets, model).read(all_attributes if why_reset is None else essentials),
-            ObjectState(stateful_objects(callback), model).read(changes),
+            ObjectState(further_objects(model, callback), model).read(changes.select),
             LogFiles(model.logger, targets).read(),
             buffer.memory() if isinstance(buffer, SequenceBufferMixin) else None,
             why_reset,
@@ -134,7 +135,7 @@ class TrainingState(NamedTuple):
         self._restore_environments(model, targets)
         if self.memory is not None:
             model.rollout_buffer.set_memory(self.memory)
-        ObjectState(stateful_objects(callback), model).write(self.callbacks)
+        ObjectState(further_objects(model, callback), model).write(self.callbacks)
         LogFiles(model.logger, targets).write(self.logs, model.num_timesteps)
         set_generator_states(self.generators)
         return self.iteration
@@ -155,6 +156,16 @@ class TrainingState(NamedTuple):
         model._last_episode_starts = np.ones(model.n_envs, dtype=bool)
         if model.get_vec_normalize_env() is not None:
             model._last_original_obs = model.get_vec_normalize_env().get_original_obs()
+
+
+def further_objects(model: Any, callback: BaseCallback) -> list[Any]:
+    """
+    :param model: Model in training
+    :param callback: All callbacks of the training
+    :return: Stateful objects beside the environments: callbacks, environments that they hold, and a buffer of the user's class
+    """
+    buffers = [model.rollout_buffer] if is_user_class(type(model.rollout_buffer)) else []
+    return stateful_objects(callback) + buffers
 
 
 def write_checkpoint(path: pathlib.Path, model: Any, state: TrainingState) -> None:

@@ -6,12 +6,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from stable_baselines3 import PPO
+from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
 from support.toys import make_toys
 
 from sb3_ppo_ext import PPOExt, TrainingCheckpoint
+from sb3_ppo_ext.rollout.user_code import runs_user_code
 
 CONFIGURATIONS = {
     "eager": dict(backend="eager"),
@@ -138,6 +140,37 @@ def test_callbacks_keep_their_state_but_not_their_arguments(tmp_path):
     assert (first.limit, first.count) == (2, 96)
     assert (second.limit, second.count) == (3, 32)
     assert first.function() is None
+
+
+class Numbered(RolloutBuffer):
+    """Counts its rollouts, and scales the rewards of each by their number."""
+
+    count = 0
+
+    def compute_returns_and_advantage(self, *args, **kwargs):
+        self.count += 1
+        self.rewards *= self.count
+        super().compute_returns_and_advantage(*args, **kwargs)
+
+
+def test_own_buffers_and_environments_that_change_actions(tmp_path):
+    """A rollout buffer of the user's class goes on, and so does an environment that writes into its actions."""
+
+    class InPlace(gym.ActionWrapper):
+        def action(self, action):
+            action *= 0.5
+            return action
+
+    def make():
+        return make_vec_env("Pendulum-v1", 2, seed=1, wrapper_class=InPlace)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = PPOExt("MlpPolicy", make(), rollout_buffer_class=Numbered, **OPTIONS)
+        path = checkpoints_of(model, tmp_path)[1]
+        resumed = PPOExt.resume(path, make()).learn(256)
+    assert resumed.rollout_buffer.count == model.rollout_buffer.count == 4
+    assert all((a == b).all() for a, b in zip(model.policy.parameters(), resumed.policy.parameters(), strict=True))
 
 
 def test_only_some_are_kept(tmp_path):
@@ -280,3 +313,18 @@ def test_memory_of_a_policy_goes_on(tmp_path):
     forgetful._interrupted = forgetful._interrupted._replace(memory=None)
     forgetful.learn(192)
     assert not np.array_equal(plain.rollout_buffer.values[0], forgetful.rollout_buffer.values[0])
+
+
+def test_environment_by_its_id(tmp_path):
+    """An environment that is given by its id goes on, too."""
+    model = PPOExt("MlpPolicy", "CartPole-v1", **OPTIONS)
+    path = checkpoints_of(model, tmp_path)[1]
+    resumed = PPOExt.resume(str(path), "CartPole-v1").learn(256)
+    assert all((a == b).all() for a, b in zip(model.policy.parameters(), resumed.policy.parameters(), strict=True))
+
+
+def test_fast_engines_stay_fast(tmp_path):
+    """The callback does not count as code of the user, for which fast engines would keep every value."""
+    callback = TrainingCheckpoint(32, tmp_path)
+    toy_model().learn(128, callback=callback)
+    assert not runs_user_code(callback)
