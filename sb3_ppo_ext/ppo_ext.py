@@ -15,12 +15,13 @@ from stable_baselines3.common.policies import (
     BasePolicy,
     MultiInputActorCriticPolicy,
 )
-from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
+from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.algorithm.model_setup import ModelSetup
-from sb3_ppo_ext.algorithm.saved_state import SavedState, option_names
+from sb3_ppo_ext.algorithm.saved_state import option_names
+from sb3_ppo_ext.algorithm.training_loop import TrainingLoop
 from sb3_ppo_ext.common.schedules import ScheduleLike
 from sb3_ppo_ext.common.validation import (
     SUPPORTED_SPACES,
@@ -37,7 +38,7 @@ from sb3_ppo_ext.memory.policies import (
     MlpTransformerPolicy,
     MultiInputTransformerPolicy,
 )
-from sb3_ppo_ext.options import OWN_OPTIONS, check_arguments, check_options
+from sb3_ppo_ext.options import OWN_OPTIONS, check_arguments, check_options, convert_options
 from sb3_ppo_ext.options.policy_kwargs import check_observations
 from sb3_ppo_ext.options.table import (
     ActionDist,
@@ -56,7 +57,7 @@ from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 
 
-class PPOExt(SavedState, ModelSetup):
+class PPOExt(TrainingLoop, ModelSetup):
     """
     Proximal Policy Optimization (PPO) as in Stable-Baselines3, with more options and faster engines. With the default
     options and ``backend="eager"``, results on the CPU are equal to those of ``stable_baselines3.PPO``, bit for bit.
@@ -285,6 +286,7 @@ class PPOExt(SavedState, ModelSetup):
         if str(device).startswith("cuda") and self.device.type == "cpu":
             warnings.warn(f"`device={device!r}`: there is no CUDA here, so the model is on the CPU, as in SB3.", stacklevel=2)
         if not _init_setup_model:
+            convert_options(self)
             check_options(self)
         else:
             self._setup_model()
@@ -295,11 +297,10 @@ class PPOExt(SavedState, ModelSetup):
 
     def _setup_model(self) -> None:
         # Not in the constructor alone, because `load` sets attributes after it.
+        convert_options(self)
         check_options(self)
         check_observations(with_action_distributions(self.policy_class), self.policy_kwargs, self.observation_space)
         self.advantage_normalizer = self.kl_coefficient = self.adaptive_lr = None
-        if self.seed is not None:
-            self.seed = int(self.seed)  # Gymnasium does not accept NumPy integers
         self._setup_schedules()
         self._setup_kl_coefficient()
         given = self.policy_kwargs
@@ -345,21 +346,3 @@ class PPOExt(SavedState, ModelSetup):
             single: Any = env
             env = FastDummyVecEnv([lambda: single])
         return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
-
-    def learn(
-        self: SelfPPOExt,
-        total_timesteps: int,
-        callback: MaybeCallback = None,
-        log_interval: int = 1,
-        tb_log_name: str = "PPOExt",
-        reset_num_timesteps: bool = True,
-        progress_bar: bool = False,
-    ) -> SelfPPOExt:
-        return super().learn(
-            total_timesteps=total_timesteps,
-            callback=callback,
-            log_interval=log_interval,
-            tb_log_name=tb_log_name,
-            reset_num_timesteps=reset_num_timesteps,
-            progress_bar=progress_bar,
-        )

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.validation import (
     check_device,
     check_dictionary,
@@ -22,6 +23,9 @@ from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
 from sb3_ppo_ext.options.table import ALL_OPTIONS, ActionDist, AdvantageNorm, DeterministicAction, OptimizerName
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, check_action_distribution, with_action_distributions
+
+# Arguments that have no row in the table
+_FURTHER_NUMBERS = ("sde_sample_freq", "verbose", "rollout_buffer_kwargs")
 
 
 class ConfiguredModel(Protocol):
@@ -44,6 +48,16 @@ class ConfiguredModel(Protocol):
     policy_kwargs: dict[str, Any]
     rollout_buffer_class: type[RolloutBuffer] | None
     rollout_buffer_kwargs: dict[str, Any]
+
+
+def convert_options(model: ConfiguredModel) -> None:
+    """
+    Replace NumPy's numbers in the options of a model by Python's, so that what is saved can be read.
+
+    :param model: ``PPOExt``, with or without its environment
+    """
+    for name in (*(option.attribute for option in ALL_OPTIONS.values()), *_FURTHER_NUMBERS):
+        setattr(model, name, python_numbers(getattr(model, name)))
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:

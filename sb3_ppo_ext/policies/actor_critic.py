@@ -19,6 +19,7 @@ from torch import nn
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction
 from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily
+from sb3_ppo_ext.policies.saved_policies import SavedPolicy
 
 # Prefix of the name of the action distribution in the state dict of a policy, now and in zips of earlier versions
 _MARK, _OLD_MARK = "action_distribution_", "law_"
@@ -26,7 +27,7 @@ _MARK, _OLD_MARK = "action_distribution_", "law_"
 WIDE, WIDER_THAN_OTHERS = 50.0, 10.0
 
 
-class ActionDistributionMixin(ActorCriticPolicy):
+class ActionDistributionMixin(SavedPolicy):
     """
     Mixin that adds these keywords to an actor-critic policy of SB3; it comes before that policy among the base classes. With
     the defaults, nothing changes.

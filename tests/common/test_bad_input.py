@@ -24,6 +24,7 @@ from support.zips import Zip
 
 import sb3_ppo_ext
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.common.guards import find_non_finite
 
 
 def short(value):
@@ -161,6 +162,7 @@ def test_bad_option(options, message):
 
 
 BAD_POLICY_KWARGS = [
+    ({5: 5}, "`policy_kwargs` has no option `5`"),
     (dict(net_arch="[8]"), r"`net_arch='\[8\]'`.*sizes of the hidden layers"),
     (dict(net_arch=8), "`net_arch=8`.*sizes of the hidden layers"),
     (dict(net_arch=[8, 0]), r"`net_arch\[1\]=0`.*of at least 1"),
@@ -764,6 +766,14 @@ def test_environment_that_is_not_finite(kwargs, wrap, message):
     model.learn(48, reset_num_timesteps=False)
     assert model._n_updates > 0
     assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
+
+
+def test_observation_beyond_float32():
+    """A number that is finite for the environment, but not in float32, in which policies read it, is named."""
+    assert find_non_finite(np.array([[0, 1e38]])) is None
+    env = brittle(observation=np.array([0, 0, 1e39]), observation_space=spaces.Box(-np.inf, np.inf, (3,), np.float64))
+    with pytest.raises(ValueError, match=r"observation .*\(1e\+39 at index \(2,\), beyond the range of float32\) at step 9 "):
+        PPOExt("MlpPolicy", env, n_steps=16, batch_size=48).learn(48)
 
 
 def test_rollouts_before_the_bad_one_count():

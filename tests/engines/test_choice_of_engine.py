@@ -150,7 +150,7 @@ def test_loss_of_a_subclass():
 
 
 def test_reasons_that_come_later():
-    """Double precision, frozen parameters, hooks and layers of another kind are found when they come."""
+    """Double precision, frozen parameters, hooks and layers of another kind or size are found when they come."""
 
     def of(change):
         policy = make().policy
@@ -162,6 +162,7 @@ def test_reasons_that_come_later():
     assert "frozen" in of(lambda policy: policy.value_net.weight.requires_grad_(False))
     assert "hooks" in of(lambda policy: policy.value_net.register_forward_hook(lambda *args: None))
     assert "nn.Linear" in of(lambda policy: setattr(policy, "value_net", nn.LazyLinear(1)))
+    assert "without inputs" in of(lambda policy: setattr(policy, "value_net", nn.Linear(1, 0)))
     assert "own way" in of(lambda policy: setattr(policy, "forward", lambda obs: None))
     assert "its own" in of(lambda policy: policy.register_parameter("extra", nn.Parameter(th.ones(1))))
     assert "nn.Linear" in of(lambda policy: setattr(policy, "action_net", nn.Linear(64, 2, bias=False)))

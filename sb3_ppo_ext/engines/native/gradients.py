@@ -144,7 +144,7 @@ class AnalyticGradients(GradientSource):
             inputs = NativeInputs(self, outputs, values, part)
             m.auxiliary[len(m.described) - 1] = self._add_auxiliary(inputs, d_outputs, d_values, share)
         actor.network.backward(d_outputs, accumulate)
-        critic.network.backward(d_values, accumulate)
+        critic.network.backward(d_values[:, None], accumulate)
 
     def _add_auxiliary(self, inputs: NativeInputs, d_outputs: np.ndarray, d_values: np.ndarray, share: float) -> float:
         """

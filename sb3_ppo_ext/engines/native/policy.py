@@ -220,6 +220,8 @@ def _networks_reason(policy: ActorCriticPolicy) -> str | None:
 def _layers_reason(policy: ActorCriticPolicy, linear: list[Any]) -> str | None:
     if not all(type(layer) is nn.Linear and layer.bias is not None for layer in linear):
         return "the policy has layers that are not `nn.Linear`"
+    if any(layer.weight.numel() == 0 for layer in linear):
+        return "the policy has layers without inputs or outputs"
     if any(layer.in_features * layer.out_features >= LARGE_LAYER for layer in linear):
         return "the policy has large layers, which PyTorch multiplies as fast"
     own = {p for layer in linear for p in (layer.weight, layer.bias)} | {getattr(policy, "log_std", None)}

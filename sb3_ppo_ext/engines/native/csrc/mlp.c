@@ -6,12 +6,15 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <math.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #if !defined(__GNUC__)
 #error "needs the vector extensions of GCC or Clang; without this module, the package works with PyTorch alone"
 #endif
+
+_Static_assert(sizeof(long) >= sizeof(Py_ssize_t), "sizes of arrays are kept in `long`");
 
 #define INLINE static inline __attribute__((always_inline))
 #define MAX_LAYERS 16
@@ -112,26 +115,78 @@ static long padded(long n)
     return (n + 15) / 16 * 16;
 }
 
-static float *allocate(long n)
+/* A matrix of zeros; NULL if there is not enough memory, or none could be that large */
+static float *allocate(long rows, long columns)
 {
+    size_t size;
     void *memory = NULL;
-    if (posix_memalign(&memory, 64, (n ? n : 1) * sizeof(float)))
+    if (__builtin_mul_overflow((size_t)rows, (size_t)columns, &size) || __builtin_mul_overflow(size, sizeof(float), &size) ||
+        posix_memalign(&memory, 64, size))
         return NULL;
-    memset(memory, 0, n * sizeof(float));
-    return memory;
+    return memset(memory, 0, size);
 }
 
-static int get_floats(PyObject *array, Py_buffer *view, long n, int writable, const char *what)
+#define SHAPE(...) ((const Py_ssize_t[]){__VA_ARGS__})
+
+/* As Python writes it, with n for a dimension of any size, -1 */
+static void write_shape(char *text, size_t size, int ndim, const Py_ssize_t *shape)
 {
-    if (PyObject_GetBuffer(array, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) < 0)
+    PyOS_snprintf(text, size, "%s", ndim < 0 ? "any" : ndim ? "" : "()");
+    for (int i = 0; i < ndim; i++) {
+        size_t used = strlen(text);
+        const char *before = i ? ", " : "(", *after = i < ndim - 1 ? "" : i ? ")" : ",)";
+        if (shape[i] < 0)
+            PyOS_snprintf(text + used, size - used, "%sn%s", before, after);
+        else
+            PyOS_snprintf(text + used, size - used, "%s%zd%s", before, shape[i], after);
+    }
+}
+
+static int fits(const Py_buffer *view, int ndim, const Py_ssize_t *shape)
+{
+    /* A view may be unaligned, such as one of bytes that was cast. */
+    if (!view->format || strcmp(view->format, "f") || view->itemsize != sizeof(float) ||
+        (view->len && (uintptr_t)view->buf % sizeof(float)) || (ndim >= 0 && view->ndim != ndim))
+        return 0;
+    for (int i = 0; i < ndim; i++)
+        if (shape[i] >= 0 && view->shape[i] != shape[i])
+            return 0;
+    return 1;
+}
+
+/* Release the view and fail unless it is of float32 and of the shape, which has -1 for a size that is not known. */
+static int check_floats(Py_buffer *view, int ndim, const Py_ssize_t *shape, const char *what)
+{
+    if (fits(view, ndim, shape))
+        return 0;
+    char expected[128], actual[128];
+    write_shape(expected, sizeof(expected), ndim, shape);
+    write_shape(actual, sizeof(actual), view->ndim, view->shape);
+    PyErr_Format(PyExc_ValueError, "%s must be an aligned array of float32, format f, shape %s, not of format %.50s, shape %s",
+                 what, expected, view->format ? view->format : "B", actual);
+    PyBuffer_Release(view);
+    return -1;
+}
+
+/* Get a view of an array. Its object may be one of Python, which runs any code at all, and may call this module. */
+static int get_array(PyObject *array, Py_buffer *view, int writable, const char *what)
+{
+    if (!PyObject_CheckBuffer(array)) {
+        PyErr_Format(PyExc_TypeError, "%s must be an array of float32, not %.200s", what, Py_TYPE(array)->tp_name);
         return -1;
-    if (!view->format || strcmp(view->format, "f") || (n >= 0 && view->len != (Py_ssize_t)(n * sizeof(float)))) {
-        PyErr_Format(PyExc_ValueError, "%s must be %ld numbers of float32, not %zd bytes of format %s", what, n, view->len,
-                     view->format ? view->format : "?");
-        PyBuffer_Release(view);
+    }
+    if (PyObject_GetBuffer(array, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) < 0) {
+        view->obj = NULL; /* so that it can be released */
+        if (PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError))
+            PyErr_Format(PyExc_ValueError, "%s must be a C-contiguous%s array of float32", what, writable ? ", writable" : "");
         return -1;
     }
     return 0;
+}
+
+static int get_floats(PyObject *array, Py_buffer *view, int ndim, const Py_ssize_t *shape, int writable, const char *what)
+{
+    return get_array(array, view, writable, what) < 0 ? -1 : check_floats(view, ndim, shape, what);
 }
 
 /* target (columns x rows, leading dimension ldt) = transpose of source (rows x columns, leading dimension lds) */
@@ -174,6 +229,8 @@ static void transpose(const float *source, long lds, long rows, long columns, fl
 
 static void copy_rows(const float *source, long lds, float *target, long ldt, long rows, long columns)
 {
+    if (!rows)
+        return; /* There may be no arrays yet. */
     if (lds == columns && ldt == columns) {
         memcpy(target, source, rows * columns * sizeof(float));
         return;
@@ -199,7 +256,7 @@ struct layer {
 
 typedef struct {
     PyObject_HEAD
-    int n_layers, n_open;
+    int n_layers;
     enum activation activation;
     struct layer layers[MAX_LAYERS];
     float *input, *chunk[2];
@@ -208,84 +265,106 @@ typedef struct {
 
 static int open_layer(Network *self, PyObject *arrays)
 {
-    struct layer *layer = &self->layers[self->n_layers];
-    PyObject *weight, *bias, *weight_gradient, *bias_gradient;
-    if (!PyArg_ParseTuple(arrays, "OOOO", &weight, &bias, &weight_gradient, &bias_gradient))
-        return -1;
-    if (get_floats(weight, &layer->weight, -1, 0, "a weight") < 0)
-        return -1;
-    if (layer->weight.ndim != 2) {
-        PyErr_SetString(PyExc_ValueError, "a weight must be a matrix");
-        PyBuffer_Release(&layer->weight);
+    struct layer *layer = &self->layers[self->n_layers++];
+    if (!PyTuple_Check(arrays) || PyTuple_GET_SIZE(arrays) != 4) {
+        PyErr_SetString(PyExc_TypeError, "a layer must be a tuple of four arrays: weight, bias and their gradients");
         return -1;
     }
+    if (get_floats(PyTuple_GET_ITEM(arrays, 0), &layer->weight, 2, SHAPE(-1, -1), 0, "a weight") < 0)
+        return -1;
     layer->n_out = layer->weight.shape[0], layer->n_in = layer->weight.shape[1];
+    if (self->n_layers > 1 && layer->n_in != layer[-1].n_out) {
+        PyErr_Format(PyExc_ValueError, "the layers do not fit together: %ld inputs after %ld outputs", layer->n_in,
+                     layer[-1].n_out);
+        return -1;
+    }
+    if (!layer->n_in || !layer->n_out) {
+        PyErr_SetString(PyExc_ValueError, "a layer must have inputs and outputs");
+        return -1;
+    }
+    if (get_floats(PyTuple_GET_ITEM(arrays, 1), &layer->bias, 1, SHAPE(layer->n_out), 0, "a bias") < 0 ||
+        get_floats(PyTuple_GET_ITEM(arrays, 2), &layer->weight_gradient, 2, SHAPE(layer->n_out, layer->n_in), 1,
+                   "the gradient of a weight") < 0 ||
+        get_floats(PyTuple_GET_ITEM(arrays, 3), &layer->bias_gradient, 1, SHAPE(layer->n_out), 1, "the gradient of a bias") <
+            0)
+        return -1;
     layer->ld_out = padded(layer->n_out), layer->ld_in = padded(layer->n_in);
     layer->is_d_weight_transposed = layer->n_in * layer->ld_out < layer->n_out * layer->ld_in;
-    if (self->n_layers && layer->n_in != layer[-1].n_out) {
-        PyErr_SetString(PyExc_ValueError, "the layers do not fit together");
-        PyBuffer_Release(&layer->weight);
-        return -1;
-    }
-    if (get_floats(bias, &layer->bias, layer->n_out, 0, "a bias") < 0)
-        goto no_bias;
-    if (get_floats(weight_gradient, &layer->weight_gradient, layer->n_out * layer->n_in, 1, "a gradient") < 0)
-        goto no_weight_gradient;
-    if (get_floats(bias_gradient, &layer->bias_gradient, layer->n_out, 1, "a gradient") < 0)
-        goto no_bias_gradient;
-    self->n_layers++;
-    layer->transposed = allocate(layer->n_in * layer->ld_out);
-    layer->rows = allocate(layer->n_out * layer->ld_in);
-    layer->padded_bias = allocate(layer->ld_out);
-    layer->d_weight = allocate(layer->ld_out * layer->ld_in);
-    layer->d_bias = allocate(layer->ld_out);
+    layer->transposed = allocate(layer->n_in, layer->ld_out);
+    layer->rows = allocate(layer->n_out, layer->ld_in);
+    layer->padded_bias = allocate(1, layer->ld_out);
+    layer->d_weight = allocate(layer->ld_out, layer->ld_in);
+    layer->d_bias = allocate(1, layer->ld_out);
     if (!layer->transposed || !layer->rows || !layer->padded_bias || !layer->d_weight || !layer->d_bias) {
         PyErr_NoMemory();
         return -1;
     }
     return 0;
-
-no_bias_gradient:
-    PyBuffer_Release(&layer->weight_gradient);
-no_weight_gradient:
-    PyBuffer_Release(&layer->bias);
-no_bias:
-    PyBuffer_Release(&layer->weight);
-    return -1;
 }
 
-static PyObject *network_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static int open_layers(Network *self, PyObject *layers)
 {
-    PyObject *layers;
-    const char *activation;
-    if (!PyArg_ParseTuple(args, "O!s", &PyList_Type, &layers, &activation))
-        return NULL;
-    if (PyList_GET_SIZE(layers) < 1 || PyList_GET_SIZE(layers) > MAX_LAYERS)
-        return PyErr_Format(PyExc_ValueError, "a network has 1 to %d layers", MAX_LAYERS);
-    if (strcmp(activation, "tanh") && strcmp(activation, "relu"))
-        return PyErr_Format(PyExc_ValueError, "no activation %s", activation);
-    Network *self = (Network *)type->tp_alloc(type, 0);
-    if (!self)
-        return NULL;
-    self->activation = strcmp(activation, "tanh") ? RELU : TANH;
     long widest = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(layers); i++) {
-        if (open_layer(self, PyList_GET_ITEM(layers, i)) < 0) {
-            Py_DECREF(self);
-            return NULL;
-        }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(layers); i++) {
+        if (open_layer(self, PyTuple_GET_ITEM(layers, i)) < 0)
+            return -1;
         struct layer *layer = &self->layers[i];
         widest = layer->ld_out > widest ? layer->ld_out : widest;
         widest = layer->ld_in > widest ? layer->ld_in : widest;
     }
-    self->chunk[0] = allocate(CHUNK * widest), self->chunk[1] = allocate(CHUNK * widest);
+    self->chunk[0] = allocate(CHUNK, widest), self->chunk[1] = allocate(CHUNK, widest);
     if (!self->chunk[0] || !self->chunk[1]) {
-        Py_DECREF(self);
-        return PyErr_NoMemory();
+        PyErr_NoMemory();
+        return -1;
     }
-    return (PyObject *)self;
+    return 0;
 }
 
+static int find_activation(PyObject *name, enum activation *activation)
+{
+    int is_tanh = !PyUnicode_CompareWithASCIIString(name, "tanh");
+    if (!is_tanh && PyUnicode_CompareWithASCIIString(name, "relu")) {
+        PyErr_Format(PyExc_ValueError, "no activation %R, give 'tanh' or 'relu'", name);
+        return -1;
+    }
+    *activation = is_tanh ? TANH : RELU;
+    return 0;
+}
+
+static void pack(Network *self)
+{
+    for (int i = 0; i < self->n_layers; i++) {
+        struct layer *layer = &self->layers[i];
+        transpose(layer->weight.buf, layer->n_in, layer->n_out, layer->n_in, layer->transposed, layer->ld_out);
+        memcpy(layer->padded_bias, layer->bias.buf, layer->n_out * sizeof(float));
+        if (i > 0 && layer->ld_in != layer->n_in)
+            copy_rows(layer->weight.buf, layer->n_in, layer->rows, layer->ld_in, layer->n_out, layer->n_in);
+    }
+}
+
+static PyObject *network_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"layers", "activation", NULL};
+    PyObject *layers, *name;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!U:Network", keywords, &PyList_Type, &layers, &name))
+        return NULL;
+    if (PyList_GET_SIZE(layers) < 1 || PyList_GET_SIZE(layers) > MAX_LAYERS)
+        return PyErr_Format(PyExc_ValueError, "a network has 1 to %d layers, not %zd", MAX_LAYERS, PyList_GET_SIZE(layers));
+    Network *self = (Network *)type->tp_alloc(type, 0);
+    /* The list could change while its arrays are opened. */
+    if (self && !find_activation(name, &self->activation) && (layers = PyList_AsTuple(layers))) {
+        int failed = open_layers(self, layers);
+        Py_DECREF(layers);
+        if (!failed) {
+            pack(self);
+            return (PyObject *)self;
+        }
+    }
+    Py_XDECREF(self);
+    return NULL;
+}
+
+/* Also of a network whose construction has failed: what has not been opened is zero. */
 static void network_dealloc(Network *self)
 {
     for (int i = 0; i < self->n_layers; i++) {
@@ -307,11 +386,11 @@ static int reserve(Network *self, long n)
         return 0;
     self->capacity = self->n_kept = 0;
     free(self->input);
-    if (!(self->input = allocate(n * self->layers[0].ld_in)))
+    if (!(self->input = allocate(n, self->layers[0].ld_in)))
         return -1;
     for (int i = 0; i < self->n_layers; i++) {
         free(self->layers[i].output);
-        if (!(self->layers[i].output = allocate(n * self->layers[i].ld_out)))
+        if (!(self->layers[i].output = allocate(n, self->layers[i].ld_out)))
             return -1;
     }
     self->capacity = n;
@@ -321,13 +400,7 @@ static int reserve(Network *self, long n)
 PyDoc_STRVAR(pack_doc, "pack()\n\nLoad the values of the parameters, after they have changed.");
 static PyObject *network_pack(Network *self, PyObject *nothing)
 {
-    for (int i = 0; i < self->n_layers; i++) {
-        struct layer *layer = &self->layers[i];
-        transpose(layer->weight.buf, layer->n_in, layer->n_out, layer->n_in, layer->transposed, layer->ld_out);
-        memcpy(layer->padded_bias, layer->bias.buf, layer->n_out * sizeof(float));
-        if (i > 0 && layer->ld_in != layer->n_in)
-            copy_rows(layer->weight.buf, layer->n_in, layer->rows, layer->ld_in, layer->n_out, layer->n_in);
-    }
+    pack(self);
     Py_RETURN_NONE;
 }
 
@@ -336,19 +409,12 @@ static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_
 {
     struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
     Py_buffer x, out;
-    if (n_args != 2) {
-        PyErr_SetString(PyExc_TypeError, "forward takes x and out");
+    if (n_args != 2)
+        return PyErr_Format(PyExc_TypeError, "forward takes x and out, not %zd arguments", n_args);
+    if (get_floats(args[0], &x, 2, SHAPE(-1, first->n_in), 0, "x") < 0)
         return NULL;
-    }
-    if (get_floats(args[0], &x, -1, 0, "x") < 0)
-        return NULL;
-    long n = x.len / sizeof(float) / first->n_in;
-    if (n * first->n_in * (long)sizeof(float) != x.len) {
-        PyErr_Format(PyExc_ValueError, "x must have rows of %ld numbers", first->n_in);
-        PyBuffer_Release(&x);
-        return NULL;
-    }
-    if (get_floats(args[1], &out, n * last->n_out, 1, "out") < 0) {
+    long n = x.shape[0];
+    if (get_floats(args[1], &out, 2, SHAPE(n, last->n_out), 1, "out") < 0) {
         PyBuffer_Release(&x);
         return NULL;
     }
@@ -375,12 +441,20 @@ static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
+/* Get an array with a row for each one of the last `forward`: code that provides the array may call it, too. */
+static int get_rows(Network *self, PyObject *array, Py_buffer *view, long columns, int writable, const char *what)
+{
+    if (get_array(array, view, writable, what) < 0)
+        return -1;
+    return check_floats(view, 2, SHAPE(self->n_kept, columns), what);
+}
+
 PyDoc_STRVAR(latents_doc, "latents(out)\n\nWrite the inputs of the output layer in the last `forward`.");
 static PyObject *network_latents(Network *self, PyObject *array)
 {
     struct layer *last = &self->layers[self->n_layers - 1];
     Py_buffer out;
-    if (get_floats(array, &out, self->n_kept * last->n_in, 1, "out") < 0)
+    if (get_rows(self, array, &out, last->n_in, 1, "out") < 0)
         return NULL;
     const float *latents = self->n_layers > 1 ? last[-1].output : self->input;
     copy_rows(latents, last->ld_in, out.buf, last->n_in, self->n_kept, last->n_in);
@@ -394,13 +468,10 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
 {
     struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
     Py_buffer d_out;
-    int add;
-    if (n_args != 2 || (add = PyObject_IsTrue(args[1])) < 0) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "backward takes d_out and add");
-        return NULL;
-    }
-    if (get_floats(args[0], &d_out, self->n_kept * last->n_out, 0, "d_out") < 0)
+    if (n_args != 2)
+        return PyErr_Format(PyExc_TypeError, "backward takes d_out and add, not %zd arguments", n_args);
+    int add = PyObject_IsTrue(args[1]);
+    if (add < 0 || get_rows(self, args[0], &d_out, last->n_out, 0, "d_out") < 0)
         return NULL;
     for (struct layer *layer = first; layer <= last; layer++) {
         memset(layer->d_weight, 0, layer->ld_out * layer->ld_in * sizeof(float));
@@ -472,8 +543,8 @@ static PyType_Slot network_slots[] = {
     {Py_tp_doc, (void *)network_doc},
     {0, NULL},
 };
-static PyType_Spec network_spec = {"sb3_ppo_ext.engines.native._mlp.Network", sizeof(Network), 0, Py_TPFLAGS_DEFAULT,
-                                   network_slots};
+static PyType_Spec network_spec = {"sb3_ppo_ext.engines.native._mlp.Network", sizeof(Network), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, network_slots};
 
 /* ---- Adam ---- */
 
@@ -483,39 +554,44 @@ typedef struct {
     Py_buffer *views; /* parameter, gradient, first and second moment of each tensor */
 } Adam;
 
-static PyObject *adam_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static int open_tensor(Adam *self, PyObject *arrays)
 {
-    PyObject *tensors;
-    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &tensors))
-        return NULL;
-    Adam *self = (Adam *)type->tp_alloc(type, 0);
-    if (!self)
-        return NULL;
-    Py_ssize_t n = PyList_GET_SIZE(tensors);
-    if (!(self->views = PyMem_Calloc(4 * n + 1, sizeof(Py_buffer)))) {
-        Py_DECREF(self);
-        return PyErr_NoMemory();
+    static const char *what[] = {"a parameter", "a gradient", "a first moment", "a second moment"};
+    Py_buffer *view = &self->views[4 * self->n_tensors++];
+    if (!PyTuple_Check(arrays) || PyTuple_GET_SIZE(arrays) != 4) {
+        PyErr_SetString(PyExc_TypeError,
+                        "a tensor must be a tuple of four arrays: parameter, gradient, first and second moment");
+        return -1;
     }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *four[4];
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(tensors, i), "OOOO", &four[0], &four[1], &four[2], &four[3]))
-            goto failed;
-        for (int j = 0; j < 4; j++) {
-            long size = j ? self->views[4 * i].len / (long)sizeof(float) : -1;
-            if (get_floats(four[j], &self->views[4 * i + j], size, j != 1, "a tensor") < 0) {
-                while (j--)
-                    PyBuffer_Release(&self->views[4 * i + j]);
-                goto failed;
-            }
-        }
-        self->n_tensors++;
-    }
-    return (PyObject *)self;
-failed:
-    Py_DECREF(self);
-    return NULL;
+    for (int i = 0; i < 4; i++)
+        if (get_floats(PyTuple_GET_ITEM(arrays, i), &view[i], i ? view->ndim : -1, view->shape, i != 1, what[i]) < 0)
+            return -1;
+    return 0;
 }
 
+static PyObject *adam_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"tensors", NULL};
+    PyObject *tensors;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:Adam", keywords, &PyList_Type, &tensors))
+        return NULL;
+    /* The list could change while its arrays are opened. */
+    if (!(tensors = PyList_AsTuple(tensors)))
+        return NULL;
+    Py_ssize_t n = PyTuple_GET_SIZE(tensors);
+    Adam *self = (Adam *)type->tp_alloc(type, 0);
+    if (self && !(self->views = PyMem_Calloc(4 * n + 1, sizeof(Py_buffer)))) {
+        PyErr_NoMemory();
+        Py_CLEAR(self);
+    }
+    for (Py_ssize_t i = 0; self && i < n; i++)
+        if (open_tensor(self, PyTuple_GET_ITEM(tensors, i)) < 0)
+            Py_CLEAR(self);
+    Py_DECREF(tensors);
+    return (PyObject *)self;
+}
+
+/* Also of an Adam whose construction has failed: what has not been opened is zero. */
 static void adam_dealloc(Adam *self)
 {
     for (Py_ssize_t i = 0; i < 4 * self->n_tensors; i++)
@@ -541,8 +617,12 @@ PyDoc_STRVAR(
 static PyObject *adam_step(Adam *self, PyObject *args)
 {
     double n, scale, lr, beta1, beta2, eps, weight_decay;
-    if (!PyArg_ParseTuple(args, "ddddddd", &n, &scale, &lr, &beta1, &beta2, &eps, &weight_decay))
+    if (!PyArg_ParseTuple(args, "ddddddd:step", &n, &scale, &lr, &beta1, &beta2, &eps, &weight_decay))
         return NULL;
+    if (!(n >= 1 && beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1 && isfinite(n + scale + lr + eps + weight_decay))) {
+        PyErr_SetString(PyExc_ValueError, "step takes n from 1, betas in [0, 1), and no NaN or infinity");
+        return NULL;
+    }
     struct adam_step step = {
         .scale = (float)scale,
         .weight_decay = (float)weight_decay,
@@ -575,47 +655,60 @@ static PyType_Slot adam_slots[] = {
     {Py_tp_doc, (void *)adam_doc},
     {0, NULL},
 };
-static PyType_Spec adam_spec = {"sb3_ppo_ext.engines.native._mlp.Adam", sizeof(Adam), 0, Py_TPFLAGS_DEFAULT, adam_slots};
+static PyType_Spec adam_spec = {"sb3_ppo_ext.engines.native._mlp.Adam", sizeof(Adam), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, adam_slots};
 
 /* ---- Generalised advantage estimation ---- */
+
+static void estimate(const Py_buffer *views, long n, long n_envs, float discount, float decay)
+{
+    const float *rewards = views[0].buf, *values = views[1].buf, *starts = views[2].buf;
+    const float *last_values = views[3].buf, *dones = views[4].buf;
+    float *advantages = views[5].buf;
+    for (long i = n - n_envs; n_envs > 0 && i >= 0; i -= n_envs)
+        for (long j = 0; j < n_envs; j++) {
+            int last = i + n_envs >= n;
+            float goes_on = 1.0f - (last ? dones[j] : starts[i + n_envs + j]);
+            float next = last ? last_values[j] : values[i + n_envs + j];
+            float delta = rewards[i + j] + discount * next * goes_on - values[i + j];
+            advantages[i + j] = delta + decay * goes_on * (last ? 0.0f : advantages[i + n_envs + j]);
+        }
+}
 
 PyDoc_STRVAR(gae_doc,
              "gae(rewards, values, episode_starts, last_values, dones, gamma, gae_lambda, advantages)\n\n"
              "Write the advantages of a rollout. Arrays of the rollout have shape (n_steps, n_envs), others (n_envs,).");
 static PyObject *gae(PyObject *module, PyObject *args)
 {
+    static const char *names[] = {"rewards", "values", "episode_starts", "last_values", "dones", "advantages"};
     PyObject *arrays[6];
-    Py_buffer views[6];
+    Py_buffer views[6] = {{0}};
     double gamma, gae_lambda;
-    if (!PyArg_ParseTuple(args, "OOOOOddO", &arrays[0], &arrays[1], &arrays[2], &arrays[3], &arrays[4], &gamma, &gae_lambda,
-                          &arrays[5]))
+    if (!PyArg_ParseTuple(args, "OOOOOddO:gae", &arrays[0], &arrays[1], &arrays[2], &arrays[3], &arrays[4], &gamma,
+                          &gae_lambda, &arrays[5]))
         return NULL;
-    /* Sizes are checked against those of the last values, n_envs, and of the rewards, n_steps * n_envs. */
-    static const int order[] = {3, 4, 0, 1, 2, 5};
-    long n_envs = 0, n = 0;
-    for (int i = 0; i < 6; i++) {
-        int which = order[i];
-        long size = i == 0 || i == 2 ? -1 : i == 1 ? n_envs : n;
-        if (get_floats(arrays[which], &views[which], size, which == 5, "an array") < 0) {
-            while (i--)
-                PyBuffer_Release(&views[order[i]]);
-            return NULL;
-        }
-        *(i == 0 ? &n_envs : i == 2 ? &n : &size) = views[which].len / sizeof(float);
+    if (!isfinite(gamma + gae_lambda)) {
+        PyErr_SetString(PyExc_ValueError, "gamma and gae_lambda must be finite");
+        return NULL;
     }
-    const float *rewards = views[0].buf, *values = views[1].buf, *starts = views[2].buf;
-    float *advantages = views[5].buf, discount = (float)gamma, decay = (float)(gamma * gae_lambda);
-    for (long i = n - n_envs; n_envs > 0 && i >= 0; i -= n_envs)
-        for (long j = 0; j < n_envs; j++) {
-            int last = i + n_envs >= n;
-            float goes_on = 1.0f - (last ? ((float *)views[4].buf)[j] : starts[i + n_envs + j]);
-            float next = last ? ((float *)views[3].buf)[j] : values[i + n_envs + j];
-            float delta = rewards[i + j] + discount * next * goes_on - values[i + j];
-            advantages[i + j] = delta + decay * goes_on * (last ? 0.0f : advantages[i + n_envs + j]);
-        }
+    /* The last values have the shape (n_envs,), the rewards (n_steps, n_envs); the others are checked against these. */
+    static const int order[] = {3, 4, 0, 1, 2, 5};
+    long n_envs = -1, n_steps = -1;
+    int failed = 0;
+    for (int i = 0; i < 6 && !failed; i++) {
+        int which = order[i];
+        failed = get_floats(arrays[which], &views[which], i < 2 ? 1 : 2, i < 2 ? SHAPE(n_envs) : SHAPE(n_steps, n_envs),
+                            which == 5, names[which]);
+        if (!failed && i == 0)
+            n_envs = views[which].shape[0];
+        if (!failed && i == 2)
+            n_steps = views[which].shape[0];
+    }
+    if (!failed)
+        estimate(views, n_steps * n_envs, n_envs, (float)gamma, (float)(gamma * gae_lambda));
     for (int i = 0; i < 6; i++)
         PyBuffer_Release(&views[i]);
-    Py_RETURN_NONE;
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
 /* ---- Module ---- */
@@ -623,15 +716,14 @@ static PyObject *gae(PyObject *module, PyObject *args)
 PyDoc_STRVAR(use_doc, "use(name)\n\nUse an instruction set, one of `available()`; for tests. The fastest one is the default.");
 static PyObject *use(PyObject *module, PyObject *name)
 {
-    const char *wanted = PyUnicode_AsUTF8(name);
-    if (!wanted)
-        return NULL;
+    if (!PyUnicode_Check(name))
+        return PyErr_Format(PyExc_TypeError, "use takes the name of an instruction set, not %.200s", Py_TYPE(name)->tp_name);
     for (size_t i = 0; i < sizeof(instruction_sets) / sizeof(*instruction_sets); i++)
-        if (!strcmp(instruction_sets[i].name, wanted) && is_supported(wanted)) {
+        if (!PyUnicode_CompareWithASCIIString(name, instruction_sets[i].name) && is_supported(instruction_sets[i].name)) {
             kernels = instruction_sets[i].kernels;
             Py_RETURN_NONE;
         }
-    return PyErr_Format(PyExc_ValueError, "no instruction set %s here", wanted);
+    return PyErr_Format(PyExc_ValueError, "no instruction set %R here", name);
 }
 
 PyDoc_STRVAR(available_doc, "available() -> list[str]\n\nThe instruction sets of this processor, the fastest one first.");
