@@ -32,7 +32,7 @@ CONFIGURATIONS = {
     "V-trace with segments": dict(vtrace=True, priority_alpha=0.6, priority_segment=8),
     "linear schedules": dict(learning_rate="lin_1e-3", clip_range="lin_0.2", ent_coef="lin_0.01", lr_warmup=0),
     "one environment, not normalized": dict(n_envs=1, normalize=False, env_id="CartPole-v1"),
-    "many environments": dict(n_envs=5, n_steps=16),
+    "many environments": dict(n_envs=4, n_steps=16),
     "MuJoCo": dict(env_id="HalfCheetah-v5", backend="eager"),
 }
 # MuJoCo starts a process when it is imported.
@@ -53,10 +53,11 @@ def test_equal_to_the_bit(name, tmp_path):
     assert plain["iterations"].tolist() == list(range(1, TOTAL // size + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_compiled_engine(tmp_path):
     """The same on the engine that compiles."""
-    resumed = everything(tmp_path / "b", *interrupted_script(tmp_path / "b", times=(400,), backend="compile"))
+    resumed = everything(tmp_path / "b", *interrupted_script(tmp_path / "b", times=(200,), backend="compile"))
     assert different(everything(tmp_path / "a", *script(tmp_path / "a", backend="compile")), resumed) == []
 
 
