@@ -93,8 +93,17 @@ def check_outputs(policy: th.nn.Module, outputs: np.ndarray, step: int, num_time
     :param num_timesteps: Number of timesteps trained so far
     :raises NonFinitePolicyError: if the outputs contain NaN or infinity
     """
-    if _is_surely_finite(outputs) or np.isfinite(outputs).all():
-        return
+    if not _is_surely_finite(outputs) and not np.isfinite(outputs).all():
+        refuse_outputs(policy, step, num_timesteps)
+
+
+def refuse_outputs(policy: th.nn.Module, step: int, num_timesteps: int) -> NoReturn:
+    """
+    :param policy: Policy whose outputs are not finite
+    :param step: Step of the rollout
+    :param num_timesteps: Number of timesteps trained so far
+    :raises NonFinitePolicyError: always
+    """
     bad = [name for name, parameter in policy.named_parameters() if not th.isfinite(parameter).all()]
     where = f"parameters that are not finite: {', '.join(bad)}" if bad else "its parameters are finite, but too large"
     raise NonFinitePolicyError(

@@ -290,7 +290,7 @@ def test_failed_change():
     """If a change fails, the others act when it has been taken back."""
     model = make(dict(gamma=0.9)).learn(16)
     model.learning_rate, model.n_steps = 1e-3, 10**14
-    with pytest.raises(ValueError, match="`n_steps=100000000000000`.*not fit into memory"):
+    with pytest.raises(ValueError, match=r"`n_steps=100000000000000`.*not fit into memory"):
         model.learn(16)
     model.learning_rate, model.n_steps = 2e-3, 8
     assert rate_of(model.learn(16)) == 2e-3

@@ -210,7 +210,7 @@ def drawn(seed):
         model[name] = rng.choice(OTHERS[name])
     algorithm = "OwnModel" if rng.random() < 0.05 else "PPOExt"
     steps = _steps(rng, mode, env)
-    wild = mode == "extreme" or bool({"rewards", "nan_at"} & env.keys()) or "1e300" in env["observation_space"]
+    wild = mode == "extreme" or bool({"rewards", "nan_at"} & env.keys()) or "1e30" in env["observation_space"]
     return Program(seed, env, model, keywords, steps, algorithm, wild)
 
 
