@@ -59,8 +59,10 @@ SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 
 class PPOExt(TrainingLoop, ModelSetup):
     """
-    Proximal Policy Optimization (PPO) as in Stable-Baselines3, with more options and faster engines. With the default
-    options and ``backend="eager"``, results on the CPU are equal to those of ``stable_baselines3.PPO``, bit for bit.
+    Proximal Policy Optimization (PPO) as in Stable-Baselines3, with more options and faster engines. With
+    ``backend="eager"`` and otherwise default options, results on the CPU are equal to those of ``stable_baselines3.PPO``, bit
+    for bit. The other engines, one of which is the default where it supports the policy, compute the same algorithm, but round
+    differently, and ``"native"`` may draw other random numbers: the same seed gives another training than with SB3.
 
     Paper: https://arxiv.org/abs/1707.06347
 
@@ -166,10 +168,11 @@ class PPOExt(TrainingLoop, ModelSetup):
         ``batch_size``, in less memory. At least 1
     :param bad_gradients: Reaction to a loss or gradient that is not finite: ``"raise"`` a ``ValueError``, or ``"skip"``
         the step of the optimiser
-    :param backend: Engine that computes rollouts and updates: ``"eager"`` is PyTorch, equal to SB3's PPO to the bit;
-        ``"fused"`` replaces Adam and the clipping of gradients by C; ``"native"`` computes MLP policies on the CPU in C;
-        ``"compile"`` uses ``torch.compile``; ``"auto"`` is the first of native, fused and eager that supports the policy
-        and the options. ``docs/options.md`` says what each engine supports, and how equal the results are
+    :param backend: Engine that computes rollouts and updates: ``"eager"`` is PyTorch, on the CPU equal to SB3's PPO to the
+        bit; ``"fused"`` replaces Adam and the clipping of gradients by C; ``"native"`` computes MLP policies on the CPU in C,
+        and may draw other random numbers; ``"compile"`` uses ``torch.compile``; ``"auto"`` is the first of native, fused and
+        eager that supports the policy and the options. ``docs/options.md`` says what each engine supports, and how equal the
+        results are
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
     """
 

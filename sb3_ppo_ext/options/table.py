@@ -491,9 +491,10 @@ class PPOExtOptions:
     )
     backend: Backend = option(
         "auto",
-        'Engine that computes rollouts and updates: `"eager"` is PyTorch, equal to SB3\'s PPO to the bit; `"fused"` replaces '
-        'Adam and the clipping of gradients by C; `"native"` computes MLP policies on the CPU in C; `"compile"` uses '
-        '`torch.compile`; `"auto"` is the first of native, fused and eager that supports the policy and the options',
+        'Engine that computes rollouts and updates: `"eager"` is PyTorch, on the CPU equal to SB3\'s PPO to the bit; '
+        '`"fused"` replaces Adam and the clipping of gradients by C; `"native"` computes MLP policies on the CPU in C, and '
+        'may draw other random numbers; `"compile"` uses `torch.compile`; `"auto"` is the first of native, fused and eager '
+        "that supports the policy and the options",
         group=ENGINE,
         change=Change(steps=("_check_backend",)),
     )
