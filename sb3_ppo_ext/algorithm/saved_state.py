@@ -222,7 +222,8 @@ def _action_dist_and_policy_kwargs(
 def _check_attributes(algorithm: type[SavedState], attributes: dict[str, Any], trusted: Iterable[str]) -> None:
     """Refuse counters that are no numbers, and attributes that would hide methods, unless they are trusted."""
     for name in attributes.keys() & set(COUNTERS):
-        check_number(name, attributes[name], 0, integer=True)
+        # SB3 trains for `1e5` steps, too.
+        check_number(name, attributes[name], 0, integer=name != "_total_timesteps")
     for name in attributes.keys() - set(trusted):
         if callable(getattr(algorithm, name, None)):
             refuse(name, attributes[name], "it would hide a method")

@@ -26,6 +26,7 @@ from sb3_ppo_ext.checkpoints.generators import generator_states, set_generator_s
 from sb3_ppo_ext.checkpoints.log_files import LogFiles
 from sb3_ppo_ext.checkpoints.object_state import Changes, ObjectState, all_attributes, stateful_objects
 from sb3_ppo_ext.common.atomic_files import written_atomically
+from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.rollout.user_code import is_user_class
 
@@ -56,6 +57,7 @@ class TrainingState(NamedTuple):
     :param iteration: Number of rollouts of the call of ``learn``
     :param seconds: Time that this call has taken
     :param counters: Attributes of the model
+    :param strides: Memory layout of the last observations, which pickle does not keep: it decides how convolutions round
     :param generators: States of the global random number generators
     :param environment: State of the environments
     :param callbacks: State of the callbacks, of the environments that they hold, and of a rollout buffer of the user's class
@@ -67,6 +69,7 @@ class TrainingState(NamedTuple):
     iteration: int
     seconds: float
     counters: dict[str, Any]
+    strides: Any
     generators: dict[str, Any]
     environment: bytes
     callbacks: bytes
@@ -91,6 +94,7 @@ class TrainingState(NamedTuple):
             iteration,
             (time.time_ns() - model.start_time) / 1e9,
             {name: getattr(model, name) for name in COUNTERS},
+            map_observations(lambda part: part.strides, model._last_obs),
             generators,
             ObjectState(targets, model).read(all_attributes if why_reset is None else essentials),
             ObjectState(further_objects(model, callback), model).read(changes.select),
@@ -129,6 +133,7 @@ class TrainingState(NamedTuple):
         """
         total_timesteps = model._total_timesteps
         vars(model).update(self.counters)
+        model._last_obs = map_observations(_with_strides, model._last_obs, self.strides)
         model._total_timesteps = total_timesteps
         model.start_time = time.time_ns() - int(self.seconds * 1e9)
         targets = stateful_objects(model.env)
@@ -156,6 +161,16 @@ class TrainingState(NamedTuple):
         model._last_episode_starts = np.ones(model.n_envs, dtype=bool)
         if model.get_vec_normalize_env() is not None:
             model._last_original_obs = model.get_vec_normalize_env().get_original_obs()
+
+
+def _with_strides(array: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
+    """The array in another layout of the same memory; the array itself if the layout has gaps."""
+    span = array.itemsize + sum((size - 1) * stride for size, stride in zip(array.shape, strides, strict=True))
+    if span != array.nbytes or min(strides) < 0:
+        return array
+    copy = np.lib.stride_tricks.as_strided(np.empty(array.size, array.dtype), array.shape, strides)
+    copy[...] = array
+    return copy
 
 
 def further_objects(model: Any, callback: BaseCallback) -> list[Any]:

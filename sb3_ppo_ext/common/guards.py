@@ -3,6 +3,7 @@ Guards against NaN and infinity in environment data, policy outputs and gradient
 and the model is left unchanged.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -40,11 +41,12 @@ def refuse_gradient(policy: th.nn.Module, terms: dict[str, float], epoch: int, n
     :raises NonFiniteGradientError: always
     """
     bad = [name for name, p in policy.named_parameters() if p.grad is not None and not th.isfinite(p.grad).all()]
+    of_norm = "none, but their norm overflows" if all(math.isfinite(value) for value in terms.values()) else "none"
     policy.zero_grad()
     raise NonFiniteGradientError(
         f"The loss or its gradient is not finite in epoch {epoch} of the update after {num_timesteps} timesteps. "
         f"Terms: {', '.join(f'{name} {value:.3g}' for name, value in terms.items())}. "
-        f"Gradients that are not finite: {', '.join(bad) or 'none'}. This step was not made. "
+        f"Gradients that are not finite: {', '.join(bad) or of_norm}. This step was not made. "
         "Lower the learning rate or the scale of the rewards (`VecNormalize`), "
         'or give `bad_gradients="skip"` to leave such minibatches out.'
     )

@@ -38,6 +38,12 @@ def test_paths(name, as_type, tmp_path, monkeypatch):
     assert warned[PPOExt] == warned[PPO]
 
 
+def test_number_of_steps_that_is_a_float(tmp_path):
+    """A model that was trained for 1e5 steps, as users write it, is loaded."""
+    make().learn(32.0).save(tmp_path / "model")
+    assert PPOExt.load(tmp_path / "model")._total_timesteps == 32
+
+
 def test_open_file(tmp_path):
     """An open file is written from its position on, stays open, and is refused as SB3 refuses it."""
     model = make()

@@ -10,7 +10,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
-from support.toys import make_toys
+from support.toys import IMAGE, make_toys
 
 from sb3_ppo_ext import PPOExt, TrainingCheckpoint
 from sb3_ppo_ext.rollout.user_code import runs_user_code
@@ -32,7 +32,7 @@ CONFIGURATIONS = {
     "V-trace with segments": dict(vtrace=True, priority_alpha=0.6, priority_segment=8),
     "linear schedules": dict(learning_rate="lin_1e-3", clip_range="lin_0.2", ent_coef="lin_0.01", lr_warmup=0),
     "one environment, not normalized": dict(n_envs=1, normalize=False, env_id="CartPole-v1"),
-    "many environments": dict(n_envs=5, n_steps=16),
+    "many environments": dict(n_envs=4, n_steps=16),
     "MuJoCo": dict(env_id="HalfCheetah-v5", backend="eager"),
 }
 # MuJoCo starts a process when it is imported.
@@ -53,10 +53,11 @@ def test_equal_to_the_bit(name, tmp_path):
     assert plain["iterations"].tolist() == list(range(1, TOTAL // size + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_compiled_engine(tmp_path):
     """The same on the engine that compiles."""
-    resumed = everything(tmp_path / "b", *interrupted_script(tmp_path / "b", times=(400,), backend="compile"))
+    resumed = everything(tmp_path / "b", *interrupted_script(tmp_path / "b", times=(200,), backend="compile"))
     assert different(everything(tmp_path / "a", *script(tmp_path / "a", backend="compile")), resumed) == []
 
 
@@ -68,6 +69,31 @@ def checkpoints_of(model, folder, timesteps=256, **kwargs):
     """Paths of the checkpoints of a training, the newest last."""
     model.learn(timesteps, callback=TrainingCheckpoint(**{"save_freq": 32, "save_path": folder, "keep": None, **kwargs}))
     return sorted(folder.glob("*.zip"), key=lambda path: int(path.stem.split("_")[1]))
+
+
+class Layouts(BaseCallback):
+    """Keeps the memory layout of the observations that rollouts begin with."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def _on_rollout_start(self):
+        self.seen.append(self.model._last_obs.strides)
+
+    def _on_step(self):
+        return True
+
+
+def test_layout_of_images(tmp_path):
+    """Observations go on in their memory layout, since convolutions round differently in another one."""
+    options = dict(policy_kwargs=dict(features_extractor_kwargs=dict(features_dim=8)), n_steps=8, batch_size=16, device="cpu")
+    model, layouts = PPOExt("CnnPolicy", make_toys(observation_space=IMAGE), **options), Layouts()
+    model.learn(32, callback=[TrainingCheckpoint(8, tmp_path), layouts])
+    resumed = PPOExt.resume(tmp_path / "training_16_steps.zip", make_toys(observation_space=IMAGE), device="cpu")
+    layouts_of_resumed = Layouts()
+    resumed.learn(32, callback=layouts_of_resumed)
+    assert layouts_of_resumed.seen == layouts.seen  # The first is restored.
 
 
 def test_from_any_checkpoint(tmp_path):

@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext import FastDummyVecEnv, PPOExt, TrainingCheckpoint
 
-TOTAL = 640
+TOTAL = 384
 OPTIONS = dict(n_steps=32, batch_size=32, n_epochs=2, seed=3, device="cpu")
 
 
@@ -63,7 +63,7 @@ def script(folder, interrupt_at=None, env_id="Pendulum-v1", n_envs=2, normalize=
     return model, callbacks
 
 
-def interrupted_script(folder, times=(300, 500), **kwargs):
+def interrupted_script(folder, times=(170, 290), **kwargs):
     """The same at the end of a script that was interrupted and run again."""
     for time in times:
         try:

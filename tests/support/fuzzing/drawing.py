@@ -142,6 +142,8 @@ OTHERS = {
 DRAWN = sorted(set(ALL_OPTIONS) - {"policy_kwargs"})
 # What SB3's users change between two calls of `learn`
 CHANGED = (*DRAWN, "sde_sample_freq")
+# Arguments of ``load`` that nothing is refused for
+HARMLESS = (", custom_objects={'learning_rate': 1e-3, 'clip_range': lambda _: 0.1}", ", force_reset=False")
 
 
 @dataclass(frozen=True)
@@ -177,14 +179,17 @@ class Program:
 
     def lines(self):
         """All statements."""
-        env = ", ".join(f"{name}={value}" for name, value in self.env.items())
-        arguments = {"policy_kwargs": policy_keywords.source(self.policy_kwargs), **self.model}
-        model = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        return (Step(f"env = make_env({env})"), Step(f"model = {self.algorithm}({model})", may_refuse=True), *self.steps)
+        model = _arguments({"policy_kwargs": policy_keywords.source(self.policy_kwargs), **self.model})
+        env = Step(f"env = make_env({_arguments(self.env)})")
+        return (env, Step(f"model = {self.algorithm}({model})", may_refuse=True), *self.steps)
 
     def source(self):
         """The program as a file."""
         return "\n".join([PREAMBLE, *(step.text for step in self.lines())])
+
+
+def _arguments(given):
+    return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
 def drawn(seed):
@@ -204,7 +209,7 @@ def drawn(seed):
         model[name] = rng.choice(OTHERS[name])
     algorithm = "OwnModel" if rng.random() < 0.05 else "PPOExt"
     steps = _steps(rng, mode, env)
-    wild = mode == "extreme" or bool({"rewards", "nan_at"} & env.keys())
+    wild = mode == "extreme" or bool({"rewards", "nan_at"} & env.keys()) or "1e300" in env["observation_space"]
     return Program(seed, env, model, keywords, steps, algorithm, wild)
 
 
@@ -304,20 +309,22 @@ def _steps(rng, mode, env):
     callback = rng.choice(["", "", "", "", ", callback=ReadAll()", ", callback=ReadAll(stop_at=5)", ", progress_bar=False"])
     steps = [Step(f"learn(model, {rng.choice([1, 16, 20, 32, 33, 20.0])}{callback})"), Step("act(model)")]
     changes = [_change(rng, mode, env) for _ in range(rng.choice([0, 0, 1, 1, 2]))]
-    steps += [step for change in changes for step in change]
-    may_refuse = any(step.may_refuse for step in steps)
+    for step in (step for change in changes for step in change):
+        # What has been changed counts from then on.
+        steps.append(Step(step.text, step.may_refuse or steps[-1].may_refuse))
     options = _load_options(rng, mode, env)
-    may_refuse = may_refuse or bool(options)
+    may_refuse = steps[-1].may_refuse or options not in ("", *HARMLESS)
     texts = ("learn(model, 16, reset_num_timesteps=False)", "act(model)", "act(model, deterministic=False)")
     steps += [Step(text, may_refuse) for text in (f"model = reloaded(model, env{options})", *texts)]
+    if rng.random() < 0.2:
+        steps.append(Step(f"resumed(model, make_env({_arguments(env)}))", may_refuse))
     return tuple(steps)
 
 
 def _load_options(rng, mode, env):
     if rng.random() < 0.7:
         # Environments that are wrapped anew must be reset.
-        force = "" if env["kind"] == "'gym'" else ", force_reset=False"
-        return rng.choice(["", "", ", custom_objects={'learning_rate': 1e-3, 'clip_range': lambda _: 0.1}", force])
+        return rng.choice(["", "", *HARMLESS[: 1 if env["kind"] == "'gym'" else 2]])
     name = rng.choice(DRAWN)
     return f", {name}={_value(rng, mode, name)}"
 
@@ -335,14 +342,13 @@ def _change(rng, mode, env):
     if rng.random() < 0.3:
         name = rng.choice(CHANGED)
         return Step(f"model.{name} = {_value(rng, mode, name)}", may_refuse=True), replace(go_on, may_refuse=True)
-    new = ", ".join(f"{name}={value}" for name, value in env.items())
     texts = [
         "model.set_parameters(model.get_parameters())",
         "model.set_parameters(Zip(model).open())",
         "model = copied(model)",
         "model = pickled(model)",
         "model = policy_reloaded(model)",
-        f"model.set_env(make_env({new}))",
+        f"model.set_env(make_env({_arguments(env)}))",
         "model.set_random_seed(3)",
     ]
     return Step(rng.choice(texts)), go_on

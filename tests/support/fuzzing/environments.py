@@ -51,8 +51,7 @@ class FuzzedEnv(gym.Env):
         self, observation_space, action_space, length=5, p_end=0.1, rewards="plain", infos="none", nan_at=None, seed=0
     ):
         self.observation_space, self.action_space = observation_space, action_space
-        self.length, self.p_end, self.nan_at = length, p_end, nan_at
-        self.reward, self.info = REWARDS[rewards], INFOS[infos]
+        self.length, self.p_end, self.nan_at, self.rewards, self.infos = length, p_end, nan_at, rewards, infos
         super().reset(seed=seed)
         observation_space.seed(seed)
 
@@ -65,7 +64,8 @@ class FuzzedEnv(gym.Env):
         assert contains(self.action_space, action), f"{action!r} is not in {self.action_space}"
         self.t += 1
         terminated = bool(self.np_random.random() < self.p_end)
-        return self._observe(), self.reward(self.t), terminated, self.t >= self.length, self.info(self.t)
+        reward, info = REWARDS[self.rewards](self.t), INFOS[self.infos](self.t)
+        return self._observe(), reward, terminated, self.t >= self.length, info
 
     def _observe(self):
         observation = self.observation_space.sample()

@@ -4,7 +4,20 @@ import numpy as np
 
 from sb3_ppo_ext.options import ALL_OPTIONS, values
 
-NOT_A_NUMBER = ("'x'", "'lin_x'", "'3e-4'", "b'x'", "[]", "{}", "(1, 2)", "object()", "None", "1j", "True", "np.array([0.1])")
+NOT_A_NUMBER = (
+    "'x'",
+    "'lin_x'",
+    "'3e-4'",
+    "b'x'",
+    "[]",
+    "{}",
+    "(0.01, 0.1)",
+    "object()",
+    "None",
+    "1j",
+    "True",
+    "np.array([0.1])",
+)
 NOT_A_NUMBER += ("np.array(0.5)", "th.tensor(0.5)", "Decimal('0.5')", "Fraction(1, 2)", "int", "nn.Tanh()", "{'pi': 1}", "''")
 EXTREME = (
     "0",
@@ -85,7 +98,7 @@ def legal(rng, name):
     if isinstance(accepted, values.Flag):
         return rng.choice(["True", "False", "np.bool_(True)"])
     if isinstance(accepted, values.Bounds):
-        return rng.choice(["(1e-5, 1e-2)", "[1e-4, 1e-3]", "(1e-3, 1e-3)", "(np.float64(1e-5), 1)", "(1, 2)"])
+        return rng.choice(["(1e-5, 1e-2)", "[1e-4, 1e-3]", "(1e-3, 1e-3)", "(np.float64(1e-5), 1)", "(0.01, 0.1)"])
     if isinstance(accepted, values.Schedule) and rng.random() < 0.3:
         return rng.choice(SCHEDULES)
     text = rng.choice([text for text in SMALL.get(name, ORDINARY) if text == "None" or is_accepted(accepted, text)])

@@ -5,9 +5,12 @@
 import copy
 import io
 import math
+import warnings
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import cloudpickle
 import numpy as np
@@ -33,12 +36,13 @@ from sb3_ppo_ext import (
     MultiInputPolicy,
     MultiInputTransformerPolicy,
     PPOExt,
+    TrainingCheckpoint,
     TransformerExtractor,
 )
 
 __all__ = [name for name in dir() if not name.startswith("_")]
 __all__ += ["OwnBuffer", "OwnModel", "OwnPolicy", "ReadAll"]
-__all__ += ["act", "copied", "finite", "learn", "pickled", "policy_reloaded", "reloaded"]
+__all__ += ["act", "copied", "finite", "learn", "pickled", "policy_reloaded", "reloaded", "resumed"]
 
 # NaN where all returns are the same, as in SB3
 MAYBE_NAN = "train/explained_variance"
@@ -89,8 +93,8 @@ def learn(model, total_timesteps, **kwargs):
 
 
 def _may_be_logged(model, name, value):
-    if not isinstance(value, float | np.floating) or math.isfinite(value):
-        return True
+    if not isinstance(value, float | np.floating) or math.isfinite(value) or name.startswith("train/clip_range"):
+        return True  # An infinite range is a legal one.
     # There is nothing to measure where all steps were skipped.
     return math.isnan(value) and (name == MAYBE_NAN or model.n_skipped_updates > 0)
 
@@ -160,6 +164,24 @@ def copied(model, copy_of=copy.deepcopy):
 def pickled(model):
     """The model after pickling and unpickling."""
     return copied(model, lambda one: cloudpickle.loads(cloudpickle.dumps(one)))
+
+
+def resumed(model, env):
+    """
+    The model after a training that was interrupted, which must be equal to the bit to one that was not.
+
+    :param env: New environments for the interrupted training
+    """
+    total = 3 * model.n_steps * model.n_envs
+    with TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        learn(model, total, callback=TrainingCheckpoint(1, folder, keep=None))
+        first = min(Path(folder).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        other = type(model).resume(first, env, device="cpu")
+        learn(other, total, callback=TrainingCheckpoint(1, f"{folder}/other"))
+    if any("will start with a reset" in str(each.message) for each in caught):
+        return other
+    return _same_actions(model, _same_parameters(model, other, "the resumed model"), "the resumed model")
 
 
 def policy_reloaded(model):
