@@ -5,7 +5,7 @@ CSRC := $(wildcard sb3_ppo_ext/engines/native/csrc/*.[ch])
 # Two test processes on two cores: more threads in each would only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadgroup
 
-.PHONY: demo test test-fast test-slow sanitize lint format clean
+.PHONY: demo test test-fast test-slow fuzz fuzz-zips sanitize lint format clean
 
 demo: $(VENV)/.zoo
 	$(BIN)/python scripts/demo.py
@@ -18,6 +18,15 @@ test-fast: $(VENV)/.tests
 
 test-slow: $(VENV)/.tests
 	$(PYTEST) -m slow
+
+# Random programs, and damaged zips: make fuzz N=10000 SEED=0 JOBS=2
+FUZZ := PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.fuzzing --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)
+
+fuzz: $(VENV)/.tests
+	$(FUZZ) -n $(or $(N),1000)
+
+fuzz-zips: $(VENV)/.tests
+	$(FUZZ) -n $(or $(N),1000) --zips
 
 sanitize: $(VENV)/.tests
 	scripts/sanitize.sh $(BIN)

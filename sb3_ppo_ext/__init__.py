@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, LinearToZero
 from sb3_ppo_ext.memory.policies import CnnTransformerPolicy, MlpTransformerPolicy, MultiInputTransformerPolicy
 from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy, TransformerExtractor
@@ -26,6 +27,7 @@ __all__ = [
     "MultiInputPolicy",
     "MultiInputTransformerPolicy",
     "PPOExt",
+    "TrainingCheckpoint",
     "TransformerExtractor",
     "VectorEnvAdapter",
     "__version__",

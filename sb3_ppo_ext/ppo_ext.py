@@ -1,5 +1,6 @@
 """PPOExt: constructor, order of the setup, and ``learn``."""
 
+import warnings
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch as th
@@ -14,28 +15,33 @@ from stable_baselines3.common.policies import (
     BasePolicy,
     MultiInputActorCriticPolicy,
 )
-from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
+from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.algorithm.model_setup import ModelSetup
-from sb3_ppo_ext.algorithm.saved_state import SavedState, option_names
+from sb3_ppo_ext.algorithm.saved_state import option_names
+from sb3_ppo_ext.algorithm.training_loop import TrainingLoop
 from sb3_ppo_ext.common.schedules import ScheduleLike
 from sb3_ppo_ext.common.validation import (
     SUPPORTED_SPACES,
     assertions_as_value_errors,
     check_action_space,
-    check_device,
+    check_environment,
     check_known_options,
     check_observation_space,
+    described,
+    memory_errors_as_value_errors,
     refuse,
+    unknown_environments_as_value_errors,
 )
 from sb3_ppo_ext.memory.policies import (
     CnnTransformerPolicy,
     MlpTransformerPolicy,
     MultiInputTransformerPolicy,
 )
-from sb3_ppo_ext.options import OWN_OPTIONS, check_options
+from sb3_ppo_ext.options import OWN_OPTIONS, check_arguments, check_options, convert_options
+from sb3_ppo_ext.options.policy_kwargs import check_observations
 from sb3_ppo_ext.options.table import (
     ActionDist,
     AdvantageNorm,
@@ -47,12 +53,13 @@ from sb3_ppo_ext.options.table import (
     SurrogateName,
     VfClipMode,
 )
+from sb3_ppo_ext.policies.actor_critic import with_action_distributions
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 
 
-class PPOExt(SavedState, ModelSetup):
+class PPOExt(TrainingLoop, ModelSetup):
     """
     Proximal Policy Optimization (PPO) as in Stable-Baselines3, with more options and faster engines. With the default
     options and ``backend="eager"``, results on the CPU are equal to those of ``stable_baselines3.PPO``, bit for bit.
@@ -149,7 +156,8 @@ class PPOExt(SavedState, ModelSetup):
         critic share learns at the actor's rate
     :param lr_decay: Decay of the learning rates over the training: ``"constant"`` for none, ``"linear"`` or ``"cosine"``
     :param lr_min_fraction: Fraction of the initial learning rate that is left at the end of the decay, in [0, 1]
-    :param lr_warmup: Fraction of the training during which the learning rates grow linearly from 0, in [0, 1)
+    :param lr_warmup: Fraction of the training, at least one update, during which the learning rates grow linearly, in [0, 1);
+        0 for no warm-up
     :param adaptive_lr_kl: KL divergence in nats that the learning rate is adapted to after each update; ``None`` for no
         adaptation. Greater than 0
     :param adaptive_lr_bounds: Smallest and largest value of the adapted learning rate, which also bound its initial value.
@@ -243,10 +251,8 @@ class PPOExt(SavedState, ModelSetup):
     ):
         arguments = dict(locals())
         check_known_options(unknown_options, option_names(type(self)), type(self).__name__)
-        check_device(device)
-        if env is None and _init_setup_model:
-            refuse("env", env, "give an environment, or the id of one")
-        with assertions_as_value_errors():
+        check_arguments(arguments)
+        with assertions_as_value_errors(), unknown_environments_as_value_errors(env):
             super().__init__(
                 policy,
                 env,
@@ -279,27 +285,32 @@ class PPOExt(SavedState, ModelSetup):
         for name in OWN_OPTIONS:
             setattr(self, name, arguments[name])
 
-        check_options(self)
-        self._warn_about_truncated_minibatch()
-        self._warn_about_single_step()
-        if _init_setup_model:
+        if str(device).startswith("cuda") and self.device.type == "cpu":
+            warnings.warn(f"`device={device!r}`: there is no CUDA here, so the model is on the CPU, as in SB3.", stacklevel=2)
+        if not _init_setup_model:
+            convert_options(self)
+            check_options(self)
+        else:
             self._setup_model()
+            self._warn_about_truncated_minibatch()
+            self._warn_about_single_step()
 
     # Set up
 
     def _setup_model(self) -> None:
-        # `load` sets attributes between `__init__` and this call, so that options are checked again.
+        # Not in the constructor alone, because `load` sets attributes after it.
+        convert_options(self)
         check_options(self)
-        if self.seed is not None:
-            self.seed = int(self.seed)  # Gymnasium does not accept NumPy integers
+        check_observations(with_action_distributions(self.policy_class), self.policy_kwargs, self.observation_space)
         self._setup_schedules()
         given = self.policy_kwargs
         self.policy_kwargs = self._setup_action_distribution(given)
         if self.optimizer != "adam":
             # `optimizer_kwargs` are for the class of `optimizer`, not for the one that the policy creates.
             self.policy_kwargs = {k: v for k, v in self.policy_kwargs.items() if k != "optimizer_kwargs"}
+        what = f"A rollout of `n_steps={self.n_steps}`, or a policy with `policy_kwargs={described(given)}`,"
         try:
-            with assertions_as_value_errors():
+            with assertions_as_value_errors(), memory_errors_as_value_errors(what):
                 super()._setup_model()
         finally:
             self.policy_kwargs = given
@@ -318,6 +329,7 @@ class PPOExt(SavedState, ModelSetup):
 
     @staticmethod
     def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+        check_environment(env)
         # Spaces of the old Gym are of another type, which SB3 converts before checking.
         if isinstance(observation_space := getattr(env, "observation_space", None), spaces.Space):
             check_observation_space(observation_space)
@@ -335,21 +347,3 @@ class PPOExt(SavedState, ModelSetup):
             single: Any = env
             env = FastDummyVecEnv([lambda: single])
         return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
-
-    def learn(
-        self: SelfPPOExt,
-        total_timesteps: int,
-        callback: MaybeCallback = None,
-        log_interval: int = 1,
-        tb_log_name: str = "PPOExt",
-        reset_num_timesteps: bool = True,
-        progress_bar: bool = False,
-    ) -> SelfPPOExt:
-        return super().learn(
-            total_timesteps=total_timesteps,
-            callback=callback,
-            log_interval=log_interval,
-            tb_log_name=tb_log_name,
-            reset_num_timesteps=reset_num_timesteps,
-            progress_bar=progress_bar,
-        )

@@ -11,7 +11,7 @@ import pytest
 
 import sb3_ppo_ext
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.common.saved_models import check_saved_ppo, read_renamed
+from sb3_ppo_ext.common.saved_models import read_model, read_renamed
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 # Those whose names begin with "packaged" name classes by the package, and not by modules that are gone.
@@ -43,7 +43,7 @@ def test_saved_again(name, tmp_path):
     """A zip that is saved again names no module of ours but the package itself, and loads with the same numbers."""
     model = PPOExt.load(GOLDEN / name, device="cpu")
     model.save(tmp_path / "model")
-    assert read_renamed(check_saved_ppo(tmp_path / "model")) == {}
+    assert read_renamed(read_model(tmp_path / "model").data) == {}
     observation = np.linspace(-1, 1, model.observation_space.shape[0], dtype=np.float32)
     again = PPOExt.load(tmp_path / "model", device="cpu")
     np.testing.assert_equal(again.predict(observation, deterministic=True), model.predict(observation, deterministic=True))

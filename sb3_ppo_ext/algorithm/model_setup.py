@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.utils import FloatSchedule
 
 from sb3_ppo_ext.algorithm.policy_updater import PolicyUpdater
 from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, make_schedule, value_of
-from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.common.validation import described, refuse
 from sb3_ppo_ext.distributions import ACTION_DISTS
 from sb3_ppo_ext.engines.registry import ENGINES
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
@@ -61,6 +62,9 @@ class ModelSetup(PolicyUpdater):
     def _setup_observations(self) -> None:
         """Store float64 observations in float32 as the policy reads them, unless the backend keeps SB3's dtype."""
         buffer: Any = self.rollout_buffer
+        if not hasattr(buffer, "compute_returns_and_advantage"):
+            remedy = f"it returns {described(buffer)}; give a class that inherits SB3's `RolloutBuffer`, or None"
+            refuse("rollout_buffer_class", self.rollout_buffer_class, remedy)
         keeps_float32 = self.backend == "auto" or ENGINES[self.backend].keeps_float32
         if keeps_float32 and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
             buffer.observation_space = in_float32(self.observation_space)
@@ -115,6 +119,13 @@ class ModelSetup(PolicyUpdater):
         if self.lr_decay == "constant" and self.lr_warmup == 0:
             return schedule
         return DecaySchedule(schedule, self.lr_decay, self.lr_min_fraction, self.lr_warmup)
+
+    def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
+        total_timesteps, callback = super()._setup_learn(*args, **kwargs)
+        for schedule in (self.lr_schedule, self.critic_lr_schedule):
+            if isinstance(schedule, DecaySchedule):
+                schedule.rollout = self.n_steps * self.n_envs / max(total_timesteps, 1)
+        return total_timesteps, callback
 
     def _setup_optimizer(self) -> None:
         for name in ("critic_learning_rate", "max_clip_fraction"):

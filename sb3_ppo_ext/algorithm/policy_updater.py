@@ -14,6 +14,7 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples, Schedule
 from sb3_ppo_ext.common.schedules import KLAdaptive, is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.engine import Engine, Setup
+from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
@@ -48,6 +49,8 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         """Refuse a backend that does not support the policy or the options. Engines are created when they are needed."""
         # Engines used so far, by name, since the backend may be changed and changed back
         self._engines: dict[str, Engine] = {}
+        if self.backend == "auto" and self.policy.device.type == "cpu":
+            extension.warn_if_missing()
         backend, reasons = choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons:
             refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')

@@ -1,29 +1,57 @@
 """Saving and loading of PPOExt."""
 
 import inspect
+import io
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch as th
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
-from stable_baselines3.common.save_util import load_from_zip_file
+from stable_baselines3.common.save_util import recursive_getattr
 from stable_baselines3.common.type_aliases import GymEnv, TensorDict
 
-from sb3_ppo_ext.common.saved_models import SavedModel, check_saved_ppo, read_policy_kwargs, read_renamed
-from sb3_ppo_ext.common.validation import check_device, check_known_options
+from sb3_ppo_ext.common.atomic_files import write_whole
+from sb3_ppo_ext.common.plain_data import python_numbers
+from sb3_ppo_ext.common.saved_models import (
+    ModelFile,
+    SavedModel,
+    UnfitStateError,
+    read_model,
+    read_policy_kwargs,
+    read_renamed,
+    refused,
+    refused_if_damaged,
+    with_plain_attributes,
+)
+from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
 from sb3_ppo_ext.options import PPOExtOptions
 from sb3_ppo_ext.policies.actor_critic import check_parameters_are_of, fixes_std
-from sb3_ppo_ext.update.optimizers import adopt_state
+from sb3_ppo_ext.update.optimizers import adopt_state, check_state_is_whole, check_step
 
 SelfSavedState = TypeVar("SelfSavedState", bound="SavedState")
 # State of options that adapt during the training, saved under these names if it exists
 LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr")
 # Attributes that are created again after loading
-NOT_SAVED = ("_truncations", "_samples_latents", "_engines")
+NOT_SAVED = ("_truncations", "_samples_latents", "_engines", "_interrupted")
+COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_episode_num", "_n_updates", "n_skipped_updates")
 
 
 class SavedState(PPOExtOptions, OnPolicyAlgorithm):
     """An on-policy algorithm with PPOExt's options. Its zips have SB3's format and include the state of adaptive options."""
+
+    def save(self, path: SavedModel, exclude: Iterable[str] | None = None, include: Iterable[str] | None = None) -> None:
+        """
+        Save all the attributes of the object and the model parameters in a zip-file. The file is replaced at once: if saving
+        fails or is interrupted, the former file is kept.
+
+        :param path: path to the file where the rl agent should be saved
+        :param exclude: name of parameters that should be excluded in addition to the default ones
+        :param include: name of parameters that might be excluded but should be included anyway
+        """
+        file = io.BytesIO()
+        super().save(file, exclude, include)
+        write_whole(path, with_plain_attributes(file, vars(self)), suffix="zip")
 
     @classmethod
     def load(
@@ -34,6 +62,8 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         custom_objects: dict[str, Any] | None = None,
         print_system_info: bool = False,
         force_reset: bool = True,
+        *,
+        trusted: bool = True,
         **kwargs: Any,
     ) -> SelfSavedState:
         """
@@ -41,38 +71,54 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         Warning: ``load`` re-creates the model from scratch, it does not update it in-place!
         For an in-place load use ``set_parameters`` instead.
 
+        Warning: a zip can contain pickled Python objects, which may execute any code when they are loaded. Give
+        ``trusted=False`` for a file from someone whom you would not let execute code on your computer.
+
         :param path: path to the file (or a file-like) where to load the agent from
         :param env: the new environment to run the loaded model on
             (can be None if you only need prediction from a trained model) has priority over any saved environment
         :param device: Device on which the code should run.
-        :param custom_objects: Dictionary of objects to replace upon loading.
+        :param custom_objects: Dictionary of objects to replace upon loading. What they replace is not unpickled.
         :param print_system_info: Whether to print system info from the saved model and the current system info
         :param force_reset: Force call to ``reset()`` before training to avoid unexpected behavior.
+        :param trusted: Whether pickled objects may be loaded. If not, nothing of the file is executed: everything is read from
+            its plain form, which ``save`` writes for all classes of SB3 and of this package, while other classes must be
+            given as ``custom_objects``
         :param kwargs: options to change when loading
         :return: new model instance with loaded parameters
-        :raises ValueError: if the zip is damaged or of another algorithm, or an option is unknown or not valid
+        :raises ValueError: if the zip is damaged or of another algorithm, or has a class that ``trusted=False`` does not load,
+            or an option is unknown or not valid
         """
         check_device(device)
-        saved = check_saved_ppo(path, cls.policy_aliases.values())
-        check_known_options(kwargs, saved.keys() | option_names(cls), f"{cls.__name__}.load")
-        given = custom_objects if isinstance(custom_objects, dict) else {}
-        replaced = read_renamed({name: value for name, value in saved.items() if name not in given})
-        action_dist, policy_kwargs = _action_dist_and_policy_kwargs(saved, kwargs.get("policy_kwargs"))
-        if policy_kwargs is not None:
-            kwargs, replaced["policy_kwargs"] = {**action_dist, **kwargs}, policy_kwargs
-        if custom_objects is None or isinstance(custom_objects, dict):  # SB3 refuses anything else
-            custom_objects = {**replaced, **(custom_objects or {})}
+        custom_objects = {} if custom_objects is None else custom_objects
+        if not isinstance(custom_objects, dict):
+            refuse("custom_objects", custom_objects, "custom_objects argument must be a dict or None")
+        saved = read_model(path, cls.policy_aliases.values())
+        check_known_options(kwargs, saved.data.keys() | option_names(cls), f"{cls.__name__}.load")
         if "stats_window_size" in kwargs:
             # The only option with an attribute of another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
-        return super().load(path, env, device, custom_objects, print_system_info, force_reset, **kwargs)
+        with refused_if_damaged(saved.name):
+            objects = {**_read_objects(saved, custom_objects, trusted), **custom_objects}
+            action_dist, policy_kwargs = _action_dist_and_policy_kwargs(saved, objects, kwargs.get("policy_kwargs"))
+            if policy_kwargs is not None and "policy_kwargs" not in custom_objects:
+                kwargs, objects["policy_kwargs"] = {**action_dist, **kwargs}, policy_kwargs
+            _check_attributes(cls, {**saved.data, **objects}, custom_objects.keys() | (saved.pickled() if trusted else set()))
+        remedy = "give `custom_objects` for what cannot be imported, or load an earlier checkpoint."
+        with refused(f"{saved.name} cannot be loaded", remedy, left=ValueError):
+            return super().load(saved.for_sb3(objects), env, device, objects, print_system_info, force_reset, **kwargs)
 
     def set_parameters(
-        self, load_path_or_dict: str | TensorDict, exact_match: bool = True, device: th.device | str = "auto"
+        self,
+        load_path_or_dict: str | TensorDict,
+        exact_match: bool = True,
+        device: th.device | str = "auto",
+        *,
+        trusted: bool = True,
     ) -> None:
         """
         Load parameters from a zip-file of ``PPOExt`` or ``stable_baselines3.PPO``, or from a nested dictionary
-        (see ``get_parameters``).
+        (see ``get_parameters``). If they are refused, the model is as before.
 
         :param load_path_or_dict: Location of the saved data (path or file-like, see ``save``), or a dictionary that
             maps the names of objects to their state-dictionaries
@@ -80,23 +126,58 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
             parameters, otherwise raises an Exception. If set to False, this can be used to update only specific
             parameters.
         :param device: Device on which the code should run.
-        :raises ValueError: if the zip is damaged or of another algorithm, or the names do not match
+        :param trusted: For symmetry with ``load``. Parameters are always read without executing anything of the file
+        :raises ValueError: if the zip is damaged or of another algorithm, or the parameters do not fit the model (then it is
+            a ``RuntimeError``, too, unless only their names do not match)
         """
         if isinstance(load_path_or_dict, dict):
             parameters: dict[str, Any] = dict(load_path_or_dict)
         else:
-            check_saved_ppo(load_path_or_dict, self.policy_aliases.values())
-            parameters = dict(load_from_zip_file(load_path_or_dict, device=device, load_data=False)[1])
+            saved = read_model(load_path_or_dict, self.policy_aliases.values())
+            with refused_if_damaged(saved.name):
+                parameters = saved.states(device)
+        before = deepcopy(self.get_parameters())
+        try:
+            self._set_parameters(parameters, exact_match, device)
+        except Exception as error:
+            self._restore(before)
+            if isinstance(error, ValueError):
+                raise
+            raise UnfitStateError(
+                f"The parameters do not fit this model, which was not changed ({type(error).__name__}: {error})."
+            ) from error
+
+    def _set_parameters(self, parameters: dict[str, Any], exact_match: bool, device: th.device | str) -> None:
         check_parameters_are_of(parameters.get("policy", {}), self.action_dist)
         if "policy.optimizer" in parameters:
+            check_state_is_whole(parameters["policy.optimizer"])
             parameters["policy.optimizer"] = adopt_state(self.policy, parameters["policy.optimizer"])
         for name in LEARNED:
             learner = getattr(self, name)
             if learner is None:
                 parameters.pop(name, None)  # the option is off here
+            elif name in parameters:
+                _check_form(name, parameters[name], learner.state_dict())
             elif exact_match:
-                parameters.setdefault(name, learner.state_dict())  # it was off there
+                parameters[name] = learner.state_dict()  # it was off there
         super().set_parameters(parameters, exact_match, device)
+        if "policy.optimizer" in parameters:
+            check_step(self.policy.optimizer)
+
+    def _restore(self, states: dict[str, Any]) -> None:
+        for name, state in states.items():
+            part = recursive_getattr(self, name)
+            getattr(part, "_orig_mod", part).load_state_dict(state)
+
+    def get_parameters(self) -> dict[str, dict[str, Any]]:
+        """
+        Return the parameters of the agent. This includes parameters from different networks, e.g.
+        critics (value functions) and policies (pi functions).
+
+        :return: Mapping of from names of the objects to PyTorch state-dicts.
+        """
+        # A callback may have set a learning rate of NumPy's type, which could be saved, but not be loaded.
+        return {name: python_numbers(state) for name, state in super().get_parameters().items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """State without engines, since these use the memory of one policy. Copies and unpickled models create their own."""
@@ -110,22 +191,58 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         return [*super()._excluded_save_params(), *LEARNED, *NOT_SAVED]
 
 
-def _action_dist_and_policy_kwargs(saved: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _read_objects(saved: ModelFile, given: dict[str, Any], trusted: bool) -> dict[str, Any]:
+    """Attributes that SB3 cannot read, or is not to unpickle."""
+    if trusted:
+        return read_renamed({name: value for name, value in saved.data.items() if name not in given})
+    return saved.without_pickles(given)
+
+
+def _action_dist_and_policy_kwargs(
+    saved: ModelFile, objects: dict[str, Any], given: Any
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """
     Options and ``policy_kwargs`` that replace those of a zip. In zips of SB3's algorithms with our policies, the action
     distribution is part of ``policy_kwargs``; it is moved to the options. ``policy_kwargs`` given to ``load`` are accepted if
     they only fix the standard deviation, while SB3 accepts no change.
 
-    :param saved: Saved attributes, as returned by ``check_saved_ppo``
+    :param saved: Content of the zip
+    :param objects: Attributes that replace those in the zip
     :param given: ``policy_kwargs`` given to ``load``, ``None`` for those of the zip
     :return: Options of the action distribution, and new ``policy_kwargs``, ``None`` if they do not change
     """
     names = {"action_dist", "deterministic_action"}
-    if given is None and not saved.get("policy_kwargs", {}).keys() & names:
+    if given is None and not saved.data.get("policy_kwargs", {}).keys() & names:
         return {}, None
-    policy_kwargs = read_policy_kwargs(saved)
+    policy_kwargs = dict(objects["policy_kwargs"]) if "policy_kwargs" in objects else read_policy_kwargs(saved.data)
     named: dict[str, Any] = {name: policy_kwargs.pop(name) for name in policy_kwargs.keys() & names}
     return named, given if fixes_std(policy_kwargs, given) else policy_kwargs
+
+
+def _check_attributes(algorithm: type[SavedState], attributes: dict[str, Any], trusted: Iterable[str]) -> None:
+    """Refuse counters that are no numbers, and attributes that would hide methods, unless they are trusted."""
+    for name in attributes.keys() & set(COUNTERS):
+        # SB3 trains for `1e5` steps, too.
+        check_number(name, attributes[name], 0, integer=name != "_total_timesteps")
+    for name in attributes.keys() - set(trusted):
+        if callable(getattr(algorithm, name, None)):
+            refuse(name, attributes[name], "it would hide a method")
+
+
+def _check_form(name: str, state: Any, own: Any) -> None:
+    """Refuse a state that has not the same keys and lengths as the learner's own, or has anything but finite numbers."""
+    if isinstance(own, dict):
+        if not isinstance(state, dict) or state.keys() != own.keys():
+            refuse(name, state, f"it must have the keys {', '.join(own)}")
+        for key in own:
+            _check_form(f"{name}.{key}", state[key], own[key])
+    elif isinstance(own, list):
+        if not isinstance(state, list | tuple) or len(state) != len(own):
+            refuse(name, state, f"give {len(own)} numbers")
+        for each in state:
+            check_number(name, each)
+    elif not isinstance(own, bool):
+        check_number(name, state)
 
 
 def option_names(algorithm: type[SavedState]) -> set[str]:
@@ -134,6 +251,6 @@ def option_names(algorithm: type[SavedState]) -> set[str]:
     :return: Names of all arguments of the constructors of the class and its parents
     """
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    classes = [cls for cls in algorithm.__mro__ if issubclass(cls, SavedState) and cls is not SavedState]
+    classes = [cls for cls in algorithm.__mro__ if issubclass(cls, SavedState) and cls.__init__ is not SavedState.__init__]
     parameters: Iterable[inspect.Parameter] = (p for c in classes for p in inspect.signature(c.__init__).parameters.values())
     return {p.name for p in parameters if p.kind in kinds} - {"self"}

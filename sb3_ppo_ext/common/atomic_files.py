@@ -1,11 +1,15 @@
 """Files that are either old or new, and never half written."""
 
 import contextlib
+import io
 import os
 import pathlib
 import uuid
+import warnings
 from collections.abc import Iterator
 from typing import BinaryIO
+
+from stable_baselines3.common.save_util import open_path
 
 
 @contextlib.contextmanager
@@ -31,3 +35,30 @@ def written_atomically(path: str | pathlib.Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: str | pathlib.Path | io.BufferedIOBase, content: bytes, suffix: str = "") -> None:
+    """
+    Write a file at once and atomically, where SB3 would write it piece by piece: to the same path, with the same warnings.
+
+    :param path: Path of the file, which gets the suffix if it has none, and ``_2`` if it is a folder; or an open file
+    :param content: Content of the file
+    :param suffix: Suffix without the dot; none by default
+    """
+    if not isinstance(path, str | pathlib.Path):
+        open_path(path, "w").write(content)  # an open file, which SB3 checks
+        return
+    path = _path_to_write(pathlib.Path(path), suffix)
+    with written_atomically(path) as file:
+        file.write(content)
+
+
+def _path_to_write(path: pathlib.Path, suffix: str) -> pathlib.Path:
+    if path.suffix == "" and suffix:
+        path = pathlib.Path(f"{path}.{suffix}")
+    if path.is_dir():
+        warnings.warn(f"Path '{path}' is a folder. Will save instead to {path}_2", stacklevel=4)
+        return _path_to_write(pathlib.Path(f"{path}_2"), suffix)
+    if not path.parent.exists():
+        warnings.warn(f"Path '{path.parent}' does not exist. Will create it.", stacklevel=4)
+    return path

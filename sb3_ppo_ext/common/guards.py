@@ -14,13 +14,16 @@ import torch as th
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
 
+# Numbers with a smaller square are finite in float32, which policies and buffers compute with.
+_SQUARE_IN_FLOAT32 = 1e76
+
 
 class EnvironmentDataError(ValueError):
     """The environment returned data of another type or shape than a vectorised environment does."""
 
 
 class NonFiniteDataError(EnvironmentDataError):
-    """The environment returned NaN or infinity."""
+    """The environment returned NaN or infinity, or a number beyond the range of float32."""
 
 
 class NonFinitePolicyError(ValueError):
@@ -42,11 +45,12 @@ def refuse_gradient(policy: th.nn.Module, terms: dict[str, float], epoch: int, n
     :raises NonFiniteGradientError: always
     """
     bad = [name for name, p in policy.named_parameters() if p.grad is not None and not th.isfinite(p.grad).all()]
+    of_norm = "none, but their norm overflows" if all(math.isfinite(value) for value in terms.values()) else "none"
     policy.zero_grad()
     raise NonFiniteGradientError(
         f"The loss or its gradient is not finite in epoch {epoch} of the update after {num_timesteps} timesteps. "
         f"Terms: {', '.join(f'{name} {value:.3g}' for name, value in terms.items())}. "
-        f"Gradients that are not finite: {', '.join(bad) or 'none'}. This step was not made. "
+        f"Gradients that are not finite: {', '.join(bad) or of_norm}. This step was not made. "
         "Lower the learning rate or the scale of the rewards (`VecNormalize`), "
         'or give `bad_gradients="skip"` to leave such minibatches out.'
     )
@@ -54,7 +58,7 @@ def refuse_gradient(policy: th.nn.Module, terms: dict[str, float], epoch: int, n
 
 def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_index: int | None = None) -> None:
     """
-    Check that data returned by the environment are finite.
+    Check that data returned by the environment are finite, also in float32, in which policies read them.
 
     :param model: Model that is trained in the environment
     :param what: Name of the data for the error message, such as ``"reward"``
@@ -62,7 +66,7 @@ def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_
         ``env_index`` is given
     :param step: Step of the rollout
     :param env_index: Index of the environment that returned the data, ``None`` if the data are from all environments
-    :raises NonFiniteDataError: if the data contain NaN or infinity
+    :raises NonFiniteDataError: if the data contain NaN, infinity or a number beyond the range of float32
     """
     if _is_surely_finite(data):
         return
@@ -121,7 +125,7 @@ def _is_surely_finite(data: Any) -> bool:
     """Quick check of a float array, three times as fast as the full check, because it runs at every step."""
     if type(data) is not np.ndarray or data.dtype.kind != "f":
         return False
-    return math.isfinite(np.vdot(data, data))
+    return float(np.vdot(data, data)) < _SQUARE_IN_FLOAT32
 
 
 @contextmanager
@@ -181,8 +185,8 @@ def find_non_finite(data: Any, batched: bool = True) -> tuple[int, str] | None:
     """
     :param data: Array of shape ``(n_envs, ...)``, or a dictionary of such arrays
     :param batched: Whether the data have the first dimension, over environments
-    :return: Index of the first environment with NaN or infinity and a description of the value and its position, ``None``
-        if all values are finite
+    :return: Index of the first environment with a value that is not finite in float32 and a description of the value and its
+        position, ``None`` if all values are finite
     """
     if isinstance(data, dict):
         for key, part in data.items():
@@ -190,8 +194,13 @@ def find_non_finite(data: Any, batched: bool = True) -> tuple[int, str] | None:
                 return found[0], f"{key!r}: {found[1]}"
         return None
     data = np.asarray(data) if batched else np.asarray(data)[np.newaxis]
-    if data.dtype.kind != "f" or np.isfinite(data).all():
+    if data.dtype.kind != "f":
         return None
-    index = tuple(int(i) for i in np.argwhere(~np.isfinite(data))[0])
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(data.astype(np.float32))
+    if is_finite.all():
+        return None
+    index = tuple(int(i) for i in np.argwhere(~is_finite)[0])
     place = f" at index {index[1:]}" if len(index) > 1 else ""
-    return index[0], f"{data[index]}{place}"
+    beyond = ", beyond the range of float32" if np.isfinite(data[index]) else ""
+    return index[0], f"{data[index]}{place}{beyond}"

@@ -1,20 +1,35 @@
-"""Checks of a saved zip before anything is built from it, and compatibility with zips of earlier versions."""
+"""Zips of models: what they contain, whether they are whole, and which algorithm saved them."""
 
 import base64
 import contextlib
 import io
 import json
+import os
 import pathlib
 import pickle
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch as th
 from stable_baselines3.common.save_util import json_to_data, open_path
+from stable_baselines3.common.utils import get_device
+
+from sb3_ppo_ext.common.plain_data import NotPlainError, from_plain, to_plain_or_culprit
+from sb3_ppo_ext.common.validation import BadArgumentError
+from sb3_ppo_ext.common.zips import checked_tensors, read_members, with_members, zipped
 
 SavedModel = str | pathlib.Path | io.BufferedIOBase
 
+# SB3's member with all attributes, of which it pickles those that JSON does not know, and ours with the plain form of these
+_DATA, _PLAIN = "data", "sb3_ppo_ext.json"
+# Keys of a pickled attribute in SB3's JSON
+_PICKLED, _TYPE = ":serialized:", ":type:"
 _STATES = {"policy.pth", "policy.optimizer.pth"}
+# Tensors that are not in a state dictionary, now and in zips of SB3 before 0.9
+_VARIABLES = ("pytorch_variables.pth", "tensors.pth")
+_MEMBERS = {_DATA, _PLAIN, "_stable_baselines3_version", "system_info.txt"}
 # Attributes that only one algorithm has -> that algorithm
 _ALGORITHM_OF_ATTRIBUTE = {"_last_lstm_states": "RecurrentPPO", "cg_max_steps": "TRPO"}
 # Part of the name of the policy's module in SB3 and SB3-Contrib -> the algorithm that uses such a policy
@@ -33,40 +48,163 @@ _ALGORITHM_OF_POLICY = {
 _OF_PPO = {"batch_size", "clip_range", "clip_range_vf", "n_epochs", "target_kl"}
 
 
-def check_saved_ppo(path: SavedModel, own_policies: Iterable[type] = ()) -> dict[str, Any]:
+class UnfitStateError(BadArgumentError, RuntimeError):
+    """Parameters do not fit the model. Also a ``RuntimeError``, which PyTorch raises for most of them."""
+
+
+@dataclass(frozen=True)
+class ModelFile:
     """
-    Check that a file contains a complete model that was saved by PPO or PPOExt, without unpickling anything.
+    Content of the zip of a model. Nothing of it has been unpickled.
+
+    :param name: Name of the file for error messages
+    :param data: Attributes by name; those that are not JSON are in SB3's description, with their pickle
+    :param plain: The plain form of the latter, as :func:`plain_attributes` makes it; ``None`` if the zip has none
+    :param others: Other members by name, of which those that end in ``.pth`` are state dictionaries
+    """
+
+    name: str
+    data: dict[str, Any]
+    plain: dict[str, Any] | None
+    others: dict[str, bytes]
+
+    def pickled(self) -> set[str]:
+        """:return: Names of the attributes that are pickled"""
+        return {name for name, value in self.data.items() if _is_pickled(value)}
+
+    def without_pickles(self, given: Iterable[str]) -> dict[str, Any]:
+        """
+        :param given: Names of attributes that the user gives instead
+        :return: All other attributes that are pickled, read from their plain form
+        :raises ValueError: if one has no plain form, or is not known; a damaged plain form can also raise other errors
+        """
+        return {name: self._from_plain(name) for name in sorted(self.pickled() - set(given))}
+
+    def _from_plain(self, name: str) -> Any:
+        if self.plain is None:
+            raise BadArgumentError(
+                f"{self.name} was not saved by this version of PPOExt, and cannot be loaded with `trusted=False`. "
+                "If you trust it, load it with `trusted=True`, and save it again."
+            )
+        try:
+            return from_plain(self.plain.get(name, {"unknown": self.data[name].get(_TYPE)}))
+        except NotPlainError as error:
+            raise BadArgumentError(
+                f"`{name}` in {self.name} is or contains {error.culprit}, which `trusted=False` does not load: give "
+                f"`custom_objects={{{name!r}: ...}}`, or load it with `trusted=True` if you trust the file."
+            ) from error
+
+    def for_sb3(self, given: Iterable[str]) -> io.BytesIO:
+        """
+        :param given: Names of attributes that are given to SB3 as ``custom_objects``, whose pickles are left out
+        :return: Zip for SB3's ``load``, without members that it does not need
+        """
+        names = self.pickled() & set(given)
+        data = {name: None if name in names else value for name, value in self.data.items()}
+        return io.BytesIO(zipped({_DATA: json.dumps(data).encode(), **self.others}))
+
+    def states(self, device: th.device | str) -> dict[str, Any]:
+        """
+        :param device: Device of the tensors
+        :return: State dictionaries by name, read without executing code
+        """
+        return {
+            name.removesuffix(".pth"): th.load(io.BytesIO(content), map_location=get_device(device), weights_only=True)
+            for name, content in self.others.items()
+            if name.endswith(".pth") and name not in _VARIABLES
+        }
+
+
+def read_model(path: SavedModel, own_policies: Iterable[type] = ()) -> ModelFile:
+    """
+    Read a file, and check that it contains a complete model that was saved by PPO or PPOExt. Nothing is unpickled, and of the
+    zip only the members of a model are read.
 
     :param path: Path of the zip (with or without ``.zip``), or an open file
     :param own_policies: Policy classes that PPOExt uses, so that they are not taken as a sign of another algorithm
-    :return: Saved attributes by name; those that are not plain values are in SB3's JSON description
+    :return: Content of the zip
     :raises ValueError: if the zip is damaged, or was saved by another algorithm
     :raises FileNotFoundError: if there is no such file
     """
+    name = str(path) if isinstance(path, str | pathlib.Path) else "the file"
     file = open_path(path, "r", suffix="zip")
     try:
-        members = _read_members(file)
-        data = json.loads(members["data"])
-        algorithm = _algorithm(data, {policy.__module__ for policy in own_policies})
-        missing = _STATES - members.keys()
-    except Exception as error:  # a damaged zip directory raises errors of many types
-        raise ValueError(_damaged(path, f"{type(error).__name__}: {error}")) from error
+        with refused_if_damaged(name):
+            model = _model_file(name, read_members(file, _is_read))
+            algorithm = _algorithm(model.data, {policy.__module__ for policy in own_policies})
+            if algorithm != "PPO":
+                raise BadArgumentError(
+                    f"The model in {name} was saved by {algorithm}, not by PPOExt or PPO: "
+                    "load it with the `load` of that class."
+                )
+            if missing := _STATES - model.others.keys():
+                raise zipfile.BadZipFile(f"it has no {' and no '.join(sorted(missing))}")
     finally:
         if file is not path:
             file.close()
-    if algorithm != "PPO":
-        raise ValueError(
-            f"The model in {_name(path)} was saved by {algorithm}, not by PPOExt or PPO: "
-            "load it with the `load` of that class."
-        )
-    if missing:
-        raise ValueError(_damaged(path, f"it has no {' and no '.join(sorted(missing))}"))
-    return data
+    return model
+
+
+def _is_read(member: str) -> bool:
+    return member in _MEMBERS or ("/" not in member and os.path.splitext(member)[1] == ".pth")
+
+
+def _model_file(name: str, members: dict[str, bytes]) -> ModelFile:
+    data, plain = json.loads(members[_DATA]), json.loads(members.get(_PLAIN, b"null"))
+    if not isinstance(data, dict) or not isinstance(plain, dict | None):
+        raise TypeError("its attributes have no names")
+    others = {
+        member: checked_tensors(content) if member.endswith(".pth") else content
+        for member, content in members.items()
+        if member not in (_DATA, _PLAIN)
+    }
+    return ModelFile(name, data, plain, others)
+
+
+@contextlib.contextmanager
+def refused(what: str, remedy: str, left: type[ValueError] = BadArgumentError) -> Iterator[None]:
+    """
+    Raise errors of any type, which damaged files cause, as a ``ValueError``.
+
+    :param what: Beginning of the message: the name of the file and what is wrong with it
+    :param remedy: End of the message
+    :param left: Errors that are left as they are
+    """
+    try:
+        yield
+    except left:
+        raise
+    except Exception as error:
+        raise BadArgumentError(f"{what} ({type(error).__name__}: {error}): {remedy}") from error
+
+
+def refused_if_damaged(name: str) -> contextlib.AbstractContextManager[None]:
+    """
+    :param name: Name of a file
+    :return: Context manager that raises errors of any type as a ``ValueError`` that names the file
+    """
+    return refused(f"{name} is not a whole model zip", "copy it again, or load an earlier checkpoint.")
+
+
+def with_plain_attributes(file: io.BytesIO, attributes: Mapping[str, Any]) -> bytes:
+    """
+    :param file: Zip of a model, written by SB3
+    :param attributes: Attributes of the model, by name
+    :return: The same zip with the plain form of the attributes that SB3 has pickled
+    """
+    with zipfile.ZipFile(file) as archive:
+        data = json.loads(archive.read(_DATA))
+    plain = {name: to_plain_or_culprit(attributes[name]) for name, value in data.items() if _is_pickled(value)}
+    return with_members(file, {_PLAIN: json.dumps(plain).encode()})
+
+
+def _is_pickled(value: Any) -> bool:
+    return isinstance(value, dict) and _PICKLED in value
 
 
 def read_policy_kwargs(saved: dict[str, Any]) -> dict[str, Any]:
     """
-    :param saved: Saved attributes, as returned by :func:`check_saved_ppo`
+    :param saved: Saved attributes, as in :class:`ModelFile`
     :return: The saved ``policy_kwargs``, unpickled
     """
     policy_kwargs = {"policy_kwargs": saved.get("policy_kwargs", {})}
@@ -89,32 +227,18 @@ def read_renamed(saved: dict[str, Any]) -> dict[str, Any]:
     """
     Read saved attributes that refer to classes or values by names of an earlier version, which SB3 could not load.
 
-    :param saved: Saved attributes, as returned by :func:`check_saved_ppo`
+    :param saved: Saved attributes, as in :class:`ModelFile`
     :return: Attributes that have changed, to be passed as ``custom_objects`` to SB3's ``load``
     """
     renamed: dict[str, Any] = {}
     for name, value in saved.items():
-        pickled = base64.b64decode(value.get(":serialized:", "")) if isinstance(value, dict) else b""
+        pickled = base64.b64decode(value.get(_PICKLED, "")) if isinstance(value, dict) else b""
         if b"sb3_ppo_ext." in pickled:  # the current `__module__` of public classes is the package itself
             with contextlib.suppress(Exception):  # SB3 reports the error, unless the user replaces the attribute
                 renamed[name] = _Unpickler(io.BytesIO(pickled)).load()
     if saved.get("backend") == "lean":
         renamed["backend"] = "fused"
     return renamed
-
-
-def _read_members(file: Any) -> dict[str, bytes]:
-    with zipfile.ZipFile(file) as archive:
-        members = {member.filename: archive.read(member) for member in archive.infolist()}
-        # `read` compares checksums, but not sizes.
-        for member in archive.infolist():
-            if len(members[member.filename]) != member.file_size:
-                raise zipfile.BadZipFile(f"{member.filename} is shorter than it says")
-        return members
-
-
-def _damaged(path: SavedModel, reason: str) -> str:
-    return f"{_name(path)} is not a whole model zip ({reason}): copy it again, or load an earlier checkpoint."
 
 
 def _algorithm(data: dict[str, Any], own_modules: set[str]) -> str:
@@ -133,7 +257,3 @@ def _algorithm(data: dict[str, Any], own_modules: set[str]) -> str:
     if "gae_lambda" not in data:
         return "an unknown algorithm"
     return "PPO" if _OF_PPO & data.keys() else "A2C"
-
-
-def _name(path: SavedModel) -> str:
-    return str(path) if isinstance(path, str | pathlib.Path) else "the file"

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
 
-from sb3_ppo_ext.common.validation import check_number, refuse
+from sb3_ppo_ext.common.validation import BadArgumentError, check_number, described, refuse
 
 ScheduleLike: TypeAlias = float | str | Schedule
 LrDecay: TypeAlias = Literal["constant", "linear", "cosine"]
@@ -30,6 +30,28 @@ def make_schedule(name: str, value: ScheduleLike, positive: bool = False, infini
     return FloatSchedule(float(value))  # SB3 does not accept NumPy's float32
 
 
+def check_schedule(name: str, schedule: Schedule, infinite: bool = False) -> None:
+    """
+    Check that a function is a schedule, by its value at the start of the training.
+
+    :param name: Name of the argument, for error messages
+    :param schedule: Callable of the remaining progress
+    :param infinite: Whether infinity is accepted
+    :raises ValueError: if the function cannot be called, or returns something other than a number of at least 0
+    """
+    remedy = "give a function of the remaining progress (from 1 to 0) that returns a number of at least 0"
+    try:
+        returned: Any = schedule(1.0)
+        value = math.nan if isinstance(returned, str | bytes) else float(returned)
+    except (NameError, AttributeError):
+        return  # It may read the model, which does not exist yet.
+    except Exception as error:
+        remedy = f"it raises {type(error).__name__} ({error}); {remedy}"
+        raise BadArgumentError(f"`{name}={described(schedule)}` is not valid: {remedy}") from error
+    if not (value >= 0 and (infinite or math.isfinite(value))):
+        refuse(name, schedule, f"it returns {described(returned)} at the start of the training; {remedy}")
+
+
 def _initial_value(name: str, text: str, positive: bool) -> float:
     prefix, _, number = text.partition("_")
     try:
@@ -50,7 +72,7 @@ def value_of(schedule: ScheduleLike, progress_remaining: float) -> float:
     :param progress_remaining: Remaining progress of the training, from 1 to 0
     :return: Current value of the schedule
     """
-    return schedule(progress_remaining) if callable(schedule) else float(schedule)
+    return float(schedule(progress_remaining) if callable(schedule) else schedule)
 
 
 def is_constant(value: ScheduleLike) -> bool:
@@ -85,26 +107,46 @@ class DecaySchedule:
     """
     A schedule multiplied by a linear warm-up and a decay.
 
-    During the warm-up the factor grows linearly from 0 to 1. After it, with ``y`` the completed fraction of the remaining
-    training, the factor is ``m + (1 - m) (1 - y)`` (linear) or ``m + (1 - m) (1 + cos(pi y)) / 2`` (cosine).
+    With ``w`` the length of the warm-up and ``r`` that of a rollout, both as fractions of the training, the warm-up takes
+    ``k = ceil(w / r)`` updates, and its factor in update i is ``i / (k + 1)`` until it reaches 1. Updates follow rollouts, so
+    that each warm-up acts on the first update, however short it is. In terms of the completed fraction of the training, the
+    factor is ``min(1, completed / (r (k + 1)))``, which is ``min(1, completed / w)`` for small rollouts.
+
+    With ``y`` the completed fraction of the training after the length w, the factor of the decay is ``m + (1 - m) (1 - y)``
+    (linear) or ``m + (1 - m) (1 + cos(pi y)) / 2`` (cosine).
 
     :param schedule: Schedule that is multiplied
     :param decay: Shape of the decay: ``"constant"`` (none), ``"linear"`` or ``"cosine"``
     :param min_fraction: m, the factor at the end of the training, in [0, 1]
-    :param warmup: Length of the warm-up as a fraction of the training, in [0, 1)
+    :param warmup: w, the length of the warm-up as a fraction of the training, in [0, 1)
+    :param rollout: r, the length of a rollout as a fraction of the training; ``learn`` sets it
     """
 
-    def __init__(self, schedule: Schedule, decay: LrDecay, min_fraction: float, warmup: float):
+    rollout = 0.0
+
+    def __init__(self, schedule: Schedule, decay: LrDecay, min_fraction: float, warmup: float, rollout: float = 0.0):
         self.schedule, self.decay, self.min_fraction, self.warmup = schedule, decay, min_fraction, warmup
+        self.rollout = rollout
 
     def __call__(self, progress_remaining: float) -> float:
-        return self.schedule(progress_remaining) * self._factor(progress_remaining)
+        return (
+            self.schedule(progress_remaining)
+            * self._warmup_factor(progress_remaining)
+            * self._decay_factor(progress_remaining)
+        )
 
-    def _factor(self, remaining: float) -> float:
-        if 1.0 - remaining < self.warmup:
-            return (1.0 - remaining) / self.warmup
+    def _warmup_factor(self, remaining: float) -> float:
+        if self.warmup == 0:
+            return 1.0
+        end = self.warmup
+        if self.rollout > 0:
+            # Rounding must not add an update.
+            end = self.rollout * (math.ceil(self.warmup / self.rollout - 1e-9) + 1)
+        return min((1.0 - remaining) / end, 1.0)
+
+    def _decay_factor(self, remaining: float) -> float:
         # The remaining progress is negative if the last rollout ends after `total_timesteps`.
-        remaining = max(remaining / (1.0 - self.warmup), 0.0)
+        remaining = min(max(remaining / (1.0 - self.warmup), 0.0), 1.0)
         left = {"constant": 1.0, "linear": remaining, "cosine": (1.0 - math.cos(math.pi * remaining)) / 2}[self.decay]
         return self.min_fraction + (1.0 - self.min_fraction) * left
 

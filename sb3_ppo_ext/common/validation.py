@@ -7,9 +7,18 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+import gymnasium as gym
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.vec_env import VecEnv
+
+# Numbers are computed with in float32, and arrays have sizes in int64.
+LARGEST_NUMBER, LARGEST_INTEGER = float(np.finfo(np.float32).max), int(np.iinfo(np.int64).max)
+# A larger layer fits into no memory, and deeper networks are made by nobody.
+MAX_LAYER_SIZE, MAX_LAYERS = 10**9, 1000
+# Longest description of a value in an error message
+MAX_SHOWN = 300
 
 
 class BadArgumentError(ValueError, AssertionError):
@@ -18,6 +27,16 @@ class BadArgumentError(ValueError, AssertionError):
 
 class UnknownOptionError(BadArgumentError, TypeError):
     """An option does not exist. Also a ``TypeError``, which Python raises for unknown keyword arguments."""
+
+
+class UnknownEnvironmentError(
+    BadArgumentError, gym.error.NameNotFound, gym.error.NamespaceNotFound, gym.error.VersionNotFound, gym.error.DeprecatedEnv
+):
+    """There is no environment with this id. Also each of the errors that Gymnasium raises for that."""
+
+
+class TooLargeError(BadArgumentError, MemoryError):
+    """Rollouts or networks do not fit into memory. Also a ``MemoryError``, which NumPy raises."""
 
 
 class UnsupportedSpaceError(BadArgumentError, NotImplementedError):
@@ -31,7 +50,19 @@ def refuse(name: str, value: object, remedy: str) -> NoReturn:
     :param remedy: Description of what is wrong and what would be accepted, the end of the message
     :raises BadArgumentError: always
     """
-    raise BadArgumentError(f"`{name}={value!r}` is not valid: {remedy}")
+    raise BadArgumentError(f"`{name}={described(value)}` is not valid: {remedy}")
+
+
+def described(value: object) -> str:
+    """
+    :param value: Any value
+    :return: Its ``repr``, shortened; its type if it has none, as integers of more than 4300 digits have none
+    """
+    try:
+        text = repr(value)
+    except Exception:  # the value of an argument may be of any class
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 @contextmanager
@@ -43,6 +74,40 @@ def assertions_as_value_errors() -> Iterator[None]:
         raise
     except AssertionError as error:
         raise BadArgumentError(str(error)) from error
+
+
+@contextmanager
+def unknown_environments_as_value_errors(env: object) -> Iterator[None]:
+    """
+    Re-raise Gymnasium's errors about an id.
+
+    :param env: Argument that may be an id
+    """
+    try:
+        yield
+    except gym.error.Error as error:
+        # Other subclasses are about what an environment needs. The class itself is for malformed ids.
+        if isinstance(error, gym.error.UnregisteredEnv | gym.error.DeprecatedEnv) or type(error) is gym.error.Error:
+            raise UnknownEnvironmentError(f"`env={described(env)}` is not valid: {error}") from error
+        raise
+
+
+@contextmanager
+def memory_errors_as_value_errors(what: str) -> Iterator[None]:
+    """
+    Re-raise errors of NumPy and PyTorch that say that there is not enough memory.
+
+    :param what: Description of what is made, the start of the message
+    """
+    try:
+        yield
+    except BadArgumentError:
+        raise
+    except (MemoryError, RuntimeError, ValueError) as error:
+        signs = ("allocate", "overflow", "too big", "Maximum allowed dimension")
+        if isinstance(error, MemoryError) or any(sign in str(error) for sign in signs):
+            raise TooLargeError(f"{what} does not fit into memory: {str(error).splitlines()[0]}") from error
+        raise
 
 
 def check_number(
@@ -73,11 +138,16 @@ def check_number(
             " (in YAML, write 0.0003 or `!!float 3e-4`: without the dot, 3e-4 is a string)" if isinstance(value, str) else ""
         )
         refuse(name, value, f"give {kind}{hint}")
-    above = low < value if open_low else low <= value
-    below = value < high if open_high else value <= high
+    number = int(value) if isinstance(value, integers) else float(value)
+    above = low < number if open_low else low <= number
+    below = number < high if open_high else number <= high
     # NaN fails both comparisons.
-    if not (above and below and (infinite or math.isfinite(value))):
+    if not (above and below and (infinite or abs(number) != math.inf)):
         refuse(name, value, f"give {kind} {_interval(low, high, open_low, open_high)}")
+    largest = LARGEST_INTEGER if integer else LARGEST_NUMBER
+    # Where infinity is accepted, all large floats act like it. Larger integers cannot be converted to a float.
+    if abs(number) > largest and not (infinite and isinstance(number, float)):
+        refuse(name, value, f"it is too large; give {kind} up to {largest:.3g}")
 
 
 def _interval(low: float, high: float, open_low: bool, open_high: bool) -> str:
@@ -88,6 +158,17 @@ def _interval(low: float, high: float, open_low: bool, open_high: bool) -> str:
     if math.isinf(high):
         return f"{'greater than' if open_low else 'of at least'} {low:g}"
     return f"between {low:g} and {high:g}"
+
+
+def check_sizes(sizes: Mapping[str, Any]) -> None:
+    """
+    :param sizes: Sizes of the layers of a network by name, and their number as ``n_layers``
+    :raises BadArgumentError: if one of them is not an integer of at least 1, or is absurd
+    """
+    for name, size in sizes.items():
+        check_number(name, size, 1, integer=True)
+        if size > (largest := MAX_LAYERS if name == "n_layers" else MAX_LAYER_SIZE):
+            refuse(name, size, f"it is too large; give an integer up to {largest}")
 
 
 def check_type(name: str, value: object, kind: type | tuple[type, ...], remedy: str) -> None:
@@ -174,13 +255,35 @@ def keywords_of(function: Callable[..., Any]) -> set[str] | None:
 
 def check_device(device: th.device | str) -> None:
     """
-    :param device: ``"auto"``, or an argument of ``torch.device``
-    :raises BadArgumentError: if the device is not valid
+    :param device: ``"auto"``, or an argument of ``torch.device``. Without CUDA, SB3 uses the CPU instead of it
+    :raises BadArgumentError: if the device is not valid, or cannot compute
     """
+    names = 'give "auto", "cpu", "cuda" or "cuda:0"'
     try:
-        th.device("cpu" if device == "auto" else device)
-    except (RuntimeError, TypeError):
-        refuse("device", device, 'give "auto", "cpu", "cuda" or "cuda:0"')
+        made = th.device("cpu" if isinstance(device, str) and device == "auto" else device)
+    except (RuntimeError, TypeError, ValueError):
+        refuse("device", device, names)
+    if made.type == "cuda" and not th.cuda.is_available():
+        return
+    try:
+        th.ones(1, device=made).item()
+    except Exception as error:  # each kind of device has its own errors
+        refuse("device", device, f"it cannot compute here ({str(error).splitlines()[0]}); {names}")
+
+
+def check_environment(env: object) -> None:
+    """
+    :param env: Environment that was given, already made if it was given as an id
+    :raises BadArgumentError: if it is none
+    """
+    if isinstance(env, gym.vector.VectorEnv):
+        remedy = "it is a vectorised environment of Gymnasium; give `sb3_ppo_ext.VectorEnvAdapter(env)`"
+        refuse("env", env, remedy)
+    # SB3 converts environments of the old Gym, whose class is of another module with the same name.
+    of_gym = any(cls.__name__ == "Env" and cls.__module__.startswith("gym.") for cls in type(env).__mro__)
+    if not isinstance(env, gym.Env | VecEnv) and not of_gym:
+        what = "it is a class; give an instance, " if isinstance(env, type) else "give an environment of Gymnasium, "
+        refuse("env", env, f"{what}a `VecEnv`, or the id of a registered environment")
 
 
 SUPPORTED_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -206,6 +309,7 @@ def check_observation_space(space: spaces.Space) -> None:
             raise UnsupportedSpaceError(f"{where} has no dimension: give it the shape (1,).")
         if isinstance(part, spaces.MultiDiscrete) and part.nvec.ndim != 1:
             raise UnsupportedSpaceError(f"{where} has {part.nvec.ndim} dimensions: use a flat MultiDiscrete.")
+        _check_content(where, part, "TransformObservation")
 
 
 def check_action_space(space: spaces.Space) -> None:
@@ -227,4 +331,16 @@ def check_action_space(space: spaces.Space) -> None:
         raise UnsupportedSpaceError(
             f"The action space {space} has {len(space.shape)} dimensions: "
             f"use a flat {type(space).__name__} and reshape the action inside the environment."
+        )
+    _check_content(f"The action space {space}", space, "TransformAction")
+
+
+def _check_content(where: str, space: Any, wrapper: str) -> None:
+    """Refuse spaces without any number, and integers that do not begin at 0, which SB3 would read as if they did."""
+    if 0 in (space.shape or ()):
+        raise UnsupportedSpaceError(f"{where} has no number in it (its shape is {space.shape}): leave it out, or give it one.")
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and np.any(space.start):
+        raise UnsupportedSpaceError(
+            f"{where} does not start at 0, which SB3 does not support: declare it from 0, and shift the values by "
+            f"{space.start} inside the environment, or with `gymnasium.wrappers.{wrapper}`."
         )

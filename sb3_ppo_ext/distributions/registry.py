@@ -34,6 +34,8 @@ from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 ActionDist = Literal["gaussian", "squashed_gaussian", "beta"]
 # SB3's distribution for actions in a `Box`
 DEFAULT: ActionDist = "gaussian"
+# Standard deviations from 2e-9 to 5e8
+LOG_STD_INIT_RANGE = (-20.0, 20.0)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class DistributionFamily:
         if the mean cannot leave the bounds of the action space, or there is no mean
     :param has_log_std: Whether ``proba_distribution`` takes means and the policy's parameter ``log_std``, as SB3's Gaussian
         does. If not, it takes the outputs of the layer that ``proba_distribution_net`` returns
-    :param log_std_range: Allowed values of ``log_std_init``, ``None`` if all values are
+    :param log_std_range: Allowed values of ``log_std_init``
     :param deterministic_actions: Allowed values of ``deterministic_action``
     """
 
@@ -67,7 +69,7 @@ class DistributionFamily:
     numpy_class: type[NumpyDistribution] = TorchFallback
     unsquashed_mean: Callable[[Any], th.Tensor] | None = None
     has_log_std: bool = False
-    log_std_range: tuple[float, float] | None = None
+    log_std_range: tuple[float, float] = LOG_STD_INIT_RANGE
     deterministic_actions: tuple[DeterministicAction, ...] = ("mean",)
 
     @property

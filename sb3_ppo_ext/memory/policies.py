@@ -21,7 +21,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
-from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_type, refuse
+from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
 from sb3_ppo_ext.memory.sequence_buffers import Sequences
 from sb3_ppo_ext.memory.transformer import Cache, Transformer
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
@@ -105,11 +105,11 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         use_last_reward: bool = False,
         **kwargs: Any,
     ):
+        check_sizes(dict(d_model=d_model))
         ffn_dim = 2 * d_model if ffn_dim is None else ffn_dim
         sizes = dict(context_length=context_length, d_model=d_model, n_heads=n_heads, n_layers=n_layers)
         sizes |= dict(ffn_dim=ffn_dim, n_stacked=n_stacked)
-        for name, value in sizes.items():
-            check_number(name, value, 1, integer=True)
+        check_sizes(sizes)
         flags = dict(gate=gate, use_last_action=use_last_action, use_last_reward=use_last_reward)
         for name, flag in flags.items():
             check_type(name, flag, (bool, np.bool_), "give True or False")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,15 +94,29 @@ class SequenceBufferMixin(RolloutBuffer):
             self.last_rewards = np.zeros((n_rows + 1, self.n_envs), np.float32)
 
     def _keep_last_rows(self) -> None:
-        def keep(rows: np.ndarray | None, n: int) -> None:
-            if rows is not None:
-                rows[:n] = rows[self.pos : self.pos + n]
+        self.set_memory(self.memory())
 
-        map_observations(lambda rows: keep(rows, self.n_before), self.rows)
-        keep(self.starts, self.n_before)
-        keep(self.episodes, self.n_before)
-        keep(self.last_actions, self.n_before + 1)
-        keep(self.last_rewards, self.n_before + 1)
+    def memory(self) -> list[Any]:
+        """:return: Copy of the last steps, which precede the next rollout"""
+        kept: list[Any] = []
+        for rows, n in self._memory_rows():
+            copy_last = partial(_copy_rows, start=self.pos, n=n)
+            kept.append(None if rows is None else map_observations(copy_last, rows))
+        return kept
+
+    def set_memory(self, memory: list[Any]) -> None:
+        """
+        :param memory: Last steps before the next rollout, from :meth:`memory`
+        """
+        for (rows, n), kept in zip(self._memory_rows(), memory, strict=True):
+            if rows is not None:
+                map_observations(partial(_set_rows, n=n), rows, kept)
+
+    def _memory_rows(self) -> list[tuple[Any, int]]:
+        """Arrays with the steps before the rollout, and how many of their rows precede it."""
+        one_more = self.n_before + 1
+        of_observations = [(self.rows, self.n_before), (self.starts, self.n_before), (self.episodes, self.n_before)]
+        return [*of_observations, (self.last_actions, one_more), (self.last_rewards, one_more)]
 
     def keep_observations(self, step: int, observations: Any, starts: np.ndarray) -> None:
         """
@@ -235,6 +250,14 @@ class SequenceRolloutBuffer(SequenceBufferMixin, RolloutBuffer):
 
 class SequenceDictRolloutBuffer(SequenceBufferMixin, DictRolloutBuffer):  # type: ignore[misc]
     """See :class:`SequenceBufferMixin`."""
+
+
+def _copy_rows(rows: np.ndarray, start: int, n: int) -> np.ndarray:
+    return rows[start : start + n].copy()
+
+
+def _set_rows(rows: np.ndarray, kept: np.ndarray, n: int) -> None:
+    rows[:n] = kept
 
 
 def joined(one: Sequences, other: Sequences) -> Sequences:

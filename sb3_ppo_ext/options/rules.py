@@ -1,14 +1,31 @@
 """Checks of all options of a model: the rows of the table, and conditions that depend on more than the options."""
 
+import os
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy as np
+from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_ppo_ext.common.validation import check_kwargs, check_number, keywords_of, refuse
+from sb3_ppo_ext.common.plain_data import python_numbers
+from sb3_ppo_ext.common.validation import (
+    check_device,
+    check_dictionary,
+    check_kwargs,
+    check_number,
+    check_type,
+    keywords_of,
+    refuse,
+)
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
-from sb3_ppo_ext.options.table import ALL_OPTIONS, ActionDist, AdvantageNorm, DeterministicAction
+from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
+from sb3_ppo_ext.options.table import ALL_OPTIONS, ActionDist, AdvantageNorm, DeterministicAction, OptimizerName
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, check_action_distribution, with_action_distributions
+
+# Arguments that have no row in the table
+_FURTHER_NUMBERS = ("sde_sample_freq", "verbose", "rollout_buffer_kwargs")
 
 
 class ConfiguredModel(Protocol):
@@ -21,13 +38,43 @@ class ConfiguredModel(Protocol):
     n_steps: int
     batch_size: int
     normalize_advantage: bool
+    optimizer: OptimizerName
     use_sde: bool
     sde_sample_freq: int
+    tensorboard_log: str | None
+    verbose: int
     env: VecEnv | None
     policy_class: Any
     policy_kwargs: dict[str, Any]
     rollout_buffer_class: type[RolloutBuffer] | None
     rollout_buffer_kwargs: dict[str, Any]
+
+
+def convert_options(model: ConfiguredModel) -> None:
+    """
+    Replace NumPy's numbers in the options of a model by Python's, so that what is saved can be read.
+
+    :param model: ``PPOExt``, with or without its environment
+    """
+    for name in (*(option.attribute for option in ALL_OPTIONS.values()), *_FURTHER_NUMBERS):
+        setattr(model, name, python_numbers(getattr(model, name)))
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """
+    Check the arguments that SB3's constructor reads, before it does.
+
+    :param arguments: Arguments of the constructor of ``PPOExt``, by name
+    :raises ValueError: if one of them is not valid
+    """
+    check_policy(arguments["policy"])
+    check_device(arguments["device"])
+    check_logging(arguments["tensorboard_log"], arguments["verbose"])
+    ALL_OPTIONS["use_sde"].accepted.check("use_sde", arguments["use_sde"])
+    if arguments["rollout_buffer_kwargs"] is not None:
+        check_dictionary("rollout_buffer_kwargs", arguments["rollout_buffer_kwargs"])
+    if arguments["env"] is None and arguments["_init_setup_model"]:
+        refuse("env", None, "give an environment, or the id of one")
 
 
 def check_options(model: ConfiguredModel) -> None:
@@ -41,11 +88,22 @@ def check_options(model: ConfiguredModel) -> None:
         option.check(model)
     if model.use_sde:
         check_number("sde_sample_freq", model.sde_sample_freq)
+    check_logging(model.tensorboard_log, model.verbose)
     _check_minibatches(model)
     _check_policy(model)
     _check_buffer(model)
     for option in ALL_OPTIONS.values():
         option.check_conflicts(model)
+
+
+def check_logging(tensorboard_log: Any, verbose: Any) -> None:
+    """
+    :param tensorboard_log: Folder for TensorBoard, ``None`` for no such log
+    :param verbose: Verbosity level
+    :raises ValueError: if one of them is of another type
+    """
+    check_type("tensorboard_log", tensorboard_log, (str, os.PathLike, type(None)), "give the path of a folder, or None")
+    check_type("verbose", verbose, (int, float, np.number, np.bool_), "give 0, 1 or 2")
 
 
 def _check_minibatches(model: ConfiguredModel) -> None:
@@ -77,6 +135,7 @@ def _check_policy(model: ConfiguredModel) -> None:
         )
     given_to_policy = ("observation_space", "action_space", "lr_schedule", "use_sde")
     check_kwargs("policy_kwargs", model.policy_kwargs, policy_class, given_to_policy)
+    check_policy_kwargs(policy_class, model.policy_kwargs, makes_optimizer=model.optimizer == "adam")
 
 
 def _check_keywords(model: ConfiguredModel, policy_class: Any) -> None:
@@ -99,12 +158,25 @@ def _knows(policy_class: Any, keyword: str) -> bool:
 
 
 def _check_buffer(model: ConfiguredModel) -> None:
-    buffer_class: Any = model.rollout_buffer_class or RolloutBuffer
-    if not callable(buffer_class):
-        refuse("rollout_buffer_class", buffer_class, "give a class, or None")
+    has_dicts = isinstance(getattr(model, "observation_space", None), spaces.Dict)
+    usual: Any = DictRolloutBuffer if has_dicts else RolloutBuffer
+    buffer_class: Any = usual if model.rollout_buffer_class is None else model.rollout_buffer_class
+    _check_buffer_class(buffer_class, usual)
     given_to_buffer = ("buffer_size", "observation_space", "action_space", "device", "gamma", "gae_lambda", "n_envs")
     check_kwargs("rollout_buffer_kwargs", model.rollout_buffer_kwargs, buffer_class, given_to_buffer)
     reads_sequences = isinstance(model.policy_class, type) and issubclass(model.policy_class, TransformerPolicyMixin)
     if reads_sequences and buffer_class not in (RolloutBuffer, DictRolloutBuffer):
         remedy = f"{model.policy_class.__name__} has a buffer of its own; give None"
+        refuse("rollout_buffer_class", buffer_class, remedy)
+
+
+def _check_buffer_class(buffer_class: Any, usual: type[RolloutBuffer]) -> None:
+    remedy = f"give a class that inherits SB3's `{usual.__name__}`, or None"
+    needed = ("add", "get", "reset", "compute_returns_and_advantage")
+    is_class = isinstance(buffer_class, type)
+    if not callable(buffer_class) or (is_class and not all(hasattr(buffer_class, name) for name in needed)):
+        refuse("rollout_buffer_class", buffer_class, remedy)
+    if buffer_class in (RolloutBuffer, DictRolloutBuffer) and buffer_class is not usual:
+        refuse("rollout_buffer_class", buffer_class, f"it does not store such observations; {remedy}")
+    if not is_class and (keywords := keywords_of(buffer_class)) is not None and not keywords >= {"device", "gamma"}:
         refuse("rollout_buffer_class", buffer_class, remedy)

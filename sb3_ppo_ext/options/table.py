@@ -391,7 +391,7 @@ class PPOExtOptions:
     )
     lr_warmup: float = option(
         0.0,
-        "Fraction of the training during which the learning rates grow linearly from 0",
+        "Fraction of the training, at least one update, during which the learning rates grow linearly",
         group=LEARNING_RATE,
         accepted=Number(0, 1, open_high=True),
         example=0.05,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sb3_ppo_ext.common.schedules import make_schedule
+from sb3_ppo_ext.common.schedules import check_schedule, make_schedule
 from sb3_ppo_ext.common.validation import check_choice, check_dictionary, check_number, check_type, refuse
 
 
@@ -85,6 +85,8 @@ class Schedule(Accepted):
 
     def check(self, name: str, value: Any) -> None:
         make_schedule(name, value, self.positive, self.infinite)
+        if callable(value):
+            check_schedule(name, value, self.infinite)
 
     def alternatives(self) -> tuple[str, ...]:
         numbers = Number(0, open_low=self.positive, infinite=self.infinite).alternatives()

@@ -19,6 +19,7 @@ from torch import nn
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction
 from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily
+from sb3_ppo_ext.policies.saved_policies import SavedPolicy
 
 # Prefix of the name of the action distribution in the state dict of a policy, now and in zips of earlier versions
 _MARK, _OLD_MARK = "action_distribution_", "law_"
@@ -26,7 +27,7 @@ _MARK, _OLD_MARK = "action_distribution_", "law_"
 WIDE, WIDER_THAN_OTHERS = 50.0, 10.0
 
 
-class ActionDistributionMixin(ActorCriticPolicy):
+class ActionDistributionMixin(SavedPolicy):
     """
     Mixin that adds these keywords to an actor-critic policy of SB3; it comes before that policy among the base classes. With
     the defaults, nothing changes.
@@ -315,6 +316,8 @@ def check_action_distribution(
     values = {"action_dist": action_dist, "mean_tanh": mean_tanh, "learn_std": learn_std}
     defaults = {"action_dist": DEFAULT, "mean_tanh": False, "learn_std": True}
     for name, default in defaults.items():
+        if isinstance(default, bool):
+            check_type(name, values[name], (bool, np.bool_, int), "give True or False")
         if values[name] != default:
             _check_goes_with(name, values[name], default, action_space, use_sde)
     if isinstance(action_space, spaces.Box):
@@ -360,8 +363,9 @@ def _check_family(
             refuse("mean_tanh", mean_tanh, f'it is for `action_dist="gaussian"`; {name!r} is bounded already, leave it out')
     if not family.has_log_std and not learn_std:
         refuse("learn_std", learn_std, f'`action_dist="{name}"` has no standard deviation of its own; leave it out')
-    if family.log_std_range is not None:
-        check_number("log_std_init", log_std_init, *family.log_std_range)
+    # A tensor may have one number for each action.
+    for value in log_std_init.flatten().tolist() if isinstance(log_std_init, th.Tensor) else [log_std_init]:
+        check_number("log_std_init", value, *family.log_std_range)
     if deterministic_action not in choices:
         remedy = f'`action_dist="{name}"` does not support it; give {" or ".join(repr(choice) for choice in choices)}'
         refuse("deterministic_action", deterministic_action, remedy)

@@ -11,7 +11,7 @@ from stable_baselines3.common.preprocessing import get_flattened_obs_dim
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import nn
 
-from sb3_ppo_ext.common.validation import check_number, refuse
+from sb3_ppo_ext.common.validation import check_sizes, refuse
 
 
 class TransformerExtractor(BaseFeaturesExtractor):
@@ -49,9 +49,9 @@ class TransformerExtractor(BaseFeaturesExtractor):
         tokens_key: str = "entities",
         mask_key: str | None = None,
     ):
+        check_sizes(dict(d_model=d_model))
         ffn_dim = 2 * d_model if ffn_dim is None else ffn_dim
-        for name, value in dict(d_model=d_model, n_heads=n_heads, n_layers=n_layers, ffn_dim=ffn_dim).items():
-            check_number(name, value, 1, integer=True)
+        check_sizes(dict(d_model=d_model, n_heads=n_heads, n_layers=n_layers, ffn_dim=ffn_dim))
         if d_model % n_heads != 0:
             refuse("d_model", d_model, f"it must be a multiple of n_heads={n_heads}")
         super().__init__(observation_space, features_dim=d_model)

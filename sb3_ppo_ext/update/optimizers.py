@@ -3,13 +3,14 @@
 import math
 import warnings
 from collections.abc import Callable, Set
+from copy import deepcopy
 from typing import Any, Literal, TypeAlias
 
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
-from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, refuse
+from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, check_number, refuse
 
 # `None` before torch 2.9
 Muon: type[th.optim.Optimizer] | None = getattr(th.optim, "Muon", None)
@@ -264,6 +265,36 @@ def adopt_state(policy: ActorCriticPolicy, saved: dict[str, Any]) -> dict[str, A
     positions = dict(zip(now, range(len(now)), strict=True))
     state = {positions[name]: saved["state"][i] for i, name in enumerate(before) if i in saved["state"]}
     return {"state": state, "param_groups": own["param_groups"]}
+
+
+def check_state_is_whole(state: dict[str, Any]) -> None:
+    """
+    Refuse tensors that repeat their numbers: a small file can have one of any size, which PyTorch would allocate.
+
+    :param state: State dictionary of an optimiser
+    :raises ValueError: if it has such a tensor; a state of another form can also raise other errors
+    """
+    for values in state["state"].values():
+        for name, value in values.items():
+            if isinstance(value, th.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+                refuse(name, value.shape, "the saved state of the optimizer has fewer numbers")
+
+
+def check_step(optimizer: th.optim.Optimizer) -> None:
+    """
+    Check that an optimiser can go on from its state, by a step without gradient on a copy.
+
+    :param optimizer: Optimiser, which is not changed
+    :raises Exception: of any type, if the state is not one of such an optimiser
+    """
+    trial = deepcopy(optimizer)
+    for group in trial.param_groups:
+        for name, value in group.items():
+            if isinstance(value, float):
+                check_number(name, value)
+        for parameter in group["params"]:
+            parameter.grad = th.zeros_like(parameter)
+    trial.step()
 
 
 def _algorithms(state: dict[str, Any], order: list[str], default_class: str) -> dict[str, str]:

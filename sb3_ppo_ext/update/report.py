@@ -51,7 +51,8 @@ def further_metrics(
     for name in (name for name, values in metrics.items() if values and name not in LOGGED_OTHERWISE):
         logged[name] = metrics.mean(name)
         if name.endswith("grad_norm") and name != "muon_grad_norm":
-            logged[f"{name}_clipped"] = float(np.minimum(metrics.numbers(name), config.max_grad_norm).mean())
+            # In float64: `max_grad_norm` may be beyond the range of float32.
+            logged[f"{name}_clipped"] = float(np.minimum(np.float64(metrics.numbers(name)), config.max_grad_norm).mean())
     logged |= _action_statistics(metrics, policy, buffer, config)
     raw = buffer.advantages
     return logged | {f"adv/raw_{name}": float(getattr(np, name)(raw)) for name in ("mean", "std", "min", "max")}

@@ -5,9 +5,11 @@ import runpy
 import sys
 
 from sb3_ppo_ext.zoo.registration import register
+from sb3_ppo_ext.zoo.resuming import arguments_to_resume
 
 SCRIPTS = {
     "train": "rl_zoo3.train",
+    "resume": "rl_zoo3.train",
     "enjoy": "rl_zoo3.enjoy",
     "record_video": "rl_zoo3.record_video",
     "record_training": "rl_zoo3.record_training",
@@ -31,8 +33,20 @@ def main() -> None:
         return
     script = parser.parse_args(sys.argv[1:2]).script
     register()
-    sys.argv = [f"{sys.argv[0]} {script}", *sys.argv[2:]]
+    arguments = sys.argv[2:]
+    if script == "resume":
+        arguments = arguments_to_resume(_folder_to_resume(arguments))
+    sys.argv = [f"{sys.argv[0]} {script}", *arguments]
     runpy.run_module(SCRIPTS[script], run_name="__main__", alter_sys=True)
+
+
+def _folder_to_resume(arguments: list[str]) -> str:
+    parser = argparse.ArgumentParser(
+        prog="python -m sb3_ppo_ext.zoo resume",
+        description="Go on with an interrupted training of ppo_ext in its own folder, from its newest checkpoint",
+    )
+    parser.add_argument("folder", help="folder of the run, such as logs/ppo_ext/CartPole-v1_1; trained with --save-freq")
+    return parser.parse_args(arguments).folder
 
 
 if __name__ == "__main__":

@@ -20,9 +20,11 @@ from sb3_ppo_ext.common.schedules import make_schedule
 from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
+from sb3_ppo_ext.zoo.resuming import create_callbacks, find_run, load_pretrained_agent, resumed_folder, save_config
 from sb3_ppo_ext.zoo.tuning import is_history_based
-from sb3_ppo_ext.zoo.yaml_entries import TrialHyperparams, find_hyperparams, is_default_file, merge_trial
+from sb3_ppo_ext.zoo.yaml_entries import TrialHyperparams, find_hyperparams, is_default_file, merge_trial, read_saved
 
 if TYPE_CHECKING:
     import optuna
@@ -37,8 +39,12 @@ _TRIAL: ContextVar[Any] = ContextVar("trial", default=None)
 def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "ExperimentManager") -> Hyperparams:
     """
     Read the entry that :func:`find_hyperparams` finds, unless the user has named a file (``-conf``), and merge the
-    ``policy_kwargs`` of a trial (``--trial-id``) into those of the entry, where the Zoo would replace them.
+    ``policy_kwargs`` of a trial (``--trial-id``) into those of the entry, where the Zoo would replace them. A run that is
+    resumed reads what it has saved.
     """
+    if (folder := resumed_folder()) is not None:
+        saved = read_saved(folder / experiment.env_name / "config.yml")
+        return dict(saved), saved
     env_name, trial_id = experiment.env_name, experiment.trial_id
     _choose_entry(experiment)
     experiment.trial_id = None
@@ -85,13 +91,15 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
 def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManager", env: VecEnv, eval_env: bool) -> VecEnv:
     """
     Apply ``normalize: true`` only to observations that ``VecNormalize`` can normalize, unless the user says which. In a trial,
-    ``VecNormalize`` gets the sampled discount factor, as in a training with the ``--trial-id`` of the trial.
+    ``VecNormalize`` gets the sampled discount factor, as in a training with the ``--trial-id`` of the trial. It is saved
+    atomically.
     """
     if experiment.normalize and not {"norm_obs", "norm_obs_keys"} & experiment.normalize_kwargs.keys():
         experiment.normalize_kwargs = {**experiment.normalize_kwargs, **_normalizable(env.observation_space)}
     env, trial = theirs(env, eval_env), _TRIAL.get()
     if isinstance(env, VecNormalize) and trial is not None:
         env.gamma = trial.user_attrs.get("gamma", env.gamma)  # a user's own sampler may leave it out
+    make_atomic([env])
     return env
 
 
@@ -110,6 +118,7 @@ def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager")
     """
     if experiment.vec_env_class is DummyVecEnv:
         experiment.vec_env_class = FastDummyVecEnv
+    find_run(experiment)
     results = theirs()
     experiment.callbacks.append(ProgressFile(experiment.save_path))
     experiment._hyperparams = TrialHyperparams(experiment._hyperparams)
@@ -156,6 +165,9 @@ METHODS: dict[str, Callable[..., Any]] = {
     "read_hyperparameters": read_hyperparameters,
     "_preprocess_hyperparams": preprocess_hyperparams,
     "setup_experiment": setup_experiment,
+    "create_callbacks": create_callbacks,
+    "_load_pretrained_agent": load_pretrained_agent,
+    "_save_config": save_config,
     "_maybe_normalize": maybe_normalize,
     "objective": objective,
     "hyperparameters_optimization": hyperparameters_optimization,

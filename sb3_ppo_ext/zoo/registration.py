@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.zoo.experiment import METHODS
+from sb3_ppo_ext.zoo.resuming import NAMES
 from sb3_ppo_ext.zoo.tuning import convert_ppo_ext_params, sample_ppo_ext_params
 
 if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
-
-# The second is the name that the Zoo derives from the class for the Hub.
-NAMES = ("ppo_ext", "ppoext")
 
 
 def register() -> None:

@@ -111,3 +111,13 @@ def _evaluate(policy_kwargs: Any) -> dict[str, Any]:
     if isinstance(policy_kwargs, str):
         policy_kwargs = eval(policy_kwargs, vars(sys.modules["rl_zoo3.exp_manager"]))
     return dict(policy_kwargs or {})
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """
+    :param path: File in the folder of a run, with its hyperparameters or command line arguments
+    :return: Its contents. The Zoo writes Python objects to these files, so that they can execute code
+    """
+    import yaml
+
+    return dict(yaml.load(path.read_text(), Loader=yaml.UnsafeLoader))

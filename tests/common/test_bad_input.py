@@ -5,22 +5,32 @@ import re
 import zipfile
 from fractions import Fraction
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
 from sb3_contrib import ARS, QRDQN, TQC, TRPO, CrossQ, MaskablePPO, RecurrentPPO
 from stable_baselines3 import A2C, DDPG, DQN, PPO, SAC, TD3
-from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
 from support.parity import assert_equal
-from support.toys import DICT, IMAGE, Brittle, ToyEnv, make_toys
+from support.toys import DICT, IMAGE, VECTOR, Brittle, ToyEnv, make_toys
 from support.zips import Zip
 
+import sb3_ppo_ext
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.common.guards import find_non_finite
+
+
+def short(value):
+    """Name of a test, without addresses, which differ from process to process."""
+    return re.sub(r" at 0x\w+", "", str(value))[:80]
+
 
 BAD_OPTIONS = [
     # (options, what the message says)
@@ -65,8 +75,31 @@ BAD_OPTIONS = [
     (dict(policy_kwargs="dict(net_arch=[8])", action_dist="beta"), "`policy_kwargs=.*a dictionary"),
     (dict(policy_kwargs=dict(net_archs=[8])), "`policy_kwargs` has no option `net_archs`: did you mean `net_arch`"),
     (dict(rollout_buffer_class="RolloutBuffer"), "`rollout_buffer_class='RolloutBuffer'`.*a class"),
+    (dict(rollout_buffer_class=0), "`rollout_buffer_class=0`.*a class"),
+    (dict(rollout_buffer_class=dict), "`rollout_buffer_class=<class 'dict'>`.*a class"),
+    (dict(rollout_buffer_class=DictRolloutBuffer), "`rollout_buffer_class=.*does not store such observations"),
+    (dict(rollout_buffer_class=lambda *args: None), "`rollout_buffer_class=.*a class"),
+    (dict(rollout_buffer_class=lambda *args, **kwargs: None), "`rollout_buffer_class=.*it returns None"),
     (dict(rollout_buffer_kwargs=[1]), r"`rollout_buffer_kwargs=\[1\]`.*a dictionary"),
     (dict(device="gpu"), "`device='gpu'`.*cuda"),
+    (dict(device="meta"), "`device='meta'`.*cannot compute here"),
+    (dict(device="xla"), "`device='xla'`.*cannot compute here"),
+    (dict(tensorboard_log=5), "`tensorboard_log=5`.*path of a folder"),
+    (dict(tensorboard_log=b"logs"), "`tensorboard_log=b'logs'`.*path of a folder"),
+    (dict(verbose="loud"), "`verbose='loud'`.*0, 1 or 2"),
+    (dict(ent_coef=10**400), r"`ent_coef=10+\.\.\.` is not valid: it is too large"),
+    (dict(max_grad_norm=10**400), "`max_grad_norm=10.*it is too large"),
+    (dict(target_kl=10**400), "`target_kl=10.*it is too large"),
+    (dict(vf_coef=1e39), r"`vf_coef=1e\+39`.*it is too large"),
+    (dict(n_epochs=10**30), "`n_epochs=10.*it is too large"),
+    (dict(n_steps=10**14), "`n_steps=100000000000000`.*not fit into memory"),
+    (dict(n_steps=10**18), "`n_steps=1000000000000000000`.*not fit into memory"),
+    (dict(learning_rate=lambda progress: None), "`learning_rate=.*raises TypeError.*returns a number"),
+    (dict(learning_rate=lambda: 1e-3), "`learning_rate=.*raises TypeError.*returns a number"),
+    (dict(clip_range=lambda progress: "0.2"), "`clip_range=.*returns '0.2' at the start.*returns a number"),
+    (dict(clip_range_vf=lambda progress: float("nan")), "`clip_range_vf=.*returns nan at the start"),
+    (dict(ent_coef=lambda progress: -progress), "`ent_coef=.*returns -1.0 at the start"),
+    (dict(critic_learning_rate=lambda progress: 1 / 0), "`critic_learning_rate=.*raises ZeroDivisionError"),
     (dict(advantage_norm="emma"), '`advantage_norm=\'emma\'`.*"minibatch", "rollout" or "ema"'),
     (dict(adv_ema_alpha=0.0), "`adv_ema_alpha=0.0`.*between 0 and 1"),
     (dict(adv_ema_warm_start="no"), "`adv_ema_warm_start='no'`.*True or False"),
@@ -121,11 +154,99 @@ BAD_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=short)
 def test_bad_option(options, message):
     """The constructor refuses each bad value, and names argument, value and remedy."""
     with pytest.raises(ValueError, match=message):
         PPOExt("MlpPolicy", ToyEnv(), **options)
+
+
+BAD_POLICY_KWARGS = [
+    (dict(net_arch="[8]"), r"`net_arch='\[8\]'`.*sizes of the hidden layers"),
+    (dict(net_arch=8), "`net_arch=8`.*sizes of the hidden layers"),
+    (dict(net_arch=[8, 0]), r"`net_arch\[1\]=0`.*of at least 1"),
+    (dict(net_arch=[8, 8.0]), r"`net_arch\[1\]=8.0`.*an integer"),
+    (dict(net_arch=[10**5, 10**9]), r"`policy_kwargs=.*`, does not fit into memory"),
+    (dict(net_arch=dict(pi=[8], vf="8")), r"`net_arch\['vf'\]='8'`.*sizes"),
+    (dict(net_arch=dict(pi=[None])), r"`net_arch\['pi'\]\[0\]=None`.*an integer"),
+    (dict(net_arch=dict(policy=[8])), r"`net_arch\['policy'\]=\[8\]`.*the keys are"),
+    (dict(activation_fn="relu"), "`activation_fn='relu'`.*torch.nn.ReLU"),
+    (dict(activation_fn=th.nn.ReLU()), r"`activation_fn=ReLU\(\)`.*torch.nn.ReLU"),
+    (dict(activation_fn=th.nn.Linear), "`activation_fn=.*Linear.*missing 2 required"),
+    (dict(activation_fn=th.nn.GLU), "`activation_fn=.*GLU.*changes the shape"),
+    (dict(ortho_init="no"), "`ortho_init='no'`.*True or False"),
+    (dict(share_features_extractor="no"), "`share_features_extractor='no'`.*True or False"),
+    (dict(log_std_init=float("nan")), "`log_std_init=nan`.*between -20 and 20"),
+    (dict(log_std_init=-1e6), r"`log_std_init=-1000000.0`.*between -20 and 20"),
+    (dict(log_std_init="0"), "`log_std_init='0'`.*a number"),
+    (dict(log_std_init=th.tensor([0.0, 50.0])), "`log_std_init=50.0`.*between -20 and 20"),
+    (dict(squash_output=True), "squash_output=True is only available when using gSDE"),
+    (dict(features_extractor_class="cnn"), "`features_extractor_class='cnn'`.*BaseFeaturesExtractor"),
+    (dict(features_extractor_class=dict), "`features_extractor_class=<class 'dict'>`.*BaseFeaturesExtractor"),
+    (dict(features_extractor_class=th.nn.ReLU), "`features_extractor_class=.*ReLU.*BaseFeaturesExtractor"),
+    (dict(features_extractor_kwargs=[1]), r"`features_extractor_kwargs=\[1\]`.*a dictionary"),
+    (dict(features_extractor_kwargs=dict(features_dim=3)), "`features_extractor_kwargs` has no option `features_dim`"),
+    (dict(optimizer_class="adam"), "`optimizer_class='adam'`.*torch.optim"),
+    (dict(optimizer_class=th.nn.ReLU), "`optimizer_class=.*ReLU.*torch.optim"),
+    (dict(optimizer_class=th.optim.LBFGS), "`optimizer_class=.*LBFGS.*without a closure"),
+    (dict(optimizer_class=th.optim.SparseAdam), "`optimizer_class=.*SparseAdam.*dense gradients"),
+    (dict(optimizer_kwargs=dict(momentum=0.9)), "`optimizer_kwargs={'momentum': 0.9}` is not valid: TypeError"),
+    (dict(optimizer_kwargs=dict(betas=(2, 2))), "`optimizer_kwargs=.*is not valid: ValueError: Invalid beta"),
+    (dict(optimizer_kwargs=dict(eps="1e-5")), "`optimizer_kwargs=.*is not valid: TypeError"),
+    (dict(optimizer_kwargs=dict(lr=1e-3)), "`optimizer_kwargs=.*`learning_rate`"),
+]
+BAD_MEMORY = [
+    (dict(d_model=None), "`d_model=None`.*an integer"),
+    (dict(ffn_dim=0), "`ffn_dim=0`.*of at least 1"),
+    (dict(ffn_dim="128"), "`ffn_dim='128'`.*an integer"),
+    (dict(n_layers=10**6), "`n_layers=1000000`.*too large; give an integer up to 1000"),
+    (dict(n_heads=3), "`d_model=64`.*multiple of n_heads=3"),
+    (dict(context_length=0), "`context_length=0`.*of at least 1"),
+    (dict(gate="yes"), "`gate='yes'`.*True or False"),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "policy_kwargs", "message"),
+    [
+        *(("MlpPolicy", *bad) for bad in BAD_POLICY_KWARGS),
+        *(("MlpTransformerPolicy", *bad) for bad in BAD_MEMORY),
+    ],
+    ids=short,
+)
+def test_bad_policy_kwargs(policy, policy_kwargs, message):
+    """Each bad value in `policy_kwargs` is refused by name, before anything is trained."""
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        PPOExt(policy, ToyEnv(), n_steps=8, batch_size=8, policy_kwargs=policy_kwargs)
+
+
+class OwnPolicy(ActorCriticPolicy):
+    """A policy with an architecture of its own."""
+
+    def __init__(self, *args, net_arch=None, **kwargs):
+        super().__init__(*args, net_arch=[len(net_arch)], **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("policy", "policy_kwargs"),
+    [
+        ("MlpPolicy", dict(net_arch=[])),
+        ("MlpPolicy", dict(net_arch=(np.int64(8),))),
+        ("MlpPolicy", dict(net_arch=dict(vf=[8], qf=[8]))),
+        ("MlpPolicy", dict(net_arch=[dict(pi=[8], vf=[8])])),
+        ("MlpPolicy", dict(activation_fn=partial(th.nn.LeakyReLU, 0.2))),
+        ("MlpPolicy", dict(ortho_init=0, features_extractor_kwargs=None, optimizer_kwargs=None)),
+        ("MlpPolicy", dict(log_std_init=th.tensor([0.0, -1.0]))),
+        ("MlpPolicy", dict(optimizer_class=th.optim.RMSprop, optimizer_kwargs=dict(alpha=0.9))),
+        ("MlpPolicy", dict(optimizer_class=partial(th.optim.Adam, eps=1e-3))),
+        (OwnPolicy, dict(net_arch="small")),
+    ],
+    ids=short,
+)
+@pytest.mark.filterwarnings("ignore:As shared layers in the mlp_extractor")
+def test_legal_policy_kwargs(policy, policy_kwargs):
+    """What SB3's policies take is taken, and policies of users may give the keywords another meaning."""
+    PPOExt(policy, ToyEnv(), n_steps=8, batch_size=8, policy_kwargs=policy_kwargs).learn(8)
 
 
 @pytest.fixture(scope="module")
@@ -135,16 +256,14 @@ def saved(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [bad for bad in BAD_OPTIONS if "policy_kwargs" not in bad[0]], ids=lambda value: str(value)[:40]
-)
+@pytest.mark.parametrize(("options", "message"), [bad for bad in BAD_OPTIONS if "policy_kwargs" not in bad[0]], ids=short)
 def test_bad_option_of_load(options, message, saved):
     """`load` refuses each bad value too, where SB3 checks nothing at all."""
     with pytest.raises(ValueError, match=message.replace("PPOExt has", "PPOExt.load has").replace("batch_size", ".*")):
         PPOExt.load(saved, env=ToyEnv(), **options)
 
 
-@pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.MultiDiscrete([2, 2]), spaces.MultiBinary(2)], ids=str)
+@pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.MultiDiscrete([2, 2]), spaces.MultiBinary(2)], ids=short)
 def test_bounds_loss_without_bounds(space):
     """Discrete actions have no bounds: constructor and `load` refuse the bounds loss for them."""
     env = ToyEnv(action_space=space)
@@ -175,7 +294,7 @@ class OwnEstimates(RolloutBuffer):
         dict(priority_alpha=0.5),
         dict(accumulate_grad=2),
     ],
-    ids=str,
+    ids=short,
 )
 def test_options_that_draw_minibatches(options):
     """Options that draw minibatches themselves refuse a buffer with its own `get`; other options work with it."""
@@ -192,6 +311,15 @@ def test_vtrace_or_own_estimates():
     with pytest.raises(ValueError, match=r"`vtrace=True`.*OwnEstimates"):
         PPOExt("MlpPolicy", ToyEnv(), rollout_buffer_class=OwnEstimates, vtrace=True)
     PPOExt("MlpPolicy", ToyEnv(), n_steps=16, batch_size=8, rollout_buffer_class=OwnEstimates, priority_alpha=0.5).learn(32)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [("x" * 1000, "x{299}\\.\\.\\."), (10**5000, "10+\\.\\.\\.|<int>")], ids=["text", "number"]
+)
+def test_long_values_are_shortened(value, text):
+    """A long value does not hide the message, and one that Python does not print does not replace it."""
+    with pytest.raises(ValueError, match=f"`vf_coef='?({text})` is not valid"):
+        PPOExt("MlpPolicy", ToyEnv(), vf_coef=value)
 
 
 @pytest.mark.parametrize("options", [dict(batch_size=1), dict(n_steps=1), dict(clip_range_vf=-1.0), dict(learning_rate="a")])
@@ -260,20 +388,57 @@ def test_options_of_subclasses():
         dict(stats_window_size=0),
         dict(rollout_buffer_class=partial(RolloutBuffer, gamma=0.5)),
         dict(policy_kwargs=MappingProxyType(dict(net_arch=[8]))),
-        dict(clip_range=float("inf"), target_kl=float("inf")),
+        dict(clip_range=float("inf"), target_kl=float("inf"), max_grad_norm=1e30),
+        dict(verbose=False, tensorboard_log=None, n_epochs=np.int64(1)),
+        dict(clip_range=lambda progress: np.array(0.2), ent_coef=lambda progress: th.tensor(0.0)),
+        dict(clip_range_vf=lambda progress: 0.1 * (1 - progress)),
+        dict(clip_range=lambda progress: undefined_as_yet.clip_range),  # noqa: F821
     ],
-    ids=str,
+    ids=short,
 )
 @pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
-def test_legal_extremes(options):
+@pytest.mark.filterwarnings("ignore:.*there is no CUDA here")
+def test_legal_extremes(options, monkeypatch):
     """Extreme values that SB3 takes and that make sense are taken."""
-    PPOExt("MlpPolicy", ToyEnv(), **{"n_steps": 8, "batch_size": 8, **options}).learn(8)
+    model = PPOExt("MlpPolicy", ToyEnv(), **{"n_steps": 8, "batch_size": 8, **options})
+    monkeypatch.setitem(globals(), "undefined_as_yet", SimpleNamespace(clip_range=0.2))
+    model.learn(8)
 
 
-def test_unknown_policy():
-    """A misspelt name of a policy is refused, with the names that exist."""
-    with pytest.raises(ValueError, match=r"`policy='MlpPolcy'`.*MlpPolicy, CnnPolicy, MultiInputPolicy"):
-        PPOExt("MlpPolcy", ToyEnv())
+@pytest.mark.skipif(th.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_where_there_is_none():
+    """Without CUDA the model is on the CPU, as in SB3, and says so."""
+    with pytest.warns(UserWarning, match="`device='cuda'`: there is no CUDA here"):
+        assert PPOExt("MlpPolicy", ToyEnv(), device="cuda").device.type == "cpu"
+
+
+def test_schedules_are_checked_once():
+    """Making a model calls a schedule once to check it, since a schedule may have a state."""
+    calls = []
+
+    def schedule(progress):
+        calls.append(progress)
+        return 0.2
+
+    PPOExt("MlpPolicy", ToyEnv(), clip_range=schedule)
+    assert calls == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("MlpPolcy", "`policy='MlpPolcy'`.*MlpPolicy, CnnPolicy, MultiInputPolicy"),
+        (None, "`policy=None`.*a name or a class"),
+        (["MlpPolicy"], r"`policy=\['MlpPolicy'\]`.*a name or a class"),
+        (dict, "`policy=<class 'dict'>`.*a name or a class"),
+        (SAC.policy_aliases["MlpPolicy"], "`policy=.*SACPolicy.*a name or a class"),
+    ],
+    ids=short,
+)
+def test_bad_policy(policy, message):
+    """What is no policy of PPO is refused, with the names that exist."""
+    with pytest.raises(ValueError, match=message):
+        PPOExt(policy, ToyEnv())
 
 
 @pytest.mark.parametrize(
@@ -290,8 +455,17 @@ def test_unknown_policy():
         (dict(observation_space=spaces.MultiDiscrete([[2, 3], [2, 3]])), "has 2 dimensions: use a flat MultiDiscrete"),
         (dict(observation_space=spaces.Dict()), "is empty"),
         (dict(observation_space=spaces.Box(-1, 1, ())), r"no dimension: give it the shape \(1,\)"),
+        (dict(observation_space=spaces.Box(-1, 1, (3, 0))), r"has no number in it \(its shape is \(3, 0\)\)"),
+        (dict(observation_space=spaces.Dict(a=spaces.Box(-1, 1, (0,)), b=DICT["gear"])), "under the key 'a', has no number"),
+        (dict(observation_space=spaces.MultiDiscrete(np.zeros(0, int))), "has no number in it"),
+        (dict(observation_space=spaces.Discrete(3, start=1)), "does not start at 0.*shift the values by 1.*TransformObs"),
+        (dict(observation_space=spaces.MultiDiscrete([2, 2], start=[0, 1])), "does not start at 0"),
+        (dict(action_space=spaces.Discrete(3, start=-1)), "does not start at 0.*shift the values by -1.*TransformAction"),
+        (dict(action_space=spaces.MultiDiscrete([2, 2], start=[1, 0])), "does not start at 0"),
+        (dict(action_space=spaces.MultiDiscrete(np.zeros(0, int))), "has no number in it"),
+        (dict(action_space=spaces.Box(-1, 1, (0,))), "has no number in it"),
     ],
-    ids=str,
+    ids=short,
 )
 @pytest.mark.parametrize("vectorised", [False, True])
 def test_unsupported_space(env_spaces, message, vectorised):
@@ -313,6 +487,51 @@ def test_space_and_policy_that_do_not_fit():
         PPOExt("CnnPolicy", ToyEnv())
     with pytest.raises(ValueError, match="can only be used with continuous actions"):
         PPOExt("MlpPolicy", ToyEnv(action_space=spaces.Discrete(2)), use_sde=True)
+
+
+SMALL_IMAGE = spaces.Box(0, 255, (30, 40, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "space", "message"),
+    [
+        ("MlpPolicy", DICT, "MultiInputPolicy"),
+        ("CnnPolicy", DICT, "MultiInputPolicy"),
+        ("MultiInputPolicy", VECTOR, "`policy='.*reads dictionaries.*`MlpPolicy` for anything else"),
+        ("MultiInputPolicy", IMAGE, "`policy='.*reads dictionaries.*`CnnPolicy` for images"),
+        ("CnnPolicy", VECTOR, "`policy='.*only with images"),
+        ("CnnPolicy", spaces.Box(0, 1, (36, 36, 1)), "`policy='.*normalize_images=False"),
+        ("CnnPolicy", SMALL_IMAGE, "images of 30 x 40 pixels, and NatureCNN needs 36 x 36"),
+        ("MultiInputPolicy", spaces.Dict(camera=SMALL_IMAGE), "the part 'camera'.*30 x 40 pixels"),
+        ("MultiInputPolicy", spaces.Dict({"a.b": VECTOR}), "no module with the name 'a.b'"),
+    ],
+    ids=short,
+)
+@pytest.mark.parametrize("memory", [False, True], ids=["plain", "memory"])
+@pytest.mark.parametrize("by_name", [True, False], ids=["name", "class"])
+def test_policy_for_other_observations(policy, space, message, memory, by_name):
+    """Each of the six policies, by name or as a class, refuses observations that it cannot read."""
+    name = policy.replace("Policy", "TransformerPolicy") if memory else policy
+    with pytest.raises(ValueError, match=message):
+        PPOExt(name if by_name else getattr(sb3_ppo_ext, name), ToyEnv(observation_space=space))
+
+
+def test_own_extractor_reads_anything():
+    """A features extractor of the user's decides what a policy reads, also in a zip."""
+    model = PPOExt(
+        ActorCriticPolicy, ToyEnv(observation_space=DICT), policy_kwargs=dict(features_extractor_class=OwnExtractor)
+    )
+    Zip(model).load(env=ToyEnv(observation_space=DICT))
+
+
+class OwnExtractor(BaseFeaturesExtractor):
+    """Reads the part `joints` alone."""
+
+    def __init__(self, observation_space):
+        super().__init__(observation_space, 3)
+
+    def forward(self, observations):
+        return observations["joints"]
 
 
 # Zips
@@ -404,11 +623,24 @@ def test_stats_window_size_of_load(saved):
     assert PPOExt.load(saved, env=ToyEnv(), stats_window_size=3).learn(16).ep_info_buffer.maxlen == 3
 
 
-@pytest.mark.parametrize("env", [None, 5])
-def test_no_environment(env):
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (None, "`env=None`"),
+        (5, "`env=5`.*a `VecEnv`, or the id"),
+        (ToyEnv, "`env=<class .*it is a class; give an instance"),
+        ([ToyEnv()], r"`env=\[.*a `VecEnv`"),
+        ("NoSuchEnv-v0", "`env='NoSuchEnv-v0'`.*NoSuchEnv` doesn't exist"),
+        ("no id", "`env='no id'`.*Malformed"),
+        (gym.vector.SyncVectorEnv([ToyEnv]), r"`env=SyncVectorEnv.*`sb3_ppo_ext.VectorEnvAdapter\(env\)`"),
+    ],
+    ids=short,
+)
+def test_no_environment(env, message):
     """No environment, or something that is none, is refused."""
-    with pytest.raises(ValueError, match="env"):
+    with pytest.raises(ValueError, match=message) as caught:
         PPOExt("MlpPolicy", env)
+    assert isinstance(caught.value, gym.error.UnregisteredEnv) == isinstance(env, str)
 
 
 def test_truncated_zip(saved, tmp_path):
@@ -533,6 +765,14 @@ def test_environment_that_is_not_finite(kwargs, wrap, message):
     model.learn(48, reset_num_timesteps=False)
     assert model._n_updates > 0
     assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
+
+
+def test_observation_beyond_float32():
+    """A number that is finite for the environment, but not in float32, in which policies read it, is named."""
+    assert find_non_finite(np.array([[0, 1e38]])) is None
+    env = brittle(observation=np.array([0, 0, 1e39]), observation_space=spaces.Box(-np.inf, np.inf, (3,), np.float64))
+    with pytest.raises(ValueError, match=r"observation .*\(1e\+39 at index \(2,\), beyond the range of float32\) at step 9 "):
+        PPOExt("MlpPolicy", env, n_steps=16, batch_size=48).learn(48)
 
 
 def test_rollouts_before_the_bad_one_count():

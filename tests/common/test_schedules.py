@@ -119,6 +119,31 @@ def test_decay(options, expected):
     assert pickle.loads(pickle.dumps(schedule))(0.5) == schedule(0.5)
 
 
+@pytest.mark.parametrize(
+    ("warmup", "rollout", "expected"),
+    [
+        (0.001, 0.25, (1 / 2, 1, 1, 1)),
+        (0.25, 0.25, (1 / 2, 1, 1, 1)),
+        (0.26, 0.25, (1 / 3, 2 / 3, 1, 1)),
+        (0.99, 0.25, (1 / 5, 2 / 5, 3 / 5, 4 / 5)),
+        (0.3, 0.1, (1 / 4, 2 / 4, 3 / 4, 1)),  # Rounding makes 0.3 / 0.1 less than 3, and 3 * 0.1 more than 0.3.
+        (0.001, 2.0, (1 / 2, 1, 1, 1)),  # a training of less than one rollout
+    ],
+)
+def test_warmup_in_updates(warmup, rollout, expected):
+    """A warm-up of k updates multiplies the rate of update i by i / (k + 1), and always acts on the first one."""
+    schedule = DecaySchedule(ConstantSchedule(2.0), "constant", 0.0, warmup, rollout)
+    assert [schedule(1 - i * rollout) for i in (1, 2, 3, 4)] == pytest.approx([2 * factor for factor in expected])
+
+
+def test_long_warmup():
+    """With small rollouts, the warm-up is linear in the progress; after it, the decay does not depend on the rollouts."""
+    coarse, fine, limit = (DecaySchedule(ConstantSchedule(1.0), "linear", 0.1, 0.2, r) for r in (0.05, 1e-6, 0.0))
+    for done in (0.01, 0.1, 0.2, 0.5, 1.0):
+        assert fine(1 - done) == pytest.approx(limit(1 - done), rel=1e-4)
+    assert [coarse(0.5), coarse(0.0)] == [limit(0.5), limit(0.0)]
+
+
 def test_warmup_of_a_schedule():
     """The factor of the warm-up multiplies a schedule."""
     schedule = DecaySchedule(LinearSchedule(1.0, 0.0, 1.0), "constant", 0.0, 0.5)

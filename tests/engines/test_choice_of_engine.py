@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -214,3 +216,21 @@ def test_a_loss_without_fallback(monkeypatch):
     for backend in ("eager", "native"):
         with pytest.raises(ValueError, match=r"`kl_coef=0.5`.*KL divergence"):
             make(backend=backend, kl_coef=0.5).learn(32)
+
+
+def test_missing_extension_module(monkeypatch):
+    """Without the extension module, the first model says how to build it, unless the user wants `"eager"` anyway."""
+    monkeypatch.setattr(extension, "module", None)
+    monkeypatch.setattr(extension, "why_missing", "No module named _mlp")
+    extension.warn_if_missing.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = dict(n_steps=8, batch_size=8, device="cpu")
+        PPOExt("MlpPolicy", make_toys(), backend="eager", **options)
+        assert not caught
+        for _ in range(2):
+            PPOExt("MlpPolicy", make_toys(), **options).learn(1)
+    (warning,) = caught
+    assert re.search("missing \\(No module named _mlp\\).*`pip install .*`", str(warning.message))
+    assert warning.filename == __file__
+    extension.warn_if_missing.cache_clear()

@@ -165,6 +165,14 @@ def test_loss_that_is_not_finite(in_gradient):
 
 
 @pytest.mark.parametrize("backend", ["eager", "fused", "native"])
+def test_norm_that_overflows(backend):
+    """Losses and gradients may be finite while the norm of the gradients is not."""
+    model = make(backend=backend, vf_coef=1e22)
+    with pytest.raises(ValueError, match="Gradients that are not finite: none, but their norm overflows"):
+        model.learn(32)
+
+
+@pytest.mark.parametrize("backend", ["eager", "fused", "native"])
 @pytest.mark.parametrize(("limit", "is_frozen"), [(0.1, 0.0), (0.0999, 1.0)])
 def test_a_clip_fraction_at_the_limit(backend, limit, is_frozen):
     """One clipped sample of ten is not more than 0.1, on every engine."""

@@ -98,6 +98,7 @@ SCHEDULED = [
     dict(lr_decay="linear"),
     dict(lr_decay="cosine"),
     dict(lr_warmup=0.7),
+    dict(lr_warmup=0.01),
     dict(lr_decay="linear", lr_min_fraction=0.5),
 ]
 
@@ -114,12 +115,23 @@ def test_decay_of_the_learning_rates(options):
     factors = {
         "linear": [low + (1 - low) * left for left in (0.75, 0.5, 0.25, 0.0)],
         "cosine": [(1 + math.cos(math.pi * done)) / 2 for done in (0.25, 0.5, 0.75, 1.0)],
-        "constant": [0.25 / 0.7, 0.5 / 0.7, 1.0, 1.0],
-    }[options.get("lr_decay", "constant")]
+        0.7: [0.25, 0.5, 0.75, 1.0],
+        0.01: [0.5, 1.0, 1.0, 1.0],
+    }[options.get("lr_decay", options.get("lr_warmup"))]
     assert [dump["train/learning_rate"] for dump in dumps] == pytest.approx([0.01 * f for f in factors])
     assert [dump["train/critic_learning_rate"] for dump in dumps] == pytest.approx([0.02 * f for f in factors])
     rates = {group["role"]: group["lr"] for group in model.policy.optimizer.param_groups}
     assert rates == {"actor": pytest.approx(0.01 * factors[-1]), "critic": pytest.approx(0.02 * factors[-1])}
+
+
+def test_warmup_in_several_calls():
+    """A warm-up is part of each training that begins anew, and not of one that goes on after it."""
+    model, rates = make(learning_rate=0.01, lr_warmup=0.01), []
+    for reset in (True, False, True):
+        model.learn(32, reset_num_timesteps=reset)
+        rates.append(logged(model)["train/learning_rate"])
+    assert rates == pytest.approx([0.005, 0.01, 0.005])
+    make(lr_warmup=0.01).learn(0)
 
 
 class Normalizing(RolloutBuffer):

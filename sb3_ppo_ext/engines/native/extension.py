@@ -1,5 +1,7 @@
 """Access to the extension module in C, if it was built."""
 
+import warnings
+from functools import cache
 from typing import Any
 
 import torch as th
@@ -8,10 +10,24 @@ from torch import nn
 
 # The compiled code of `csrc`, see `_mlp.pyi`; None if it was not built
 module: Any
+why_missing = ""
 try:
     from sb3_ppo_ext.engines.native import _mlp as module
-except ImportError:  # built without a C compiler
-    module = None
+except ImportError as error:  # built without a C compiler, or for another Python
+    module, why_missing = None, str(error)
+
+
+@cache
+def warn_if_missing() -> None:
+    """Say once in a process that the extension module is missing, and how to build it."""
+    if module is None:
+        warnings.warn(
+            f"The C extension module of sb3_ppo_ext is missing ({why_missing}): trainings on the CPU take several times as "
+            "long. Install a C compiler (`apt install gcc`, `xcode-select --install`), and then repeat the installation, for "
+            "instance with `pip install --force-reinstall --no-deps .` in the folder with the source code. "
+            '`backend="eager"` does without the module, and without this warning.',
+            stacklevel=5,
+        )
 
 
 def unsupported_reason(policy: ActorCriticPolicy) -> str | None:

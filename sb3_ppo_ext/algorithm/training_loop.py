@@ -1,0 +1,128 @@
+"""The loop of a training, which an interrupted one enters where it was interrupted."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch as th
+from stable_baselines3.common.base_class import maybe_make_env
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import configure
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
+
+from sb3_ppo_ext.algorithm.saved_state import SavedState
+from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint, training_checkpoints
+from sb3_ppo_ext.checkpoints.training_state import CheckpointPath, TrainingState, read_checkpoint
+
+SelfTrainingLoop = TypeVar("SelfTrainingLoop", bound="TrainingLoop")
+
+
+class TrainingLoop(SavedState):
+    """An on-policy algorithm whose training can be interrupted and resumed."""
+
+    # State that the next call of `learn` goes on from
+    _interrupted: TrainingState | None = None
+
+    @classmethod
+    def resume(
+        cls: type[SelfTrainingLoop],
+        path: CheckpointPath,
+        env: GymEnv | str,
+        device: th.device | str = "auto",
+        custom_objects: dict[str, Any] | None = None,
+        print_system_info: bool = False,
+        **kwargs: Any,
+    ) -> SelfTrainingLoop:
+        """
+        Load a model from a checkpoint of :class:`~sb3_ppo_ext.TrainingCheckpoint`, so that its training can go on: the next
+        call of ``learn``, with the same arguments as the interrupted one, goes on to its ``total_timesteps`` and gives the
+        same model, to the bit, as without the interruption. Environments and callbacks are created as before; that call
+        gives them the state that they had at the checkpoint, and log files go on after it.
+
+        The file is unpickled: only resume from files that you trust.
+
+        :param path: Checkpoint, or a folder, of which the newest whole checkpoint is taken
+        :param env: Environments of the same kind and number as in the interrupted training, or an id
+        :param device: Device on which the code should run
+        :param custom_objects: Dictionary of objects to replace upon loading, see ``load``
+        :param print_system_info: Whether to print system info from the saved model and the current system info
+        :param kwargs: options to change when loading; with any change the results are others than without the interruption
+        :return: Model whose next call of ``learn`` goes on with the training
+        :raises FileNotFoundError: if there is no checkpoint
+        :raises ValueError: if the file is damaged, or is not a checkpoint, or the number of environments is another one
+        """
+        path, state = read_checkpoint(path)
+        env = cls._wrap_env(maybe_make_env(env, verbose=0))
+        state.check_environments(env)
+        model = cls.load(path, env, device, custom_objects, print_system_info, force_reset=False, **kwargs)
+        model._interrupted = state
+        return model
+
+    def learn(
+        self: SelfTrainingLoop,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        log_interval: int = 1,
+        tb_log_name: str = "PPOExt",
+        reset_num_timesteps: bool = True,
+        progress_bar: bool = False,
+    ) -> SelfTrainingLoop:
+        iteration = 0
+        total_timesteps, callback = self._setup_learn(
+            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
+        )
+        callback.on_training_start(locals(), globals())
+        assert self.env is not None
+        checkpoints = training_checkpoints(callback)
+        iteration = self._start_iterations(callback, checkpoints)
+
+        while self.num_timesteps < total_timesteps:
+            if not self.collect_rollouts(self.env, callback, self.rollout_buffer, n_rollout_steps=self.n_steps):
+                break
+            iteration += 1
+            self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
+            if log_interval is not None and iteration % log_interval == 0:
+                self.dump_logs(iteration)
+            self.train()
+            for checkpoint in checkpoints:
+                checkpoint.on_iteration_end(iteration)
+
+        callback.on_training_end()
+        return self
+
+    def _setup_learn(
+        self,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        reset_num_timesteps: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[int, BaseCallback]:
+        if self._interrupted is None:
+            return super()._setup_learn(total_timesteps, callback, reset_num_timesteps, *args, **kwargs)
+        remaining = self._interrupted.remaining_timesteps(total_timesteps, reset_num_timesteps)
+        with self._same_log_folder(self._interrupted.logs["folder"]):
+            return super()._setup_learn(remaining, callback, False, *args, **kwargs)
+
+    @contextmanager
+    def _same_log_folder(self, folder: str | None) -> Iterator[None]:
+        """Log to the folder of the interrupted training instead of a new one, unless the user has set a logger."""
+        is_new = not self._custom_logger
+        parent = os.path.realpath(os.path.dirname(folder or ""))
+        if is_new and self.tensorboard_log is not None and parent == os.path.realpath(self.tensorboard_log):
+            self.set_logger(configure(folder, ["stdout", "tensorboard"] if self.verbose >= 1 else ["tensorboard"]))
+        try:
+            yield
+        finally:
+            self._custom_logger = not is_new
+
+    def _start_iterations(self, callback: BaseCallback, checkpoints: list[TrainingCheckpoint]) -> int:
+        """Restore an interrupted training, if there is one, and return the number of its iterations."""
+        for checkpoint in checkpoints:
+            checkpoint.on_training_set_up(callback)
+        state, self._interrupted = self._interrupted, None
+        iteration = 0 if state is None else state.restore(self, callback)
+        for checkpoint in checkpoints:
+            checkpoint.on_iterations_start(callback)
+        return iteration

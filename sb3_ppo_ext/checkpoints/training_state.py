@@ -1,0 +1,283 @@
+"""
+The state of a training between two iterations, beyond what ``save`` writes, and the files that hold both.
+
+A checkpoint is a zip of the model, which ``PPOExt.load`` and SB3's ``PPO.load`` can read, with two members more.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import pickle
+import time
+import uuid
+import warnings
+import zipfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_ppo_ext.checkpoints.environments import essentials
+from sb3_ppo_ext.checkpoints.generators import generator_states, set_generator_states
+from sb3_ppo_ext.checkpoints.log_files import LogFiles
+from sb3_ppo_ext.checkpoints.object_state import Changes, ObjectState, all_attributes, stateful_objects
+from sb3_ppo_ext.common.atomic_files import written_atomically
+from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
+from sb3_ppo_ext.rollout.user_code import is_user_class
+
+CheckpointPath: TypeAlias = str | pathlib.Path
+
+SUMMARY, STATE = "training.json", "training_state.pkl"
+# Changed whenever earlier releases could not read the state
+FORMAT = 1
+# Attributes of the model that a training changes, and that constructor and `load` set anew
+COUNTERS = (
+    "num_timesteps",
+    "_total_timesteps",
+    "_num_timesteps_at_start",
+    "_current_progress_remaining",
+    "_n_updates",
+    "_last_obs",
+    "_last_original_obs",
+    "_last_episode_starts",
+    "ep_info_buffer",
+    "ep_success_buffer",
+)
+
+
+class TrainingState(NamedTuple):
+    """
+    State of an interrupted training, still pickled where it refers to objects that the script creates.
+
+    :param iteration: Number of rollouts of the call of ``learn``
+    :param seconds: Time that this call has taken
+    :param counters: Attributes of the model
+    :param strides: Memory layout of the last observations, which pickle does not keep: it decides how convolutions round
+    :param generators: States of the global random number generators
+    :param environment: State of the environments
+    :param callbacks: State of the callbacks, of the environments that they hold, and of a rollout buffer of the user's class
+    :param logs: Contents of the log files
+    :param memory: Last steps, which a history-based policy sees in the next rollout; ``None`` for other policies
+    :param why_reset: Reason why the environments have to be reset, ``None`` if they can go on
+    """
+
+    iteration: int
+    seconds: float
+    counters: dict[str, Any]
+    strides: Any
+    generators: dict[str, Any]
+    environment: bytes
+    callbacks: bytes
+    logs: dict[str, Any]
+    memory: Any
+    why_reset: str | None
+
+    @classmethod
+    def of(cls, model: Any, callback: BaseCallback, iteration: int, changes: Changes, why_reset: str | None) -> TrainingState:
+        """
+        :param model: Model in training, between two iterations
+        :param callback: All callbacks of the training
+        :param iteration: Number of rollouts since the start of ``learn``
+        :param changes: Callbacks at the start of the training
+        :param why_reset: Reason why the environments cannot go on
+        :return: Current state of the training
+        """
+        generators = generator_states()
+        targets = stateful_objects(model.env)
+        buffer = model.rollout_buffer
+        return cls(
+            iteration,
+            (time.time_ns() - model.start_time) / 1e9,
+            {name: getattr(model, name) for name in COUNTERS},
+            map_observations(lambda part: part.strides, model._last_obs),
+            generators,
+            ObjectState(targets, model).read(all_attributes if why_reset is None else essentials),
+            ObjectState(further_objects(model, callback), model).read(changes.select),
+            LogFiles(model.logger, targets).read(),
+            buffer.memory() if isinstance(buffer, SequenceBufferMixin) else None,
+            why_reset,
+        )
+
+    def check_environments(self, env: VecEnv) -> None:
+        """
+        :param env: Environments to go on with
+        :raises ValueError: if their number is not that of the checkpoint
+        """
+        n_envs = len(self.counters["_last_episode_starts"])
+        if env.num_envs != n_envs:
+            raise ValueError(
+                f"`env` has {env.num_envs} environments, and the checkpoint was written with {n_envs}: give as many."
+            )
+
+    def remaining_timesteps(self, total_timesteps: int, reset_num_timesteps: bool) -> int:
+        """
+        :param total_timesteps: Argument of ``learn``
+        :param reset_num_timesteps: Argument of ``learn``
+        :return: Number of time steps from the checkpoint to the end of this call of ``learn``
+        """
+        start = 0 if reset_num_timesteps else self.counters["_num_timesteps_at_start"]
+        return start + total_timesteps - self.counters["num_timesteps"]
+
+    def restore(self, model: Any, callback: BaseCallback) -> int:
+        """
+        Bring a model, its environments, callbacks, log files and the global generators into this state.
+
+        :param model: Model after the set-up of ``learn``
+        :param callback: All callbacks of the training
+        :return: Number of rollouts of the interrupted call of ``learn``
+        """
+        total_timesteps = model._total_timesteps
+        vars(model).update(self.counters)
+        model._last_obs = map_observations(_with_strides, model._last_obs, self.strides)
+        model._total_timesteps = total_timesteps
+        model.start_time = time.time_ns() - int(self.seconds * 1e9)
+        targets = stateful_objects(model.env)
+        self._restore_environments(model, targets)
+        if self.memory is not None:
+            model.rollout_buffer.set_memory(self.memory)
+        ObjectState(further_objects(model, callback), model).write(self.callbacks)
+        LogFiles(model.logger, targets).write(self.logs, model.num_timesteps)
+        set_generator_states(self.generators)
+        return self.iteration
+
+    def _restore_environments(self, model: Any, targets: list[Any]) -> None:
+        model.env.reset()  # creates what environments create at their first reset
+        reason = self.why_reset
+        try:
+            environments = ObjectState(targets, model)
+            environments.check(self.environment)
+            environments.write(self.environment)
+        except Exception as error:  # objects raise errors of any type
+            reason = f"their state cannot be set ({type(error).__name__}: {error})"
+        if reason is None:
+            return
+        warnings.warn(f"The training goes on from a reset of the environments, since {reason}.", stacklevel=5)
+        model._last_obs = model.env.reset()
+        model._last_episode_starts = np.ones(model.n_envs, dtype=bool)
+        if model.get_vec_normalize_env() is not None:
+            model._last_original_obs = model.get_vec_normalize_env().get_original_obs()
+
+
+def _with_strides(array: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
+    """The array in another layout of the same memory; the array itself if the layout has gaps."""
+    span = array.itemsize + sum((size - 1) * stride for size, stride in zip(array.shape, strides, strict=True))
+    if span != array.nbytes or min(strides) < 0:
+        return array
+    copy = np.lib.stride_tricks.as_strided(np.empty(array.size, array.dtype), array.shape, strides)
+    copy[...] = array
+    return copy
+
+
+def further_objects(model: Any, callback: BaseCallback) -> list[Any]:
+    """
+    :param model: Model in training
+    :param callback: All callbacks of the training
+    :return: Stateful objects beside the environments: callbacks, environments that they hold, and a buffer of the user's class
+    """
+    buffers = [model.rollout_buffer] if is_user_class(type(model.rollout_buffer)) else []
+    return stateful_objects(callback) + buffers
+
+
+def write_checkpoint(path: pathlib.Path, model: Any, state: TrainingState) -> None:
+    """
+    :param path: Path of the zip. It and its folder exist as a whole or not at all
+    :param model: Model of the training
+    :param state: State of the training
+    """
+    file = io.BytesIO()
+    model.save(file)
+    summary = {"format": FORMAT, "saved_at": time.time(), "num_timesteps": model.num_timesteps}
+    with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        archive.writestr(SUMMARY, json.dumps(summary))
+        archive.writestr(STATE, pickle.dumps(tuple(state), protocol=5))
+    with _folder(path.parent) as folder, written_atomically(folder / path.name) as target:
+        target.write(file.getbuffer())
+
+
+class _folder:
+    """A folder; if it does not exist, it appears at the end of the ``with`` statement with all that was written to it."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = self.temporary = path
+
+    def __enter__(self) -> pathlib.Path:
+        if not self.path.exists():
+            self.temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
+        return self.temporary
+
+    def __exit__(self, *error: object) -> None:
+        if self.temporary is not self.path and self.temporary.exists():
+            self.temporary.rename(self.path)
+
+
+def is_checkpoint(path: CheckpointPath) -> bool:
+    """
+    :param path: Path of a file
+    :return: Whether it is a checkpoint; a damaged file is none
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return SUMMARY in archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def read_checkpoint(path: CheckpointPath) -> tuple[pathlib.Path, TrainingState]:
+    """
+    :param path: Checkpoint, with or without ``.zip``, or a folder with checkpoints
+    :return: Path of the checkpoint, in a folder the newest whole one, and its state. It is unpickled: only read files that
+        you trust
+    :raises FileNotFoundError: if there is no such file, or no checkpoint in the folder
+    :raises ValueError: if the file is damaged, or is not a checkpoint
+    """
+    path = pathlib.Path(path)
+    if path.is_dir():
+        return _newest(path)
+    if not path.exists() and path.with_name(f"{path.name}.zip").exists():
+        path = path.with_name(f"{path.name}.zip")
+    return path, _read(path)
+
+
+def _newest(folder: pathlib.Path) -> tuple[pathlib.Path, TrainingState]:
+    found = sorted(_saved_at(folder), reverse=True)
+    for _, path in found:
+        try:
+            return path, _read(path)
+        except ValueError as error:
+            warnings.warn(f"{error} An earlier one is used.", stacklevel=4)
+    what = "whole checkpoint" if found else "checkpoint of `TrainingCheckpoint`"
+    raise FileNotFoundError(f"There is no {what} in {folder}: start the training anew.")
+
+
+def _saved_at(folder: pathlib.Path) -> Iterator[tuple[float, pathlib.Path]]:
+    """Time and path of each checkpoint in a folder that can be opened."""
+    for path in folder.glob("*.zip"):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                yield json.loads(archive.read(SUMMARY))["saved_at"], path
+        except (KeyError, ValueError, OSError, zipfile.BadZipFile):
+            continue
+
+
+def _read(path: pathlib.Path) -> TrainingState:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if (damaged := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"{damaged} is damaged")
+            names = archive.namelist()
+            summary = json.loads(archive.read(SUMMARY)) if SUMMARY in names else None
+            state = archive.read(STATE) if STATE in names else b""
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a damaged zip raises errors of many types
+        raise ValueError(f"{path} is not a whole checkpoint ({type(error).__name__}: {error}).") from error
+    if summary is None:
+        raise ValueError(f"{path} is a model and no checkpoint of `TrainingCheckpoint`: read it with `load`.")
+    if summary["format"] != FORMAT:
+        raise ValueError(f"{path} was written by another release: go on with that one, or read the model with `load`.")
+    return TrainingState(*pickle.loads(state))

@@ -1,0 +1,218 @@
+"""Checks of the values in ``policy_kwargs``, and that the policy can read the observations."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.preprocessing import is_image_space
+from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
+from torch import nn
+
+from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, check_sizes, check_type, described, refuse
+from sb3_ppo_ext.options.values import Accepted, Dictionary, Flag, Optional
+
+# Packages whose policies use the keywords as SB3 documents them. Other policies may use the same names for something else.
+KNOWN_PACKAGES = ("stable_baselines3", "sb3_contrib", "sb3_ppo_ext", "torch", "abc", "builtins")
+# Smallest height and width that the convolutions of `NatureCNN` can be applied to
+MIN_IMAGE = 36
+POLICY_NAMES = "give `MultiInputPolicy` for a `Dict`, `CnnPolicy` for images, `MlpPolicy` for anything else"
+
+
+@dataclass(frozen=True)
+class Architecture(Accepted):
+    """Sizes of the hidden layers: a list, or a dictionary of lists with the keys ``pi`` and ``vf``."""
+
+    def check(self, name: str, value: Any) -> None:
+        if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], dict):
+            value = value[0]  # the form before SB3 1.8, which it still takes
+        if not isinstance(value, Mapping):
+            self._check_sizes(name, value)
+            return
+        for key, sizes in value.items():
+            if key not in ("pi", "vf", "qf"):  # `qf` is of other algorithms
+                refuse(f"{name}[{key!r}]", sizes, 'the keys are "pi" for the actor and "vf" for the critic')
+            self._check_sizes(f"{name}[{key!r}]", sizes)
+
+    def _check_sizes(self, name: str, sizes: Any) -> None:
+        remedy = "give the sizes of the hidden layers, such as [64, 64] or dict(pi=[64, 64], vf=[64, 64])"
+        if not isinstance(sizes, list | tuple) and not (isinstance(sizes, np.ndarray) and sizes.ndim == 1):
+            refuse(name, sizes, remedy)
+        check_sizes({f"{name}[{index}]": size for index, size in enumerate(sizes)})
+
+    def alternatives(self) -> tuple[str, ...]:
+        return ("list of integers", "`dict(pi=[...], vf=[...])`")
+
+
+@dataclass(frozen=True)
+class Activation(Accepted):
+    """Classes and functions that make an activation function, a module."""
+
+    def check(self, name: str, value: Any) -> None:
+        remedy = "give a class of `torch.nn`, such as `torch.nn.ReLU`"
+        check_type(name, value, Callable, remedy)  # type: ignore[arg-type]
+        try:
+            values = value().eval()(th.zeros(2, 2))
+        except Exception as error:
+            raise BadArgumentError(f"`{name}={described(value)}` is not valid: {remedy} ({error})") from error
+        if getattr(values, "shape", None) != (2, 2):
+            refuse(name, value, f"it changes the shape of its input; {remedy}")
+
+    def alternatives(self) -> tuple[str, ...]:
+        return ("class of modules",)
+
+
+@dataclass(frozen=True)
+class Factory(Accepted):
+    """
+    Classes, and functions that make an instance.
+
+    :param parent: Class that a class must inherit from
+    :param remedy: Advice to the user in the error message
+    """
+
+    parent: type
+    remedy: str
+
+    def check(self, name: str, value: Any) -> None:
+        if not callable(value) or (isinstance(value, type) and not issubclass(value, self.parent)):
+            refuse(name, value, self.remedy)
+
+    def alternatives(self) -> tuple[str, ...]:
+        return (f"class that inherits `{self.parent.__name__}`",)
+
+
+# The keywords of SB3's policies. Those of ours are checked by their classes.
+KEYWORDS: dict[str, Accepted] = {
+    "net_arch": Optional(Architecture()),
+    "activation_fn": Activation(),
+    **{name: Flag(as_sb3=True) for name in ("ortho_init", "full_std", "use_expln", "squash_output")},
+    **{name: Flag(as_sb3=True) for name in ("share_features_extractor", "normalize_images")},
+    "features_extractor_class": Factory(nn.Module, "give a class that inherits SB3's `BaseFeaturesExtractor`"),
+    "features_extractor_kwargs": Optional(Dictionary()),
+    "optimizer_class": Factory(th.optim.Optimizer, "give a class of `torch.optim`, such as `torch.optim.AdamW`"),
+    "optimizer_kwargs": Optional(Dictionary()),
+}
+
+
+def check_policy(policy: Any) -> None:
+    """
+    :param policy: Policy that was given to the algorithm, a name or a class
+    :raises ValueError: if it is neither, or the policy of another algorithm
+    """
+    needed = ("forward", "evaluate_actions", "predict_values")
+    if not isinstance(policy, str) and not (isinstance(policy, type) and all(hasattr(policy, name) for name in needed)):
+        refuse("policy", policy, f"give a name or a class that inherits `sb3_ppo_ext.MlpPolicy`; {POLICY_NAMES}")
+
+
+def check_policy_kwargs(policy_class: Any, policy_kwargs: Mapping[str, Any], makes_optimizer: bool) -> None:
+    """
+    Check the values of the keywords of SB3's policies. Those of policies of other packages are not checked.
+
+    :param policy_class: Policy class
+    :param policy_kwargs: Keyword arguments for the policy class that it knows
+    :param makes_optimizer: Whether ``optimizer_kwargs`` are for the ``optimizer_class`` of the policy
+    :raises ValueError: if a value is not valid
+    """
+    if not is_known(policy_class):
+        return
+    for name, value in policy_kwargs.items():
+        if name in KEYWORDS:
+            KEYWORDS[name].check(name, value)
+    if makes_optimizer:
+        _check_optimizer(policy_kwargs)
+    extractor = _argument("features_extractor_class", policy_class, policy_kwargs)
+    if isinstance(extractor, type) and extractor.__module__.startswith("torch."):
+        refuse("features_extractor_class", extractor, "it has no `features_dim`; inherit SB3's `BaseFeaturesExtractor`")
+    kwargs = policy_kwargs.get("features_extractor_kwargs") or {}
+    check_kwargs("features_extractor_kwargs", kwargs, extractor, ("observation_space",))
+    if extractor in (NatureCNN, CombinedExtractor):
+        check_sizes({name: kwargs[name] for name in kwargs.keys() & {"features_dim", "cnn_output_dim"}})
+
+
+def is_known(policy_class: Any) -> bool:
+    """
+    :param policy_class: Policy class
+    :return: Whether the class and its parents are of SB3, SB3-Contrib or this package
+    """
+    return all(cls.__module__.split(".")[0] in KNOWN_PACKAGES for cls in policy_class.__mro__)
+
+
+def _argument(name: str, policy_class: Any, policy_kwargs: Mapping[str, Any]) -> Any:
+    """An argument of the policy class, or its default."""
+    if name in policy_kwargs:
+        return policy_kwargs[name]
+    signatures = (inspect.signature(cls.__init__).parameters for cls in policy_class.__mro__ if "__init__" in vars(cls))
+    return next(parameters[name].default for parameters in signatures if name in parameters)
+
+
+def _check_optimizer(policy_kwargs: Mapping[str, Any]) -> None:
+    """Make the optimiser for two parameters, which is the only way to know whether its arguments are valid."""
+    factory, kwargs = policy_kwargs.get("optimizer_class", th.optim.Adam), policy_kwargs.get("optimizer_kwargs") or {}
+    if "lr" in kwargs:
+        refuse("optimizer_kwargs", kwargs, "`lr` is the argument `learning_rate` of the algorithm; give it there")
+    try:
+        optimizer: Any = factory([nn.Parameter(th.zeros(2, 2)), nn.Parameter(th.zeros(2))], lr=1e-3, **kwargs)
+    except Exception as error:
+        what = f"`optimizer_class={described(factory)}` with `optimizer_kwargs={described(kwargs)}` is not valid"
+        raise BadArgumentError(f"{what}: {type(error).__name__}: {error}") from error
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is closure.empty
+    if needs_closure or isinstance(optimizer, th.optim.SparseAdam):
+        remedy = "PPO makes steps without a closure, from dense gradients; give another one, such as `torch.optim.AdamW`"
+        refuse("optimizer_class", factory, remedy)
+
+
+def check_observations(policy_class: Any, policy_kwargs: Mapping[str, Any], space: spaces.Space) -> None:
+    """
+    Check that the features extractor of the policy can read the observations, if it is one of SB3's.
+
+    :param policy_class: Policy class
+    :param policy_kwargs: Keyword arguments for the policy class
+    :param space: Observation space, with the channels of images first
+    :raises ValueError: if it cannot
+    """
+    if not is_known(policy_class):
+        return
+    extractor = _argument("features_extractor_class", policy_class, policy_kwargs)
+    kwargs = policy_kwargs.get("features_extractor_kwargs") or {}
+    normalized = kwargs.get("normalized_image", False) or not policy_kwargs.get("normalize_images", True)
+    name, is_dict = policy_class.__name__, isinstance(space, spaces.Dict)
+    if extractor in (FlattenExtractor, NatureCNN) and is_dict:
+        refuse("policy", name, f"it reads no dictionaries, and the observation space is {space}; {POLICY_NAMES}")
+    if extractor is CombinedExtractor and not is_dict:
+        refuse("policy", name, f"it reads dictionaries, and the observation space is {space}; {POLICY_NAMES}")
+    if extractor is CombinedExtractor:
+        _check_parts(space, normalized)
+    if extractor is NatureCNN:
+        _check_images(name, space, normalized)
+
+
+def _check_parts(space: Any, normalized: bool) -> None:
+    for key, part in space.spaces.items():
+        if not isinstance(key, str) or "." in key or not key:
+            refuse("observation_space", space, f"PyTorch takes no module with the name {key!r}; rename this key")
+        if is_image_space(part, normalized_image=normalized):
+            _check_size(f"the part {key!r} of the observation space", part)
+
+
+def _check_images(policy_name: str, space: Any, normalized: bool) -> None:
+    if not is_image_space(space, normalized_image=normalized):
+        remedy = (
+            f"it reads images alone, uint8 from 0 to 255 with three dimensions, and the observation space is {space}; "
+            "give `MlpPolicy`, or `policy_kwargs=dict(normalize_images=False)` for images that are scaled already"
+        )
+        refuse("policy", policy_name, f"You should use NatureCNN only with images: {remedy}")
+    _check_size("the observation space", space)
+
+
+def _check_size(what: str, space: spaces.Box) -> None:
+    if min(space.shape[1:]) < MIN_IMAGE:
+        remedy = (
+            f"{what} has images of {space.shape[1]} x {space.shape[2]} pixels, and NatureCNN needs {MIN_IMAGE} x {MIN_IMAGE}; "
+            "give larger images, or a `features_extractor_class` of your own in `policy_kwargs`"
+        )
+        refuse("observation_space", space, remedy)

@@ -1,0 +1,133 @@
+"""Resume an interrupted training of RL Zoo: ``python -m sb3_ppo_ext.zoo resume FOLDER``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
+from sb3_ppo_ext.checkpoints.training_state import is_checkpoint, read_checkpoint
+from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.zoo.atomic_saving import make_atomic
+from sb3_ppo_ext.zoo.yaml_entries import read_saved
+
+if TYPE_CHECKING:
+    from rl_zoo3.exp_manager import ExperimentManager
+    from stable_baselines3.common.vec_env import VecEnv
+
+# Names of the algorithm in the Zoo; the second is the one that the Zoo derives from the class for the Hub.
+NAMES = ("ppo_ext", "ppoext")
+CHECKPOINTS = "checkpoints"
+# Folder of the run that is resumed in this process
+_FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
+# Arguments of the Zoo's `train` that are not given again: the file with the hyperparameters has what they led to.
+_NOT_REPEATED = {"hyperparams", "conf_file", "trial_id", "storage", "study_name", "uuid", "trained_agent"}
+_NOT_REPEATED |= {"truncate_last_trajectory", "command", "saved_hyperparams"}
+
+
+def arguments_to_resume(folder: str | Path) -> list[str]:
+    """
+    Prepare this process to resume a run in its own folder: change to the folder in which the run was started, if that is
+    known, and let the Zoo's ``train`` find the run.
+
+    :param folder: Folder of the run, such as ``logs/ppo_ext/CartPole-v1_1``
+    :return: Arguments for the Zoo's ``train``
+    :raises ValueError: if it is not the folder of a training that can be resumed
+    """
+    folder = Path(folder).resolve()
+    found = sorted(folder.glob("*/args.yml"))
+    if len(found) != 1:
+        refuse("folder", str(folder), "give the folder of one run, such as logs/ppo_ext/CartPole-v1_1")
+    arguments = read_saved(found[0])
+    if arguments["algo"] not in NAMES or arguments["optimize_hyperparameters"]:
+        refuse("folder", str(folder), "only trainings of `ppo_ext` can be resumed")
+    if not (folder / CHECKPOINTS).is_dir():
+        refuse("folder", str(folder), "it has no checkpoint; `--save-freq` of `train` lets a training write them")
+    _FOLDER.set(folder)
+    _change_to_start(folder, arguments)
+    return [word for name, value in arguments.items() if name not in _NOT_REPEATED for word in words_of(name, value)]
+
+
+def _change_to_start(folder: Path, arguments: dict[str, Any]) -> None:
+    """Paths among the arguments are relative to the folder in which the run was started."""
+    inner = Path(arguments["log_folder"], arguments["algo"], folder.name)
+    if not inner.is_absolute() and folder.parts[-len(inner.parts) :] == inner.parts:
+        os.chdir(Path(*folder.parts[: -len(inner.parts)]))
+
+
+def words_of(name: str, value: Any) -> Iterator[str]:
+    """
+    :param name: Name of an argument of the Zoo's ``train``
+    :param value: Its value
+    :return: Words of the command line that give it this value
+    """
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(value, dict | list):
+        if value:
+            yield option
+        yield from (f"{key}:{part!r}" for key, part in value.items()) if isinstance(value, dict) else map(str, value)
+    elif value is True:
+        yield option
+    elif value is not None and value is not False and value != "":
+        yield f"{option}={value}"
+
+
+def resumed_folder() -> Path | None:
+    """:return: Folder of the run that is resumed in this process, ``None`` for a new run"""
+    return _FOLDER.get()
+
+
+def find_run(experiment: ExperimentManager) -> None:
+    """
+    Let an experiment go on in the folder of the run that is resumed, with its newest whole checkpoint.
+
+    :param experiment: Experiment before its setup
+    """
+    if (folder := resumed_folder()) is None:
+        return
+    experiment.save_path = str(folder)
+    experiment.params_path = f"{folder}/{experiment.env_name}"
+    experiment.trained_agent = str(read_checkpoint(folder / CHECKPOINTS)[0])
+    experiment.continue_training = True
+
+
+def create_callbacks(theirs: Callable[[], None], experiment: ExperimentManager) -> None:
+    """Files are written atomically. With ``--save-freq``, also write checkpoints from which the training can be resumed."""
+    theirs()
+    make_atomic(experiment.callbacks)
+    if experiment.save_freq > 0 and not experiment.optimize_hyperparameters:
+        folder = Path(experiment.save_path) / CHECKPOINTS
+        experiment.callbacks.append(TrainingCheckpoint(experiment.save_freq, folder, verbose=experiment.verbose))
+
+
+def load_pretrained_agent(
+    theirs: Callable[..., Any], experiment: ExperimentManager, hyperparams: dict[str, Any], env: VecEnv
+) -> Any:
+    """Resume a training if ``--trained-agent`` is a checkpoint of it."""
+    if not is_checkpoint(experiment.trained_agent):
+        return theirs(hyperparams, env)
+    print(f"Resuming from {experiment.trained_agent}")
+    given = {name: value for name, value in hyperparams.items() if name not in ("policy", "policy_kwargs")}
+    return (
+        sys.modules["rl_zoo3.utils"]
+        .ALGOS[experiment.algo]
+        .resume(
+            experiment.trained_agent,
+            env,
+            device=experiment.device,
+            seed=experiment.seed,
+            tensorboard_log=experiment.tensorboard_log,
+            verbose=experiment.verbose,
+            **given,
+        )
+    )
+
+
+def save_config(theirs: Callable[..., None], experiment: ExperimentManager, hyperparams: dict[str, Any]) -> None:
+    """A run that is resumed keeps the files that say how it was started."""
+    if resumed_folder() is None:
+        theirs(hyperparams)

@@ -1,0 +1,109 @@
+"""Models are saved whole or not at all, to the paths that SB3 would save them to."""
+
+import io
+import pathlib
+import subprocess
+import sys
+import warnings
+import zipfile
+
+import pytest
+from stable_baselines3 import PPO
+from support.policies import SMALL
+from support.toys import make_toys
+
+from sb3_ppo_ext import PPOExt
+
+
+def make():
+    return PPOExt("MlpPolicy", make_toys(), **SMALL)
+
+
+@pytest.mark.parametrize("as_type", [str, pathlib.Path])
+@pytest.mark.parametrize("name", ["model", "model.zip", "model.abc", "new/model", "folder", "folder.zip", "1.5"])
+def test_paths(name, as_type, tmp_path, monkeypatch):
+    """Files have the names that SB3 gives them, with the same warnings."""
+    written, warned = {}, {}
+    for algorithm in (PPO, PPOExt):
+        (tmp_path / algorithm.__name__ / "folder.zip").mkdir(parents=True)
+        (tmp_path / algorithm.__name__ / "folder").mkdir()
+        monkeypatch.chdir(tmp_path / algorithm.__name__)
+        model = algorithm("MlpPolicy", make_toys(), **SMALL)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.save(as_type(name))
+        written[algorithm] = {str(file.relative_to(pathlib.Path.cwd())) for file in pathlib.Path.cwd().rglob("*")}
+        warned[algorithm] = [str(warning.message) for warning in caught]
+    assert written[PPOExt] == written[PPO]
+    assert warned[PPOExt] == warned[PPO]
+
+
+def test_number_of_steps_that_is_a_float(tmp_path):
+    """A model that was trained for 1e5 steps, as users write it, is loaded."""
+    make().learn(32.0).save(tmp_path / "model")
+    assert PPOExt.load(tmp_path / "model")._total_timesteps == 32
+
+
+def test_open_file(tmp_path):
+    """An open file is written from its position on, stays open, and is refused as SB3 refuses it."""
+    model = make()
+    with (tmp_path / "file").open("w+b") as file:
+        file.write(b"before")
+        model.save(file)
+        assert not file.closed
+        assert file.tell() == (tmp_path / "file").stat().st_size
+        PPOExt.load(file)
+    assert (tmp_path / "file").read_bytes().startswith(b"beforePK")
+    for algorithm in (PPO, PPOExt):
+        model = algorithm("MlpPolicy", make_toys(), **SMALL)
+        with pytest.raises(TypeError, match="invalid type"):
+            model.save(1)
+        with pytest.raises(ValueError, match="is closed"):
+            model.save(file)
+
+
+def test_attribute_that_does_not_pickle(tmp_path):
+    """The former file is kept if an attribute cannot be pickled, and no temporary file is left; so is an open file."""
+    model, path = make(), tmp_path / "model.zip"
+    model.save(path)
+    before, file = path.read_bytes(), io.BytesIO()
+    model.of_the_user = (number for number in range(3))
+    for target in (path, file):
+        with pytest.raises(TypeError, match="pickle"):
+            model.save(target)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    assert file.getvalue() == b""
+
+
+@pytest.mark.integration
+def test_full_disk(tmp_path):
+    """The former file is kept if the disk is full, and no temporary file is left."""
+    model, path = make(), tmp_path / "model.zip"
+    model.save(path)
+    before = path.read_bytes()
+    code = """
+import resource, signal, sys
+from sb3_ppo_ext import PPOExt
+model = PPOExt.load(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    model.save(sys.argv[1])
+except OSError as error:
+    print(error.strerror)
+"""
+    printed = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True).stdout
+    assert printed == "File too large\n"
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_further_members(tmp_path):
+    """A zip to which members have been added loads as before, also in SB3."""
+    path = tmp_path / "model.zip"
+    make().save(path)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("further", b"content")
+    for algorithm in (PPO, PPOExt):
+        algorithm.load(path)

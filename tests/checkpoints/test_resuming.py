@@ -1,0 +1,356 @@
+"""A training that was interrupted and resumed is equal to the bit to one that was not."""
+
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from stable_baselines3 import PPO
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
+from support.toys import IMAGE, make_toys
+
+from sb3_ppo_ext import PPOExt, TrainingCheckpoint
+from sb3_ppo_ext.rollout.user_code import runs_user_code
+
+CONFIGURATIONS = {
+    "eager": dict(backend="eager"),
+    "fused": dict(backend="fused"),
+    "native": dict(backend="native"),
+    "ema": dict(advantage_norm="ema"),
+    "adaptive KL and rate": dict(kl_coef=0.1, kl_target=0.01, adaptive_lr_kl=0.01, backend="eager"),
+    "critic rate": dict(critic_learning_rate=1e-3),
+    "muon": dict(optimizer="muon"),
+    "beta": dict(action_dist="beta"),
+    "gSDE": dict(use_sde=True, sde_sample_freq=5, backend="eager"),
+    "transformer": dict(
+        policy="MlpTransformerPolicy",
+        policy_kwargs=dict(context_length=8, d_model=16, use_last_action=True),
+    ),
+    "V-trace with segments": dict(vtrace=True, priority_alpha=0.6, priority_segment=8),
+    "linear schedules": dict(learning_rate="lin_1e-3", clip_range="lin_0.2", ent_coef="lin_0.01", lr_warmup=0),
+    "one environment, not normalized": dict(n_envs=1, normalize=False, env_id="CartPole-v1"),
+    "many environments": dict(n_envs=4, n_steps=16),
+    "MuJoCo": dict(env_id="HalfCheetah-v5", backend="eager"),
+}
+# MuJoCo starts a process when it is imported.
+NAMES = [pytest.param(name, marks=pytest.mark.integration if name == "MuJoCo" else ()) for name in CONFIGURATIONS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_to_the_bit(name, tmp_path):
+    """Parameters, optimiser, generators, statistics, evaluations and all logs are equal, after two interruptions."""
+    configuration = CONFIGURATIONS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # the environments go on, too
+        warnings.filterwarnings("ignore", "You have specified a mini-batch size")
+        resumed = everything(tmp_path / "b", *interrupted_script(tmp_path / "b", **configuration))
+        plain = everything(tmp_path / "a", *script(tmp_path / "a", **configuration))
+    assert different(plain, resumed) == []
+    size = configuration.get("n_envs", 2) * configuration.get("n_steps", 32)
+    assert plain["iterations"].tolist() == list(range(1, TOTAL // size + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_compiled_engine(tmp_path):
+    """The same on the engine that compiles."""
+    resumed = everything(tmp_path / "b", *interrupted_script(tmp_path / "b", times=(200,), backend="compile"))
+    assert different(everything(tmp_path / "a", *script(tmp_path / "a", backend="compile")), resumed) == []
+
+
+def toy_model(n_envs=2, **options):
+    return PPOExt("MlpPolicy", make_toys(n_envs), **{**OPTIONS, **options})
+
+
+def checkpoints_of(model, folder, timesteps=256, **kwargs):
+    """Paths of the checkpoints of a training, the newest last."""
+    model.learn(timesteps, callback=TrainingCheckpoint(**{"save_freq": 32, "save_path": folder, "keep": None, **kwargs}))
+    return sorted(folder.glob("*.zip"), key=lambda path: int(path.stem.split("_")[1]))
+
+
+class Layouts(BaseCallback):
+    """Keeps the memory layout of the observations that rollouts begin with."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def _on_rollout_start(self):
+        self.seen.append(self.model._last_obs.strides)
+
+    def _on_step(self):
+        return True
+
+
+def test_layout_of_images(tmp_path):
+    """Observations go on in their memory layout, since convolutions round differently in another one."""
+    options = dict(policy_kwargs=dict(features_extractor_kwargs=dict(features_dim=8)), n_steps=8, batch_size=16, device="cpu")
+    model, layouts = PPOExt("CnnPolicy", make_toys(observation_space=IMAGE), **options), Layouts()
+    model.learn(32, callback=[TrainingCheckpoint(8, tmp_path), layouts])
+    resumed = PPOExt.resume(tmp_path / "training_16_steps.zip", make_toys(observation_space=IMAGE), device="cpu")
+    layouts_of_resumed = Layouts()
+    resumed.learn(32, callback=layouts_of_resumed)
+    assert layouts_of_resumed.seen == layouts.seen  # The first is restored.
+
+
+def test_from_any_checkpoint(tmp_path):
+    """Each checkpoint of a training leads to the same model."""
+    model = toy_model()
+    for path in checkpoints_of(model, tmp_path / "checkpoints"):
+        resumed = PPOExt.resume(path, make_toys()).learn(256)
+        assert resumed.num_timesteps == model.num_timesteps
+        assert all((a == b).all() for a, b in zip(model.policy.parameters(), resumed.policy.parameters(), strict=True))
+
+
+def test_second_call_of_learn(tmp_path):
+    """A call that counts on from an earlier one goes on to its own end, and its schedules with it."""
+
+    def train(model, **kwargs):
+        return model.learn(192, reset_num_timesteps=False, **kwargs)
+
+    plain = toy_model(learning_rate="lin_1e-3").learn(128)
+    train(plain, callback=TrainingCheckpoint(32, tmp_path, keep=None))
+    resumed = train(PPOExt.resume(tmp_path / "training_192_steps", make_toys()))
+    assert resumed.num_timesteps == plain.num_timesteps == 320
+    assert all((a == b).all() for a, b in zip(plain.policy.parameters(), resumed.policy.parameters(), strict=True))
+
+
+def test_longer_training(tmp_path):
+    """A larger total than before goes on to that total; one that has been reached trains no further."""
+    path = checkpoints_of(toy_model(), tmp_path)[-1]
+    assert PPOExt.resume(path, make_toys()).learn(320).num_timesteps == 320
+    assert PPOExt.resume(path, make_toys()).learn(256).num_timesteps == 256
+
+
+def test_iterations_and_log_interval(tmp_path):
+    """The log goes on at the same iterations, although the interval does not divide those before the checkpoint."""
+
+    class Rows(BaseCallback):
+        def _on_rollout_start(self):
+            self.rows = [*getattr(self, "rows", []), self.logger.name_to_value.get("time/iterations")]
+
+        def _on_step(self):
+            return True
+
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        toy_model(tensorboard_log=None).learn(192, callback=[TrainingCheckpoint(32, folder, keep=None)], log_interval=2)
+    calls = Rows()
+    model = PPOExt.resume(folders[0] / "training_192_steps.zip", make_toys())
+    model.learn(320, callback=calls, log_interval=2)
+    # The fourth iteration is logged, the fifth waits for the sixth.
+    assert model.logger.name_to_value["train/n_updates"] == 5 * OPTIONS["n_epochs"]
+    assert len(calls.rows) == 2
+
+
+class Curriculum(BaseCallback):
+    """Has an argument, a counter, and something that cannot be pickled."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit, self.count, self.function = limit, 0, lambda: None
+
+    def _on_step(self):
+        self.count += 1
+        return True
+
+
+def test_callbacks_keep_their_state_but_not_their_arguments(tmp_path):
+    """Counters go on, while an argument that the script has changed acts; callbacks may be added, left out and reordered."""
+    toy_model().learn(128, callback=[Curriculum(limit=1), TrainingCheckpoint(32, tmp_path)])
+    first, second = Curriculum(limit=2), Curriculum(limit=3)
+    PPOExt.resume(tmp_path, make_toys()).learn(192, callback=[TrainingCheckpoint(32, tmp_path), first, second])
+    assert (first.limit, first.count) == (2, 96)
+    assert (second.limit, second.count) == (3, 32)
+    assert first.function() is None
+
+
+class Numbered(RolloutBuffer):
+    """Counts its rollouts, and scales the rewards of each by their number."""
+
+    count = 0
+
+    def compute_returns_and_advantage(self, *args, **kwargs):
+        self.count += 1
+        self.rewards *= self.count
+        super().compute_returns_and_advantage(*args, **kwargs)
+
+
+def test_own_buffers_and_environments_that_change_actions(tmp_path):
+    """A rollout buffer of the user's class goes on, and so does an environment that writes into its actions."""
+
+    class InPlace(gym.ActionWrapper):
+        def action(self, action):
+            action *= 0.5
+            return action
+
+    def make():
+        return make_vec_env("Pendulum-v1", 2, seed=1, wrapper_class=InPlace)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = PPOExt("MlpPolicy", make(), rollout_buffer_class=Numbered, **OPTIONS)
+        path = checkpoints_of(model, tmp_path)[1]
+        resumed = PPOExt.resume(path, make()).learn(256)
+    assert resumed.rollout_buffer.count == model.rollout_buffer.count == 4
+    assert all((a == b).all() for a, b in zip(model.policy.parameters(), resumed.policy.parameters(), strict=True))
+
+
+def test_only_some_are_kept(tmp_path):
+    """The newest checkpoints are kept, also after the training is resumed; other files in the folder stay."""
+    (tmp_path / "training_1_steps.zip").touch()
+    names = [path.name for path in checkpoints_of(toy_model(), tmp_path, keep=2)]
+    assert names == ["training_1_steps.zip", "training_192_steps.zip", "training_256_steps.zip"]
+    model = PPOExt.resume(tmp_path, make_toys())
+    names = [path.name for path in checkpoints_of(model, tmp_path, timesteps=320, keep=2)]
+    assert names == ["training_1_steps.zip", "training_256_steps.zip", "training_320_steps.zip"]
+
+
+def test_newest_whole_checkpoint(tmp_path):
+    """In a folder, a damaged checkpoint is passed over with a warning, and models and other files in silence."""
+    *_, earlier, newest = checkpoints_of(toy_model(), tmp_path)
+    toy_model().save(tmp_path / "model.zip")
+    (tmp_path / "notes.zip").write_text("no zip")
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 3] ^= 255
+    newest.write_bytes(content)
+    with pytest.warns(UserWarning, match="not a whole checkpoint"):
+        assert PPOExt.resume(tmp_path, make_toys()).num_timesteps == int(earlier.stem.split("_")[1])
+
+
+def test_also_a_model(tmp_path):
+    """PPOExt and SB3 load the model of a checkpoint."""
+    model = toy_model()
+    path = checkpoints_of(model, tmp_path)[-1]
+    for algorithm in (PPOExt, PPO):
+        loaded = algorithm.load(path, device="cpu")
+        assert all((a == b).all() for a, b in zip(model.policy.parameters(), loaded.policy.parameters(), strict=True))
+
+
+def test_refused(tmp_path):
+    """What cannot be resumed is refused with a reason."""
+    path = checkpoints_of(toy_model(), tmp_path / "checkpoints")[-1]
+    toy_model().save(tmp_path / "model.zip")
+    with pytest.raises(ValueError, match="`env` has 3 environments, and the checkpoint was written with 2"):
+        PPOExt.resume(path, make_toys(3))
+    with pytest.raises(ValueError, match="is a model and no checkpoint"):
+        PPOExt.resume(tmp_path / "model.zip", make_toys())
+    with pytest.raises(FileNotFoundError, match="no checkpoint of `TrainingCheckpoint` in"):
+        PPOExt.resume(tmp_path, make_toys())
+    with pytest.raises(FileNotFoundError):
+        PPOExt.resume(tmp_path / "missing.zip", make_toys())
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="not a whole checkpoint"):
+        PPOExt.resume(path, make_toys())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("save_freq", 0), ("save_freq", 1.5), ("save_path", None), ("name_prefix", 1), ("keep", 0), ("keep", "all")],
+)
+def test_arguments_are_checked(name, value):
+    """An argument that is not valid is named."""
+    with pytest.raises(ValueError, match=f"`{name}="):
+        TrainingCheckpoint(**{"save_freq": 1, "save_path": "folder", name: value})
+
+
+def test_needs_ppo_ext(tmp_path):
+    """SB3's PPO is refused before it trains."""
+    model = PPO("MlpPolicy", make_toys(), n_steps=16)
+    with pytest.raises(ValueError, match="PPO cannot resume"):
+        model.learn(64, callback=TrainingCheckpoint(16, tmp_path))
+
+
+class Forgetful(gym.Wrapper, gym.utils.EzPickle):
+    """An environment whose reward depends on something that it does not let anyone read."""
+
+    def __init__(self, env):
+        gym.Wrapper.__init__(self, env)
+        gym.utils.EzPickle.__init__(self, env)
+        hidden = [0]
+        self.count = lambda: hidden.__setitem__(0, hidden[0] + 1) or hidden[0]
+
+    def step(self, action):
+        observation, reward, *rest = self.env.step(action)
+        return observation, reward + self.count() % 3, *rest
+
+
+def test_environments_that_cannot_go_on(tmp_path):
+    """Where the state of an environment cannot be had, a warning says so once, and the training goes on from a reset."""
+    make = dict(env_id="Pendulum-v1", n_envs=2, seed=1, wrapper_class=Forgetful)
+    model = PPOExt("MlpPolicy", make_vec_env(**make), **OPTIONS)
+    with pytest.warns(UserWarning, match="A resumed training will start with a reset") as caught:
+        model.learn(192, callback=TrainingCheckpoint(32, tmp_path))
+    assert len([each for each in caught if "A resumed training" in str(each.message)]) == 1
+    resumed = PPOExt.resume(tmp_path, make_vec_env(**make))
+    with pytest.warns(UserWarning, match="goes on from a reset of the environments, since the rewards of copies"):
+        resumed.learn(256)
+    assert resumed.num_timesteps == 256
+
+
+def test_other_environments(tmp_path):
+    """Wrappers that were not there before: a warning names them, and the training goes on from a reset."""
+    model = PPOExt("MlpPolicy", make_vec_env("Pendulum-v1", 2), **OPTIONS)
+    model.learn(128, callback=TrainingCheckpoint(32, tmp_path))
+    other = make_vec_env("Pendulum-v1", 2, wrapper_class=lambda env: gym.wrappers.RescaleAction(env, -2, 2))
+    with pytest.warns(UserWarning, match="RescaleAction.* now, and were"):
+        PPOExt.resume(tmp_path, other).learn(192)
+
+
+def test_folder_appears_with_its_first_checkpoint(tmp_path):
+    """A script that was interrupted before its first checkpoint finds no folder, and starts anew."""
+
+    class Early(BaseCallback):
+        def _on_step(self):
+            raise Interruption
+
+    with pytest.raises(Interruption):
+        toy_model().learn(128, callback=[TrainingCheckpoint(32, tmp_path / "checkpoints"), Early()])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_hides_what_is_repeated(tmp_path):
+    """TensorBoard shows each time step once, in the folder of the run, although another run was started since."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logs = tmp_path / "tensorboard"
+    paths = checkpoints_of(toy_model(tensorboard_log=str(logs)), tmp_path)
+    toy_model(tensorboard_log=str(logs)).learn(64)
+    PPOExt.resume(paths[1], make_toys()).learn(320)
+    events = EventAccumulator(str(logs / "PPOExt_1"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("time/fps")] == [64, 128, 192, 256, 320]
+    assert sorted(path.name for path in logs.iterdir()) == ["PPOExt_1", "PPOExt_2"]
+
+
+def test_memory_of_a_policy_goes_on(tmp_path):
+    """The first values of the resumed rollout depend on observations before the checkpoint."""
+    options = dict(policy_kwargs=dict(context_length=6, d_model=8, n_heads=2))
+    long = dict(length=100, p_end=0.0)
+    model = PPOExt("MlpTransformerPolicy", make_toys(**long), **{**OPTIONS, **options})
+    path = checkpoints_of(model, tmp_path, timesteps=128)[-1]
+    plain = PPOExt.resume(path, make_toys(**long)).learn(192)
+    forgetful = PPOExt.resume(path, make_toys(**long))
+    forgetful._interrupted = forgetful._interrupted._replace(memory=None)
+    forgetful.learn(192)
+    assert not np.array_equal(plain.rollout_buffer.values[0], forgetful.rollout_buffer.values[0])
+
+
+def test_environment_by_its_id(tmp_path):
+    """An environment that is given by its id goes on, too."""
+    model = PPOExt("MlpPolicy", "CartPole-v1", **OPTIONS)
+    path = checkpoints_of(model, tmp_path)[1]
+    resumed = PPOExt.resume(str(path), "CartPole-v1").learn(256)
+    assert all((a == b).all() for a, b in zip(model.policy.parameters(), resumed.policy.parameters(), strict=True))
+
+
+def test_fast_engines_stay_fast(tmp_path):
+    """The callback does not count as code of the user, for which fast engines would keep every value."""
+    callback = TrainingCheckpoint(32, tmp_path)
+    toy_model().learn(128, callback=callback)
+    assert not runs_user_code(callback)
