@@ -213,6 +213,8 @@ def drawn(seed):
     algorithm = "OwnModel" if rng.random() < 0.05 else "PPOExt"
     steps = _steps(rng, mode, env)
     wild = mode == "extreme" or bool({"rewards", "nan_at"} & env.keys()) or "1e30" in env["observation_space"]
+    if model["env"] != "env":
+        steps = tuple(replace(step, may_refuse=True) for step in steps)  # `env` has other spaces.
     program = Program(seed, env, model, keywords, steps, algorithm, wild)
     if rng.random() < 0.3:
         may_refuse = steps[-1].may_refuse or any(word in program.source() for word in CUSTOM)
