@@ -13,7 +13,6 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
-from sb3_ppo_ext.common.guards import refuse_outputs
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
@@ -131,13 +130,7 @@ class PolicyActor(Actor):
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
         with th.no_grad():
             obs_tensor = obs_as_tensor(observations, self.config.device)
-            try:
-                actions, values, log_probs = self._evaluate(policy, obs_tensor, starts, step)
-            except ValueError as error:
-                if not str(error).startswith("Expected parameter"):
-                    raise
-                # PyTorch's distributions refuse parameters that are not finite.
-                refuse_outputs(policy, step, self.config.num_timesteps + step * self.buffer.n_envs)
+            actions, values, log_probs = self._evaluate(policy, obs_tensor, starts, step)
         return Action(obs_tensor, actions.cpu().numpy(), values, log_probs)
 
     def _evaluate(
