@@ -22,7 +22,7 @@ from sb3_ppo_ext.distributions import ACTION_DISTS, BoundedDistribution
 from sb3_ppo_ext.engines.registry import ENGINES
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer
-from sb3_ppo_ext.options import check_options
+from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, MlpPolicy, with_action_distributions
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
@@ -221,6 +221,7 @@ class ModelSetup(PolicyUpdater):
     def _apply_changed_options(self) -> None:
         """Check options that have been changed since the last call of ``learn``, or refuse the change, and let them act."""
         self._check_environment()
+        convert_options(self)
         changed = [name for name, value in self._set_up.items() if not is_same(value, getattr(self, name))]
         if not changed:
             return
@@ -263,9 +264,7 @@ class ModelSetup(PolicyUpdater):
                 setattr(self, name, deque(episodes, maxlen=self._stats_window_size))
 
     def _setup_seed(self) -> None:
-        if self.seed is not None:
-            self.seed = int(self.seed)  # Gymnasium does not accept NumPy integers
-            self.set_random_seed(self.seed)
+        self.set_random_seed(self.seed)
 
     def _setup_deterministic_action(self) -> None:
         if isinstance(self.policy, ActionDistributionMixin):

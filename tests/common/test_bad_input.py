@@ -162,6 +162,7 @@ def test_bad_option(options, message):
 
 
 BAD_POLICY_KWARGS = [
+    ({5: 5}, "`policy_kwargs` has no option `5`"),
     (dict(net_arch="[8]"), r"`net_arch='\[8\]'`.*sizes of the hidden layers"),
     (dict(net_arch=8), "`net_arch=8`.*sizes of the hidden layers"),
     (dict(net_arch=[8, 0]), r"`net_arch\[1\]=0`.*of at least 1"),
