@@ -138,7 +138,7 @@ def bombs(members, size):
 @pytest.mark.parametrize("where", [name for name, _ in bombs({}, 0)])
 def test_bombs_are_refused(model, where):
     """A member that expands is refused if it is needed, and ignored if it is not."""
-    content = dict(bombs(parts(Zip(model).content), 1_000_000))[where]
+    content = dict(bombs(parts(Zip(model).content), 10_000_000))[where]
     if where == "foreign":
         PPOExt.load(io.BytesIO(content), trusted=False)
         return
