@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch as th
-from stable_baselines3.common.monitor import ResultsWriter
+from stable_baselines3.common.monitor import Monitor, ResultsWriter
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_ppo_ext.checkpoints.generators import generators_kept
@@ -172,6 +172,9 @@ def _output_of(env: VecEnv) -> str | None:
 
 
 def _difference(env: VecEnv, state: bytes, steps: list[Step], model: Any) -> str | None:
+    for each in stateful_objects(env):
+        if isinstance(each, Monitor):
+            each.allow_early_resets = True
     env.seed(2**31 - 1)
     env.reset()
     for step in reversed(steps[:3]):  # copied, since an environment may write into its actions

@@ -124,7 +124,7 @@ class TrainingCheckpoint(BaseCallback):
 
     def _warn_of_other_processes(self) -> None:
         for each in stateful_objects(self._all):
-            if hasattr(each, "processes") and self._why_reset is None:
+            if "processes" in vars(each) and self._why_reset is None:
                 warnings.warn(
                     f"The environments of a callback's {type(each).__name__} are in other processes: a resumed training "
                     "starts them anew, with other results than without the interruption.",
