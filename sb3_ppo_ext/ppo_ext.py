@@ -329,6 +329,10 @@ class PPOExt(TrainingLoop, ModelSetup):
             refuse("policy", policy_name, f"the names are {', '.join(self.policy_aliases)}; a class works as well")
         return super()._get_policy_from_name(policy_name)
 
+    def set_env(self, env: GymEnv, force_reset: bool = True) -> None:
+        with assertions_as_value_errors():
+            super().set_env(env, force_reset)
+
     @staticmethod
     def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
         check_environment(env)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, TypeVar
 
+import numpy as np
 import torch as th
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.save_util import recursive_getattr
@@ -35,6 +36,8 @@ LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr")
 # Attributes that are created again after loading
 NOT_SAVED = ("_truncations", "_samples_latents", "_engines", "_interrupted", "_set_up")
 COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_episode_num", "_n_updates", "n_skipped_updates")
+# Statistics of the last episodes, and the keys of their numbers
+STATISTICS = {"ep_info_buffer": ("r", "l"), "ep_success_buffer": ()}
 
 
 class SavedState(PPOExtOptions, OnPolicyAlgorithm):
@@ -103,10 +106,12 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
             action_dist, policy_kwargs = _action_dist_and_policy_kwargs(saved, objects, kwargs.get("policy_kwargs"))
             if policy_kwargs is not None and "policy_kwargs" not in custom_objects:
                 kwargs, objects["policy_kwargs"] = {**action_dist, **kwargs}, policy_kwargs
-            _check_attributes(cls, {**saved.data, **objects}, custom_objects.keys() | (saved.pickled() if trusted else set()))
+            _check_names(cls, saved.data.keys() - custom_objects.keys() - (saved.pickled() if trusted else set()))
         remedy = "give `custom_objects` for what cannot be imported, or load an earlier checkpoint."
         with refused(f"{saved.name} cannot be loaded", remedy, left=ValueError):
-            return super().load(saved.for_sb3(objects), env, device, objects, print_system_info, force_reset, **kwargs)
+            model = super().load(saved.for_sb3(objects), env, device, objects, print_system_info, force_reset, **kwargs)
+            _check_statistics(model)
+            return model
 
     def set_parameters(
         self,
@@ -219,14 +224,23 @@ def _action_dist_and_policy_kwargs(
     return named, given if fixes_std(policy_kwargs, given) else policy_kwargs
 
 
-def _check_attributes(algorithm: type[SavedState], attributes: dict[str, Any], trusted: Iterable[str]) -> None:
-    """Refuse counters that are no numbers, and attributes that would hide methods, unless they are trusted."""
-    for name in attributes.keys() & set(COUNTERS):
-        # SB3 trains for `1e5` steps, too.
-        check_number(name, attributes[name], 0, integer=name != "_total_timesteps")
-    for name in attributes.keys() - set(trusted):
+def _check_names(algorithm: type[SavedState], names: Iterable[str]) -> None:
+    """Refuse attributes that would hide methods."""
+    for name in names:
         if callable(getattr(algorithm, name, None)):
-            refuse(name, attributes[name], "it would hide a method")
+            refuse("attribute", name, "it would hide a method")
+
+
+def _check_statistics(model: SavedState) -> None:
+    """Refuse counters and statistics of episodes that are not numbers."""
+    for name in COUNTERS:
+        # SB3 trains for `1e5` steps, too.
+        check_number(name, getattr(model, name), 0, integer=name != "_total_timesteps")
+    for name, keys in STATISTICS.items():
+        for each in getattr(model, name) or ():
+            values = [each[key] for key in keys] if keys else [each]
+            if not all(isinstance(value, int | float | np.number | np.bool_) for value in values):
+                refuse(name, each, "give numbers")
 
 
 def _check_form(name: str, state: Any, own: Any) -> None:

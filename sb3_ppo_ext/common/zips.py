@@ -6,24 +6,23 @@ import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# A member may be compressed, since a zip may have been unpacked and packed again; SB3 and PyTorch do not compress.
-MAX_RATIO = 20
-_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+# A zip may have been unpacked and packed again by another program, while SB3 and PyTorch do not compress.
+MAX_RATIO, ALWAYS_ALLOWED = 5, 10_000_000
 
 
-def read_members(file: Any, wanted: Callable[[str], bool], max_ratio: int = MAX_RATIO) -> dict[str, bytes]:
+def read_members(file: Any, wanted: Callable[[str], bool], compressed: bool = True) -> dict[str, bytes]:
     """
     Read some members of a zip, and check that they are whole.
 
     :param file: Open file with the zip
     :param wanted: Function of a name that returns whether the member of this name is read
-    :param max_ratio: Largest ratio of the size of a member to its size in the zip
+    :param compressed: Whether members may be compressed: up to ``MAX_RATIO`` times, or ``ALWAYS_ALLOWED`` bytes together
     :return: Content of these members, by name
     :raises zipfile.BadZipFile: if they are damaged, too large, or not unique; damage can also raise other errors
     """
     with zipfile.ZipFile(file) as archive:
         members = [member for member in archive.infolist() if wanted(member.filename)]
-        _check_sizes(members, file.seek(0, os.SEEK_END), max_ratio)
+        _check_sizes(members, file.seek(0, os.SEEK_END), compressed)
         contents = {member.filename: archive.read(member) for member in members}
     if len(contents) < len(members):
         raise zipfile.BadZipFile("it has members of the same name")
@@ -33,14 +32,15 @@ def read_members(file: Any, wanted: Callable[[str], bool], max_ratio: int = MAX_
     return contents
 
 
-def _check_sizes(members: list[zipfile.ZipInfo], size: int, max_ratio: int) -> None:
+def _check_sizes(members: list[zipfile.ZipInfo], size: int, compressed: bool) -> None:
+    methods = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) if compressed else (zipfile.ZIP_STORED,)
+    for member in members:
+        if member.compress_type not in methods:
+            raise zipfile.BadZipFile(f"{member.filename} is compressed by another method than SB3's")
     if sum(member.compress_size for member in members) > size:
         raise zipfile.BadZipFile("its members overlap")
-    for member in members:
-        if member.compress_type not in _METHODS:
-            raise zipfile.BadZipFile(f"{member.filename} is compressed by another method than deflate")
-        if member.file_size > max_ratio * member.compress_size:
-            raise zipfile.BadZipFile(f"{member.filename} is compressed more than {max_ratio} times")
+    if sum(member.file_size for member in members) > max(MAX_RATIO * size, ALWAYS_ALLOWED):
+        raise zipfile.BadZipFile(f"it is compressed more than {MAX_RATIO} times")
 
 
 def zipped(members: Mapping[str, bytes]) -> bytes:
@@ -73,7 +73,7 @@ def checked_tensors(content: bytes) -> bytes:
     :return: The same file, written anew from its members, so that PyTorch reads what has been checked here
     :raises zipfile.BadZipFile: if it is damaged, or its size in memory would be larger; damage can also raise other errors
     """
-    members = read_members(io.BytesIO(content), lambda name: True, max_ratio=1)
+    members = read_members(io.BytesIO(content), lambda name: True, compressed=False)
     for name, member in members.items():
         # PyTorch executes no code of a state dictionary, but would create a `bytearray` of any size.
         if name.endswith("data.pkl") and b"bytearray" in member:

@@ -78,7 +78,8 @@ class Factory(Accepted):
     remedy: str
 
     def check(self, name: str, value: Any) -> None:
-        if not callable(value) or (isinstance(value, type) and not issubclass(value, self.parent)):
+        is_other_class = isinstance(value, type) and not issubclass(value, self.parent)
+        if not callable(value) or is_other_class or isinstance(value, self.parent):
             refuse(name, value, self.remedy)
 
     def alternatives(self) -> tuple[str, ...]:

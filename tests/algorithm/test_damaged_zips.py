@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import random
 import subprocess
 import sys
 import zipfile
@@ -11,7 +10,6 @@ from copy import deepcopy
 
 import pytest
 import torch as th
-from support.mutations import mutated
 from support.parity import assert_equal
 from support.policies import make
 from support.zips import Zip, packed, parts
@@ -31,29 +29,6 @@ def model(request):
 
 def parameters_of(model):
     return deepcopy(model.get_parameters())
-
-
-def predicts(read):
-    """Whether a model is read, which then predicts."""
-    try:
-        model = read()
-    except ValueError:
-        return False
-    model.predict(model.observation_space.sample())
-    return True
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(25))
-def test_random_damage(model, seed):
-    """What is damaged is refused by a `ValueError`, or read; and a model that refuses parameters is as it was."""
-    content = mutated(Zip(model).content, random.Random(seed))
-    for trusted in (True, False):
-        predicts(lambda trusted=trusted: PPOExt.load(io.BytesIO(content), device="cpu", trusted=trusted))
-    before = parameters_of(model)
-    if not predicts(lambda: model.set_parameters(io.BytesIO(content)) or model):
-        assert_equal(before, model.get_parameters(), "parameters")
-    model.set_parameters(before)
 
 
 def test_optimizer_state_that_is_not_valid(model):
@@ -138,7 +113,7 @@ def bombs(members, size):
 @pytest.mark.parametrize("where", [name for name, _ in bombs({}, 0)])
 def test_bombs_are_refused(model, where):
     """A member that expands is refused if it is needed, and ignored if it is not."""
-    content = dict(bombs(parts(Zip(model).content), 1_000_000))[where]
+    content = dict(bombs(parts(Zip(model).content), 10_000_000))[where]
     if where == "foreign":
         PPOExt.load(io.BytesIO(content), trusted=False)
         return
@@ -155,8 +130,8 @@ def test_zip_that_was_packed_again(model):
 
 @pytest.mark.integration
 def test_memory_of_bombs(tmp_path):
-    """A file of 0.2 MB that claims to have 200 takes less than 50, wherever its zeros are."""
-    for name, content in bombs(parts(Zip(make()).content), 200_000_000):
+    """A file of 0.1 MB that claims to have 100 takes less than 30, wherever its zeros are."""
+    for name, content in bombs(parts(Zip(make()).content), 100_000_000):
         (tmp_path / name).write_bytes(content)
     code = """
 import pathlib, resource, sys
@@ -175,4 +150,4 @@ for path in paths:
 print(peak() - before)
 """
     printed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True).stdout
-    assert float(printed) < 50
+    assert float(printed) < 30

@@ -187,6 +187,7 @@ BAD_POLICY_KWARGS = [
     (dict(features_extractor_class=th.nn.ReLU), "`features_extractor_class=.*ReLU.*BaseFeaturesExtractor"),
     (dict(features_extractor_kwargs=[1]), r"`features_extractor_kwargs=\[1\]`.*a dictionary"),
     (dict(features_extractor_kwargs=dict(features_dim=3)), "`features_extractor_kwargs` has no option `features_dim`"),
+    (dict(features_extractor_class=th.nn.Tanh()), "`features_extractor_class=Tanh.*give a class"),
     (dict(optimizer_class="adam"), "`optimizer_class='adam'`.*torch.optim"),
     (dict(optimizer_class=th.nn.ReLU), "`optimizer_class=.*ReLU.*torch.optim"),
     (dict(optimizer_class=th.optim.LBFGS), "`optimizer_class=.*LBFGS.*without a closure"),
@@ -766,6 +767,13 @@ def test_environment_that_is_not_finite(kwargs, wrap, message):
     model.learn(48, reset_num_timesteps=False)
     assert model._n_updates > 0
     assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
+
+
+def test_another_number_of_environments():
+    """`set_env` raises SB3's message as a ValueError, too."""
+    model = PPOExt("MlpPolicy", make_toys(2), n_steps=8, batch_size=8)
+    with pytest.raises(ValueError, match="number of environments to be set is different"):
+        model.set_env(make_toys(3))
 
 
 def test_observation_beyond_float32():

@@ -193,6 +193,14 @@ def test_min_std_and_shift():
     assert unshifted.normalize(T([1.0])).item() == pytest.approx(1 / math.sqrt(2))
 
 
+@pytest.mark.parametrize("clip", [2, np.uint8(2), 10**30])
+def test_integers_as_clip(clip):
+    """Unsigned integers have no negative, and PyTorch takes no integers beyond 64 bits."""
+    normalizer, advantages = AdvantageNormalizer(0.5, clip=clip), th.tensor([-3.0, 0.0, 3.0])
+    normalizer.mean, normalizer.std = 0.0, 1.0
+    assert normalizer.normalize(advantages).tolist() == ([-2, 0, 2] if clip == 2 else [-3, 0, 3])
+
+
 @pytest.mark.parametrize("warm_start", [True, False])
 def test_normalizer_state(warm_start):
     """A loaded state goes on as if nothing had been; that of the other scheme is ignored."""

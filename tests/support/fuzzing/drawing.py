@@ -144,6 +144,8 @@ DRAWN = sorted(set(ALL_OPTIONS) - {"policy_kwargs"})
 CHANGED = (*DRAWN, "sde_sample_freq")
 # Arguments of ``load`` that nothing is refused for
 HARMLESS = (", custom_objects={'learning_rate': 1e-3, 'clip_range': lambda _: 0.1}", ", force_reset=False")
+# Only pickle can save what a user has written.
+CUSTOM = ("lambda", "partial", "Own")
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,13 @@ def drawn(seed):
     algorithm = "OwnModel" if rng.random() < 0.05 else "PPOExt"
     steps = _steps(rng, mode, env)
     wild = mode == "extreme" or bool({"rewards", "nan_at"} & env.keys()) or "1e30" in env["observation_space"]
-    return Program(seed, env, model, keywords, steps, algorithm, wild)
+    if model["env"] != "env":
+        steps = tuple(replace(step, may_refuse=True) for step in steps)  # `env` has other spaces.
+    program = Program(seed, env, model, keywords, steps, algorithm, wild)
+    if rng.random() < 0.3:
+        may_refuse = steps[-1].may_refuse or any(word in program.source() for word in CUSTOM)
+        program = replace(program, steps=(*steps, Step("reloaded(model, env, trusted=False)", may_refuse)))
+    return program
 
 
 def _env(rng, mode):

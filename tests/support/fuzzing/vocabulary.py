@@ -39,6 +39,7 @@ from sb3_ppo_ext import (
     TrainingCheckpoint,
     TransformerExtractor,
 )
+from sb3_ppo_ext.common.observations import map_observations
 
 __all__ = [name for name in dir() if not name.startswith("_")]
 __all__ += ["OwnBuffer", "OwnModel", "OwnPolicy", "ReadAll"]
@@ -113,7 +114,10 @@ def act(model, deterministic=True, n=3):
     space, memory, actions = copy.deepcopy(model.observation_space), None, []
     space.seed(0)
     for _ in range(n):
-        action, memory = model.predict(space.sample(), memory, deterministic=deterministic)
+        observation = map_observations(
+            lambda part: np.clip(part, -1e6, 1e6) if part.dtype.kind == "f" else part, space.sample()
+        )
+        action, memory = model.predict(observation, memory, deterministic=deterministic)
         if not contains(model.action_space, action):
             raise Broken(f"{action!r} ({action.dtype}) is not in {model.action_space}")
         memory = memory.with_rewards(np.zeros(1)) if hasattr(memory, "with_rewards") else memory
