@@ -30,8 +30,6 @@ from sb3_ppo_ext.common.validation import (
     check_environment,
     check_known_options,
     check_observation_space,
-    described,
-    memory_errors_as_value_errors,
     refuse,
     unknown_environments_as_value_errors,
 )
@@ -302,25 +300,26 @@ class PPOExt(TrainingLoop, ModelSetup):
         convert_options(self)
         check_options(self)
         check_observations(with_action_distributions(self.policy_class), self.policy_kwargs, self.observation_space)
+        self.advantage_normalizer = self.kl_coefficient = self.adaptive_lr = None
         self._setup_schedules()
+        self._setup_kl_coefficient()
         given = self.policy_kwargs
         self.policy_kwargs = self._setup_action_distribution(given)
         if self.optimizer != "adam":
             # `optimizer_kwargs` are for the class of `optimizer`, not for the one that the policy creates.
             self.policy_kwargs = {k: v for k, v in self.policy_kwargs.items() if k != "optimizer_kwargs"}
-        what = f"A rollout of `n_steps={self.n_steps}`, or a policy with `policy_kwargs={described(given)}`,"
         try:
-            with assertions_as_value_errors(), memory_errors_as_value_errors(what):
+            with assertions_as_value_errors(), self._memory_errors():
                 super()._setup_model()
         finally:
             self.policy_kwargs = given
-        self._setup_memory()
-        self._setup_observations()
-        self._setup_latents()
+        self._adapt_rollout_buffer()
         self._setup_optimizer()
         self._setup_advantages()
+        self._setup_truncations()
+        self._setup_statistics()
         self._setup_engine()
-        self._truncations = [] if self.vtrace else None
+        self._remember_options()
 
     def _get_policy_from_name(self, policy_name: str) -> type[BasePolicy]:
         if policy_name not in self.policy_aliases:

@@ -1,6 +1,8 @@
 """Setup of PPOExt: everything that the constructor and ``load`` create from the options."""
 
 import warnings
+from collections import deque
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -9,18 +11,25 @@ from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.utils import FloatSchedule
+from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.algorithm.changes import is_same, remembered
 from sb3_ppo_ext.algorithm.policy_updater import PolicyUpdater
 from sb3_ppo_ext.common.observations import in_float32
-from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, make_schedule, value_of
-from sb3_ppo_ext.common.validation import described, refuse
-from sb3_ppo_ext.distributions import ACTION_DISTS
+from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, make_schedule, value_of
+from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
+from sb3_ppo_ext.distributions import ACTION_DISTS, BoundedDistribution
 from sb3_ppo_ext.engines.registry import ENGINES
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer
-from sb3_ppo_ext.policies.actor_critic import MlpPolicy, with_action_distributions
+from sb3_ppo_ext.options import check_options
+from sb3_ppo_ext.options.table import CHANGES
+from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, MlpPolicy, with_action_distributions
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
-from sb3_ppo_ext.update.optimizers import critic_parameters, make_optimizer
+from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, make_optimizer
+
+# Schedules that SB3 makes from options, and that users replace
+SCHEDULES = ("lr_schedule", "critic_lr_schedule")
 
 
 class ModelSetup(PolicyUpdater):
@@ -38,6 +47,33 @@ class ModelSetup(PolicyUpdater):
             return policy_kwargs
         self.policy_class = with_action_distributions(self.policy_class)
         return {**policy_kwargs, "action_dist": self.action_dist, "deterministic_action": self.deterministic_action}
+
+    def _setup_rollout_buffer(self) -> None:
+        """Create the rollout buffer anew, as SB3 does."""
+        has_dicts = isinstance(self.observation_space, spaces.Dict)
+        self.rollout_buffer_class = self.rollout_buffer_class or (DictRolloutBuffer if has_dicts else RolloutBuffer)
+        with assertions_as_value_errors(), self._memory_errors():
+            self.rollout_buffer = self.rollout_buffer_class(
+                self.n_steps,
+                self.observation_space,
+                self.action_space,
+                device=self.device,
+                gamma=self.gamma,
+                gae_lambda=self.gae_lambda,
+                n_envs=self.n_envs,
+                **(self.rollout_buffer_kwargs or {}),
+            )
+        self._adapt_rollout_buffer()
+
+    def _memory_errors(self) -> AbstractContextManager[None]:
+        what = f"A rollout of `n_steps={self.n_steps}`, or a policy with `policy_kwargs={described(self.policy_kwargs)}`,"
+        return memory_errors_as_value_errors(what)
+
+    def _adapt_rollout_buffer(self) -> None:
+        """Adapt SB3's rollout buffer to the policy and the backend."""
+        self._setup_memory()
+        self._setup_observations()
+        self._setup_latents()
 
     def _setup_memory(self) -> None:
         """Create the rollout buffer for a history-based policy, which reads sequences."""
@@ -94,10 +130,15 @@ class ModelSetup(PolicyUpdater):
         if isinstance(self.ent_coef, str):
             # A number stays a number, so that SB3's PPO can load it, and callbacks can change it.
             self.ent_coef = make_schedule("ent_coef", self.ent_coef)
-        self.kl_coefficient = None
+
+    def _setup_kl_coefficient(self) -> None:
+        before, self.kl_coefficient = self.kl_coefficient, None
+        if self.kl_coef == 0:
+            self.kl_target = None  # The user has turned the penalty off.
         if self.kl_target is not None:
             bounds = (1e-6 * self.kl_coef, 1e6 * self.kl_coef)
-            self.kl_coefficient = KLAdaptive(self.kl_coef, self.kl_target, factor=2.0, tolerance=1.5, bounds=bounds)
+            adaptive = KLAdaptive(self.kl_coef, self.kl_target, factor=2.0, tolerance=1.5, bounds=bounds)
+            self.kl_coefficient = _continued(adaptive, before)
 
     def _setup_lr_schedule(self) -> None:
         learning_rate = make_schedule("learning_rate", self.learning_rate)
@@ -108,46 +149,129 @@ class ModelSetup(PolicyUpdater):
         self.critic_lr_schedule: Schedule | None = None
         if self.critic_learning_rate is not None:
             self.critic_lr_schedule = self._decayed(make_schedule("critic_learning_rate", self.critic_learning_rate))
-        self.adaptive_lr = None
+        before, self.adaptive_lr = self.adaptive_lr, None
         if self.adaptive_lr_kl is not None:
             low, high = self.adaptive_lr_bounds
             start = value_of(learning_rate, 1.0)
-            self.adaptive_lr = KLAdaptive(start, self.adaptive_lr_kl, factor=1 / 1.5, tolerance=2.0, bounds=(low, high))
-            self.lr_schedule = self.adaptive_lr
+            adaptive = KLAdaptive(start, self.adaptive_lr_kl, factor=1 / 1.5, tolerance=2.0, bounds=(low, high))
+            self.lr_schedule = self.adaptive_lr = _continued(adaptive, before)
+        # A user who calls this method has not set the schedules.
+        vars(self).setdefault("_set_up", {}).update({name: getattr(self, name) for name in SCHEDULES})
 
     def _decayed(self, schedule: FloatSchedule) -> Schedule:
         if self.lr_decay == "constant" and self.lr_warmup == 0:
             return schedule
         return DecaySchedule(schedule, self.lr_decay, self.lr_min_fraction, self.lr_warmup)
 
+    def _setup_optimizer(self) -> None:
+        self._check_critic()
+        before, policy = self.policy.optimizer, self.policy
+        if self.optimizer == "adam" and self.weight_decay == 0 and self.critic_learning_rate is None:
+            if not any("role" in group for group in before.param_groups):
+                return  # The policy has created it.
+            make: Any = policy.optimizer_class
+            policy.optimizer = make(policy.parameters(), lr=0.0, **policy.optimizer_kwargs)
+        else:
+            policy.optimizer = make_optimizer(
+                policy,
+                self.optimizer,
+                self.weight_decay,
+                own_critic=self.critic_learning_rate is not None,
+                optimizer_kwargs=self.policy_kwargs.get("optimizer_kwargs"),
+            )
+        if before.state:
+            policy.optimizer.load_state_dict(adopt_state(policy, before.state_dict()))
+
+    def _check_critic(self) -> None:
+        for name in ("critic_learning_rate", "max_clip_fraction"):
+            if getattr(self, name) is not None and not critic_parameters(self.policy):
+                remedy = f"{self.policy_class.__name__} has no critic apart from its actor; give None"
+                refuse(name, getattr(self, name), remedy)
+
+    def _setup_advantages(self) -> None:
+        before, self.advantage_normalizer = self.advantage_normalizer, None
+        if self.normalize_advantage and self.advantage_norm == "ema":
+            normalizer = AdvantageNormalizer(
+                self.adv_ema_alpha, self.adv_ema_warm_start, self.adv_min_std, self.adv_clip, self.adv_shift_mean
+            )
+            self.advantage_normalizer = _continued(normalizer, before)
+
+    def _setup_truncations(self) -> None:
+        self._truncations = [] if self.vtrace else None
+
+    # Options that are changed between two calls of `learn`
+
+    @property
+    def stats_window_size(self) -> int:
+        """Number of episodes over which the logged statistics are averaged. Changes act at the next call of ``learn``."""
+        return self._stats_window_size
+
+    @stats_window_size.setter
+    def stats_window_size(self, n_episodes: int) -> None:
+        self._stats_window_size = n_episodes
+
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
+        self._apply_changed_options()
         total_timesteps, callback = super()._setup_learn(*args, **kwargs)
         for schedule in (self.lr_schedule, self.critic_lr_schedule):
             if isinstance(schedule, DecaySchedule):
                 schedule.rollout = self.n_steps * self.n_envs / max(total_timesteps, 1)
         return total_timesteps, callback
 
-    def _setup_optimizer(self) -> None:
-        for name in ("critic_learning_rate", "max_clip_fraction"):
-            if getattr(self, name) is not None and not critic_parameters(self.policy):
-                remedy = f"{self.policy_class.__name__} has no critic apart from its actor; give None"
+    def _apply_changed_options(self) -> None:
+        """Check options that have been changed since the last call of ``learn``, or refuse the change, and let them act."""
+        self._check_environment()
+        changed = [name for name, value in self._set_up.items() if not is_same(value, getattr(self, name))]
+        if not changed:
+            return
+        for name in changed:
+            if name in CHANGES and (remedy := CHANGES[name].remedy) is not None:
                 refuse(name, getattr(self, name), remedy)
-        if self.optimizer == "adam" and self.weight_decay == 0 and self.critic_learning_rate is None:
-            return  # the policy has created it
-        self.policy.optimizer = make_optimizer(
-            self.policy,
-            self.optimizer,
-            self.weight_decay,
-            own_critic=self.critic_learning_rate is not None,
-            optimizer_kwargs=self.policy_kwargs.get("optimizer_kwargs"),
-        )
+        check_options(self, changed)
+        own_schedules = {name: self._own_schedule(name) for name in SCHEDULES if name in changed}
+        self._set_up.update({name: object() for name in changed})  # If a step fails, all are taken again.
+        for step in dict.fromkeys(step for name in changed if name in CHANGES for step in CHANGES[name].steps):
+            getattr(self, step)()
+        vars(self).update(own_schedules)
+        self._remember_options()
 
-    def _setup_advantages(self) -> None:
-        self.advantage_normalizer = None
-        if self.normalize_advantage and self.advantage_norm == "ema":
-            self.advantage_normalizer = AdvantageNormalizer(
-                self.adv_ema_alpha, self.adv_ema_warm_start, self.adv_min_std, self.adv_clip, self.adv_shift_mean
-            )
+    def _check_environment(self) -> None:
+        env: Any = self.env
+        if env is None:
+            refuse("env", None, "the model has no environment; give one to `load` or `set_env`")
+        spaces_of_env = (getattr(env, "observation_space", None), getattr(env, "action_space", None))
+        fits = isinstance(env, VecEnv) and env.num_envs == self.n_envs
+        if not fits or spaces_of_env != (self.observation_space, self.action_space):
+            remedy = "it is not like the environment that the model was made for; give it to `set_env`, or to `load`"
+            refuse("env", env, remedy)
+
+    def _own_schedule(self, name: str) -> Any:
+        """A schedule that the user has set instead of the option, which it replaces until the option is changed."""
+        value = getattr(self, name)
+        if not callable(value):
+            return None if value is None and name == "critic_lr_schedule" else make_schedule(name, value)
+        check_schedule(name, value)
+        return value
+
+    def _remember_options(self) -> None:
+        self._set_up = {name: remembered(getattr(self, name)) for name in (*CHANGES, *SCHEDULES)}
+
+    def _setup_statistics(self) -> None:
+        """Resize the buffers, which SB3 creates anew only if the timesteps are reset."""
+        for name in ("ep_info_buffer", "ep_success_buffer"):
+            if (episodes := getattr(self, name)) is not None:
+                setattr(self, name, deque(episodes, maxlen=self._stats_window_size))
+
+    def _setup_seed(self) -> None:
+        if self.seed is not None:
+            self.seed = int(self.seed)  # Gymnasium does not accept NumPy integers
+            self.set_random_seed(self.seed)
+
+    def _setup_deterministic_action(self) -> None:
+        if isinstance(self.policy, ActionDistributionMixin):
+            self.policy.deterministic_action = self.deterministic_action
+            if isinstance(self.policy.action_dist, BoundedDistribution):
+                self.policy.action_dist.deterministic_action = self.deterministic_action
 
     def _warn_about_truncated_minibatch(self) -> None:
         if self.env is None:
@@ -174,3 +298,10 @@ class ModelSetup(PolicyUpdater):
                 f" Raise n_epochs={self.n_epochs}, or lower batch_size={self.batch_size}.",
                 stacklevel=3,
             )
+
+
+def _continued(adaptive: Any, before: Any) -> Any:
+    """Something that adapts during the training, with the state of its predecessor, if there is one."""
+    if before is not None:
+        adaptive.load_state_dict(before.state_dict())
+    return adaptive

@@ -51,6 +51,9 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         self._engines: dict[str, Engine] = {}
         if self.backend == "auto" and self.policy.device.type == "cpu":
             extension.warn_if_missing()
+        self._check_backend()
+
+    def _check_backend(self) -> None:
         backend, reasons = choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons:
             refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')

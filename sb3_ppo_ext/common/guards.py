@@ -1,6 +1,6 @@
 """
-Guards against NaN and infinity in environment data, policy outputs and gradients: the error says where the value was found,
-and the model is left unchanged.
+Guards against environment data that cannot be used, and against NaN and infinity in policy outputs and gradients: the error
+says where the value was found, and the model is left unchanged.
 """
 
 import math
@@ -18,7 +18,11 @@ from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
 _SQUARE_IN_FLOAT32 = 1e76
 
 
-class NonFiniteDataError(ValueError):
+class EnvironmentDataError(ValueError):
+    """The environment returned data of another type or shape than a vectorised environment does."""
+
+
+class NonFiniteDataError(EnvironmentDataError):
     """The environment returned NaN or infinity, or a number beyond the range of float32."""
 
 
@@ -88,15 +92,29 @@ def check_outputs(policy: th.nn.Module, outputs: np.ndarray, step: int, num_time
     Check that the outputs of the policy are finite.
 
     :param policy: Policy that computed the outputs
-    :param outputs: Outputs of the last layer of the policy, shape ``(n_envs, n_outputs)``
+    :param outputs: Outputs of the last layer of the policy, shape ``(n_envs, n_outputs)``, or actions, shape
+        ``(n_envs, *action_shape)``
     :param step: Step of the rollout
     :param num_timesteps: Number of timesteps trained so far
     :raises NonFinitePolicyError: if the outputs contain NaN or infinity
     """
-    if _is_surely_finite(outputs) or np.isfinite(outputs).all():
-        return
+    if outputs.dtype.kind == "f" and not _is_surely_finite(outputs) and not np.isfinite(outputs).all():
+        refuse_policy(policy, step, num_timesteps)
+
+
+def refuse_policy(policy: th.nn.Module, step: int, num_timesteps: int) -> NoReturn:
+    """
+    Raise an error that names the parameters that are not finite.
+
+    :param policy: Policy that cannot act
+    :param step: Step of the rollout
+    :param num_timesteps: Number of timesteps trained so far
+    :raises NonFinitePolicyError: always
+    """
     bad = [name for name, parameter in policy.named_parameters() if not th.isfinite(parameter).all()]
-    where = f"parameters that are not finite: {', '.join(bad)}" if bad else "its parameters are finite, but too large"
+    where = (
+        f"parameters that are not finite: {', '.join(bad)}" if bad else "its parameters are finite, but too large or too small"
+    )
     raise NonFinitePolicyError(
         f"The outputs of the policy are not finite at step {step} of the rollout, after {num_timesteps} timesteps "
         f"({where}). Nothing was learned from this rollout. Continue from an earlier checkpoint, with a lower learning rate."
@@ -111,19 +129,21 @@ def _is_surely_finite(data: Any) -> bool:
 
 
 @contextmanager
-def restored_if_not_finite(model: OnPolicyAlgorithm) -> Iterator[None]:
+def restored_if_refused(model: OnPolicyAlgorithm) -> Iterator[None]:
     """
-    Context manager that restores the model if one of the checks above fails.
+    Context manager that restores the model if one of the checks of a rollout fails.
 
     :param model: Model with the timestep counter, the episode statistics and the ``VecNormalize`` statistics to restore
+    :raises NonFinitePolicyError: if torch refuses the parameters of an action distribution
     """
     before = {name: copy(getattr(model, name)) for name in ("num_timesteps", "ep_info_buffer", "ep_success_buffer")}
     normalizers = find_normalizers(model.env)
     # `obs_rms` exists only with `norm_obs`.
     statistics = [{k: deepcopy(v) for k, v in vars(n).items() if k in ("obs_rms", "ret_rms")} for n in normalizers]
     try:
-        yield
-    except (NonFiniteDataError, NonFinitePolicyError):
+        with _torch_errors_translated(model):
+            yield
+    except (EnvironmentDataError, NonFinitePolicyError):
         vars(model).update(before)
         for normalizer, values in zip(normalizers, statistics, strict=True):
             vars(normalizer).update(values)
@@ -131,6 +151,21 @@ def restored_if_not_finite(model: OnPolicyAlgorithm) -> Iterator[None]:
         # The environment cannot be rewound: without a last observation, `learn` resets it.
         model._last_obs = None
         raise
+
+
+@contextmanager
+def _torch_errors_translated(model: OnPolicyAlgorithm) -> Iterator[None]:
+    """Say of a distribution that torch refuses what is said of outputs that are not finite."""
+    try:
+        yield
+    except ValueError as error:
+        # The message of `torch.distributions.Distribution.__init__`
+        if not str(error).startswith("Expected parameter "):
+            raise
+        try:
+            refuse_policy(model.policy, model.rollout_buffer.pos, model.num_timesteps)
+        except NonFinitePolicyError as explanation:
+            raise explanation from error
 
 
 def find_normalizers(env: VecEnv | None) -> list[VecNormalize]:

@@ -110,6 +110,10 @@ class NumpyDistribution(ABC):
     def pack(self) -> None:  # noqa: B027  # there may be nothing to do
         """Update everything derived from ``log_std`` after its values have changed."""
 
+    def has_spread(self) -> bool:
+        """:return: Whether PyTorch accepts the standard deviations that do not depend on observations: those greater than 0"""
+        return True
+
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> Any:
         """
         :param n_steps: Number of steps of the rollout

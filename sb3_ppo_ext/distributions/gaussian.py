@@ -51,6 +51,9 @@ class NumpyGaussian(NumpyDistribution):
     def pack(self) -> None:
         self.log_stds = self.parameter.copy()
 
+    def has_spread(self) -> bool:
+        return bool((np.exp(self.log_stds) > 0).all())
+
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
         return th.randn(n_steps, n_envs, n_outputs).numpy()
 

@@ -17,6 +17,9 @@ A function of the remaining progress gets a number that decreases from 1 to 0 du
 `"lin_0.001"`, decreases linearly from x to 0. "Needs" names what an option needs to have an effect, "not with" what it cannot
 be combined with. The parameters of SB3's PPO come last; those that are not listed, such as `device`, are as in SB3.
 
+An attribute of the model with the name of an option can be set between two calls of `learn` and acts in the next one. For
+{fixed} this raises a `ValueError`.
+
 *Generated from `sb3_ppo_ext/options/table.py` by* `python -m sb3_ppo_ext.options.reference > docs/options_reference.md`
 """
 HEADINGS = ("option", "accepted values", "default", "meaning", "needs / not with", "example")
@@ -26,9 +29,11 @@ def reference() -> str:
     """:return: Text of ``docs/options_reference.md``"""
     own_groups = dict.fromkeys(row.group for row in OWN_OPTIONS.values())
     own = [_section(group, (row for row in OWN_OPTIONS.values() if row.group == group)) for group in own_groups]
+    fixed = [f"`{name}`" for name, row in ALL_OPTIONS.items() if row.change.remedy is not None]
+    introduction = INTRODUCTION.format(fixed=f"{', '.join(fixed[:-1])} and {fixed[-1]}")
     (sb3_group,) = {row.group for row in PPO_OPTIONS.values()}
     sb3 = _section(sb3_group, PPO_OPTIONS.values())
-    return "\n".join([INTRODUCTION, *own, sb3])
+    return "\n".join([introduction, *own, sb3])
 
 
 def _section(title: str, rows: Iterable[Option]) -> str:

@@ -91,6 +91,23 @@ class Need:
 
 
 @dataclass(frozen=True)
+class Change:
+    """
+    What happens when an option has been changed between two calls of ``learn``. By default it acts, because its value is read
+    at each update.
+
+    :param steps: Names of the methods of the model that set up what was made from the option, to be called again
+    :param remedy: Advice to the user if the change is refused, ``None`` if it acts
+    """
+
+    steps: tuple[str, ...] = ()
+    remedy: str | None = None
+
+
+READ = Change()
+
+
+@dataclass(frozen=True)
 class Option:
     """
     One row of the table.
@@ -103,6 +120,7 @@ class Option:
     :param examples: Values other than the default
     :param needs: Other option that it needs to have an effect, ``None`` if there is none
     :param conflicts: Conditions that it cannot be combined with
+    :param change: What happens when it has been changed between two calls of ``learn``
     :param attribute: Name of the attribute of the model
     """
 
@@ -114,6 +132,7 @@ class Option:
     examples: tuple[Any, ...]
     needs: Need | None
     conflicts: tuple[Conflict, ...]
+    change: Change
     attribute: str
 
     def check(self, model: Any) -> None:
@@ -156,6 +175,7 @@ def option(
     example: Any = None,
     needs: Need | None = None,
     conflicts: tuple[Conflict, ...] = (),
+    change: Change = READ,
     attribute: str | None = None,
 ) -> T:
     """
@@ -166,7 +186,7 @@ def option(
     :param attribute: Name of the attribute of the model; ``None`` for the name of the field
     """
     metadata = dict(accepted=accepted, group=group, doc=doc, example=example)
-    metadata |= dict(needs=needs, conflicts=conflicts, attribute=attribute)
+    metadata |= dict(needs=needs, conflicts=conflicts, change=change, attribute=attribute)
     return field(default=default, metadata=metadata)
 
 

@@ -1,7 +1,7 @@
 """Checks of all options of a model: the rows of the table, and conditions that depend on more than the options."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,15 +77,17 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         refuse("env", None, "give an environment, or the id of one")
 
 
-def check_options(model: ConfiguredModel) -> None:
+def check_options(model: ConfiguredModel, changed: Container[str] | None = None) -> None:
     """
     Check every option of a model, and that the options can be combined.
 
     :param model: ``PPOExt``, with or without its environment
+    :param changed: Names of the attributes whose values are checked, ``None`` for all
     :raises ValueError: if the value of an option is not valid, or options exclude each other
     """
     for option in ALL_OPTIONS.values():
-        option.check(model)
+        if changed is None or option.attribute in changed:
+            option.check(model)
     if model.use_sde:
         check_number("sde_sample_freq", model.sde_sample_freq)
     check_logging(model.tensorboard_log, model.verbose)
@@ -163,7 +165,7 @@ def _check_buffer(model: ConfiguredModel) -> None:
     buffer_class: Any = usual if model.rollout_buffer_class is None else model.rollout_buffer_class
     _check_buffer_class(buffer_class, usual)
     given_to_buffer = ("buffer_size", "observation_space", "action_space", "device", "gamma", "gae_lambda", "n_envs")
-    check_kwargs("rollout_buffer_kwargs", model.rollout_buffer_kwargs, buffer_class, given_to_buffer)
+    check_kwargs("rollout_buffer_kwargs", model.rollout_buffer_kwargs or {}, buffer_class, given_to_buffer)
     reads_sequences = isinstance(model.policy_class, type) and issubclass(model.policy_class, TransformerPolicyMixin)
     if reads_sequences and buffer_class not in (RolloutBuffer, DictRolloutBuffer):
         remedy = f"{model.policy_class.__name__} has a buffer of its own; give None"

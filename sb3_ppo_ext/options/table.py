@@ -13,7 +13,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from sb3_ppo_ext.common.schedules import LrDecay, ScheduleLike, is_constant, value_of
 from sb3_ppo_ext.distributions import ACTION_DISTS, ActionDist, DeterministicAction
 from sb3_ppo_ext.engines.registry import Backend
-from sb3_ppo_ext.options.row import Conflict, Need, When, differs, equals, has_schedule, option, rows_of
+from sb3_ppo_ext.options.row import READ, Change, Conflict, Need, When, differs, equals, has_schedule, option, rows_of
 from sb3_ppo_ext.options.values import Bounds, Dictionary, Flag, Number, Schedule
 from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
 from sb3_ppo_ext.update.losses import SurrogateName, VfClipMode
@@ -68,6 +68,12 @@ SPO_WITHOUT_RANGE = When(
     lambda model: model.surrogate == "spo" and is_constant(model.clip_range) and value_of(model.clip_range, 1.0) == 0,
     {"surrogate": "spo", "clip_range": 0.0},
 )
+# A coefficient that has been adapted may be turned off.
+WITHOUT_KL_COEF = When(
+    "`kl_coef=0.0`",
+    lambda model: model.kl_coef == 0 and getattr(model, "kl_coefficient", None) is None,
+    {"kl_coef": 0.0},
+)
 MEAN_WITHIN_BOUNDS = [
     *(equals("action_dist", name) for name, family in ACTION_DISTS.items() if family.unsquashed_mean is None),
     MEAN_TANH,
@@ -79,26 +85,43 @@ KL_DRIVES_RATE = (
     "give a number as `learning_rate`, no `lr_decay`, no `lr_warmup`, or `adaptive_lr_kl=None`"
 )
 
+# Changes between two calls of `learn`, with the methods of `ModelSetup` that are called again
+OF_POLICY = Change(remedy="the policy was made with another value; make a new model with this one")
+OF_BUFFER = Change(steps=("_setup_rollout_buffer",))
+OF_SCHEDULES = Change(steps=("_setup_schedules",))
+OF_KL_COEFFICIENT = Change(steps=("_setup_kl_coefficient",))
+OF_LEARNING_RATE = Change(steps=("_setup_lr_schedule",))
+OF_NORMALIZER = Change(steps=("_setup_advantages",))
+OF_OPTIMIZER = Change(steps=("_setup_optimizer",))
+ANOTHER_OPTIMIZER = "the moments of another optimiser mean something else; make a new model, and give it the policy with "
+ANOTHER_OPTIMIZER += '`set_parameters({"policy": model.policy.state_dict()}, exact_match=False)`'
+
 
 @dataclass(init=False, repr=False, eq=False)
 class PPOOptions:
     """The parameters of SB3's PPO whose values are checked, with SB3's defaults, in SB3's order."""
 
     learning_rate: ScheduleLike = option(
-        3e-4, "Learning rate of the optimiser", group=SB3, accepted=Schedule(), example="lin_0.001"
+        3e-4, "Learning rate of the optimiser", group=SB3, accepted=Schedule(), example="lin_0.001", change=OF_LEARNING_RATE
     )
     n_steps: int = option(
-        2048, "Number of steps to run for each environment per update", group=SB3, accepted=COUNT, example=1024
+        2048,
+        "Number of steps to run for each environment per update",
+        group=SB3,
+        accepted=COUNT,
+        example=1024,
+        change=OF_BUFFER,
     )
     batch_size: int = option(64, "Minibatch size", group=SB3, accepted=COUNT, example=256)
     n_epochs: int = option(10, "Number of passes over the rollout in each update", group=SB3, accepted=COUNT, example=4)
-    gamma: float = option(0.99, "Discount factor", group=SB3, accepted=FRACTION, example=0.95)
+    gamma: float = option(0.99, "Discount factor", group=SB3, accepted=FRACTION, example=0.95, change=OF_BUFFER)
     gae_lambda: float = option(
         0.95,
         "Factor for the trade-off of bias and variance in Generalized Advantage Estimation (GAE)",
         group=SB3,
         accepted=FRACTION,
         example=0.9,
+        change=OF_BUFFER,
     )
     clip_range: ScheduleLike = option(
         0.2,
@@ -107,6 +130,7 @@ class PPOOptions:
         accepted=Schedule(infinite=True),
         example="lin_0.2",
         conflicts=(Conflict(SPO_WITHOUT_RANGE, '`surrogate="spo"` divides by it; give more than 0'),),
+        change=OF_SCHEDULES,
     )
     clip_range_vf: ScheduleLike | None = option(
         None,
@@ -114,10 +138,13 @@ class PPOOptions:
         group=SB3,
         accepted=Schedule(positive=True, infinite=True),
         example=0.1,
+        change=OF_SCHEDULES,
     )
-    normalize_advantage: bool = option(True, "Whether to normalize the advantages", group=SB3, accepted=Flag(as_sb3=True))
+    normalize_advantage: bool = option(
+        True, "Whether to normalize the advantages", group=SB3, accepted=Flag(as_sb3=True), change=OF_NORMALIZER
+    )
     ent_coef: ScheduleLike = option(
-        0.0, "Coefficient of the entropy in the loss", group=SB3, accepted=Schedule(), example="lin_0.01"
+        0.0, "Coefficient of the entropy in the loss", group=SB3, accepted=Schedule(), example="lin_0.01", change=OF_SCHEDULES
     )
     vf_coef: float = option(0.5, "Coefficient of the value loss", group=SB3, accepted=NOT_NEGATIVE, example=1.0)
     max_grad_norm: float = option(
@@ -133,6 +160,7 @@ class PPOOptions:
         group=SB3,
         accepted=Flag(as_sb3=True),
         conflicts=(Conflict(NOT_BOX),),
+        change=OF_POLICY,
     )
     target_kl: float | None = option(
         None,
@@ -148,6 +176,7 @@ class PPOOptions:
         accepted=Number(0, integer=True),
         example=20,
         attribute="_stats_window_size",
+        change=Change(steps=("_setup_statistics",)),
     )
     policy_kwargs: dict[str, Any] | None = option(
         None,
@@ -155,6 +184,7 @@ class PPOOptions:
         group=SB3,
         accepted=Dictionary(),
         example={"net_arch": [256, 256]},
+        change=OF_POLICY,
     )
     seed: int | None = option(
         None,
@@ -162,6 +192,7 @@ class PPOOptions:
         group=SB3,
         accepted=Number(0, 2**32 - 1, integer=True),
         example=1,
+        change=Change(steps=("_setup_seed",)),
     )
 
 
@@ -175,6 +206,7 @@ class PPOExtOptions:
         'bounds; `"squashed_gaussian"` (the tanh of a Gaussian) and `"beta"` stay within the bounds',
         group=DISTRIBUTION,
         conflicts=(Conflict(equals("use_sde", True)), Conflict(NOT_BOX)),
+        change=OF_POLICY,
     )
     deterministic_action: DeterministicAction = option(
         "mean",
@@ -182,6 +214,7 @@ class PPOExtOptions:
         group=DISTRIBUTION,
         needs=Need("action_dist", "beta"),
         conflicts=tuple(Conflict(equals("action_dist", name)) for name in ONE_DETERMINISTIC),
+        change=Change(steps=("_setup_deterministic_action",)),
     )
     advantage_norm: AdvantageNorm = option(
         "minibatch",
@@ -190,6 +223,7 @@ class PPOExtOptions:
         group=ADVANTAGES,
         needs=Need("normalize_advantage", True),
         conflicts=(Conflict(NORMALIZED_OWN_GET, OWN_GET_REMEDY),),
+        change=OF_NORMALIZER,
     )
     adv_ema_alpha: float = option(
         0.05,
@@ -198,6 +232,7 @@ class PPOExtOptions:
         accepted=Number(0, 1, open_low=True),
         example=0.2,
         needs=Need("advantage_norm", "ema"),
+        change=OF_NORMALIZER,
     )
     adv_ema_warm_start: bool = option(
         True,
@@ -205,6 +240,7 @@ class PPOExtOptions:
         "normalized; `False` is ProtoMotions' scheme",
         group=ADVANTAGES,
         needs=Need("advantage_norm", "ema"),
+        change=OF_NORMALIZER,
     )
     adv_min_std: float = option(
         1e-8,
@@ -213,6 +249,7 @@ class PPOExtOptions:
         accepted=POSITIVE,
         example=0.02,
         needs=Need("advantage_norm", "ema"),
+        change=OF_NORMALIZER,
     )
     adv_clip: float = option(
         4.0,
@@ -221,12 +258,14 @@ class PPOExtOptions:
         accepted=POSITIVE_OR_INFINITE,
         example=3.0,
         needs=Need("advantage_norm", "ema"),
+        change=OF_NORMALIZER,
     )
     adv_shift_mean: bool = option(
         True,
         "Whether the mean is subtracted from the advantages",
         group=ADVANTAGES,
         needs=Need("advantage_norm", "ema"),
+        change=OF_NORMALIZER,
     )
     bounds_coef: float = option(
         0.0,
@@ -283,6 +322,7 @@ class PPOExtOptions:
         accepted=NOT_NEGATIVE,
         example=0.5,
         conflicts=(OWN_GET_CONFLICT,),
+        change=OF_KL_COEFFICIENT,
     )
     kl_target: float | None = option(
         None,
@@ -292,8 +332,9 @@ class PPOExtOptions:
         example=0.01,
         needs=Need("kl_coef"),
         conflicts=(
-            Conflict(equals("kl_coef", 0.0), "it adapts `kl_coef`, which is 0; give that a value to start from, such as 1.0"),
+            Conflict(WITHOUT_KL_COEF, "it adapts `kl_coef`, which is 0; give that a value to start from, such as 1.0"),
         ),
+        change=OF_KL_COEFFICIENT,
     )
     vtrace: bool = option(
         False,
@@ -307,6 +348,7 @@ class PPOExtOptions:
                 "it would replace the advantages that {rollout_buffer_class} computes; choose one of them",
             ),
         ),
+        change=Change(steps=("_setup_truncations",)),
     )
     vtrace_rho: float = option(
         1.0,
@@ -356,6 +398,7 @@ class PPOExtOptions:
         "other parameters (needs torch 2.9)",
         group=OPTIMISER,
         conflicts=(Conflict(OPTIMIZER_CLASS, "`policy_kwargs` has an `optimizer_class`; give only one of the two"),),
+        change=Change(remedy=ANOTHER_OPTIMIZER),
     )
     weight_decay: float = option(
         0.0,
@@ -363,6 +406,7 @@ class PPOExtOptions:
         group=OPTIMISER,
         accepted=NOT_NEGATIVE,
         example=0.01,
+        change=OF_OPTIMIZER,
     )
     critic_learning_rate: ScheduleLike | None = option(
         None,
@@ -371,6 +415,7 @@ class PPOExtOptions:
         accepted=Schedule(),
         example=1e-3,
         conflicts=(Conflict(NO_CRITIC),),
+        change=Change(steps=("_setup_lr_schedule", "_setup_optimizer")),
     )
     lr_decay: LrDecay = option(
         "constant",
@@ -380,6 +425,7 @@ class PPOExtOptions:
             Conflict(has_schedule(name), f"`{name}` is a schedule by itself; give it a number, or no `lr_decay`")
             for name in ("learning_rate", "critic_learning_rate")
         ),
+        change=OF_LEARNING_RATE,
     )
     lr_min_fraction: float = option(
         0.0,
@@ -388,6 +434,7 @@ class PPOExtOptions:
         accepted=FRACTION,
         example=0.1,
         needs=Need("lr_decay"),
+        change=OF_LEARNING_RATE,
     )
     lr_warmup: float = option(
         0.0,
@@ -395,6 +442,7 @@ class PPOExtOptions:
         group=LEARNING_RATE,
         accepted=Number(0, 1, open_high=True),
         example=0.05,
+        change=OF_LEARNING_RATE,
     )
     adaptive_lr_kl: float | None = option(
         None,
@@ -407,6 +455,7 @@ class PPOExtOptions:
             Conflict(differs("lr_warmup", 0.0, example=0.3), KL_DRIVES_RATE),
             Conflict(has_schedule("learning_rate"), KL_DRIVES_RATE),
         ),
+        change=OF_LEARNING_RATE,
     )
     adaptive_lr_bounds: tuple[float, float] = option(
         (1e-5, 1e-2),
@@ -415,6 +464,7 @@ class PPOExtOptions:
         accepted=Bounds("give the least and the largest learning rate, such as (1e-5, 1e-2)"),
         example=(1e-4, 1e-3),
         needs=Need("adaptive_lr_kl"),
+        change=OF_LEARNING_RATE,
     )
     max_clip_fraction: float | None = option(
         None,
@@ -424,6 +474,7 @@ class PPOExtOptions:
         accepted=FRACTION,
         example=0.6,
         conflicts=(Conflict(NO_CRITIC),),
+        change=Change(steps=("_check_critic",)),
     )
     accumulate_grad: int = option(
         1,
@@ -444,9 +495,18 @@ class PPOExtOptions:
         'Adam and the clipping of gradients by C; `"native"` computes MLP policies on the CPU in C; `"compile"` uses '
         '`torch.compile`; `"auto"` is the first of native, fused and eager that supports the policy and the options',
         group=ENGINE,
+        change=Change(steps=("_check_backend",)),
     )
 
 
 PPO_OPTIONS = rows_of(PPOOptions)
 OWN_OPTIONS = rows_of(PPOExtOptions)
 ALL_OPTIONS = PPO_OPTIONS | OWN_OPTIONS
+# Changes of all attributes that come from arguments of the constructor
+CHANGES = {row.attribute: row.change for row in ALL_OPTIONS.values()} | {
+    "policy_class": OF_POLICY,
+    "device": Change(remedy="the model is on another device; give it to `load`"),
+    "rollout_buffer_class": OF_BUFFER,
+    "rollout_buffer_kwargs": OF_BUFFER,
+    **dict.fromkeys(("sde_sample_freq", "tensorboard_log", "verbose"), READ),
+}

@@ -16,6 +16,7 @@ from stable_baselines3.common.preprocessing import get_action_dim
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
+from sb3_ppo_ext.common.guards import NonFinitePolicyError
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction
 from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily
@@ -134,7 +135,7 @@ class ActionDistributionMixin(SavedPolicy):
         if not isinstance(self.action_dist, BoundedDistribution):
             return super().unscale_action(scaled_action)
         if not np.isfinite(scaled_action).all():
-            raise ValueError(
+            raise NonFinitePolicyError(
                 f"{np.sum(~np.isfinite(scaled_action))} of {np.size(scaled_action)} numbers in the policy's actions are not "
                 "finite: check its observations and its parameters for NaN."
             )

@@ -1,4 +1,4 @@
-"""Collection of rollouts from NumPy environments: SB3's loop, with checks for NaN and infinity."""
+"""Collection of rollouts from NumPy environments: SB3's loop, with checks of the data that come and go."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_ppo_ext.common.guards import check_finite, restored_if_not_finite
+from sb3_ppo_ext.common.guards import check_finite, check_outputs, restored_if_refused
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
+from sb3_ppo_ext.rollout.step_checks import StepChecks
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 from sb3_ppo_ext.update.bootstrap import Truncation
 
@@ -44,11 +45,12 @@ class RolloutCollector(OnPolicyAlgorithm):
         :param n_rollout_steps: Number of experiences to collect per environment
         :return: True if function returned with at least `n_rollout_steps`
             collected, False if callback terminated rollout prematurely.
-        :raises ValueError: if the environment returns NaN or infinity. The model and the statistics of ``VecNormalize``
-            are then restored to their state before the rollout; the next call of ``learn`` resets the environment.
+        :raises ValueError: if the environment returns NaN, infinity, or data of another type or shape than a vectorised
+            environment does, or if an action is not finite. The model and the statistics of ``VecNormalize`` are then
+            restored to their state before the rollout; the next call of ``learn`` resets the environment.
         """
         start = time.perf_counter()
-        with restored_if_not_finite(self):
+        with restored_if_refused(self):
             go_on = self._collect(env, callback, rollout_buffer, n_rollout_steps)
         self.logger.record("time/rollout_seconds", time.perf_counter() - start)
         return go_on
@@ -67,6 +69,7 @@ class RolloutCollector(OnPolicyAlgorithm):
 
         callback.on_rollout_start()
         actor = self._make_actor(rollout_buffer, self._rollout_config(callback, n_rollout_steps))
+        checks = StepChecks(self)
 
         while n_steps < n_rollout_steps:
             if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
@@ -74,10 +77,11 @@ class RolloutCollector(OnPolicyAlgorithm):
 
             action = actor.act(self.policy, self._last_obs, self._last_episode_starts, n_steps)  # type: ignore[arg-type]
             obs_tensor, samples, values, log_probs = action
+            check_outputs(self.policy, samples, n_steps, self.num_timesteps)
             clipped_actions = self._actions_for_env(samples)
             actions = clipped_actions if self._samples_latents else samples
 
-            new_obs, rewards, dones, infos = env.step(clipped_actions)
+            new_obs, rewards, dones, infos = checks.checked(env.step(clipped_actions), n_steps)
             check_finite(self, "observation", new_obs, n_steps)
             check_finite(self, "reward", rewards, n_steps)
 
@@ -138,13 +142,22 @@ class RolloutCollector(OnPolicyAlgorithm):
         for index in np.flatnonzero(dones).tolist():
             observation = infos[index].get("terminal_observation")
             if observation is not None and infos[index].get("TimeLimit.truncated", False):
+                observation = StepChecks(self, step).checked_terminal(observation)
                 check_finite(self, "terminal observation", observation, step, env_index=index)
                 # Copied, since an environment may write its next observation into the same array.
                 yield index, deepcopy(observation)
 
+    def _update_info_buffer(self, infos: list[dict[str, Any]], dones: np.ndarray | None = None) -> None:
+        try:
+            super()._update_info_buffer(infos, dones)
+        except AttributeError:
+            StepChecks(self, self.rollout_buffer.pos).check_infos(infos)
+            raise
+
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
-        with restored_if_not_finite(self):
+        with restored_if_refused(self):
             results = super()._setup_learn(*args, **kwargs)
             # SB3 has just reset the environment.
+            StepChecks(self).check_observations(self._last_obs)
             check_finite(self, "observation", self._last_obs, 0)
             return results

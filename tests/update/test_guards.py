@@ -165,6 +165,13 @@ def test_loss_that_is_not_finite(in_gradient):
 
 
 @pytest.mark.parametrize("backend", ["eager", "fused", "native"])
+def test_value_loss_that_overflows(backend):
+    """A loss may be infinite while its gradient is finite, and is refused on every engine, without a warning of NumPy."""
+    with pytest.raises(ValueError, match="value_loss inf"):
+        PPOExt("MlpPolicy", Brittle(reward=1e30, at=3), **{**SMALL, "backend": backend}).learn(32)
+
+
+@pytest.mark.parametrize("backend", ["eager", "fused", "native"])
 def test_norm_that_overflows(backend):
     """Losses and gradients may be finite while the norm of the gradients is not."""
     model = make(backend=backend, vf_coef=1e22)

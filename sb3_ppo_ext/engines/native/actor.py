@@ -14,7 +14,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
-from sb3_ppo_ext.common.guards import check_outputs
+from sb3_ppo_ext.common.guards import check_outputs, refuse_policy
 from sb3_ppo_ext.common.observations import stack
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.policy import NativePolicy, unsupported_reason
@@ -50,7 +50,16 @@ class NativeActor(Actor):
         """Draw the random numbers of all steps."""
         native = self.native
         self.noise = native.distribution.noise(self.config.n_steps, self.buffer.n_envs, native.actor.n_outputs)
-        self.scaled_noise = native.distribution.scaled(self.noise)
+        self._scale_noise(0)
+
+    def _scale_noise(self, step: int) -> None:
+        distribution = self.native.distribution
+        if not distribution.has_spread():
+            refuse_policy(self.native.policy, step, self._num_timesteps(step))
+        self.scaled_noise = distribution.scaled(self.noise)
+
+    def _num_timesteps(self, step: int) -> int:
+        return self.config.num_timesteps + step * self.buffer.n_envs
 
     # Computed at each step
 
@@ -66,9 +75,9 @@ class NativeActor(Actor):
             # Earlier steps are evaluated with the parameters of the policy that made them.
             self._estimate(step)
             native.pack()
-            self.scaled_noise = native.distribution.scaled(self.noise)
+            self._scale_noise(step)
         outputs = native.actor(features)
-        check_outputs(policy, outputs, step, self.config.num_timesteps + step * self.buffer.n_envs)
+        check_outputs(policy, outputs, step, self._num_timesteps(step))
         noise = native.distribution.scaled(self.noise[step]) if self.is_watched else self.scaled_noise[step]
         samples = native.distribution.sample(outputs, noise)
         if self.sample_shape is not None:

@@ -65,9 +65,11 @@ class NativeMinibatches:
         :return: Losses of PPO for these minibatches, by name
         """
         weights = 1.0 if self.weights is None else self.weights[part]
+        with np.errstate(over="ignore"):
+            squares = np.square(self.errors[part])
         return {
             "policy_gradient_loss": -float(np.mean(self.objectives[part] * weights)),
-            "value_loss": float(np.mean(np.square(self.errors[part]) * weights)),
+            "value_loss": float(np.mean(squares * weights)),
             "entropy_loss": -float(np.mean(self.distribution.entropies(np.concatenate(self.described[-n:])))),
         }
 

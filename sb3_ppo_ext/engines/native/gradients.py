@@ -188,8 +188,9 @@ class AnalyticGradients(GradientSource):
         return self.minibatches.terms(_joined(step), len(step)) | auxiliary
 
     def accept(self, step: Step, norms: dict[str, Any]) -> bool:
-        # If the loss is not finite, its gradient is not either.
-        if not math.isfinite(sum(norms.values())):
+        # If the loss is not finite, its gradient is not either, except where errors of the values overflow when squared.
+        errors = self.minibatches.errors[_joined(step)]
+        if not math.isfinite(sum(norms.values()) + float(np.vdot(errors, errors))):
             return False
         for name, norm in norms.items():
             self.norms[name].append(float(norm))

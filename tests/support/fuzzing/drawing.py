@@ -200,7 +200,8 @@ def drawn(seed):
     options = _options(rng, env["action_space"], mode)
     policy = rng.choice(RARE_POLICIES if mode == "rubbish" and rng.random() < 0.15 else POLICIES[kind])
     keywords = _policy_kwargs(rng, policy, kind, has_box, options)
-    if mode == "rubbish" and rng.random() < 0.3:
+    # A user's policy may give the keywords another meaning.
+    if mode == "rubbish" and rng.random() < 0.3 and policy != "OwnPolicy":
         keywords = policy_keywords.with_rubbish(rng, keywords)
     model = {"policy": policy, "env": "env", "device": "'cpu'", "n_steps": "8", "batch_size": "8", "n_epochs": "2"}
     model |= options
@@ -209,7 +210,7 @@ def drawn(seed):
         model[name] = rng.choice(OTHERS[name])
     algorithm = "OwnModel" if rng.random() < 0.05 else "PPOExt"
     steps = _steps(rng, mode, env)
-    wild = mode == "extreme" or bool({"rewards", "nan_at"} & env.keys()) or "1e300" in env["observation_space"]
+    wild = mode == "extreme" or bool({"rewards", "nan_at"} & env.keys()) or "1e30" in env["observation_space"]
     return Program(seed, env, model, keywords, steps, algorithm, wild)
 
 

@@ -155,9 +155,9 @@ def copied(model, copy_of=copy.deepcopy):
         with th.no_grad():
             model.policy.reset_noise()
     one = copy.copy(model)
-    one.env = one._logger = None
+    one.env = one._vec_normalize_env = one._logger = None
     other = copy_of(one)
-    other.env = model.env
+    other.env, other._vec_normalize_env = model.env, model._vec_normalize_env
     return _same_actions(model, other, "the copy")
 
 
