@@ -4,9 +4,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, LinearToZero
+from sb3_ppo_ext.common.workers import WorkerError
 from sb3_ppo_ext.memory.policies import CnnTransformerPolicy, MlpTransformerPolicy, MultiInputTransformerPolicy
 from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy, TransformerExtractor
 from sb3_ppo_ext.ppo_ext import PPOExt
+from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.rollout.vector_env_adapter import VectorEnvAdapter
 
@@ -16,6 +18,7 @@ except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "unknown"
 
 __all__ = [
+    "CheckedSubprocVecEnv",
     "CnnPolicy",
     "CnnTransformerPolicy",
     "DecaySchedule",
@@ -30,6 +33,7 @@ __all__ = [
     "TrainingCheckpoint",
     "TransformerExtractor",
     "VectorEnvAdapter",
+    "WorkerError",
     "__version__",
 ]
 

@@ -14,6 +14,8 @@ import torch as th
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
 
+from sb3_ppo_ext.common.workers import WorkerError, raise_if_worker_died
+
 # Numbers with a smaller square are finite in float32, which policies and buffers compute with.
 _SQUARE_IN_FLOAT32 = 1e76
 
@@ -135,15 +137,16 @@ def restored_if_refused(model: OnPolicyAlgorithm) -> Iterator[None]:
 
     :param model: Model with the timestep counter, the episode statistics and the ``VecNormalize`` statistics to restore
     :raises NonFinitePolicyError: if torch refuses the parameters of an action distribution
+    :raises WorkerError: if a process of the environment has died
     """
     before = {name: copy(getattr(model, name)) for name in ("num_timesteps", "ep_info_buffer", "ep_success_buffer")}
     normalizers = find_normalizers(model.env)
     # `obs_rms` exists only with `norm_obs`.
     statistics = [{k: deepcopy(v) for k, v in vars(n).items() if k in ("obs_rms", "ret_rms")} for n in normalizers]
     try:
-        with _torch_errors_translated(model):
+        with _errors_explained(model):
             yield
-    except (EnvironmentDataError, NonFinitePolicyError):
+    except (EnvironmentDataError, NonFinitePolicyError, WorkerError):
         vars(model).update(before)
         for normalizer, values in zip(normalizers, statistics, strict=True):
             vars(normalizer).update(values)
@@ -154,10 +157,13 @@ def restored_if_refused(model: OnPolicyAlgorithm) -> Iterator[None]:
 
 
 @contextmanager
-def _torch_errors_translated(model: OnPolicyAlgorithm) -> Iterator[None]:
-    """Say of a distribution that torch refuses what is said of outputs that are not finite."""
+def _errors_explained(model: OnPolicyAlgorithm) -> Iterator[None]:
+    """Name the worker of a broken pipe, and the parameters of a distribution that torch refuses."""
     try:
         yield
+    except (EOFError, OSError) as error:
+        raise_if_worker_died(model.env, error)
+        raise
     except ValueError as error:
         # The message of `torch.distributions.Distribution.__init__`
         if not str(error).startswith("Expected parameter "):

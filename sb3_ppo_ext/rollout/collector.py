@@ -46,8 +46,10 @@ class RolloutCollector(OnPolicyAlgorithm):
         :return: True if function returned with at least `n_rollout_steps`
             collected, False if callback terminated rollout prematurely.
         :raises ValueError: if the environment returns NaN, infinity, or data of another type or shape than a vectorised
-            environment does, or if an action is not finite. The model and the statistics of ``VecNormalize`` are then
-            restored to their state before the rollout; the next call of ``learn`` resets the environment.
+            environment does, or if an action is not finite
+        :raises WorkerError: if a process of the environment dies, raises an error or does not answer in time. As with the
+            errors above, the model and the statistics of ``VecNormalize`` are then restored to their state before the rollout;
+            the next call of ``learn`` resets the environment
         """
         start = time.perf_counter()
         with restored_if_refused(self):

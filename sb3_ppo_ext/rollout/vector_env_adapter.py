@@ -108,6 +108,11 @@ class VectorEnvAdapter(VecEnv):
                 infos[index][key] = parts[index]
         return infos
 
+    @property
+    def processes(self) -> list[Any]:
+        """Processes of the copies, empty if they have none."""
+        return getattr(self.venv.unwrapped, "processes", [])
+
     def close(self) -> None:
         self.venv.close()
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
 from sb3_ppo_ext.common.schedules import make_schedule
 from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.ppo_ext import PPOExt
+from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 # Hyperparameters as they are used, and as they are saved
 Hyperparams: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+VEC_ENVS: dict[Any, Any] = {DummyVecEnv: FastDummyVecEnv, SubprocVecEnv: CheckedSubprocVecEnv}
 # The trial that runs in this thread (`--n-jobs`)
 _TRIAL: ContextVar[Any] = ContextVar("trial", default=None)
 
@@ -121,11 +123,10 @@ def _normalizable(space: spaces.Space) -> dict[str, Any]:
 
 def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager") -> Any:
     """
-    Use the vectorized environment that copies less, write the log to ``progress.csv`` for ``plot_run``, and let each trial
-    keep the ``policy_kwargs`` of the hyperparameters that it starts from.
+    Use the vectorized environments that copy less and that name a worker that fails, write the log to ``progress.csv`` for
+    ``plot_run``, and let each trial keep the ``policy_kwargs`` of the hyperparameters that it starts from.
     """
-    if experiment.vec_env_class is DummyVecEnv:
-        experiment.vec_env_class = FastDummyVecEnv
+    experiment.vec_env_class = VEC_ENVS.get(experiment.vec_env_class, experiment.vec_env_class)
     find_run(experiment)
     results = theirs()
     experiment.callbacks.append(ProgressFile(experiment.save_path))

@@ -1,5 +1,6 @@
 """Our vectorised environments say what SB3's say, step by step."""
 
+import sys
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
 from support.toys import DICT, IMAGE, VECTOR, ToyEnv
 
-from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter
+from sb3_ppo_ext import CheckedSubprocVecEnv, FastDummyVecEnv, PPOExt, VectorEnvAdapter
 from sb3_ppo_ext.zoo.experiment import setup_experiment
 
 
@@ -103,6 +104,23 @@ def test_fast_survives_an_environment_that_writes_in_place():
     assert len(terminal) > 3
     np.testing.assert_array_equal(terminal, expected)
     assert_same(plain[2::5], fast[2::5])
+
+
+FORK = dict(start_method="fork")  # which starts faster
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(sys.platform == "win32", reason="cannot fork")
+@pytest.mark.parametrize("space", [VECTOR, DICT], ids=["vector", "dict"])
+def test_checked_is_subproc(space):
+    """Each step is that of SubprocVecEnv, types included, and that of DummyVecEnv."""
+    seen = []
+    for cls, kwargs in ((SubprocVecEnv, FORK), (CheckedSubprocVecEnv, dict(timeout=100, **FORK)), (DummyVecEnv, {})):
+        env = cls([lambda: Monitor(Plain(observation_space=space))] * 2, **kwargs)
+        seen.append(without_clock(rollout(env)))
+        env.close()
+    assert_same(*seen[:2])
+    assert_same(_plain(seen[1][2::5]), _plain(seen[2][2::5]))
 
 
 def test_ppo_ext_takes_it():
@@ -286,8 +304,8 @@ def test_attributes_of_copies():
 
 
 def test_the_zoo_takes_it():
-    """The Zoo takes FastDummyVecEnv for `ppo_ext` in place of DummyVecEnv; subprocesses stay."""
-    for before, after in [(DummyVecEnv, FastDummyVecEnv), (SubprocVecEnv, SubprocVecEnv)]:
+    """The Zoo takes our vectorised environments for `ppo_ext` in place of SB3's."""
+    for before, after in [(DummyVecEnv, FastDummyVecEnv), (SubprocVecEnv, CheckedSubprocVecEnv)]:
         experiment = SimpleNamespace(vec_env_class=before, _hyperparams={}, callbacks=[], save_path="logs")
         assert setup_experiment(lambda: "results", experiment) == "results"
         assert experiment.vec_env_class is after

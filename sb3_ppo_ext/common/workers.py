@@ -1,0 +1,69 @@
+"""Errors of environments in processes of their own, with the names of the workers."""
+
+from __future__ import annotations
+
+import signal
+from multiprocessing.connection import wait
+from typing import Any
+
+from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnvWrapper
+
+REMEDY = (
+    "Make new environments; a model takes them with `set_env`, and is as it was before the rollout: it can be saved, predict"
+    " and learn on."
+)
+
+
+class WorkerError(RuntimeError):
+    """A process of a vectorised environment has died, has raised an error, or has not answered in time."""
+
+
+def raise_if_worker_died(env: Any, error: Exception) -> None:
+    """
+    Name the workers that have died, if that is why a command to a vectorised environment failed. SB3's ``SubprocVecEnv`` would
+    then wait forever in ``close`` for an answer, so that it is closed here.
+
+    :param env: Vectorised environment with its wrappers, such as SB3's ``SubprocVecEnv`` in a ``VecNormalize``
+    :param error: Error of a pipe to a process
+    :raises WorkerError: if a process of the environment has ended
+    """
+    while isinstance(env, VecEnvWrapper):
+        env = env.venv
+    processes = getattr(env, "processes", None) or ()
+    # The pipe of a process that dies closes a little before it has ended.
+    ended = wait([process.sentinel for process in processes], timeout=1) if processes else ()
+    deaths = []
+    for index, process in enumerate(processes):
+        if process.sentinel in ended:
+            process.join(1)
+            where = f"Worker {index} (of 0 to {len(processes) - 1}) of {type(env).__name__}"
+            deaths.append(f"{where} {describe_death(process.exitcode)}.")
+    if deaths:
+        if type(env) is SubprocVecEnv:
+            deaths.append("`CheckedSubprocVecEnv` shows the traceback of a worker.")
+            _end(env)
+        raise WorkerError(" ".join([*deaths, REMEDY])) from error
+
+
+def _end(env: SubprocVecEnv) -> None:
+    for process in env.processes:
+        process.terminate()
+    for process in env.processes:
+        process.join(1)
+    for remote in env.remotes:
+        remote.close()
+    env.closed, env.waiting = True, False
+
+
+def describe_death(exit_code: int | None) -> str:
+    """
+    :param exit_code: Exit code of a process, as ``multiprocessing`` gives it
+    :return: What has happened to the process, as part of a sentence
+    """
+    if exit_code is None:
+        return "has closed its pipe"
+    if exit_code < 0:
+        name = {number.value: number.name for number in signal.Signals}.get(-exit_code, f"signal {-exit_code}")
+        return f"was killed by {name}" + (", perhaps because the memory was full" if name == "SIGKILL" else "")
+    cause = "the environment was closed, or left its process" if exit_code == 0 else "its environment raised an error, or left"
+    return f"has died with exit code {exit_code} ({cause})"

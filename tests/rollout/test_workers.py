@@ -1,0 +1,246 @@
+"""Environments in processes that die, raise, hang or are interrupted: the worker is named, and the model stays usable."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+from gymnasium.vector import AsyncVectorEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
+from support.engines import SMALL
+from support.parity import assert_equal
+from support.toys import ToyEnv
+
+from sb3_ppo_ext import CheckedSubprocVecEnv, PPOExt, VectorEnvAdapter, WorkerError
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(sys.platform == "win32", reason="workers are forked, which is faster"),
+]
+
+
+class Failing(ToyEnv):
+    """Fails in its fifth step, counted over all episodes, or where ``how`` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.age = how, 0
+        if how == "no constructor":
+            raise KeyError("cannot be made")
+
+    def reset(self, **kwargs):
+        if self.how == "no reset":
+            raise KeyError("cannot be reset")
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.age += 1
+        if self.age == 5:
+            info = self.fail()
+        return observation, reward, terminated, truncated, info
+
+    def fail(self):
+        if self.how == "raises":
+            raise KeyError("broken")
+        if self.how == "raises EOFError":
+            raise EOFError
+        if self.how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "leaves":
+            os._exit(3)
+        if self.how == "says goodbye":
+            sys.exit("goodbye")
+        if self.how == "hangs":
+            time.sleep(1000)
+        return {"function": lambda: None}  # cannot be pickled
+
+
+def steps(env, n):
+    for _ in range(n):
+        env.step(np.zeros((env.num_envs, 2), np.float32))
+
+
+def make(cls, how, index, **kwargs):
+    env_fns = [ToyEnv] * 3
+    env_fns[index] = lambda: Failing(how)
+    return cls(env_fns, start_method="fork", **kwargs)
+
+
+def assert_ended(env):
+    assert not any(process.is_alive() for process in env.processes)
+    env.close()
+    with pytest.raises((WorkerError, OSError), match=r"ended|closed"):
+        env.reset()
+
+
+def assert_model_survives(model, env, message, tmp_path):
+    """The model refuses the rollout with the message, is as it was before, and can do all that it could."""
+    wrapped = VecNormalize(VecMonitor(env))
+    model.set_env(wrapped)
+    before = {name: value.clone() for name, value in model.policy.state_dict().items()}
+    count = model.num_timesteps
+    with pytest.raises(WorkerError, match=message) as caught:
+        model.learn(96, reset_num_timesteps=False)
+    assert "set_env" in str(caught.value)
+    assert model.num_timesteps == count
+    assert_equal(before, model.policy.state_dict(), "policy")
+    assert wrapped.obs_rms.count < 4  # no more than the reset before the rollout
+    model.predict(np.zeros(3, np.float32))
+    model.save(tmp_path / "model")
+    model.set_env(DummyVecEnv([ToyEnv] * 3))
+    assert model.learn(48, reset_num_timesteps=False).num_timesteps == count + 48
+
+
+@pytest.fixture(scope="module")
+def model():
+    return PPOExt("MlpPolicy", DummyVecEnv([ToyEnv] * 3), **SMALL)
+
+
+FAILURES = {
+    "raises": r"Worker 1 \(of 0 to 2\) has raised an error:(.|\n)*in fail\n(.|\n)*KeyError: 'broken'",
+    "raises EOFError": r"Worker 1 \(of 0 to 2\) has raised an error:\s*EOFError",
+    "is killed": r"Worker 1 \(of 0 to 2\) was killed by SIGKILL, perhaps .* memory",
+    "leaves": r"Worker 1 \(of 0 to 2\) has died with exit code 3",
+    "says goodbye": r"Worker 1 (.|\n)*SystemExit: goodbye",
+    "answers with what cannot be pickled": r"Worker 1 (.|\n)*pickle",
+    "no reset": r"Worker 1 (.|\n)*KeyError: 'cannot be reset'",
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_failure(how, model, tmp_path):
+    """The worker is named with its traceback or exit code, all others are ended, and the model can go on with others."""
+    env = make(CheckedSubprocVecEnv, how, 1)
+    assert_model_survives(model, env, FAILURES[how], tmp_path)
+    assert_ended(env)
+
+
+def test_hanging(model, tmp_path):
+    """Workers that do not answer in time are named, and ended."""
+    env_fns = [ToyEnv, lambda: Failing("hangs"), ToyEnv, lambda: Failing("hangs")]
+    env = CheckedSubprocVecEnv(env_fns, start_method="fork", timeout=0.5)
+    env.reset()
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"No answer in 0\.5 seconds: Worker 1 \(of 0 to 3\), Worker 3 \(of 0 to 3\)\."):
+        steps(env, 5)
+    assert time.monotonic() - start < 60
+    assert not any(process.is_alive() for process in env.processes)
+    assert_model_survives(model, make(CheckedSubprocVecEnv, "hangs", 0, timeout=0.5), "No answer .* Worker 0", tmp_path)
+
+
+def test_constructor():
+    """An environment that cannot be made is named, and no process is left."""
+    before = multiprocessing.active_children()
+    with pytest.raises(WorkerError, match=r"Worker 2 (.|\n)*KeyError: 'cannot be made'"):
+        make(CheckedSubprocVecEnv, "no constructor", 2)
+    assert multiprocessing.active_children() == before
+    with pytest.raises(ValueError, match=r"`env_fns=\[\]`"):
+        CheckedSubprocVecEnv([])
+    for timeout in (0, -1.0, "1", float("nan")):
+        with pytest.raises(ValueError, match="`timeout="):
+            CheckedSubprocVecEnv([ToyEnv], timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", r"Worker 0 \(of 0 to 2\) of SubprocVecEnv has died with exit code 1 .*CheckedSubprocVecEnv"),
+        ("is killed", r"Worker 0 \(of 0 to 2\) of SubprocVecEnv was killed by SIGKILL"),
+        ("no reset", r"Worker 0 \(of 0 to 2\) of SubprocVecEnv has died with exit code 1"),
+    ],
+)
+def test_workers_of_sb3(how, message, model, tmp_path):
+    """A dead worker of SB3's own class is named as well, and its `close` does not wait for it."""
+    env = make(SubprocVecEnv, how, 0)
+    assert_model_survives(model, env, message, tmp_path)
+    assert_ended(env)
+
+
+def test_workers_of_gymnasium(tmp_path):
+    """A dead worker of Gymnasium's is named."""
+    env = VectorEnvAdapter(AsyncVectorEnv([ToyEnv] * 3, context="fork"))
+    os.kill(env.processes[2].pid, signal.SIGKILL)
+    model = PPOExt("MlpPolicy", DummyVecEnv([ToyEnv] * 3), **SMALL)
+    assert_model_survives(model, env, r"Worker 2 \(of 0 to 2\) of VectorEnvAdapter was killed by SIGKILL", tmp_path)
+    env.venv.close(terminate=True)
+
+
+def test_errors_that_are_not_of_a_worker():
+    """An error of a file in a callback passes, since all workers are alive."""
+    env = CheckedSubprocVecEnv([ToyEnv], start_method="fork")
+
+    def callback(local, _):
+        raise FileNotFoundError("no such file")
+
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        PPOExt("MlpPolicy", env, **SMALL).learn(32, callback=callback)
+    env.close()
+
+
+class Slow(ToyEnv):
+    def step(self, action):
+        time.sleep(0.3)
+        return super().step(action)
+
+
+def test_interrupt():
+    """Ctrl-C interrupts the main process alone. Answers that come too late are not taken for those of later commands."""
+    env = CheckedSubprocVecEnv([Slow] * 2, start_method="fork")
+    env.seed(0)
+    first = env.reset()
+
+    def interrupt(*_):
+        for process in env.processes:
+            os.kill(process.pid, signal.SIGINT)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            steps(env, 1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert env.get_attr("t") == [1, 1]
+    env.seed(0)
+    np.testing.assert_array_equal(env.reset(), first)
+    env.step_async(np.zeros((2, 2), np.float32))
+    env.close()
+    assert [process.exitcode for process in env.processes] == [0, 0]
+    env.close()
+
+
+def add_to_attribute(env, name, number):
+    """Change an attribute of an environment, and return both values."""
+    before = env.get_wrapper_attr(name)
+    env.set_wrapper_attr(name, before + number)
+    return before, env.get_wrapper_attr(name)
+
+
+def test_call_in_workers():
+    """A function is called in each worker with its own arguments."""
+    env = CheckedSubprocVecEnv([ToyEnv] * 3, start_method="fork")
+    assert env.call_in_workers(add_to_attribute, [("length", n) for n in range(3)]) == [(7, 7), (7, 8), (7, 9)]
+    assert env.get_attr("length") == [7, 8, 9]
+    with pytest.raises(ValueError, match="zip"):
+        env.call_in_workers(add_to_attribute, [("length", 1)])
+    env.reset()
+    with pytest.raises(WorkerError, match=r"Worker 0 (.|\n)*no_such_name"):
+        env.call_in_workers(add_to_attribute, [("no_such_name", 1)] * 3)
+
+
+def test_no_process_is_left():
+    """The workers of an environment that nobody closes end with it."""
+    env = CheckedSubprocVecEnv([ToyEnv] * 2, start_method="fork")
+    env.step_async(np.zeros((2, 2), np.float32))
+    processes = env.processes
+    del env
+    gc.collect()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, 0]
