@@ -109,7 +109,7 @@ class TrainingLoop(SavedState):
     def _same_log_folder(self, folder: str | None) -> Iterator[None]:
         """Log to the folder of the interrupted training instead of a new one, unless the user has set a logger."""
         is_new = not self._custom_logger
-        parent = os.path.realpath(os.path.dirname(folder or ""))
+        parent = None if folder is None else os.path.realpath(os.path.dirname(folder))
         if is_new and self.tensorboard_log is not None and parent == os.path.realpath(self.tensorboard_log):
             self.set_logger(configure(folder, ["stdout", "tensorboard"] if self.verbose >= 1 else ["tensorboard"]))
         try:

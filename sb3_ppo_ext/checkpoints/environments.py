@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from stable_baselines3.common.monitor import ResultsWriter
+import torch as th
+from stable_baselines3.common.monitor import Monitor, ResultsWriter
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_ppo_ext.checkpoints.generators import generators_kept
-from sb3_ppo_ext.checkpoints.object_state import Key, ObjectState, copied_by_pickling, is_ez_pickle, stateful_objects
+from sb3_ppo_ext.checkpoints.object_state import (
+    STATEFUL,
+    Key,
+    ObjectState,
+    attributes_of,
+    classes_of,
+    is_ez_pickle,
+    stateful_objects,
+)
 
 # Number of steps that are checked, over all environments
 MAX_CHECKED = 1000
 # Wrappers whose copies would write files or open windows
 WITH_OUTPUT = ("RecordVideo", "VecVideoRecorder", "HumanRendering")
+
+
+# Attributes of environments and wrappers that last over a reset, by their type and the name of their type
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, th.Generator)
+STATISTICS = "RunningMeanStd"
 
 
 class Step(NamedTuple):
@@ -27,51 +42,124 @@ class Step(NamedTuple):
 
     :param actions: Actions as the environments got them
     :param outcome: Observations, rewards and ends of episodes
+    :param generators: States of the global generators of Python and NumPy before the step; ``None`` if it does not use them
     """
 
     actions: np.ndarray
     outcome: tuple[Any, np.ndarray, np.ndarray]
+    generators: tuple[Any, Any] | None = None
 
 
-def state_of(env: VecEnv) -> bytes:
+class FirstSteps:
+    """
+    The steps with which the environments of a training are checked.
+
+    :param model: Model in training
+    """
+
+    def __init__(self, model: Any):
+        self.model, self.env = model, model.env
+        self.state: bytes | None = None
+        self.steps: list[Step] = []
+        self.num_timesteps = model.num_timesteps
+        self.has_gap = False
+        self.read_generators()
+
+    def read_generators(self) -> None:
+        """Called before a step: between two rollouts, an update may use the global generators."""
+        self.generators = random.getstate(), np.random.get_state()
+
+    def add(self, local_variables: dict[str, Any]) -> None:
+        """
+        :param local_variables: Those of the rollout after a step
+        """
+        if len(self.steps) * self.env.num_envs >= MAX_CHECKED:
+            return
+        self.has_gap |= self.model.num_timesteps != self.num_timesteps + self.env.num_envs
+        self.num_timesteps = self.model.num_timesteps
+        if self.state is None:  # after the first step, so that it is in the middle of an episode
+            self.state = state_of(self.env, self.model)
+        else:
+            outcome = tuple(local_variables[name] for name in ("new_obs", "rewards", "dones"))
+            # Not `clipped_actions`, which an environment may have changed in place
+            actions = self.model._actions_for_env(local_variables["samples"])
+            self.steps.append(copy.deepcopy(Step(actions, outcome, self.generators)))
+        self.read_generators()
+
+    @property
+    def can_be_checked(self) -> bool:
+        """Whether a step followed the state."""
+        return bool(self.steps) or self.has_gap
+
+    def reason_not_to_restore(self) -> str | None:
+        """
+        :return: Reason why the environments cannot go on from a saved state, as part of a sentence; ``None`` if they can
+        """
+        if self.has_gap:
+            return "they cannot be checked by a `TrainingCheckpoint` that is not called at each step"
+        assert self.state is not None
+        return reason_not_to_restore(self.env, self.state, self.steps, self.model)
+
+
+def state_of(env: VecEnv, model: Any = None) -> bytes:
     """
     :param env: Environments of a training
+    :param model: Model of the training, to which they may refer
     :return: Their state, as far as it can be had
     """
-    return ObjectState(stateful_objects(env)).read()
+    return _object_state(stateful_objects(env), model).read()
+
+
+def _object_state(targets: list[Any], model: Any) -> ObjectState:
+    return ObjectState(targets, classes_of(targets), model=model)
 
 
 def essentials(target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
-    """A selection of what lasts over a reset: generators, and the statistics of ``VecNormalize``."""
+    """A selection of what lasts over a reset: generators, and running statistics such as those of ``VecNormalize``."""
     if isinstance(target, VecNormalize):
         return attributes
-    kept = {"_np_random", "_np_random_seed"} if isinstance(target, gym.Env | gym.vector.VectorEnv) else set()
-    return {name: value for name, value in attributes.items() if name in kept}
+    kinds = {name: type(value) for name, value in attributes.items() if isinstance(target, STATEFUL)}
+    lasting = {name for name, kind in kinds.items() if issubclass(kind, GENERATORS) or kind.__name__ == STATISTICS}
+    return {name: attributes[name] for name in lasting | ({"_np_random_seed"} & attributes.keys())}
 
 
-def reason_not_to_restore(env: VecEnv, state: bytes, steps: list[Step]) -> str | None:
+def reason_not_to_restore(env: VecEnv, state: bytes, steps: list[Step], model: Any = None) -> str | None:
     """
     Restore the state in copies of the environments that have another past, and repeat the steps that followed it.
 
     :param env: Environments of a training
     :param state: Earlier state of them
     :param steps: Steps that followed
+    :param model: Model of the training, to which they may refer
     :return: Reason why the environments do not go on from the state as they did, as part of a sentence; ``None`` if they do
     """
     if (output := _output_of(env)) is not None:
         return f"{output} would show or record the check"
-    with generators_kept():
+    with generators_kept(), _classes_kept(classes_of(stateful_objects(env))):
         try:
-            other = _copied(env)
+            other = _copied(env, model)
         except Exception as error:  # objects raise errors of any type
             return f"they cannot be copied ({type(error).__name__}: {error})"
         try:
-            return _difference(other, state, steps)
+            return _difference(other, state, steps, model)
         except Exception as error:
             return f"copies of them fail ({type(error).__name__}: {error})"
         finally:
             with contextlib.suppress(Exception):
                 other.close()
+
+
+@contextlib.contextmanager
+def _classes_kept(classes: list[type]) -> Iterator[None]:
+    """Give classes the attributes that they had before: copies of environments share them with the originals."""
+    before = [(cls, attributes_of(cls)) for cls in classes]
+    try:
+        yield
+    finally:
+        for cls, attributes in before:
+            for name, value in attributes.items():
+                if vars(cls).get(name) is not value:
+                    setattr(cls, name, value)
 
 
 def _output_of(env: VecEnv) -> str | None:
@@ -83,13 +171,19 @@ def _output_of(env: VecEnv) -> str | None:
     return None
 
 
-def _difference(env: VecEnv, state: bytes, steps: list[Step]) -> str | None:
+def _difference(env: VecEnv, state: bytes, steps: list[Step], model: Any) -> str | None:
+    for each in stateful_objects(env):
+        if isinstance(each, Monitor):
+            each.allow_early_resets = True
     env.seed(2**31 - 1)
     env.reset()
     for step in reversed(steps[:3]):  # copied, since an environment may write into its actions
         env.step(step.actions.copy())
-    ObjectState(stateful_objects(env)).write(state)
+    _object_state(stateful_objects(env), model).write(state)
     for number, step in enumerate(steps):
+        if step.generators is not None:
+            random.setstate(step.generators[0])
+            np.random.set_state(step.generators[1])
         outcome = env.step(step.actions.copy())
         for index, name in enumerate(("observations", "rewards", "ends")):
             if not all(np.array_equal(*pair) for pair in _pairs(outcome[index], step.outcome[index])):
@@ -104,43 +198,44 @@ def _pairs(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
         yield one, other
 
 
-def _copied(env: VecEnv) -> VecEnv:
+def _copied(env: VecEnv, model: Any) -> VecEnv:
     """A copy of environments and wrappers that writes no files; environments of the type ``EzPickle`` are made anew."""
     targets = stateful_objects(env)
-    state = ObjectState(targets)
-    opaque = [{} if _is_made_anew(target) else _opaque(target, state) for target in targets]
-    copies = [copy.deepcopy(target) if _is_made_anew(target) else object.__new__(type(target)) for target in targets]
-    for copied, attributes in zip(copies, opaque, strict=True):
-        vars(copied).update(attributes)
-    ObjectState(copies).write(state.read())
-    return copies[0]
+    originals = _object_state(targets, model)
+    targets_copied = [copy.deepcopy(each) if _is_made_anew(each) else object.__new__(type(each)) for each in targets]
+    copies = _object_state(targets_copied, model)
+    for target, copied in zip(targets, targets_copied, strict=True):
+        if not _is_made_anew(target):
+            vars(copied).update(_opaque_copied(target, originals, copies))
+    copies.write(originals.read())
+    return targets_copied[0]
 
 
 def _is_made_anew(target: Any) -> bool:
     return isinstance(target, gym.Env) and not isinstance(target, gym.Wrapper) and is_ez_pickle(target)
 
 
-def _opaque(target: Any, state: ObjectState) -> dict[str, Any]:
+def _opaque_copied(target: Any, originals: ObjectState, copies: ObjectState) -> dict[str, Any]:
     """Copies of the attributes that are not part of the state."""
-    transparent = state.transparent(target)
+    transparent = originals.transparent(target)
     # The description of the class that some wrappers of vectorized environments keep
     described = {"class_attributes"} & vars(target).keys()
-    opaque = sorted(vars(target).keys() - transparent - described)
-    return {name: getattr(target, name) for name in described} | {
-        name: _copied_part(getattr(target, name), f"{type(target).__name__}.{name}") for name in opaque
-    }
-
-
-def _copied_part(value: Any, name: str) -> Any:
-    if isinstance(value, ResultsWriter):
-        return None  # it would write to the same file
-    if isinstance(value, list | tuple):
-        return type(value)(_copied_part(part, name) for part in value)
-    if isinstance(value, dict):
-        return {key: _copied_part(part, name) for key, part in value.items()}
-    if callable(value):
-        return value
+    opaque = {name: _without_writers(getattr(target, name)) for name in sorted(vars(target).keys() - transparent - described)}
     try:
-        return copied_by_pickling(value)
-    except Exception as error:
-        raise ValueError(f"`{name}`") from error
+        return {name: getattr(target, name) for name in described} | originals.copied(opaque, copies)
+    except Exception:
+        for name, value in opaque.items():
+            try:
+                originals.copied(value, copies)
+            except Exception as error:
+                raise ValueError(f"`{type(target).__name__}.{name}`") from error
+        raise
+
+
+def _without_writers(value: Any) -> Any:
+    """Instead of an object that would write to the same file, ``None``."""
+    if isinstance(value, ResultsWriter):
+        return None
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_writers, value))
+    return {key: _without_writers(part) for key, part in value.items()} if isinstance(value, dict) else value

@@ -11,17 +11,19 @@ import contextlib
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+import cloudpickle
 import gymnasium as gym
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.checkpoints.simulators import Simulator, simulator_of
+from sb3_ppo_ext.rollout.user_code import KNOWN_PACKAGES
 
-# Class of an object, and its number among the objects of this class
-Key: TypeAlias = tuple[str, int]
+# Number of a group of objects, class of an object, and its number among the objects of this class in the group
+Key: TypeAlias = tuple[int, str, int]
 Attributes: TypeAlias = dict[Key, dict[str, Any]]
 # Selects the attributes to save from an object, its key and its attributes
 Selection: TypeAlias = Callable[[Any, Key, dict[str, Any]], dict[str, Any]]
@@ -30,8 +32,8 @@ Selection: TypeAlias = Callable[[Any, Key, dict[str, Any]], dict[str, Any]]
 STATEFUL = (gym.Env, gym.vector.VectorEnv, VecEnv, BaseCallback)
 # Attributes of callbacks that the training sets
 OF_TRAINING = {"model", "locals", "globals", "parent"}
-# Parts of the model that these objects may refer to
-OF_MODEL = ("policy", "rollout_buffer", "logger")
+# Packages whose classes have no attributes that a training changes
+PACKAGES = {*KNOWN_PACKAGES, "gymnasium", "abc", "builtins", "typing"}
 
 
 def stateful_objects(*roots: Any) -> list[Any]:
@@ -60,15 +62,30 @@ def _parts(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, Mapping) else (value,)
 
 
+def classes_of(targets: list[Any]) -> list[type]:
+    """
+    :param targets: Objects, as :func:`stateful_objects` returns them
+    :return: Their classes and parents that users have written, each once. Objects may share state in their attributes
+    """
+    classes = {cls: None for target in targets for cls in type(target).__mro__}
+    return [cls for cls in classes if cls.__module__.split(".")[0] not in PACKAGES]
+
+
 def attributes_of(target: Any) -> dict[str, Any]:
     """
-    :param target: Environment, wrapper or callback
-    :return: Attributes that belong to it, not to the training
+    :param target: Environment, wrapper, callback, or a class
+    :return: Attributes that belong to it, not to the training; those of a class that hold data
     """
+    if isinstance(target, type):
+        return {name: value for name, value in vars(target).items() if name[:2] != "__" and not _is_code(value)}
     if not isinstance(target, BaseCallback):
         return vars(target)
     left_out = OF_TRAINING | getattr(type(target), "not_saved", set())
     return {name: value for name, value in vars(target).items() if name not in left_out}
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or hasattr(value, "__get__")
 
 
 def all_attributes(target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
@@ -78,23 +95,26 @@ def all_attributes(target: Any, key: Key, attributes: dict[str, Any]) -> dict[st
 
 class ObjectState:
     """
-    Reads and writes the state of some objects.
+    Reads and writes the state of some objects. What they share stays shared.
 
-    :param targets: Objects, as :func:`stateful_objects` returns them
+    :param groups: Objects, as :func:`stateful_objects` returns them, and classes. The objects of one group are found again
+        whatever the others are
     :param model: Model of the training, which is not part of the state; ``None`` if the objects do not refer to it
     """
 
-    def __init__(self, targets: list[Any], model: Any = None):
+    def __init__(self, *groups: list[Any], model: Any = None):
         self.targets: dict[Key, Any] = {}
-        numbers: Counter[str] = Counter()
-        for target in targets:
-            name = f"{type(target).__module__}.{type(target).__qualname__}"
-            self.targets[name, numbers[name]] = target
-            numbers[name] += 1
-        self.named: dict[Any, Any] = {("object", key): target for key, target in self.targets.items()}
+        numbers: Counter[tuple[int, str]] = Counter()
+        for number, target in ((number, target) for number, group in enumerate(groups) for target in group):
+            cls = target if isinstance(target, type) else type(target)
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            self.targets[number, name, numbers[number, name]] = target
+            numbers[number, name] += 1
+        self.named: dict[Any, Any] = {
+            ("object", key): target for key, target in self.targets.items() if not isinstance(target, type)
+        }
         if model is not None:
-            self.named["model"] = model
-            self.named |= {("model", name): getattr(model, name) for name in OF_MODEL if hasattr(model, name)}
+            self.named |= {("model", name): part for name, part in _parts_of_model(model)}
 
     def read(self, select: Selection = all_attributes) -> bytes:
         """
@@ -110,22 +130,21 @@ class ObjectState:
         except Exception:  # objects raise errors of any type
             pickled = _pickled(_without_opaque(attributes, names), names)
         contents = {place: simulator.read() for place, simulator in simulators.items()}
-        return pickle.dumps((list(self.targets), contents, pickled), protocol=5)
+        return pickle.dumps((contents, pickled), protocol=5)
 
-    def write(self, state: bytes) -> None:
+    def write(self, state: bytes, select: Selection = all_attributes) -> None:
         """
         :param state: State of objects. What belongs to objects that do not exist is left out
+        :param select: Attributes to write
         :raises ValueError: if the state cannot be set
         """
-        _, contents, pickled = pickle.loads(state)
+        contents, pickled = pickle.loads(state)
+        for key, saved in _unpickled(pickled, self._find).items():
+            if key in self.targets:
+                _set_attributes(self.targets[key], select(self.targets[key], key, saved))
         for (key, name), content in contents.items():
-            if key in self.targets:
-                simulator_of(getattr(self.targets[key], name)).write(content)  # type: ignore[union-attr]
-        unpickler = _Unpickler(io.BytesIO(pickled))
-        unpickler.find = self._find
-        for key, saved in unpickler.load().items():
-            if key in self.targets:
-                vars(self.targets[key]).update(saved)
+            if key in self.targets and (simulator := _selected_simulator(select, self.targets[key], key, name)) is not None:
+                simulator.write(content)
 
     def transparent(self, target: Any) -> set[str]:
         """
@@ -136,14 +155,22 @@ class ObjectState:
         attributes = {name: value for name, value in attributes_of(target).items() if simulator_of(value) is None}
         return set(_each_pickled(attributes, names)[1])
 
-    def check(self, state: bytes) -> None:
+    def check(self, saved: Iterable[Key]) -> None:
         """
-        :param state: State of objects
-        :raises ValueError: if it is that of other objects
+        :param saved: Keys of the objects at a checkpoint
+        :raises ValueError: if they are those of other objects
         """
-        saved = pickle.loads(state)[0]
         if set(saved) != self.targets.keys():
             raise ValueError(f"they are {_listed(self.targets)} now, and were {_listed(saved)} at the checkpoint")
+
+    def copied(self, value: Any, copies: ObjectState) -> Any:
+        """
+        :param value: Any value. Functions are copied with the variables that they have enclosed
+        :param copies: Copies of the objects
+        :return: Copy of the value, which shares no connection or state with it, and refers to the copies of the objects
+        :raises Exception: if it cannot be copied
+        """
+        return _unpickled(_pickled(value, {id(each): name for name, each in self.named.items()}, _Copier), copies._find)
 
     def _find(self, name: Any) -> Any:
         if name[0] != "own":
@@ -152,8 +179,31 @@ class ObjectState:
         return getattr(self.targets.get(key), attribute, None)
 
 
+def _parts_of_model(model: Any) -> Iterator[tuple[str, Any]]:
+    """Parts that other objects may refer to, and that are never replaced by what is unpickled."""
+    yield "", model
+    for name in ("rollout_buffer", "logger", "ep_info_buffer", "ep_success_buffer"):
+        yield name, getattr(model, name)
+    yield "policy.optimizer", model.policy.optimizer
+    yield from ((f"policy.{name}", part) for name, part in model.policy.named_parameters())
+    yield from ((f"policy.{name}", part) for name, part in model.policy.named_modules())
+
+
+def _set_attributes(target: Any, attributes: dict[str, Any]) -> None:
+    if isinstance(target, type):
+        for name, value in attributes.items():
+            setattr(target, name, value)
+    else:
+        vars(target).update(attributes)  # objects may define `__setattr__`
+
+
 def _listed(keys: Iterable[Key]) -> str:
-    return ", ".join(sorted({name.rpartition(".")[2] for name, _ in keys}))
+    return ", ".join(sorted({name.rpartition(".")[2] for _, name, _ in keys}))
+
+
+def _selected_simulator(select: Selection, target: Any, key: Key, name: str) -> Simulator | None:
+    value = getattr(target, name)
+    return simulator_of(value) if name in select(target, key, {name: value}) else None
 
 
 def _simulators(attributes: Attributes) -> dict[tuple[Key, str], Simulator]:
@@ -170,7 +220,9 @@ def is_ez_pickle(value: Any) -> bool:
     return any(cls.__name__ == "EzPickle" for cls in type(value).__mro__)
 
 
-class _Pickler(pickle.Pickler):
+class _Named:
+    """Pickles some objects by their names, and refuses those that would lose their state without an error."""
+
     names: dict[int, Any]
 
     def persistent_id(self, obj: Any) -> Any:
@@ -181,7 +233,21 @@ class _Pickler(pickle.Pickler):
             raise pickle.PicklingError(f"{type(obj).__name__} would forget its state")
         if type(obj).__module__.split(".")[0] == "multiprocessing":
             raise pickle.PicklingError(f"a copy of {type(obj).__name__} would use, and close, the same connection")
+        if isinstance(obj, io.TextIOWrapper):  # which cloudpickle would read to its end
+            raise pickle.PicklingError("a copy of a file would use it, too")
         return NotImplemented
+
+
+class _Pickler(_Named, pickle.Pickler):
+    """For files: functions and classes that cannot be imported are refused, as they may be others tomorrow."""
+
+
+class _Copier(_Named, cloudpickle.Pickler):
+    """For copies in this process: functions with the variables that they have enclosed, too."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        return cloudpickle.Pickler.reducer_override(self, obj) if reduced is NotImplemented else reduced
 
 
 class _Unpickler(pickle.Unpickler):
@@ -191,21 +257,18 @@ class _Unpickler(pickle.Unpickler):
         return self.find(name)
 
 
-def _pickled(value: Any, names: dict[int, Any]) -> bytes:
+def _pickled(value: Any, names: dict[int, Any], cls: Any = _Pickler) -> bytes:
     file = io.BytesIO()
-    pickler = _Pickler(file, protocol=5)
+    pickler = cls(file, protocol=5)
     pickler.names = names
     pickler.dump(value)
     return file.getvalue()
 
 
-def copied_by_pickling(value: Any) -> Any:
-    """
-    :param value: Any object
-    :return: A copy that shares no connection or state with it
-    :raises Exception: if it cannot be pickled
-    """
-    return pickle.loads(_pickled(value, {}))
+def _unpickled(pickled: bytes, find: Callable[[Any], Any]) -> Any:
+    unpickler = _Unpickler(io.BytesIO(pickled))
+    unpickler.find = find
+    return unpickler.load()
 
 
 def _without_opaque(attributes: Attributes, names: dict[int, Any]) -> Attributes:
@@ -224,16 +287,21 @@ def _each_pickled(attributes: dict[str, Any], names: dict[int, Any]) -> tuple[di
 
 class Changes:
     """
-    The attributes of callbacks that change after the start of the training. The others are arguments of the script, which may
-    be different when the training goes on.
+    The attributes of callbacks and classes that change after the start of the training. The others are arguments and code of
+    the script, which may be different when the training goes on.
 
-    :param state: Callbacks, and the environments that they hold, at the start of the training
+    :param state: All objects at the start of the training
+    :param earlier: Changes of an earlier training with the same callbacks, which go on to count; ``None`` for none
     """
 
-    def __init__(self, state: ObjectState):
+    def __init__(self, state: ObjectState, earlier: Changes | None = None):
         self.names = {id(value): name for name, value in state.named.items()}
-        callbacks = {key: target for key, target in state.targets.items() if isinstance(target, BaseCallback)}
-        self.before = {key: _each_pickled(attributes_of(target), self.names)[1] for key, target in callbacks.items()}
+        self.targets = {key: target for key, target in state.targets.items() if isinstance(target, BaseCallback | type)}
+        known = {} if earlier is None else {id(target): earlier.before[key] for key, target in earlier.targets.items()}
+        self.before: dict[Key, dict[str, bytes]] = {
+            key: known[id(target)] if id(target) in known else _each_pickled(attributes_of(target), self.names)[1]
+            for key, target in self.targets.items()
+        }
 
     # A method, because a callback with a callable attribute counts as one that calls code of the user.
     def select(self, target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import pathlib
 import warnings
 from typing import Any, ClassVar
 
 from stable_baselines3.common.callbacks import BaseCallback
 
-from sb3_ppo_ext.checkpoints.environments import MAX_CHECKED, Step, reason_not_to_restore, state_of
-from sb3_ppo_ext.checkpoints.object_state import Changes, ObjectState, stateful_objects
-from sb3_ppo_ext.checkpoints.training_state import TrainingState, further_objects, write_checkpoint
+from sb3_ppo_ext.checkpoints.environments import FirstSteps
+from sb3_ppo_ext.checkpoints.object_state import Changes, stateful_objects
+from sb3_ppo_ext.checkpoints.training_state import TrainingState, objects_of, write_checkpoint
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
 
 
@@ -35,7 +34,7 @@ class TrainingCheckpoint(BaseCallback):
     :raises ValueError: if an argument is not valid, or the model is not a ``PPOExt``
     """
 
-    not_saved: ClassVar[set[str]] = {"_changes", "_all", "_first_state", "_first_steps", "_why_reset"}
+    not_saved: ClassVar[set[str]] = {"_changes", "_all", "_first_steps", "_why_reset"}
 
     def __init__(
         self,
@@ -52,9 +51,11 @@ class TrainingCheckpoint(BaseCallback):
         if keep is not None:
             check_number("keep", keep, 1, integer=True)
         self.save_freq, self.save_path, self.name_prefix, self.keep = save_freq, save_path, name_prefix, keep
-        # Files of this training that have not been deleted, and the number of steps at the last of them
+        # Names of files of this training that have not been deleted, and the number of steps at the last of them
         self.written: list[str] = []
         self.last_step = 0
+        self._changes: Changes | None = None
+        self._first_steps: FirstSteps | None = None
 
     def _init_callback(self) -> None:
         if not hasattr(type(self.model), "resume"):
@@ -68,8 +69,7 @@ class TrainingCheckpoint(BaseCallback):
 
         :param callback: All callbacks of the training
         """
-        self._changes = Changes(ObjectState(further_objects(self.model, callback), self.model))
-        self.last_step = self.n_calls
+        self._changes = Changes(objects_of(self.model, callback), self._changes)
 
     def on_iterations_start(self, callback: BaseCallback) -> None:
         """
@@ -78,16 +78,16 @@ class TrainingCheckpoint(BaseCallback):
         :param callback: All callbacks of the training
         """
         self._all = callback
-        self._first_state: bytes | None = state_of(self.training_env)
-        self._first_steps: list[Step] = []
+        self._first_steps = FirstSteps(self.model)
         self._why_reset: str | None = None
 
+    def _on_rollout_start(self) -> None:
+        if self._first_steps is not None:
+            self._first_steps.read_generators()
+
     def _on_step(self) -> bool:
-        if self._first_state is not None and len(self._first_steps) * self.training_env.num_envs < MAX_CHECKED:
-            outcome = tuple(self.locals[name] for name in ("new_obs", "rewards", "dones"))
-            # Not `clipped_actions`, which an environment may have changed in place
-            actions = self.model._actions_for_env(self.locals["samples"])  # type: ignore[attr-defined]
-            self._first_steps.append(copy.deepcopy(Step(actions, outcome)))
+        if self._first_steps is not None:
+            self._first_steps.add(self.locals)
         return True
 
     def on_iteration_end(self, iteration: int) -> None:
@@ -99,25 +99,37 @@ class TrainingCheckpoint(BaseCallback):
         if self.n_calls - self.last_step < self.save_freq:
             return
         self.last_step = self.n_calls
-        if self._first_state is not None:
-            self._check_environments(self._first_state)
-        path = pathlib.Path(self.save_path) / f"{self.name_prefix}_{self.num_timesteps}_steps.zip"
-        self.written = [*(name for name in self.written if name != str(path)), str(path)]
+        assert self._changes is not None
+        self._check_environments()
+        folder, new = pathlib.Path(self.save_path), f"{self.name_prefix}_{self.num_timesteps}_steps.zip"
+        self.written = [*(name for name in self.written if name != new), new]
         obsolete = [] if self.keep is None else self.written[: -self.keep]
         self.written = self.written[len(obsolete) :]
-        write_checkpoint(path, self.model, TrainingState.of(self.model, self._all, iteration, self._changes, self._why_reset))
+        state = TrainingState.of(self.model, self._all, iteration, self._changes.select, self._why_reset)
+        write_checkpoint(folder / new, self.model, state)
         for name in obsolete:
-            pathlib.Path(name).unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
         if self.verbose >= 1:
-            print(f"Checkpoint: {path}")
+            print(f"Checkpoint: {folder / new}")
 
-    def _check_environments(self, first_state: bytes) -> None:
-        self._why_reset = reason_not_to_restore(self.training_env, first_state, self._first_steps)
-        self._first_state, self._first_steps = None, []
+    def _check_environments(self) -> None:
+        if self._first_steps is None or not self._first_steps.can_be_checked:
+            return
+        self._why_reset, self._first_steps = self._first_steps.reason_not_to_restore(), None
         if self._why_reset is not None:
             warnings.warn(
-                f"A resumed training will start with a reset of the environments, since {self._why_reset}.", stacklevel=2
+                f"A resumed training will start with a reset of the environments, since {self._why_reset}.", stacklevel=3
             )
+        self._warn_of_other_processes()
+
+    def _warn_of_other_processes(self) -> None:
+        for each in stateful_objects(self._all):
+            if "processes" in vars(each) and self._why_reset is None:
+                warnings.warn(
+                    f"The environments of a callback's {type(each).__name__} are in other processes: a resumed training "
+                    "starts them anew, with other results than without the interruption.",
+                    stacklevel=4,
+                )
 
 
 def training_checkpoints(callback: BaseCallback) -> list[TrainingCheckpoint]:

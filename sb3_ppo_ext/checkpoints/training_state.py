@@ -24,7 +24,15 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext.checkpoints.environments import essentials
 from sb3_ppo_ext.checkpoints.generators import generator_states, set_generator_states
 from sb3_ppo_ext.checkpoints.log_files import LogFiles
-from sb3_ppo_ext.checkpoints.object_state import Changes, ObjectState, all_attributes, stateful_objects
+from sb3_ppo_ext.checkpoints.object_state import (
+    STATEFUL,
+    Key,
+    ObjectState,
+    Selection,
+    all_attributes,
+    classes_of,
+    stateful_objects,
+)
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
@@ -45,8 +53,6 @@ COUNTERS = (
     "_last_obs",
     "_last_original_obs",
     "_last_episode_starts",
-    "ep_info_buffer",
-    "ep_success_buffer",
 )
 
 
@@ -59,8 +65,8 @@ class TrainingState(NamedTuple):
     :param counters: Attributes of the model
     :param strides: Memory layout of the last observations, which pickle does not keep: it decides how convolutions round
     :param generators: States of the global random number generators
-    :param environment: State of the environments
-    :param callbacks: State of the callbacks, of the environments that they hold, and of a rollout buffer of the user's class
+    :param environments: Keys of the environments and their wrappers
+    :param objects: State of the environments, the callbacks and further objects, see :func:`objects_of`
     :param logs: Contents of the log files
     :param memory: Last steps, which a history-based policy sees in the next rollout; ``None`` for other policies
     :param why_reset: Reason why the environments have to be reset, ``None`` if they can go on
@@ -71,34 +77,33 @@ class TrainingState(NamedTuple):
     counters: dict[str, Any]
     strides: Any
     generators: dict[str, Any]
-    environment: bytes
-    callbacks: bytes
+    environments: list[Key]
+    objects: bytes
     logs: dict[str, Any]
     memory: Any
     why_reset: str | None
 
     @classmethod
-    def of(cls, model: Any, callback: BaseCallback, iteration: int, changes: Changes, why_reset: str | None) -> TrainingState:
+    def of(cls, model: Any, callback: BaseCallback, iteration: int, select: Selection, why_reset: str | None) -> TrainingState:
         """
         :param model: Model in training, between two iterations
         :param callback: All callbacks of the training
         :param iteration: Number of rollouts since the start of ``learn``
-        :param changes: Callbacks at the start of the training
+        :param select: Selects the attributes to save of callbacks and classes
         :param why_reset: Reason why the environments cannot go on
         :return: Current state of the training
         """
         generators = generator_states()
-        targets = stateful_objects(model.env)
-        buffer = model.rollout_buffer
+        objects, buffer = objects_of(model, callback), model.rollout_buffer
         return cls(
             iteration,
             (time.time_ns() - model.start_time) / 1e9,
             {name: getattr(model, name) for name in COUNTERS},
             map_observations(lambda part: part.strides, model._last_obs),
             generators,
-            ObjectState(targets, model).read(all_attributes if why_reset is None else essentials),
-            ObjectState(further_objects(model, callback), model).read(changes.select),
-            LogFiles(model.logger, targets).read(),
+            list(ObjectState(stateful_objects(model.env)).targets),
+            objects.read(select if why_reset is None else _without_episodes(select)),
+            LogFiles(model.logger, list(objects.targets.values())).read(),
             buffer.memory() if isinstance(buffer, SequenceBufferMixin) else None,
             why_reset,
         )
@@ -136,24 +141,24 @@ class TrainingState(NamedTuple):
         model._last_obs = map_observations(_with_strides, model._last_obs, self.strides)
         model._total_timesteps = total_timesteps
         model.start_time = time.time_ns() - int(self.seconds * 1e9)
-        targets = stateful_objects(model.env)
-        self._restore_environments(model, targets)
+        objects = objects_of(model, callback)
+        self._restore_objects(model, objects)
         if self.memory is not None:
             model.rollout_buffer.set_memory(self.memory)
-        ObjectState(further_objects(model, callback), model).write(self.callbacks)
-        LogFiles(model.logger, targets).write(self.logs, model.num_timesteps)
+        LogFiles(model.logger, list(objects.targets.values())).write(self.logs, model.num_timesteps)
         set_generator_states(self.generators)
         return self.iteration
 
-    def _restore_environments(self, model: Any, targets: list[Any]) -> None:
-        model.env.reset()  # creates what environments create at their first reset
+    def _restore_objects(self, model: Any, objects: ObjectState) -> None:
         reason = self.why_reset
         try:
-            environments = ObjectState(targets, model)
-            environments.check(self.environment)
-            environments.write(self.environment)
+            ObjectState(stateful_objects(model.env)).check(self.environments)
+            if reason is None:
+                model.env.reset()  # creates what environments create at their first reset
+            objects.write(self.objects)
         except Exception as error:  # objects raise errors of any type
             reason = f"their state cannot be set ({type(error).__name__}: {error})"
+            objects.write(self.objects, _without_episodes(all_attributes))
         if reason is None:
             return
         warnings.warn(f"The training goes on from a reset of the environments, since {reason}.", stacklevel=5)
@@ -173,14 +178,27 @@ def _with_strides(array: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
     return copy
 
 
-def further_objects(model: Any, callback: BaseCallback) -> list[Any]:
+def objects_of(model: Any, callback: BaseCallback) -> ObjectState:
     """
     :param model: Model in training
     :param callback: All callbacks of the training
-    :return: Stateful objects beside the environments: callbacks, environments that they hold, and a buffer of the user's class
+    :return: Stateful objects: environments; callbacks, environments that they hold, and a buffer of the user's class; classes
     """
+    environments = stateful_objects(model.env)
+    callbacks = [each for each in stateful_objects(callback) if all(each is not env for env in environments)]
     buffers = [model.rollout_buffer] if is_user_class(type(model.rollout_buffer)) else []
-    return stateful_objects(callback) + buffers
+    classes = classes_of([*environments, *callbacks, *buffers])
+    return ObjectState(environments, callbacks + buffers, classes, model=model)
+
+
+def _without_episodes(select: Selection) -> Selection:
+    """A selection of what lasts over a reset of environments, and of the same attributes of other objects."""
+
+    def selected(target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
+        is_environment = isinstance(target, STATEFUL) and not isinstance(target, BaseCallback)
+        return (essentials if is_environment else select)(target, key, attributes)
+
+    return selected
 
 
 def write_checkpoint(path: pathlib.Path, model: Any, state: TrainingState) -> None:
@@ -210,9 +228,13 @@ class _folder:
             self.temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
         return self.temporary
 
-    def __exit__(self, *error: object) -> None:
-        if self.temporary is not self.path and self.temporary.exists():
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self.temporary is self.path:
+            return
+        if kind is None:
             self.temporary.rename(self.path)
+        elif self.temporary.exists():
+            self.temporary.rmdir()
 
 
 def is_checkpoint(path: CheckpointPath) -> bool:

@@ -33,6 +33,9 @@ class BoundedDistribution(Distribution):
     :param deterministic_action: Action that ``get_actions(deterministic=True)`` returns, if the distribution supports several
     """
 
+    # Smallest and largest latent
+    latent_range = (-math.inf, math.inf)
+
     def __init__(self, action_dim: int, deterministic_action: DeterministicAction = "mean"):
         super().__init__()
         self.action_dim = action_dim

@@ -42,6 +42,8 @@ class BoundedBetaDistribution(BoundedDistribution):
     :raises ValueError: if ``deterministic_action`` is something else
     """
 
+    latent_range = (0.0, 1.0)
+
     def __init__(self, action_dim: int, deterministic_action: DeterministicAction = "mean", max_concentration: float = 1000.0):
         if deterministic_action not in DETERMINISTIC_ACTIONS:
             raise ValueError(f'`deterministic_action={deterministic_action!r}` is not valid: give "mean" or "mode"')

@@ -22,6 +22,7 @@ from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLo
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.fused import can_fuse_steps
 from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper
+from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, evaluator
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.losses import LossConfig
@@ -202,7 +203,7 @@ class _LossModule(nn.Module):
             policy = self.policy
             before = policy.observation_space, policy.normalize_images
             policy.observation_space, policy.normalize_images = space, False
-            results = policy.evaluate_actions(observations, actions)
+            results = evaluator(policy)(observations, actions)
             policy.observation_space, policy.normalize_images = before
             return results
 
@@ -222,8 +223,11 @@ def _loss_and_gradients(module: _LossModule, *inputs: Any) -> tuple[list[th.Tens
 
 
 def _preprocesses_as_sb3(policy: ActorCriticPolicy) -> bool:
-    names = ("evaluate_actions", "extract_features")
-    return all(getattr(type(policy), name) is getattr(ActorCriticPolicy, name) and name not in vars(policy) for name in names)
+    known = (ActorCriticPolicy, ActionDistributionMixin)
+    return all(
+        getattr(type(policy), name) in [getattr(cls, name) for cls in known] and name not in vars(policy)
+        for name in ("evaluate_actions", "extract_features")
+    )
 
 
 def _preprocessed(space: spaces.Space[Any]) -> spaces.Space[Any]:

@@ -1,5 +1,6 @@
 """SB3's actor-critic policies, with more action distributions than the Gaussian."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -13,7 +14,7 @@ from stable_baselines3.common.policies import (
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.preprocessing import get_action_dim
-from stable_baselines3.common.type_aliases import Schedule
+from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
 from sb3_ppo_ext.common.guards import NonFinitePolicyError
@@ -36,7 +37,7 @@ class ActionDistributionMixin(SavedPolicy):
     Policies with a bounded action distribution sample and evaluate latents (see
     :class:`~sb3_ppo_ext.distributions.BoundedDistribution`): ``forward`` returns latents, ``evaluate_actions`` takes them, and
     the rollout buffer stores them. :meth:`unscale_action` turns them into actions; ``predict`` calls it, and so does every
-    algorithm of SB3 for a policy with ``squash_output``.
+    algorithm of SB3 for a policy with ``squash_output``. :meth:`evaluate_env_actions` takes actions of the environment.
 
     :param observation_space: Observation space
     :param action_space: Action space
@@ -160,6 +161,63 @@ class ActionDistributionMixin(SavedPolicy):
         position = np.where(width > 0, (action / 2 - low) / np.where(width > 0, width, 1.0), 0.5)
         return self.action_dist.latents(position).astype(np.float32)
 
+    def evaluate_actions(self, obs: PyTorchObs, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
+        """
+        Evaluate what the policy has sampled: latents if the action distribution is bounded, see :meth:`evaluate_env_actions`
+        for actions of the environment.
+
+        :param obs: Observations
+        :param actions: Samples of the policy, as the rollout buffer stores them, shape ``(batch_size, action_dim)``
+        :return: Estimated values, log probabilities of the actions, and entropies of the action distributions
+        :raises ValueError: if the action distribution is bounded, and a number is no latent of it
+        """
+        if isinstance(self.action_dist, BoundedDistribution) and not th.compiler.is_compiling():
+            self._check_latents(actions, *self.action_dist.latent_range)
+        return self.evaluate_samples(obs, actions)
+
+    def evaluate_samples(self, obs: PyTorchObs, samples: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
+        """
+        :meth:`evaluate_actions` without a check of the samples, for minibatches of a rollout.
+
+        :param obs: Observations
+        :param samples: Samples of the policy, shape ``(batch_size, action_dim)``
+        :return: Estimated values, log probabilities of the actions, and entropies of the action distributions
+        """
+        return super().evaluate_actions(obs, samples)
+
+    def _check_latents(self, latents: th.Tensor, low: float, high: float) -> None:
+        if latents.numel() == 0:
+            return
+        smallest, largest = latents.min().item(), latents.max().item()
+        # NaN fails the comparisons.
+        if not (low <= smallest and largest <= high and math.isfinite(largest - smallest)):
+            remedy = f"""`action_dist="{self.action_dist_name}"` evaluates latents from {low:g} to {high:g}"""
+            refuse("actions", f"{smallest:g} to {largest:g}", f"{remedy}; give actions to `policy.evaluate_env_actions`")
+
+    def evaluate_env_actions(
+        self, obs: PyTorchObs, actions: th.Tensor | np.ndarray
+    ) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
+        """
+        Evaluate actions as environments get them, for instance those of an expert (behaviour cloning), with gradients.
+
+        The density of a bounded distribution at a bound itself can be infinite or zero: actions closer to a bound than a
+        millionth of the width are evaluated there.
+
+        :param obs: Observations, as :meth:`evaluate_actions` takes them
+        :param actions: Actions within the bounds of the action space, shape ``(batch_size, *action_shape)``
+        :return: Estimated values, log probabilities of the actions, and entropies of the action distributions, with those of
+            bounded distributions in units of the bounds
+        :raises ValueError: if an action is not within the bounds
+        """
+        array, space = th.as_tensor(actions).detach().cpu().numpy(), self.action_space
+        if isinstance(space, spaces.Box):
+            _check_within_bounds(array, space)
+            array = self.scale_action(array) if self.squash_output else array
+            array = array.reshape(len(array), -1).astype(np.float32)
+        elif isinstance(space, spaces.Discrete):
+            array = array.reshape(-1)
+        return self.evaluate_actions(obs, th.as_tensor(array, device=self.device))
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """
         Load parameters as any module does, except that a standard deviation that is not learned keeps its configured value,
@@ -204,6 +262,15 @@ class ActionDistributionMixin(SavedPolicy):
             "share_features_extractor": self.share_features_extractor,
             **self._action_distribution_keywords(),
         }
+
+
+def evaluator(policy: ActorCriticPolicy) -> Any:
+    """
+    :param policy: Policy that is updated
+    :return: Its ``evaluate_actions``, without the check of the samples unless it is overridden
+    """
+    own: Any = getattr(policy.evaluate_actions, "__func__", None)
+    return policy.evaluate_samples if own is ActionDistributionMixin.evaluate_actions else policy.evaluate_actions
 
 
 class MlpPolicy(ActionDistributionMixin, ActorCriticPolicy):
@@ -372,6 +439,15 @@ def _check_family(
     if deterministic_action not in choices:
         remedy = f'`action_dist="{name}"` does not support it; give {" or ".join(repr(choice) for choice in choices)}'
         refuse("deterministic_action", deterministic_action, remedy)
+
+
+def _check_within_bounds(actions: np.ndarray, space: spaces.Box) -> None:
+    """Refuse actions that are out of bounds by more than rounding: a thousandth of the width."""
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    slack = (high / 1e3 - low / 1e3) + 1e-6
+    # NaN fails the comparisons.
+    if not ((low - slack <= actions) & (actions <= high + slack)).all():
+        refuse("actions", f"{actions.min():g} to {actions.max():g}", f"give actions within the bounds of {space}")
 
 
 def _warn_if_wide(space: Any) -> None:

@@ -13,6 +13,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSampl
 
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import BoundedDistribution
+from sb3_ppo_ext.policies.actor_critic import evaluator
 from sb3_ppo_ext.update.losses import (
     AUXILIARY_LOSSES,
     LossConfig,
@@ -63,7 +64,7 @@ def evaluate(
     :return: Quantities that the losses read
     """
     data = minibatch.data
-    evaluated = (evaluate_actions or policy.evaluate_actions)(data.observations, actions_of(data, discrete_actions))
+    evaluated = (evaluate_actions or evaluator(policy))(data.observations, actions_of(data, discrete_actions))
     values, log_prob, entropy = evaluated
     log_ratio = log_prob - data.old_log_prob
     # `evaluate_actions` of SB3's policies has just set `action_dist`. It is copied, since later calls overwrite it.

@@ -22,7 +22,14 @@ from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
-from sb3_ppo_ext.zoo.resuming import create_callbacks, find_run, load_pretrained_agent, resumed_folder, save_config
+from sb3_ppo_ext.zoo.resuming import (
+    create_callbacks,
+    find_run,
+    keep_monitor_files,
+    load_pretrained_agent,
+    resumed_folder,
+    save_config,
+)
 from sb3_ppo_ext.zoo.tuning import is_history_based
 from sb3_ppo_ext.zoo.yaml_entries import TrialHyperparams, find_hyperparams, is_default_file, merge_trial, read_saved
 
@@ -82,6 +89,7 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
         if isinstance(hyperparams.get(name), str):
             make_schedule(name, hyperparams[name])
     results = theirs(hyperparams)
+    keep_monitor_files(experiment)
     algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
     if issubclass(algorithm, PPOExt):
         algorithm(env=None, _init_setup_model=False, **results[0])  # as `load` does

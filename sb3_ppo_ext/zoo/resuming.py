@@ -95,6 +95,17 @@ def find_run(experiment: ExperimentManager) -> None:
     experiment.continue_training = True
 
 
+def keep_monitor_files(experiment: ExperimentManager) -> None:
+    """
+    Let the environments of a run that is resumed append to their ``Monitor`` files. Those in other processes would empty them,
+    and the checkpoint cannot restore these.
+
+    :param experiment: Experiment before it creates environments
+    """
+    if resumed_folder() is not None:
+        experiment.monitor_kwargs = {**experiment.monitor_kwargs, "override_existing": False}
+
+
 def create_callbacks(theirs: Callable[[], None], experiment: ExperimentManager) -> None:
     """Files are written atomically. With ``--save-freq``, also write checkpoints from which the training can be resumed."""
     theirs()

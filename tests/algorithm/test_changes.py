@@ -135,7 +135,7 @@ def test_changes_in_place():
 
 
 @pytest.mark.parametrize(
-    "value", [1, "a", [1, [2]], (1, 2), {"a": [1], "b": {}}, np.zeros(2), th.zeros(2), None, print], ids=str
+    "value", [1, "a", [1, [2]], (1, 2), {"a": [1], "b": {}}, np.zeros(2), th.zeros(2), None, print], ids=range(9)
 )
 def test_is_same(value):
     """A value is the same until it is changed."""

@@ -51,7 +51,7 @@ class Trap:
         return pathlib.Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=range(len(CONFIGURATIONS)))
 def test_same_model(options):
     """The model has the same attributes, predicts the same, and is the same after training on."""
     model = make(**options).learn(32)

@@ -111,6 +111,28 @@ class Hidden(gym.Wrapper):
         return observation, reward + self.count(), *rest
 
 
+class Counted(gym.Wrapper):
+    """Its reward depends on a counter of its own, which a function changes, and on one of all its copies."""
+
+    steps = 0
+    ends: list[int] = []  # noqa: RUF012
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.own, self.count = 0, lambda: self.count_own()
+
+    def count_own(self):
+        self.own += 1
+        return self.own % 5
+
+    def step(self, action):
+        type(self).steps += 1
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if truncated:
+            self.ends.append(self.steps)
+        return observation, reward + self.count() + self.steps % 7 + len(self.ends), terminated, truncated, info
+
+
 class Connected(gym.Wrapper):
     """Holds something that can be neither pickled nor copied."""
 
@@ -123,6 +145,20 @@ class Shown(gym.Wrapper):
     """Claims to show a window."""
 
     render_mode = "human"
+
+
+def test_the_originals_are_left_alone():
+    """Neither functions nor attributes of a class lead from copies to the originals."""
+    env = wrapped(Counted)
+    ends = Counted.ends
+    assert reason(env) is None
+    assert [each.get_wrapper_attr("own") for each in env.envs] == [43, 43]
+    assert Counted.steps == 86
+    assert Counted.ends is ends
+    assert ends == [39, 40, 79, 80]
+    env = wrapped(Hidden)
+    assert "rewards" in reason(env)
+    assert env.envs[0].get_wrapper_attr("count")() == 44
 
 
 CANNOT = {

@@ -199,6 +199,15 @@ def test_own_buffers_and_environments_that_change_actions(tmp_path):
     assert all((a == b).all() for a, b in zip(model.policy.parameters(), resumed.policy.parameters(), strict=True))
 
 
+def test_another_folder(tmp_path):
+    """A training that goes on in another folder deletes nothing in the former one."""
+    path = checkpoints_of(toy_model(), tmp_path / "one")[-1]
+    before = sorted(path.parent.iterdir())
+    PPOExt.resume(path, make_toys()).learn(512, callback=TrainingCheckpoint(32, tmp_path / "other", keep=1))
+    assert sorted(path.parent.iterdir()) == before
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["training_512_steps.zip"]
+
+
 def test_only_some_are_kept(tmp_path):
     """The newest checkpoints are kept, also after the training is resumed; other files in the folder stay."""
     (tmp_path / "training_1_steps.zip").touch()
@@ -311,6 +320,18 @@ def test_folder_appears_with_its_first_checkpoint(tmp_path):
 
     with pytest.raises(Interruption):
         toy_model().learn(128, callback=[TrainingCheckpoint(32, tmp_path / "checkpoints"), Early()])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failure_of_the_first_checkpoint(tmp_path, monkeypatch):
+    """A checkpoint that cannot be written leaves no folder, which a script would try to resume from."""
+
+    def full(file):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        toy_model().learn(128, callback=TrainingCheckpoint(32, tmp_path / "checkpoints"))
     assert list(tmp_path.iterdir()) == []
 
 

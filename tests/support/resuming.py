@@ -83,6 +83,8 @@ def everything(folder, model, callbacks):
     for number in range(model.n_envs):
         monitor = pd.read_csv(folder / "monitor" / f"{number}.monitor.csv", skiprows=1)
         found[f"monitor {number}"] = monitor[["r", "l"]].to_numpy()
+    evaluation = pd.read_csv(folder / "evaluation" / "monitor" / "0.monitor.csv", skiprows=1)
+    found["monitor of the evaluation"] = evaluation[["r", "l"]].to_numpy()
     found |= dict(np.load(folder / "evaluations" / "evaluations.npz"))
     found["best"] = np.array(callbacks[1].best_mean_reward)
     found["generators"] = np.concatenate([th.get_rng_state().numpy(), np.random.get_state()[1].view(np.uint8)])

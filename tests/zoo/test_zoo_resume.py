@@ -99,6 +99,17 @@ def test_hyperparameters_are_those_of_the_run(run, zoo_here):
     assert PPOExt.load(run / f"{ENV}.zip").n_epochs == 5
 
 
+@pytest.mark.integration
+def test_monitor_files_of_other_processes(zoo_here, tmp_path):
+    """Environments in other processes keep the episodes before the checkpoint, too."""
+    arguments = ["--env", "CartPole-v1", "-n", "256", "--save-freq", "64", "--eval-freq", "-1", "--vec-env", "subproc"]
+    zoo_here("train", "--algo", "ppo_ext", "--seed", "1", "--device", "cpu", *arguments, *PARAMS[:-1])
+    folder = saved(tmp_path, "CartPole-v1").parent
+    before = (folder / "0.monitor.csv").read_text()
+    zoo_here("resume", folder)
+    assert (folder / "0.monitor.csv").read_text().startswith(before)
+
+
 def test_checkpoints_only_with_save_freq(train_here, tmp_path, zoo_here):
     """Without ``--save-freq`` the Zoo writes no checkpoints; the message says what to do."""
     train_here("--env", "CartPole-v1", "-n", "64", "-params", "n_envs:1", "n_steps:32")
