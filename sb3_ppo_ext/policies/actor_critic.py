@@ -409,7 +409,7 @@ def _check_goes_with(name: str, value: Any, default: Any, action_space: spaces.S
 
 def _check_bounds(name: str, value: Any, space: spaces.Box, dtype: type = np.float64) -> None:
     with np.errstate(over="ignore"):
-        bounds = np.array([space.low, space.high]).astype(dtype)
+        bounds: np.ndarray = np.array([space.low, space.high]).astype(dtype)
     if not np.isfinite(bounds).all():
         remedy = "declare finite ones, and scale the action in the environment"
         refuse(name, value, f"{space} has an infinite bound in {dtype.__name__}; {remedy}")

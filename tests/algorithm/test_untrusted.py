@@ -32,9 +32,9 @@ CONFIGURATIONS = [
     dict(learning_rate="lin_0.001", clip_range="lin_0.2", ent_coef="lin_0.01"),
     dict(learning_rate=LinearSchedule(1e-3, 1e-4, 0.5), clip_range_vf=0.2, weight_decay=np.float64(0.01)),
     dict(policy="MlpTransformerPolicy", policy_kwargs=TRANSFORMER, vtrace=True),
-    dict(policy="MultiInputTransformerPolicy", env=make_toys(observation_space=DICT), policy_kwargs=TRANSFORMER),
-    dict(policy="MultiInputPolicy", env=make_toys(observation_space=DICT), policy_kwargs=dict(learn_std=False)),
-    dict(policy="CnnPolicy", env=make_toys(observation_space=IMAGE, action_space=DISCRETE)),
+    dict(policy="MultiInputTransformerPolicy", observation_space=DICT, policy_kwargs=TRANSFORMER),
+    dict(policy="MultiInputPolicy", observation_space=DICT, policy_kwargs=dict(learn_std=False)),
+    dict(policy="CnnPolicy", observation_space=IMAGE, action_space=DISCRETE),
     dict(use_sde=True, policy_kwargs=dict(activation_fn=th.nn.ReLU, optimizer_class=th.optim.SGD, optimizer_kwargs={})),
     dict(action_space=spaces.MultiDiscrete([2, 3]), policy_kwargs=dict(features_extractor_class=FlattenExtractor)),
     dict(action_space=spaces.MultiBinary(3), policy=MlpPolicy, seed=np.int64(1)),
@@ -54,7 +54,9 @@ class Trap:
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=range(len(CONFIGURATIONS)))
 def test_same_model(options):
     """The model has the same attributes, predicts the same, and is the same after training on."""
-    model = make(**options).learn(32)
+    spaces_of_env = {name: options[name] for name in ("observation_space", "action_space") if name in options}
+    others = {name: value for name, value in options.items() if name not in spaces_of_env}
+    model = make(env=make_toys(**spaces_of_env), **others).learn(32)
     saved = Zip(model)
     env = model.env
     one, other = (saved.load(trusted=trusted, device="cpu") for trusted in (True, False))
