@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext.algorithm.changes import is_same, remembered
 from sb3_ppo_ext.algorithm.policy_updater import PolicyUpdater
 from sb3_ppo_ext.common.observations import in_float32
-from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, make_schedule, value_of
+from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, in_float32_range, make_schedule, value_of
 from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
 from sb3_ppo_ext.distributions import ACTION_DISTS, BoundedDistribution
 from sb3_ppo_ext.engines.registry import ENGINES
@@ -175,7 +175,7 @@ class ModelSetup(PolicyUpdater):
             policy.optimizer = make_optimizer(
                 policy,
                 self.optimizer,
-                self.weight_decay,
+                in_float32_range(self.weight_decay),
                 own_critic=self.critic_learning_rate is not None,
                 optimizer_kwargs=self.policy_kwargs.get("optimizer_kwargs"),
             )

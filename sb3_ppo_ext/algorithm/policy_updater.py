@@ -11,7 +11,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples, Schedule
 
-from sb3_ppo_ext.common.schedules import KLAdaptive, is_constant, value_of
+from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native import extension
@@ -122,14 +122,14 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         if self.kl_coefficient is not None and self.kl_coef > 0:
             coefficients["kl"] = self.kl_coefficient.value
         return LossConfig(
-            clip_range=value_of(self.clip_range, progress),
-            clip_range_vf=None if self.clip_range_vf is None else value_of(self.clip_range_vf, progress),
+            clip_range=in_float32_range(value_of(self.clip_range, progress)),
+            clip_range_vf=None if self.clip_range_vf is None else in_float32_range(value_of(self.clip_range_vf, progress)),
             ent_coef=value_of(self.ent_coef, max(progress, 0.0)),
-            vf_coef=self.vf_coef,
+            vf_coef=in_float32_range(self.vf_coef),
             surrogate=self.surrogate,
-            dual_clip=self.dual_clip,
+            dual_clip=None if self.dual_clip is None else in_float32_range(self.dual_clip),
             vf_clip_mode=self.vf_clip_mode,
-            bounds_limit=self.bounds_limit,
+            bounds_limit=in_float32_range(self.bounds_limit),
             action_bounds=self._action_bounds(),
             auxiliary={name: value for name, value in coefficients.items() if value != 0},
         )

@@ -3,6 +3,7 @@
 import math
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
 
@@ -10,6 +11,7 @@ from sb3_ppo_ext.common.validation import BadArgumentError, check_number, descri
 
 ScheduleLike: TypeAlias = float | str | Schedule
 LrDecay: TypeAlias = Literal["constant", "linear", "cosine"]
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def make_schedule(name: str, value: ScheduleLike, positive: bool = False, infinite: bool = False) -> FloatSchedule:
@@ -73,6 +75,15 @@ def value_of(schedule: ScheduleLike, progress_remaining: float) -> float:
     :return: Current value of the schedule
     """
     return float(schedule(progress_remaining) if callable(schedule) else schedule)
+
+
+def in_float32_range(value: float) -> float:
+    """
+    :param value: Number of at least 0, also an integer of any size
+    :return: The same number as a float, infinity if it is beyond the range of float32: PyTorch refuses such numbers as bounds
+        and coefficients of tensors
+    """
+    return math.inf if value > _LARGEST_FLOAT32 else float(value)
 
 
 def is_constant(value: ScheduleLike) -> bool:

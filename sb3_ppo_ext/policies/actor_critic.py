@@ -392,7 +392,7 @@ def check_action_distribution(
         if family.is_bounded:
             _check_bounds("action_dist", action_dist, action_space)
         if mean_tanh:
-            _check_bounds("mean_tanh", mean_tanh, action_space)
+            _check_bounds("mean_tanh", mean_tanh, action_space, np.float32)
     _check_family(family, deterministic_action, mean_tanh, learn_std, action_space, log_std_init)
 
 
@@ -407,10 +407,12 @@ def _check_goes_with(name: str, value: Any, default: Any, action_space: spaces.S
         refuse(name, value, remedy)
 
 
-def _check_bounds(name: str, value: Any, space: spaces.Box) -> None:
-    if not np.all(np.isfinite([space.low, space.high])):
-        remedy = f"{space} has an infinite bound; declare finite ones, and scale the action in the environment"
-        refuse(name, value, remedy)
+def _check_bounds(name: str, value: Any, space: spaces.Box, dtype: type = np.float64) -> None:
+    with np.errstate(over="ignore"):
+        bounds: np.ndarray = np.array([space.low, space.high]).astype(dtype)
+    if not np.isfinite(bounds).all():
+        remedy = "declare finite ones, and scale the action in the environment"
+        refuse(name, value, f"{space} has an infinite bound in {dtype.__name__}; {remedy}")
 
 
 def _check_family(

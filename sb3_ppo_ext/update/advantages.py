@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import torch as th
 
+from sb3_ppo_ext.common.schedules import in_float32_range
+
 
 def normalize(advantages: th.Tensor) -> th.Tensor:
     """
@@ -90,8 +92,8 @@ class AdvantageNormalizer:
     def __init__(
         self, alpha: float, warm_start: bool = True, min_std: float = 1e-8, clip: float = 4.0, shift_mean: bool = True
     ):
-        self.alpha, self.warm_start, self.min_std, self.shift_mean = alpha, warm_start, min_std, shift_mean
-        self.clip = float(clip)  # PyTorch takes no integers beyond 64 bits, and NumPy's may have no sign.
+        self.alpha, self.warm_start, self.shift_mean = alpha, warm_start, shift_mean
+        self.min_std, self.clip = in_float32_range(min_std), in_float32_range(clip)
         # Statistics that normalise the last observed rollout
         self.mean, self.std = 0.0, 1.0
         self._average = (0.0, 0.0) if warm_start else (0.0, 1.0)

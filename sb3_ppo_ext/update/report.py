@@ -54,7 +54,7 @@ def further_metrics(
             # In float64: `max_grad_norm` may be beyond the range of float32.
             logged[f"{name}_clipped"] = float(np.minimum(np.float64(metrics.numbers(name)), config.max_grad_norm).mean())
     logged |= _action_statistics(metrics, policy, buffer, config)
-    raw = buffer.advantages
+    raw = buffer.advantages.astype(np.float64)  # Squares of large ones are beyond the range of float32.
     return logged | {f"adv/raw_{name}": float(getattr(np, name)(raw)) for name in ("mean", "std", "min", "max")}
 
 

@@ -5,11 +5,12 @@ import pickle
 
 import numpy as np
 import pytest
+import torch as th
 from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
 from support.toys import ToyEnv
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, is_constant, make_schedule, value_of
+from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, in_float32_range, is_constant, make_schedule, value_of
 
 
 @pytest.mark.parametrize(
@@ -194,3 +195,27 @@ def test_state_of_what_follows_the_kl():
     for other, expected in ((rate(1e-3), 1e-3 / 1.5), (rate(2e-3), 2e-3), (rate(1e-3, (9e-4, 1e-2)), 9e-4)):
         other.load_state_dict(learned.state_dict())
         assert other.value == pytest.approx(expected)
+
+
+def test_range_of_float32():
+    """Numbers keep their value, in double precision, and those that float32 does not have are infinite."""
+    largest = float(np.finfo(np.float32).max)
+    assert [in_float32_range(value) for value in (0, 0.1, 10**30, largest)] == [0.0, 0.1, 1e30, largest]
+    assert [in_float32_range(value) for value in (math.inf, 1e39, 10**300)] == [math.inf] * 3
+
+
+NEEDED = {
+    "adv_clip": {"advantage_norm": "ema"},
+    "adv_min_std": {"advantage_norm": "ema"},
+    "bounds_limit": {"bounds_coef": 0.1},
+}
+LARGE = [(name, 10**30) for name in ("vf_coef", "dual_clip", "adv_clip", "adv_min_std", "bounds_limit", "weight_decay")]
+LARGE += [(name, 1e300) for name in ("clip_range", "clip_range_vf", "adv_clip")]
+
+
+@pytest.mark.parametrize(("name", "value"), LARGE)
+def test_large_numbers(name, value):
+    """Integers beyond 64 bits act as numbers, and floats beyond float32 as infinity, although PyTorch refuses both."""
+    options = dict(n_steps=8, batch_size=8, n_epochs=1, bad_gradients="skip", backend="eager", **NEEDED.get(name, {}))
+    model = PPOExt("MlpPolicy", ToyEnv(), **options, **{name: value}).learn(8)
+    assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())

@@ -71,6 +71,9 @@ def test_infinite_bounds():
                 MlpPolicy(VECTOR, bad, SCHEDULE, action_dist=action_dist)
     with pytest.raises(ValueError, match=r"`mean_tanh=True`.*infinite bound.*finite ones"):
         MlpPolicy(VECTOR, space, SCHEDULE, mean_tanh=True)
+    wide = spaces.Box(-1e300, 1e300, (2,), np.float64)
+    with pytest.raises(ValueError, match=r"`mean_tanh=True`.*infinite bound in float32"):
+        MlpPolicy(VECTOR, wide, SCHEDULE, mean_tanh=True)
 
 
 @pytest.mark.parametrize(

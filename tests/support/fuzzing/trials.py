@@ -79,7 +79,9 @@ def _run(program, names):
 
 def _failed(error, step, trained, program):
     message = f"{type(error).__name__}: {error}"[:600]
-    if isinstance(error, GUARDS) and program.is_wild:
+    # Before a step is made, PyTorch refuses distributions whose parameters are not finite, as in SB3.
+    is_guard = isinstance(error, GUARDS) or str(error).startswith("Expected parameter ")
+    if is_guard and program.is_wild:
         return Outcome("stopped by a guard", type(error).__name__, message)
     if isinstance(error, ValueError) and step.may_refuse and not isinstance(error, GUARDS):
         return _refused(error, message, "refused later" if trained else "refused")

