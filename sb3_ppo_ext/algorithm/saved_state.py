@@ -179,7 +179,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         Return the parameters of the agent. This includes parameters from different networks, e.g.
         critics (value functions) and policies (pi functions).
 
-        :return: Mapping of from names of the objects to PyTorch state-dicts.
+        :return: Mapping from names of the objects to PyTorch state-dicts.
         """
         # A callback may have set a learning rate of NumPy's type, which could be saved, but not be loaded.
         return {name: python_numbers(state) for name, state in super().get_parameters().items()}
