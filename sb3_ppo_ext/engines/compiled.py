@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from types import FunctionType
 from typing import Any
@@ -93,7 +94,8 @@ class CompiledLoss:
         self.reuses_memory = policy.device.type == "cuda"
         options: Any = {"triton.cudagraphs": True} if self.reuses_memory else None
         # `None` after torch has failed to trace the loss
-        self.differentiate: Any = th.compile(_own(_loss_and_gradients), fullgraph=True, options=options)
+        with _without_validation():
+            self.differentiate: Any = th.compile(_own(_loss_and_gradients), fullgraph=True, options=options)
         # Space of preprocessed observations, which need no more preprocessing; `None` if the policy overrides preprocessing
         self.preprocessed_space = _preprocessed(policy.observation_space) if _preprocesses_as_sb3(policy) else None
         if isinstance(policy.action_dist, MultiCategoricalDistribution):
@@ -124,7 +126,8 @@ class CompiledBackward:
         """
         if self.compiled.differentiate is not None:
             try:
-                return self._add_compiled(minibatch, share)
+                with _without_validation():
+                    return self._add_compiled(minibatch, share)
             except _compiler_errors() as error:
                 self._give_up(error)
         return self.eager(minibatch, share)
@@ -255,6 +258,20 @@ def _own(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def _without_validation() -> Iterator[None]:
+    """
+    Let distributions not check their parameters, which cannot be traced. ``torch.compile`` switches the checks off for the
+    whole process, where other models need them.
+    """
+    before: bool = th.distributions.Distribution._validate_args  # type: ignore[assignment]
+    th.distributions.Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        th.distributions.Distribution.set_default_validate_args(before)
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:

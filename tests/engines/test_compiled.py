@@ -226,3 +226,11 @@ def test_without_the_extension_module(monkeypatch):
     monkeypatch.setattr(extension, "module", None)
     model = compiled()
     assert type(model._find_engine().make_stepper(model._update_config())) is TorchStepper
+
+
+@pytest.mark.integration
+def test_distributions_are_checked_as_before():
+    """Compiling leaves PyTorch's checks of distributions as they are, which torch itself switches off for the process."""
+    assert th.distributions.Distribution._validate_args
+    PPOExt("MlpPolicy", "CartPole-v1", backend="compile", n_steps=16, batch_size=16, n_epochs=1, device="cpu").learn(32)
+    assert th.distributions.Distribution._validate_args
