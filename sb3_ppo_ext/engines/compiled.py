@@ -266,7 +266,7 @@ def _without_validation() -> Iterator[None]:
     Let distributions not check their parameters, which cannot be traced. ``torch.compile`` switches the checks off for the
     whole process, where other models need them.
     """
-    before: bool = th.distributions.Distribution._validate_args  # type: ignore[assignment]
+    before: bool = th.distributions.Distribution._validate_args
     th.distributions.Distribution.set_default_validate_args(False)
     try:
         yield
