@@ -31,7 +31,7 @@ class CheckedSubprocVecEnv(SubprocVecEnv):
     SB3's ``SubprocVecEnv``, with the same results, whose workers do not fail in silence: if one raises an error, dies, or does
     not answer in time, a ``WorkerError`` names it, with its traceback. All workers are then ended, as by :meth:`close`.
 
-    Workers ignore Ctrl-C, which interrupts the main process alone, so that it can go on with them or close them.
+    Workers ignore Ctrl-C, which interrupts the main process alone; ``close`` ends them.
 
     :param env_fns: Functions that create the environments
     :param start_method: Start method of ``multiprocessing``: ``"forkserver"`` where it exists, otherwise ``"spawn"``, by
