@@ -102,6 +102,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
             # The only option with an attribute of another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
         with refused_if_damaged(saved.name):
+            saved.states("cpu")  # SB3 reads them below, where errors do not name the file.
             objects = {**_read_objects(saved, custom_objects, trusted), **custom_objects}
             action_dist, policy_kwargs = _action_dist_and_policy_kwargs(saved, objects, kwargs.get("policy_kwargs"))
             if policy_kwargs is not None and "policy_kwargs" not in custom_objects:

@@ -88,6 +88,17 @@ def test_class_that_cannot_be_imported(model):
         PPOExt.load(io.BytesIO(packed({**members, "data": json.dumps(data).encode()})))
 
 
+def test_errors_of_torch_name_the_file(model):
+    """An error that PyTorch raises as a `ValueError` of its own says which file is damaged."""
+    members = parts(Zip(model).content)
+    policy = parts(members["policy.pth"])
+    assert policy["archive/byteorder"] == b"little"
+    members["policy.pth"] = packed({**policy, "archive/byteorder": b"middle"})
+    for read in (PPOExt.load, model.set_parameters):
+        with pytest.raises(ValueError, match=r"the file is not a whole model zip \(ValueError: .*endian"):
+            read(io.BytesIO(packed(members)))
+
+
 # Zips that claim to be large
 
 
