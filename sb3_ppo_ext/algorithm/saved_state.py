@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import sys
 from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, TypeVar
@@ -255,9 +256,15 @@ def _check_form(name: str, state: Any, own: Any) -> None:
         if not isinstance(state, list | tuple) or len(state) != len(own):
             refuse(name, state, f"give {len(own)} numbers")
         for each in state:
-            check_number(name, each)
+            _check_float64(name, each)
     elif not isinstance(own, bool):
-        check_number(name, state)
+        _check_float64(name, state)
+
+
+def _check_float64(name: str, value: Any) -> None:
+    """Refuse what is not a finite number; averages of squares may be larger than the options of a model."""
+    largest = sys.float_info.max
+    check_number(name, value, -largest, largest, infinite=True)
 
 
 def option_names(algorithm: type[SavedState]) -> set[str]:

@@ -8,15 +8,17 @@ import warnings
 import zipfile
 
 import pytest
+import torch as th
 from stable_baselines3 import PPO
 from support.policies import SMALL
 from support.toys import make_toys
+from support.zips import Zip
 
 from sb3_ppo_ext import PPOExt
 
 
-def make():
-    return PPOExt("MlpPolicy", make_toys(), **SMALL)
+def make(**options):
+    return PPOExt("MlpPolicy", make_toys(), **SMALL, **options)
 
 
 @pytest.mark.parametrize("as_type", [str, pathlib.Path])
@@ -42,6 +44,19 @@ def test_number_of_steps_that_is_a_float(tmp_path):
     """A model that was trained for 1e5 steps, as users write it, is loaded."""
     make().learn(32.0).save(tmp_path / "model")
     assert PPOExt.load(tmp_path / "model")._total_timesteps == 32
+
+
+def test_large_statistics():
+    """Averages of the squares of huge advantages are saved and loaded, though they are larger than any option may be."""
+    model = make(advantage_norm="ema")
+    model.advantage_normalizer.observe(th.tensor([1e30, -1e30]))
+    averages = model.advantage_normalizer.state_dict()
+    assert averages["average"][1] > 1e50
+    loaded = Zip(model).load()
+    assert loaded.advantage_normalizer.state_dict() == averages
+    averages["average"][0] = float("inf")
+    with pytest.raises(ValueError, match=r"advantage_normalizer\.average"):
+        loaded.set_parameters({**loaded.get_parameters(), "advantage_normalizer": averages})
 
 
 def test_open_file(tmp_path):
