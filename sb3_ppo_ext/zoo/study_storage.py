@@ -8,6 +8,8 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 from sqlalchemy.exc import DatabaseError
 
+# Parts of the messages of databases in which another worker creates the tables at the same time
+OF_ANOTHER_WORKER = ("already exists", "duplicate", "locked", "UNIQUE constraint failed: alembic_version")
 # Seconds between two heartbeats, and seconds without a heartbeat after which a worker counts as dead. The latter is long: if a
 # machine slept for a while, its trial must not be marked as failed meanwhile, because Optuna would then raise an error in it.
 HEARTBEAT_INTERVAL, GRACE_PERIOD = 60, 600
@@ -50,7 +52,7 @@ def open_storage(url: str, attempts: int = 10) -> HeartbeatStorage:
         try:
             return HeartbeatStorage(url)
         except DatabaseError as error:
-            if attempt == attempts - 1 or not any(words in str(error) for words in ("already exists", "duplicate", "locked")):
+            if attempt == attempts - 1 or not any(words in str(error) for words in OF_ANOTHER_WORKER):
                 raise
             time.sleep(1)
     raise AssertionError

@@ -37,7 +37,13 @@ def start(folder, *words):
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        preexec_fn=listen_to_ctrl_c,
     )
+
+
+def listen_to_ctrl_c():
+    """What a shell starts in the background ignores SIGINT, and so do its children, unless they are told not to."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process, folder, generator, number, longest=2.0):

@@ -323,7 +323,8 @@ def test_without_a_server(tmp_path):
     assert completed.stderr == "There is no PostgreSQL server: apt install postgresql\n"
 
 
-def test_an_empty_database_is_tried_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("others", ["table studies already exists", "UNIQUE constraint failed: alembic_version.version_num"])
+def test_an_empty_database_is_tried_again(others, tmp_path, monkeypatch):
     """The storage is tried again while another worker makes its tables, and at no other trouble."""
     real, tried = storage.HeartbeatStorage, []
 
@@ -337,7 +338,7 @@ def test_an_empty_database_is_tried_again(tmp_path, monkeypatch):
         return make
 
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(storage, "HeartbeatStorage", busy("table studies already exists"))
+    monkeypatch.setattr(storage, "HeartbeatStorage", busy(others))
     assert isinstance(storage.open_storage(f"sqlite:///{tmp_path}/study.db"), real)
     assert len(tried) == 3
     tried.clear()
