@@ -78,9 +78,11 @@ class TransformerPolicyMixin(ActionDistributionMixin):
     :param n_heads: Number of attention heads
     :param n_layers: Number of layers. The earlier steps of the context are divided among them: the more layers, the less far
         each of them looks back, and information from the distant past must pass from one layer to the next
-    :param ffn_dim: Hidden size of the feed-forward networks, ``2 * d_model`` by default
-    :param n_stacked: Number of steps that the token of the current step is made from, as in frame stacking, so that it
-        contains velocities; at most as many as the first layer sees. Give 1 where successive observations are unrelated
+    :param ffn_dim: Hidden size of feed-forward networks behind the attention of each layer, ``None`` for none: the networks of
+        actor and critic follow. Where observations are noisy, such networks learn the noise of a rollout
+    :param n_stacked: Number of observations that actor and critic see as they are, as in frame stacking, and that the token of
+        the current step is made from, so that it contains velocities; at most as many as the first layer sees. Give 1 where
+        successive observations are unrelated
     :param gate: Whether the gates of GTrXL join the inputs and outputs of the layers; otherwise they are added
     :param use_last_action: Whether the policy also sees the last action: scaled to [-1, 1] if the action space has bounds, as
         ones and zeros (one-hot) if it is discrete
@@ -105,17 +107,15 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         use_last_reward: bool = False,
         **kwargs: Any,
     ):
-        check_sizes(dict(d_model=d_model))
-        ffn_dim = 2 * d_model if ffn_dim is None else ffn_dim
-        sizes = dict(context_length=context_length, d_model=d_model, n_heads=n_heads, n_layers=n_layers)
-        sizes |= dict(ffn_dim=ffn_dim, n_stacked=n_stacked)
+        sizes: dict[str, Any] = dict(context_length=context_length, d_model=d_model, n_heads=n_heads, n_layers=n_layers)
+        sizes |= dict(n_stacked=n_stacked) | ({} if ffn_dim is None else dict(ffn_dim=ffn_dim))
         check_sizes(sizes)
         flags = dict(gate=gate, use_last_action=use_last_action, use_last_reward=use_last_reward)
         for name, flag in flags.items():
             check_type(name, flag, (bool, np.bool_), "give True or False")
         if d_model % n_heads != 0:
             refuse("d_model", d_model, f"it must be a multiple of n_heads={n_heads}")
-        self.memory_kwargs: dict[str, Any] = {**sizes, **flags}
+        self.memory_kwargs: dict[str, Any] = {**sizes, "ffn_dim": ffn_dim, **flags}
         self.context_length = context_length
         self.use_last_action, self.use_last_reward = use_last_action, use_last_reward
         super().__init__(*args, **kwargs)
@@ -186,7 +186,7 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         return flat.astype(np.float32)
 
     def _features(self, sequences: PyTorchObs, extractor: nn.Module, transformer: Transformer) -> th.Tensor:
-        """Features of the samples, shape ``(n_samples, 2 * d_model)``."""
+        """Features of the samples, shape ``(n_samples, n_outputs)``."""
         if not isinstance(sequences, Sequences):
             raise BadArgumentError(
                 f"A {type(self).__name__} reads `Sequences`, which PPOExt's rollout buffer returns; single observations lack "
@@ -199,7 +199,7 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         """
         :param obs: Sequences of observations
         :param features_extractor: Not used: actor and critic use their own
-        :return: Features of the samples, shape ``(n_samples, 2 * d_model)``; a pair of them, for actor and critic, if each has
+        :return: Features of the samples, shape ``(n_samples, n_outputs)``; a pair of them, for actor and critic, if each has
             its own transformer
         """
         of_actor = self._features(obs, self.pi_features_extractor, self.pi_transformer)

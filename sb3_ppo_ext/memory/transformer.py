@@ -53,7 +53,7 @@ class Residual(nn.Module):
 
 class Block(nn.Module):
     """
-    Attention to the last tokens, then a feed-forward network of two linear layers, each with a LayerNorm before it.
+    Attention to the last tokens, then perhaps a feed-forward network of two linear layers, each with a LayerNorm before it.
 
     The attention of a head depends on the tokens and on their distance in time: a score is learned for each distance.
     Initially some heads prefer the newest tokens and others treat all alike, as in ALiBi (https://arxiv.org/abs/2108.12409).
@@ -61,25 +61,32 @@ class Block(nn.Module):
     :param span: Number of steps that the block looks back
     :param d_model: Size of a token
     :param n_heads: Number of attention heads
-    :param ffn_dim: Hidden size of the feed-forward network
+    :param ffn_dim: Hidden size of the feed-forward network, ``None`` for no such network
     :param gate: Whether a :class:`GRUGate` joins inputs and outputs; otherwise they are added
     """
 
+    # What LayerNorm adds to the variance. The usual 1e-5 scales the tokens of all observations to the same length, and with
+    # them the noise of small ones: then single steps can be told apart, and a few epochs learn their advantages by heart.
+    NORM_EPS = 1.0
     # The scores of distances are parameters times this: with steps as small as those of the weights, the attention would take
     # a whole training to settle on a distance.
     DISTANCE_SCALE = 8.0
 
-    def __init__(self, span: int, d_model: int, n_heads: int, ffn_dim: int, gate: bool):
+    def __init__(self, span: int, d_model: int, n_heads: int, ffn_dim: int | None, gate: bool):
         super().__init__()
         self.span, self.n_heads = span, n_heads
-        self.norm = nn.LayerNorm(d_model)
+        self.norm = nn.LayerNorm(d_model, eps=self.NORM_EPS)
         self.query = nn.Linear(d_model, d_model)
         self.key_value = nn.Linear(d_model, 2 * d_model)
         self.out = nn.Linear(d_model, d_model)
         slopes = th.tensor([0.0 if head == n_heads - 1 else 2.0**-head for head in range(n_heads)])
         self.distance_scores = nn.Parameter(-slopes[:, None] * th.arange(span + 1) / self.DISTANCE_SCALE)
-        self.ffn = nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, ffn_dim), nn.GELU(), nn.Linear(ffn_dim, d_model))
-        self.join_attention, self.join_ffn = (GRUGate(d_model) if gate else Residual() for _ in range(2))
+        self.join_attention = GRUGate(d_model) if gate else Residual()
+        self.ffn: nn.Sequential | None = None
+        if ffn_dim is not None:
+            norm = nn.LayerNorm(d_model, eps=self.NORM_EPS)
+            self.ffn = nn.Sequential(norm, nn.Linear(d_model, ffn_dim), nn.GELU(), nn.Linear(ffn_dim, d_model))
+            self.join_ffn = GRUGate(d_model) if gate else Residual()
 
     def init_weights(self) -> None:
         """Orthogonal initialisation, small for what is added to a token: initially a policy acts on the current step alone."""
@@ -88,7 +95,7 @@ class Block(nn.Module):
                 nn.init.orthogonal_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for last in (self.out, self.ffn[-1]):
+        for last in (self.out,) if self.ffn is None else (self.out, self.ffn[-1]):
             nn.init.orthogonal_(last.weight, gain=0.1)  # type: ignore[arg-type]
 
     def keys_values(self, tokens: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
@@ -116,7 +123,7 @@ class Block(nn.Module):
         weights = th.softmax(scores.masked_fill(hidden.unsqueeze(1), -math.inf), dim=-1)
         attended = (weights @ values).transpose(1, 2).flatten(2)
         tokens = self.join_attention(tokens, self.out(attended))
-        return self.join_ffn(tokens, self.ffn(tokens))
+        return tokens if self.ffn is None else self.join_ffn(tokens, self.ffn(tokens))
 
     def distances(self, n: int, device: th.device) -> th.Tensor:
         """
@@ -133,7 +140,7 @@ class Block(nn.Module):
 
 class Stem(nn.Module):
     """
-    Linear embedding of the features of the last few steps as a token.
+    Linear embedding of the features of the last few steps, stacked like frames, as a token.
 
     :param span: Number of steps that it looks back
     :param features_dim: Size of the features of one step
@@ -147,11 +154,12 @@ class Stem(nn.Module):
         nn.init.orthogonal_(self.linear.weight, gain=math.sqrt(2))
         nn.init.zeros_(self.linear.bias)
 
-    def forward(self, features: th.Tensor, episodes: th.Tensor) -> th.Tensor:
+    def stacked(self, features: th.Tensor, episodes: th.Tensor) -> th.Tensor:
         """
         :param features: Features of successive steps, shape ``(batch_size, span + n, features_dim)``
         :param episodes: Episode number of each step, see :meth:`Transformer.forward`, shape ``(batch_size, span + n)``
-        :return: Tokens, shape ``(batch_size, n, d_model)``; the features of other episodes count as zero
+        :return: Features of each step and of the ``span`` steps before it, zero for those of other episodes, shape
+            ``(batch_size, n, (span + 1) * features_dim)``
         """
         n = features.shape[1] - self.span
         now = episodes[:, self.span :]
@@ -159,7 +167,14 @@ class Stem(nn.Module):
         for first in range(self.span + 1):
             is_other = episodes[:, first : first + n] != now
             frames.append(features[:, first : first + n].masked_fill(is_other.unsqueeze(2), 0.0))
-        return self.linear(th.cat(frames, dim=2))
+        return th.cat(frames, dim=2)
+
+    def forward(self, stacked: th.Tensor) -> th.Tensor:
+        """
+        :param stacked: Features of each step and of the steps before it, as :meth:`stacked` returns them
+        :return: Tokens, shape ``(batch_size, n, d_model)``
+        """
+        return self.linear(stacked)
 
 
 class Cache:
@@ -185,20 +200,22 @@ class Transformer(nn.Module):
     """
     Turns a sequence of features into the features of a history-based policy.
 
-    A :class:`Stem` makes the token of each step from this step and a few before it, so that the token contains velocities
-    from the start, and the blocks add information from earlier tokens. The first block attends to tokens of single steps:
-    overlapping tokens would mix what happened at a step with what happened before and after it. Each block looks back some
-    steps, all together ``context_length - 1``. Nothing is computed for the first steps of a sequence, because their history is
-    not known: each block makes the sequence shorter, like a convolution without padding.
+    The output features of a step are the features of this step and of a few before it, as in frame stacking, and a token
+    with information from all steps of the context. A :class:`Stem` makes this token from the same few steps, so that it
+    contains velocities from the start, and the blocks add information from earlier tokens. The first block attends to tokens
+    of single steps: overlapping tokens would mix what happened at a step with what happened before and after it. Each block
+    looks back some steps, all together ``context_length - 1``. Nothing is computed for the first steps of a sequence, because
+    their history is not known: each block makes the sequence shorter, like a convolution without padding.
 
     :param features_dim: Size of the features of one step
     :param context_length: Number of steps that the transformer sees, including the current one, at least 1
     :param d_model: Size of a token, a multiple of ``n_heads``
     :param n_heads: Number of attention heads
     :param n_layers: Number of blocks, which divide the steps to look back among them
-    :param ffn_dim: Hidden size of the feed-forward networks
+    :param ffn_dim: Hidden size of the feed-forward networks of the blocks, ``None`` for none: the networks of actor and critic
+        follow
     :param gate: Whether the blocks are gated, see :class:`GRUGate`
-    :param n_stacked: Number of steps that the stem makes a token from, at most as many as the first block sees
+    :param n_stacked: Number of steps that are stacked, at most as many as the first block sees
     """
 
     def __init__(
@@ -208,7 +225,7 @@ class Transformer(nn.Module):
         d_model: int = 64,
         n_heads: int = 4,
         n_layers: int = 1,
-        ffn_dim: int = 128,
+        ffn_dim: int | None = None,
         gate: bool = False,
         n_stacked: int = 4,
     ):
@@ -230,7 +247,7 @@ class Transformer(nn.Module):
     @property
     def n_outputs(self) -> int:
         """Number of output features of each step."""
-        return 2 * self.d_model
+        return self.stem.linear.in_features + self.d_model
 
     def forward(self, features: th.Tensor, episodes: th.Tensor, cache: Cache | None = None) -> th.Tensor:
         """
@@ -241,8 +258,8 @@ class Transformer(nn.Module):
         :return: Output features of the last n steps, shape ``(n_sequences, n, n_outputs)``
         """
         first = self.layers[0].span - self.stem.span
-        present = self.stem(features[:, first:], episodes[:, first:])
-        tokens, start = self.single(features, episodes), 0
+        stacked = self.stem.stacked(features[:, first:], episodes[:, first:])
+        present, tokens, start = self.stem(stacked), self.single(features), 0
         for layer, block in enumerate(self.layers):
             keys, values = block.keys_values(tokens)
             if cache is not None:
@@ -254,7 +271,7 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length = episodes.shape[1]
             cache.features, cache.episodes[:, : cache.length] = features[:, cache.length - self.stem.span :], episodes
-        return th.cat([present[:, start - self.layers[0].span :], tokens], dim=2)
+        return th.cat([stacked[:, start - self.layers[0].span :], tokens], dim=2)
 
     def step(self, features: th.Tensor, episodes: th.Tensor, cache: Cache) -> th.Tensor:
         """
@@ -267,10 +284,10 @@ class Transformer(nn.Module):
         """
         now = cache.length
         cache.episodes[:, now] = episodes
-        stacked = th.cat([cache.features, features.unsqueeze(1)], dim=1)
-        cache.features = stacked[:, 1:]
-        present = self.stem(stacked, cache.episodes[:, now - self.stem.span : now + 1])
-        tokens = self.single(features.unsqueeze(1), cache.episodes[:, now : now + 1])
+        known = th.cat([cache.features, features.unsqueeze(1)], dim=1)
+        cache.features = known[:, 1:]
+        stacked = self.stem.stacked(known, cache.episodes[:, now - self.stem.span : now + 1])
+        present, tokens = self.stem(stacked), self.single(features.unsqueeze(1))
         for layer, block in enumerate(self.layers):
             cache.keys[layer][:, now : now + 1], cache.values[layer][:, now : now + 1] = block.keys_values(tokens)
             seen = slice(now - block.span, now + 1)
@@ -278,7 +295,7 @@ class Transformer(nn.Module):
             queries = present if layer == 0 else tokens
             tokens = block(queries, cache.keys[layer][:, seen], cache.values[layer][:, seen], visible)
         cache.length += 1
-        return th.cat([present, tokens], dim=2).squeeze(1)
+        return th.cat([stacked, tokens], dim=2).squeeze(1)
 
 
 def _same(ones: th.Tensor, others: th.Tensor) -> th.Tensor:

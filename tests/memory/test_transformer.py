@@ -56,7 +56,7 @@ def test_each_window_by_itself(context_length, n_layers, gate, n_stacked):
     network, before = make_network(context_length, n_layers, gate, n_stacked), context_length - 1
     features, episodes = th.randn(3, before + 12, 3).double(), random_episodes(3, before + 12)
     outputs = network(features, episodes)
-    assert outputs.shape == (3, 12, 32)
+    assert outputs.shape == (3, 12, network.n_outputs)
     for i in range(3):
         for t in range(12):
             window, numbers = features[i, t : t + context_length].clone(), episodes[i, t : t + context_length]
@@ -94,13 +94,14 @@ def test_what_it_sees(context_length, n_layers, gate, n_stacked):
 
 @pytest.mark.parametrize("n_stacked", [1, 3])
 def test_what_is_stacked(n_stacked):
-    """The last steps are stacked as the present; attention can pick a single step further back."""
+    """The features of the last steps are outputs as they are; attention can pick a single step further back."""
     network = make_network(6, 1, False, n_stacked)
     network.blocks[0].distance_scores.data[:, [0, 1, 2, 3, 5]] = -math.inf
     features = th.randn(1, 6, 3).double().requires_grad_()
     outputs = network(features, th.zeros(1, 6, dtype=th.long))[0, 0]
-    th.testing.assert_close(outputs[: network.d_model], network.stem.linear(features[0, 6 - n_stacked :].flatten()))
-    seen = th.autograd.grad(outputs.square().sum(), features)[0][0].abs().sum(dim=1) > 0
+    stacked, token = outputs.split([3 * n_stacked, network.d_model])
+    assert stacked.equal(features[0, 6 - n_stacked :].flatten())
+    seen = th.autograd.grad(token.square().sum(), features)[0][0].abs().sum(dim=1) > 0
     assert seen.tolist() == [False, True, False, n_stacked == 3, n_stacked == 3, True]
 
 
@@ -121,6 +122,40 @@ def test_attention_by_hand():
         attended[0, i] = sum(weight * values[0, j] for weight, j in zip(weights, seen, strict=True))
     after = tokens[:, 2:] + block.out(attended)
     th.testing.assert_close(block(tokens[:, 2:], keys, values, visible), after + block.ffn(after))
+
+
+def test_without_feed_forward_network():
+    """By default, the token is what attention returns."""
+    block = Block(2, 4, 1, None, gate=False)
+    loud(block)
+    tokens, visible = th.randn(1, 4, 4), th.ones(1, 2, 4, dtype=th.bool)
+    th.testing.assert_close(
+        block(tokens[:, 2:], *block.keys_values(tokens), visible) - tokens[:, 2:], attended_by(block, tokens)
+    )
+    kinds = [type(module).__name__ for module in Transformer(3, 5, 4, 2).modules()]
+    assert "GELU" not in kinds
+    assert kinds.count("LayerNorm") == 1
+
+
+def attended_by(block, tokens):
+    keys, values = block.keys_values(tokens)
+    query, after = block.query(block.norm(tokens[:, 2:])), []
+    for i in range(2):
+        scores = keys[0, i : i + 3] @ query[0, i] / 2 + 8 * block.distance_scores[0].flip(0)
+        after.append(th.softmax(scores, dim=0) @ values[0, i : i + 3])
+    return block.out(th.stack(after))[None]
+
+
+def test_small_observations_stay_small():
+    """A tenth of the features gives a tenth of the values to attend to; with the usual epsilon, most of them."""
+    network, features = Transformer(3, 5, 16, 4), 0.1 * th.randn(1, 5, 3)
+
+    def size(scale):
+        return network.layers[0].keys_values(network.single(scale * features))[1].norm().item()
+
+    assert size(0.1) / size(1.0) == pytest.approx(0.1, rel=0.1)
+    network.blocks[0].norm.eps = 1e-5
+    assert size(0.1) / size(1.0) > 0.7
 
 
 def test_gate_prefers_its_input():
