@@ -45,14 +45,15 @@ class Job:
     timesteps: int
 
 
-def parse_arguments(
+def parser_of(
     description: str | None, timesteps: int | None, seeds: int = 5, **choices: Sequence[str]
-) -> argparse.Namespace:
+) -> argparse.ArgumentParser:
     """
     :param description: Description of the study
     :param timesteps: Number of timesteps of each run; ``None`` if the study defines it and the option is only an upper limit
     :param seeds: Default number of runs of each kind
     :param choices: Further options by name, each with the values to choose from
+    :return: Parser of the arguments of a study
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=seeds, help="number of runs of each kind (default: %(default)s)")
@@ -64,7 +65,14 @@ def parse_arguments(
     parser.add_argument("--out", type=Path, default=Path("docs/studies"), help="output folder (default: %(default)s)")
     for name, values in choices.items():
         parser.add_argument(f"--{name}", nargs="+", choices=values, default=values, help="which ones to run (default: all)")
-    return parser.parse_args()
+    return parser
+
+
+def parse_arguments(
+    description: str | None, timesteps: int | None, seeds: int = 5, **choices: Sequence[str]
+) -> argparse.Namespace:
+    """:return: Arguments that the user has given, see :func:`parser_of`"""
+    return parser_of(description, timesteps, seeds, **choices).parse_args()
 
 
 def run_grid(run: Callable[[Job], list[Row]], settings: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list[Row]:

@@ -24,6 +24,8 @@ STUDIES = ROOT / "scripts" / "studies"
         ("backends", 4096, []),
         # The others take longer, and LunarLander needs Box2D, which the tests do without.
         ("memory", 2048, ["--tasks", "T-maze 10", "CartPoleNoVel-v1"]),
+        ("robustness", 20_000, ["--tasks", "counting", "--arms", "transformer", "frames", "--rates", "1e-3"]),
+        ("held_back", 1024, []),
         ("action_distributions", 1024, ["--tasks", "Pendulum-v1", "MountainCarContinuous-v0", "BangBang"]),
     ],
 )
@@ -40,6 +42,7 @@ def test_study(name, timesteps, tasks, tmp_path):
 def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
+    names |= {"robustness", "held_back"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 

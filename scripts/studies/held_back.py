@@ -1,0 +1,152 @@
+"""
+What an update learns, and what it only learns by heart: after each epoch, policy loss, value error and KL divergence on the
+rollout that it learns from, and on one of the same policy in other environments.
+
+It compares the transformer with the one that has what most transformers have (LayerNorm with the usual epsilon, feed-forward
+networks), with PPO on stacked frames, and with RecurrentPPO. The task is a cart-pole with noisy positions and no velocities.
+
+Run it: python scripts/studies/held_back.py (20 minutes on two cores, most of them for RecurrentPPO)
+It writes docs/studies/held_back.csv and docs/studies/held_back.png.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch as th
+from common import Job, Row, grid_of_axes, mean_and_std, parse_arguments, print_table, run_grid, save_plot, select, write_csv
+from matplotlib.figure import Figure
+from robustness import make_model
+from sb3_contrib import RecurrentPPO
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
+
+from sb3_ppo_ext.memory.transformer import Block
+
+ARMS = ("transformer", "usual LayerNorm", "usual LayerNorm, feed-forward", "frames", "RecurrentPPO")
+TASK, RATE, N_EPOCHS = "noisy cart-pole", 1e-3, 10
+PARTS = ("learning", "held back")
+
+
+class Half:
+    """
+    A model and its environments.
+
+    :param arm: Name of the arm
+    :param seed: Seed of the model and of the environments
+    """
+
+    def __init__(self, arm: str, seed: int):
+        kwargs: dict[str, Any] = {"n_epochs": 1}  # `train` is called once for each epoch
+        if "feed-forward" in arm:
+            kwargs["policy_kwargs"] = dict(ffn_dim=128)
+        self.model: Any = make_model(TASK, arm, RATE, seed, **kwargs)
+        self.callback: BaseCallback
+        _, self.callback = self.model._setup_learn(10**9, ConvertCallback(None))
+
+    def collect(self) -> None:
+        model = self.model
+        model.collect_rollouts(model.env, self.callback, model.rollout_buffer, model.n_steps)
+        self.rollout = deepcopy(model.rollout_buffer)  # `train` may change it
+
+
+def measure(model: Any, rollout: Any) -> Row:
+    """Clipped gain of the policy, error of the values relative to the variance of the returns, and KL divergence."""
+    whole = next(rollout.get(None))
+    if isinstance(model, RecurrentPPO):
+        seen = whole.mask > 0
+        memory = [whole.lstm_states, whole.episode_starts]
+    else:
+        whole = rollout._get_samples(np.arange(rollout.buffer_size * rollout.n_envs))  # in order, for sequences
+        seen, memory = th.ones(len(whole.advantages), dtype=th.bool), []
+    with th.no_grad():
+        values, log_prob, _ = model.policy.evaluate_actions(whole.observations, whole.actions.flatten(), *memory)
+    advantages, returns = whole.advantages[seen], whole.returns[seen]
+    log_ratio = (log_prob - whole.old_log_prob)[seen]
+    normalized = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    ratio = log_ratio.exp()
+    gain = th.minimum(ratio * normalized, ratio.clamp(0.8, 1.2) * normalized).mean()
+    error = (values.flatten()[seen] - returns).square().mean() / returns.var()
+    return {"gain": gain.item(), "value_error": error.item(), "kl": (ratio - 1 - log_ratio).mean().item()}
+
+
+def run(job: Job) -> list[Row]:
+    arm, eps = job.settings["arm"], Block.NORM_EPS
+    if "usual" in arm:
+        Block.NORM_EPS = 1e-5
+    try:
+        halves = [Half(arm, job.seed), Half(arm, job.seed + 1000)]
+    finally:
+        Block.NORM_EPS = eps
+    return mean_rows([row for _ in range(job.timesteps // 1024) for row in update(*halves)])
+
+
+def update(learning: Half, held_back: Half) -> list[Row]:
+    """Update the policy with a rollout of the first half, and measure it on both after each epoch."""
+    held_back.model.policy.load_state_dict(learning.model.policy.state_dict())
+    halves = dict(zip(PARTS, (learning, held_back), strict=True))
+    for half in halves.values():
+        half.collect()
+    rows = []
+    for epoch in range(1, N_EPOCHS + 1):
+        learning.model.train()
+        rows += [
+            {"epoch": epoch, "part": part, **measure(learning.model, half.rollout), "return": recent_return(learning.model)}
+            for part, half in halves.items()
+        ]
+    return rows
+
+
+def recent_return(model: BaseAlgorithm) -> float:
+    return float(np.mean([episode["r"] for episode in model.ep_info_buffer or ()] or [np.nan]))
+
+
+def mean_rows(rows: list[Row]) -> list[Row]:
+    """Mean over the updates of a run, for each epoch and part."""
+    means = []
+    for epoch in range(1, N_EPOCHS + 1):
+        for part in PARTS:
+            kind = select(rows, epoch=epoch, part=part)
+            names = kind[0].keys() - {"epoch", "part"}
+            means.append(
+                {"epoch": epoch, "part": part} | {name: float(np.nanmean([row[name] for row in kind])) for name in names}
+            )
+    return means
+
+
+def report(rows: list[Row]) -> None:
+    lines = []
+    for arm in ARMS:
+        for epoch in (1, 2, 5, N_EPOCHS):
+            parts = [select(rows, arm=arm, epoch=epoch, part=part) for part in PARTS]
+            cells = [mean_and_std(np.array([row[name] for row in part]), 3) for name in ("gain", "kl") for part in parts]
+            lines.append([arm, str(epoch), *cells, mean_and_std(np.array([row["return"] for row in parts[0]]))])
+    header = ["arm", "epoch", *(f"{name}, {part}" for name in ("gain", "KL") for part in PARTS), "return"]
+    print_table("Means over the updates of a training, mean ± std over seeds", header, lines)
+
+
+def plot(rows: list[Row]) -> Figure:
+    figure, axes = grid_of_axes(1, 3)
+    for ax, (name, title) in zip(
+        axes.flat, {"gain": "policy gain", "kl": "KL divergence", "value_error": "value error"}.items(), strict=True
+    ):
+        for number, arm in enumerate(ARMS):
+            for part, style in zip(PARTS, ("-", "--"), strict=True):
+                epochs = range(1, N_EPOCHS + 1)
+                means = [np.mean([row[name] for row in select(rows, arm=arm, part=part, epoch=epoch)]) for epoch in epochs]
+                ax.plot(epochs, means, style, color=f"C{number}", label=f"{arm}, {part}")
+        ax.set(title=title, xlabel="epoch")
+    axes[0, 0].legend(fontsize=5)
+    return figure
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__, timesteps=60_000, seeds=3)
+    rows = run_grid(run, [{"arm": arm} for arm in ARMS], arguments)
+    write_csv(arguments.out / "held_back.csv", rows)
+    save_plot(plot(rows), arguments.out / "held_back.png")
+    report(rows)
+
+
+if __name__ == "__main__":
+    main()
