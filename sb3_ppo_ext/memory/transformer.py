@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 
 import torch as th
 from torch import nn
@@ -194,6 +195,14 @@ class Cache:
         shape = (n_sequences, capacity, transformer.d_model)
         self.keys, self.values = ([weight.new_zeros(shape) for _ in transformer.blocks] for _ in range(2))
         self.length = 0
+
+    def without_oldest(self) -> Cache:
+        """:return: Copy of a full cache without its oldest step, with room for another one"""
+        rolled = copy(self)
+        rolled.episodes = self.episodes.roll(-1, 1)
+        rolled.keys, rolled.values = ([part.roll(-1, 1) for part in parts] for parts in (self.keys, self.values))
+        rolled.length = self.length - 1
+        return rolled
 
 
 class Transformer(nn.Module):

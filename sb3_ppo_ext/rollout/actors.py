@@ -14,10 +14,10 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.memory.transformer import Cache
-from sb3_ppo_ext.rollout.weight_watch import WeightWatch
 from sb3_ppo_ext.update.bootstrap import Truncation, last_values, terminal_values
 
 
