@@ -110,7 +110,8 @@ class TransformerPolicyMixin(ActionDistributionMixin):
     :param use_last_action: Whether the policy also sees the last action: scaled to [-1, 1] if the action space has bounds, as
         ones and zeros (one-hot) if it is discrete
     :param use_last_reward: Whether the policy also sees the last reward. ``predict`` then needs the rewards, see
-        :meth:`Memory.with_rewards`; SB3's ``evaluate_policy`` and RL Zoo's ``enjoy`` do not pass them
+        :meth:`Memory.with_rewards`. SB3's ``evaluate_policy`` and RL Zoo's ``enjoy`` do not pass them: for these, wrap the
+        environments in :class:`~sb3_ppo_ext.LastRewardWrapper` instead
     :param kwargs: Keyword arguments of SB3's policy and of :class:`~sb3_ppo_ext.policies.ActionDistributionMixin`. With
         ``share_features_extractor=False``, actor and critic have separate transformers
     :raises ValueError: if a keyword is not valid
@@ -332,7 +333,10 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         if state.known.shape[1] != self.context_length - 1:
             refuse("state", f"of {state.known.shape[1] + 1} steps", f"this policy has context_length={self.context_length}")
         if state.last_rewards is not None and np.isnan(state.last_rewards[~begins, -1]).any():
-            remedy = "`use_last_reward` needs the rewards of the last step: give `state.with_rewards(rewards)`"
+            remedy = (
+                "`use_last_reward` needs the rewards of the last step: give `state.with_rewards(rewards)`. Where that cannot "
+                "be done, as in `evaluate_policy` and RL Zoo, train without it, in environments with `LastRewardWrapper`"
+            )
             refuse("state", "without rewards", remedy)
 
     def _last_features(self, memory: Memory) -> tuple[th.Tensor, KnownSteps]:

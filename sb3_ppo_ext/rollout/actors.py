@@ -219,6 +219,10 @@ class HistoryActor(PolicyActor):
         self.buffer.keep_outcome(transition.step, encoded, transition.rewards)
         super().record(policy, transition)
 
+    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+        self.buffer.context_watch.note(self.buffer.episode_starts, dones, self.config.num_timesteps)
+        return super().finish(policy, observations, dones)
+
 
 def note_truncations(
     config: RolloutConfig,
