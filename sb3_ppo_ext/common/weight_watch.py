@@ -45,7 +45,9 @@ def tensors_of(*modules: nn.Module) -> list[th.Tensor]:
     :param modules: Modules
     :return: Their parameters and buffers
     """
-    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    parts = {id(part): part for module in modules for part in module.modules()}.values()
+    tensors = (tensor for part in parts for tensor in (*part._parameters.values(), *part._buffers.values()))
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def copies(tensors: Sequence[th.Tensor]) -> list[th.Tensor]:

@@ -346,8 +346,7 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         # By value: the extension module, CUDA graphs and `.data` change parameters without torch's version counters.
         if known_steps is not None and are_equal(known_steps.weights, weights):
             sequences = self._sequences(memory, slice(-1, None))
-            cache = known_steps.cache.without_oldest()
-            cache.episodes = self._to_device(_episodes(memory))
+            cache = known_steps.cache.without_oldest(self._to_device(_episodes(memory)))
             features = transformer.step(self.inputs(sequences, extractor)[:, 0], sequences.episodes[:, 0], cache)
             return features, KnownSteps(cache, known_steps.weights)
         sequences = self._sequences(memory)
