@@ -10,6 +10,7 @@ from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy, Transfo
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.rollout.last_reward_wrapper import LastRewardWrapper
 from sb3_ppo_ext.rollout.vector_env_adapter import VectorEnvAdapter
 
 try:
@@ -24,6 +25,7 @@ __all__ = [
     "DecaySchedule",
     "FastDummyVecEnv",
     "KLAdaptive",
+    "LastRewardWrapper",
     "LinearToZero",
     "MlpPolicy",
     "MlpTransformerPolicy",

@@ -22,6 +22,7 @@ from torch import nn
 
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
 from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
+from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
 from sb3_ppo_ext.memory.sequence_buffers import Sequences
 from sb3_ppo_ext.memory.transformer import Cache, Transformer
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
@@ -30,10 +31,30 @@ from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
 MAX_IMAGES = 64
 
 
+class KnownSteps:
+    """
+    What the transformer of the actor has computed of the steps of a :class:`Memory`. It is not changed, so that states that
+    follow one state can share it, and it is not pickled, since it can be computed again.
+
+    :param cache: Cache with ``context_length`` steps, the last one being that of the last ``predict``
+    :param weights: Copies of the parameters and buffers that it was computed with
+    """
+
+    def __init__(self, cache: Cache, weights: Sequence[th.Tensor]):
+        self.cache, self.weights = cache, weights
+
+    def __deepcopy__(self, memo: Any) -> KnownSteps:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 class Memory(NamedTuple):
     """
-    The state that ``predict`` returns and takes at the next step: the last observations of each environment. The policy
-    evaluates them anew at each step, with its current parameters.
+    The state that ``predict`` returns and takes at the next step: the last observations of each environment, and what the
+    policy has computed of them. If its parameters have changed since then, it computes that anew from the observations.
+    To change anything but the last action and reward, use ``_replace`` with ``known_steps=None``.
 
     :param observations: Last observations, shape ``(n_envs, context_length - 1, *obs_shape)``
     :param known: Whether each observation belongs to the current episode, shape ``(n_envs, context_length - 1)``
@@ -42,6 +63,7 @@ class Memory(NamedTuple):
         ``(n_envs, context_length, n_action_features)``; ``None`` without ``use_last_action``
     :param last_rewards: Rewards of these actions, shape ``(n_envs, context_length)``, NaN where the reward has not been given;
         ``None`` without ``use_last_reward``
+    :param known_steps: What has been computed of these observations, ``None`` to compute it anew
     """
 
     observations: Any
@@ -49,6 +71,7 @@ class Memory(NamedTuple):
     starts: np.ndarray
     last_actions: np.ndarray | None
     last_rewards: np.ndarray | None
+    known_steps: KnownSteps | None = None
 
     def with_rewards(self, rewards: np.ndarray) -> Memory:
         """
@@ -87,7 +110,8 @@ class TransformerPolicyMixin(ActionDistributionMixin):
     :param use_last_action: Whether the policy also sees the last action: scaled to [-1, 1] if the action space has bounds, as
         ones and zeros (one-hot) if it is discrete
     :param use_last_reward: Whether the policy also sees the last reward. ``predict`` then needs the rewards, see
-        :meth:`Memory.with_rewards`; SB3's ``evaluate_policy`` and RL Zoo's ``enjoy`` do not pass them
+        :meth:`Memory.with_rewards`. SB3's ``evaluate_policy`` and RL Zoo's ``enjoy`` do not pass them: for these, wrap the
+        environments in :class:`~sb3_ppo_ext.LastRewardWrapper` instead
     :param kwargs: Keyword arguments of SB3's policy and of :class:`~sb3_ppo_ext.policies.ActionDistributionMixin`. With
         ``share_features_extractor=False``, actor and critic have separate transformers
     :raises ValueError: if a keyword is not valid
@@ -276,8 +300,11 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         self._check_memory(state, n_envs, begins)
         memory = _append(state, now, begins[:, np.newaxis])
         with th.no_grad():
-            samples = self.get_distribution(self._sequences(memory)).get_actions(deterministic=deterministic)
+            features, known_steps = self._last_features(memory)
+            distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(features))
+            samples = distribution.get_actions(deterministic=deterministic)
         actions = self._within_bounds(samples.cpu().numpy().reshape(n_envs, *self.action_space.shape))
+        memory = memory._replace(known_steps=known_steps)
         memory = self._forget_oldest(memory, actions)
         return (actions if is_vectorized else actions.squeeze(axis=0)), memory
 
@@ -306,17 +333,33 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         if state.known.shape[1] != self.context_length - 1:
             refuse("state", f"of {state.known.shape[1] + 1} steps", f"this policy has context_length={self.context_length}")
         if state.last_rewards is not None and np.isnan(state.last_rewards[~begins, -1]).any():
-            remedy = "`use_last_reward` needs the rewards of the last step: give `state.with_rewards(rewards)`"
+            remedy = (
+                "`use_last_reward` needs the rewards of the last step: give `state.with_rewards(rewards)`. Where that cannot "
+                "be done, as in `evaluate_policy` and RL Zoo, train without it, in environments with `LastRewardWrapper`"
+            )
             refuse("state", "without rewards", remedy)
 
-    def _sequences(self, memory: Memory) -> Sequences:
-        # Steps before the current episode get the number 0, so that no step of the episode sees them.
-        tensors = (memory.known.astype(np.int64), memory.starts, memory.last_actions, memory.last_rewards)
-        to_device = self._to_device
-        return Sequences(map_observations(to_device, memory.observations), *map(to_device, tensors))
+    def _last_features(self, memory: Memory) -> tuple[th.Tensor, KnownSteps]:
+        """Features for the actor at the last step, shape ``(n_envs, n_outputs)``, and what is known for the next one."""
+        extractor, transformer, known_steps = self.pi_features_extractor, self.pi_transformer, memory.known_steps
+        weights = tensors_of(extractor, transformer)
+        # By value: the extension module, CUDA graphs and `.data` change parameters without torch's version counters.
+        if known_steps is not None and are_equal(known_steps.weights, weights):
+            sequences = self._sequences(memory, slice(-1, None))
+            cache = known_steps.cache.without_oldest(self._to_device(_episodes(memory)))
+            features = transformer.step(self.inputs(sequences, extractor)[:, 0], sequences.episodes[:, 0], cache)
+            return features, KnownSteps(cache, known_steps.weights)
+        sequences = self._sequences(memory)
+        cache = Cache(transformer, len(memory.known), self.context_length)
+        features = transformer(self.inputs(sequences, extractor), sequences.episodes, cache)[:, 0]
+        return features, KnownSteps(cache, copies(weights))
 
-    def _to_device(self, array: np.ndarray | None) -> Any:
-        return None if array is None else th.as_tensor(array, device=self.device)
+    def _sequences(self, memory: Memory, steps: slice = slice(None)) -> Sequences:
+        arrays = (memory.observations, _episodes(memory), memory.starts, memory.last_actions, memory.last_rewards)
+        return Sequences(*(map_observations(lambda part: self._to_device(part, steps), array) for array in arrays))
+
+    def _to_device(self, array: np.ndarray | None, steps: slice = slice(None)) -> Any:
+        return None if array is None else th.as_tensor(array[:, steps], device=self.device)
 
     def _forget_oldest(self, memory: Memory, actions: np.ndarray) -> Memory:
         """The memory for the next step: without the oldest observation, and with the actions of this step."""
@@ -326,7 +369,13 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         if last_rewards is not None:
             last_rewards = np.concatenate([last_rewards[:, 1:], np.full((len(actions), 1), np.nan, np.float32)], axis=1)
         observations = map_observations(lambda part: part[:, 1:], memory.observations)
-        return Memory(observations, memory.known[:, 1:], memory.starts[:, 1:], last_actions, last_rewards)
+        known, starts = memory.known[:, 1:], memory.starts[:, 1:]
+        return Memory(observations, known, starts, last_actions, last_rewards, memory.known_steps)
+
+
+def _episodes(memory: Memory) -> np.ndarray:
+    """Episode numbers: 0 for steps before the current episode, so that no step of the episode sees them."""
+    return memory.known.astype(np.int64)
 
 
 def _append(memory: Memory, observations: Any, begins: np.ndarray) -> Memory:

@@ -13,6 +13,7 @@ from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.memory.context_watch import ContextWatch
 
 # Size of the observations that are copied at once to fill the caches of a policy, in bytes
 MAX_BYTES = 2**23
@@ -65,6 +66,7 @@ class SequenceBufferMixin(RolloutBuffer):
         self.n_action_features, self.keeps_rewards = n_action_features, keeps_rewards
         self.rows: Any = None
         super().__init__(*args, **kwargs)
+        self.context_watch = ContextWatch(context_length, self.n_envs)
 
     def reset(self) -> None:
         """Clear the rollout except for its last steps, which precede the next rollout."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 
 import torch as th
 from torch import nn
@@ -163,6 +164,8 @@ class Stem(nn.Module):
         """
         n = features.shape[1] - self.span
         now = episodes[:, self.span :]
+        if n == 1:  # the same in three operations, for steps by themselves
+            return features.masked_fill((episodes != now).unsqueeze(2), 0.0).flatten(1).unsqueeze(1)
         frames = []
         for first in range(self.span + 1):
             is_other = episodes[:, first : first + n] != now
@@ -194,6 +197,17 @@ class Cache:
         shape = (n_sequences, capacity, transformer.d_model)
         self.keys, self.values = ([weight.new_zeros(shape) for _ in transformer.blocks] for _ in range(2))
         self.length = 0
+
+    def without_oldest(self, episodes: th.Tensor) -> Cache:
+        """
+        :param episodes: Episode numbers of the remaining steps and of the next one, shape ``(n_sequences, capacity)``
+        :return: Copy of a full cache without its oldest step, with room for the next one
+        """
+        rolled = copy(self)
+        rolled.episodes = episodes
+        rolled.keys, rolled.values = ([part.roll(-1, 1) for part in parts] for parts in (self.keys, self.values))
+        rolled.length = self.length - 1
+        return rolled
 
 
 class Transformer(nn.Module):

@@ -14,10 +14,10 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.memory.transformer import Cache
-from sb3_ppo_ext.rollout.weight_watch import WeightWatch
 from sb3_ppo_ext.update.bootstrap import Truncation, last_values, terminal_values
 
 
@@ -218,6 +218,10 @@ class HistoryActor(PolicyActor):
         # Called before rewards are bootstrapped
         self.buffer.keep_outcome(transition.step, encoded, transition.rewards)
         super().record(policy, transition)
+
+    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+        self.buffer.context_watch.note(self.buffer.episode_starts, dones, self.config.num_timesteps)
+        return super().finish(policy, observations, dones)
 
 
 def note_truncations(

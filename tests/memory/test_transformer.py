@@ -337,7 +337,7 @@ def test_bad_states():
     _, state = model.predict(observations)
     with pytest.raises(ValueError, match=r"of 2 environments.*3 observations"):
         model.predict(np.zeros((3, 3), np.float32), state)
-    with pytest.raises(ValueError, match="with_rewards"):
+    with pytest.raises(ValueError, match=r"with_rewards.*LastRewardWrapper"):
         model.predict(observations, state)
     model.predict(observations, state.with_rewards(np.ones(2)))
     model.predict(observations, state, episode_start=np.ones(2, bool))
