@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch as th
+from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
@@ -18,8 +19,9 @@ from sb3_ppo_ext.update.minibatches import Draw, PrioritizedSegments, shuffled, 
 
 # Number of samples that are evaluated at once without gradients
 EVALUATION_BATCH = 1024
-# Smallest number of consecutive steps that a history-based policy draws together
-MIN_SEGMENT = 16
+# Number of consecutive steps that a history-based policy draws together. Successive steps are alike, so that long segments
+# leave few independent samples in a minibatch. The steps that the policy sees before each segment are cheap, unless images.
+SEGMENT, SEGMENT_OF_IMAGES = 8, 32
 
 
 class Rollout:
@@ -70,8 +72,7 @@ class Rollout:
             return segments.epoch(step_size)
         buffer = self.buffer
         if isinstance(buffer, SequenceBufferMixin):
-            # Each segment recomputes the steps before it that the policy sees: it is at least as long as these.
-            length = min(max(buffer.n_before, MIN_SEGMENT), buffer.buffer_size, step_size)
+            length = min(segment_length(buffer.observation_space), buffer.buffer_size, step_size)
             return shuffled_segments(buffer.buffer_size, buffer.n_envs, length, step_size)
         return shuffled(self.n_samples, step_size)
 
@@ -138,6 +139,16 @@ class SamplesOnDevice:
         on_device = th.as_tensor(indices, device=self.device)
         parts: Any = (map_observations(lambda tensor: tensor[on_device], part) for part in self.samples)
         return type(self.samples)(*parts)
+
+
+def segment_length(observation_space: spaces.Space[Any]) -> int:
+    """
+    :param observation_space: Observation space of a history-based policy
+    :return: Number of consecutive steps that are drawn together
+    """
+    parts = [*observation_space.values()] if isinstance(observation_space, spaces.Dict) else [observation_space]
+    has_images = any(len(part.shape or ()) == 3 for part in parts)
+    return SEGMENT_OF_IMAGES if has_images else SEGMENT
 
 
 def knows_indices(buffer_class: object) -> bool:

@@ -7,6 +7,7 @@ from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from support.parity import assert_equal
 from support.toys import DICT, VECTOR
 
+from sb3_ppo_ext.memory.sequence_buffers import SequenceRolloutBuffer
 from sb3_ppo_ext.update.minibatches import PrioritizedSegments, inclusion_probabilities, shuffled
 from sb3_ppo_ext.update.rollout_data import Rollout, flatten, knows_indices
 
@@ -176,3 +177,15 @@ def test_weights_undo_the_priorities():
     plain = np.mean([flat[indices].mean() for indices, _ in draws])
     assert weighted == pytest.approx(flat.mean(), rel=0.03)
     assert plain > 1.2 * flat.mean()
+
+
+@pytest.mark.parametrize(("space", "length"), [(VECTOR, 8), (spaces.Box(0, 255, (36, 36, 1), np.uint8), 32)])
+def test_segments_of_histories(space, length):
+    """History-based policies draw short segments, so that a minibatch has many of them; images, which are costly, longer ones."""
+    buffer = SequenceRolloutBuffer(64, space, spaces.Discrete(3), "cpu", n_envs=2, context_length=20)
+    draws = [indices for indices, _ in Rollout(buffer).draws(32)]
+    assert sorted(np.concatenate(draws)) == list(range(128))
+    for indices in draws:
+        begins = np.flatnonzero(np.diff(indices, prepend=-9) != 1)
+        assert set(indices[begins] % length) == {0}
+        assert len(begins) <= 32 // length
