@@ -181,7 +181,7 @@ def test_weights_undo_the_priorities():
 
 @pytest.mark.parametrize(("space", "length"), [(VECTOR, 8), (spaces.Box(0, 255, (36, 36, 1), np.uint8), 32)])
 def test_segments_of_histories(space, length):
-    """History-based policies draw short segments, so that a minibatch has many of them; images, which are costly, longer ones."""
+    """History-based policies draw short segments, so that a minibatch has many; images, which are costly, longer ones."""
     buffer = SequenceRolloutBuffer(64, space, spaces.Discrete(3), "cpu", n_envs=2, context_length=20)
     draws = [indices for indices, _ in Rollout(buffer).draws(32)]
     assert sorted(np.concatenate(draws)) == list(range(128))
