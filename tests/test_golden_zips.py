@@ -46,7 +46,8 @@ def test_saved_again(name, tmp_path):
     assert read_renamed(read_model(tmp_path / "model").data) == {}
     observation = np.linspace(-1, 1, model.observation_space.shape[0], dtype=np.float32)
     again = PPOExt.load(tmp_path / "model", device="cpu")
-    np.testing.assert_equal(again.predict(observation, deterministic=True), model.predict(observation, deterministic=True))
+    actions = [each.predict(observation, deterministic=True)[0] for each in (again, model)]
+    np.testing.assert_equal(*actions)
 
 
 def test_old_name_of_the_backend():
