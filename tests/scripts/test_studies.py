@@ -24,7 +24,7 @@ STUDIES = ROOT / "scripts" / "studies"
         ("backends", 4096, []),
         # The others take longer, and LunarLander needs Box2D, which the tests do without.
         ("memory", 2048, ["--tasks", "T-maze 10", "CartPoleNoVel-v1"]),
-        ("robustness", 20_000, ["--tasks", "counting", "--arms", "transformer", "frames", "--rates", "1e-3"]),
+        ("robustness", 60_000, ["--tasks", "counting", "--arms", "transformer", "frames", "--rates", "1e-3"]),
         ("held_back", 1024, []),
         ("action_distributions", 1024, ["--tasks", "Pendulum-v1", "MountainCarContinuous-v0", "BangBang"]),
     ],
