@@ -5,7 +5,7 @@ rollout that it learns from, and on one of the same policy in other environments
 It compares the transformer with the one that has what most transformers have (LayerNorm with the usual epsilon, feed-forward
 networks), with PPO on stacked frames, and with RecurrentPPO. The task is a cart-pole with noisy positions and no velocities.
 
-Run it: python scripts/studies/held_back.py (20 minutes on two cores, most of them for RecurrentPPO)
+Run it: python scripts/studies/held_back.py (about an hour on one core, most of it for RecurrentPPO)
 It writes docs/studies/held_back.csv and docs/studies/held_back.png.
 """
 

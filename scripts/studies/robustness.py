@@ -3,7 +3,7 @@ How the transformer learns on eight partially observable tasks where nobody tune
 RecurrentPPO. All of them train with the same hyperparameters and three learning rates, and with their default networks.
 
 The score is the mean return of the episodes in the last 20 thousand steps of the training, or of its first 100 thousand. Seeds
-begin at 100: runs with seeds 0 and 1 of four of the tasks took part in the search for the cause (see held_back.py).
+begin at 100: runs with seeds 0 and 1 of five of the tasks took part in the search for the cause (see held_back.py).
 
 Run it: python scripts/studies/robustness.py --arms transformer frames --timesteps 100000
 It writes docs/studies/robustness.csv after each run, and docs/studies/robustness.png. Runs that are in the table are not
