@@ -1,0 +1,1 @@
+"""Vectorised environments that step in tensors, on any device."""

@@ -1,0 +1,74 @@
+"""Tensors of a space: their dtypes, their checks, and functions of all tensors of an observation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+
+from sb3_ppo_ext.common.validation import check_type, refuse
+
+
+def dtype_of(space: spaces.Space) -> th.dtype:
+    """
+    :param space: Space that is not a ``Dict``
+    :return: Dtype of its tensors: that of the space, float32 instead of float64, and int64 for a ``Discrete``
+    """
+    dtype = th.from_numpy(np.empty(0, space.dtype)).dtype
+    return th.float32 if dtype == th.float64 else dtype
+
+
+def map_tensors(observations: Any, function: Callable[..., Any], *others: Any) -> Any:
+    """
+    :param observations: Tensor or array, or a dictionary of them
+    :param function: Function of one tensor, and of one of each of ``others``
+    :param others: Objects like ``observations``
+    :return: What the function returns, in a dictionary if ``observations`` is one
+    """
+    if isinstance(observations, dict):
+        return {key: function(part, *(other[key] for other in others)) for key, part in observations.items()}
+    return function(observations, *others)
+
+
+def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], dtype: th.dtype, device: th.device) -> None:
+    """
+    :param name: Name of the tensor
+    :param tensor: Tensor
+    :param shape: Shape that it must have
+    :param dtype: Dtype that it must have
+    :param device: Device that it must be on
+    :raises ValueError: if it is no tensor, or has another shape, dtype or device
+    """
+    check_type(name, tensor, th.Tensor, "give a `torch.Tensor`")
+    if tuple(tensor.shape) != shape:
+        refuse(f"{name}.shape", tuple(tensor.shape), f"give {shape}, one row for each environment")
+    if tensor.dtype != dtype:
+        refuse(f"{name}.dtype", tensor.dtype, f"give {dtype}, that of the space")
+    if not _is_same_device(tensor.device, device):
+        refuse(f"{name}.device", str(tensor.device), f'give "{device}", that of the environment')
+
+
+def _is_same_device(one: th.device, other: th.device) -> bool:
+    # "cuda" is any of the devices, as the current one may change.
+    return one.type == other.type and (None in (one.index, other.index) or one.index == other.index)
+
+
+def check_tensors(name: str, tensors: Any, space: spaces.Space, num_envs: int, device: th.device) -> None:
+    """
+    :param name: Name of the tensors
+    :param tensors: Tensor, or a dictionary of tensors if the space is a ``Dict``
+    :param space: Space of one row
+    :param num_envs: Number of rows
+    :param device: Device that they must be on
+    :raises ValueError: if they do not fit the space
+    """
+    if not isinstance(space, spaces.Dict):
+        return check_tensor(name, tensors, (num_envs, *(space.shape or ())), dtype_of(space), device)
+    check_type(name, tensors, dict, f"give a dictionary with the keys {list(space.spaces)}, those of the space")
+    if set(tensors) != set(space.spaces):
+        refuse(f"{name}.keys()", list(tensors), f"give {list(space.spaces)}, those of the space")
+    for key, part in space.spaces.items():
+        check_tensors(f"{name}[{key!r}]", tensors[key], part, num_envs, device)

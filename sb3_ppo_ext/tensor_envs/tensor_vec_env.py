@@ -1,0 +1,303 @@
+"""Vectorised environments whose observations, rewards and ends of episodes are tensors on one device."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
+
+from sb3_ppo_ext.common.validation import check_number, check_type, refuse
+from sb3_ppo_ext.tensor_envs.tensor_spaces import check_tensor, check_tensors, dtype_of, map_tensors
+
+TensorObs: TypeAlias = "th.Tensor | dict[str, th.Tensor]"
+_NOT_FILLED = th.empty(0)
+
+
+class TensorStep(NamedTuple):
+    """
+    What one step of all environments returns. All tensors are on the device of the environment, which may overwrite them in
+    its next step.
+
+    :param observations: Observations, shape ``(n_envs, *obs_shape)``; the first ones of the next episode where one has ended
+    :param rewards: Rewards in float32, shape ``(n_envs,)``
+    :param terminated: Whether an episode has ended in a terminal state, bool, shape ``(n_envs,)``
+    :param truncated: Whether an episode was cut off, bool, shape ``(n_envs,)``
+    :param final_observations: Last observations of the episodes that have ended, shape ``(n_envs, *obs_shape)``; the other
+        rows mean nothing. ``None`` if the environment does not give them
+    :param log: What the environment wants logged: scalars, or tensors of shape ``(n_envs,)``
+    :param episode_returns: Sums of the rewards of the running episodes, including this step, in float32, shape ``(n_envs,)``.
+        :meth:`TensorVecEnv.step_tensors` fills them in
+    :param episode_lengths: Number of steps of the running episodes, including this one, in int64, shape ``(n_envs,)``.
+        :meth:`TensorVecEnv.step_tensors` fills them in
+    """
+
+    observations: TensorObs
+    rewards: th.Tensor
+    terminated: th.Tensor
+    truncated: th.Tensor
+    final_observations: TensorObs | None = None
+    log: Mapping[str, th.Tensor] = MappingProxyType({})
+    episode_returns: th.Tensor = _NOT_FILLED
+    episode_lengths: th.Tensor = _NOT_FILLED
+
+
+class TensorVecEnv(VecEnv, ABC):
+    """
+    A ``VecEnv`` of SB3 that can also be stepped in tensors, with :meth:`reset_tensors` and :meth:`step_tensors`, without
+    copies to the host and without waiting for the device. Subclasses write ``_reset`` and ``_step``.
+
+    With SB3's own methods, the infos of environments whose episode has ended have the keys of SB3's ``Monitor`` and
+    ``DummyVecEnv`` (``episode``, ``terminal_observation``, ``TimeLimit.truncated``) and the entries of the log. All others are
+    empty.
+
+    :param num_envs: Number of environments
+    :param observation_space: Observation space of one environment. Observations have its dtype, float32 instead of float64
+    :param action_space: Action space of one environment. Actions have its dtype, float32 instead of float64; discrete ones
+        are int64 of shape ``(n_envs,)``
+    :param device: Device of all tensors
+    :raises ValueError: if an argument is not valid
+    """
+
+    #: Render mode of all environments, ``None`` without images
+    render_mode: str | None = None
+
+    def __init__(
+        self,
+        num_envs: int,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        device: th.device | str = "cpu",
+    ):
+        check_number("num_envs", num_envs, 1, integer=True)
+        for name, space in (("observation_space", observation_space), ("action_space", action_space)):
+            check_type(name, space, spaces.Space, "give a space of `gymnasium.spaces`, that of one environment")
+        self.device = th.device(device)
+        super().__init__(num_envs, observation_space, action_space)
+        self._returns = th.zeros(num_envs, device=self.device)
+        self._lengths = th.zeros(num_envs, dtype=th.int64, device=self.device)
+        self._is_checked = self._has_warned = False
+        self._actions: np.ndarray | None = None
+        self._last_observations: Any = None
+        self._start = time.time()
+
+    @abstractmethod
+    def _reset(self, seed: int | None) -> TensorObs:
+        """
+        Begin new episodes in all environments.
+
+        :param seed: Seed of all random numbers, ``None`` to go on with the present ones
+        :return: First observations, shape ``(n_envs, *obs_shape)``
+        """
+
+    @abstractmethod
+    def _step(self, actions: th.Tensor) -> TensorStep:
+        """
+        Step all environments, and begin new episodes where one has ended. It must not wait for the device.
+
+        :param actions: Actions, shape ``(n_envs, *action_shape)``
+        :return: The step, without ``episode_returns`` and ``episode_lengths``
+        """
+
+    def reset_tensors(self) -> TensorObs:
+        """
+        Begin new episodes in all environments.
+
+        :return: First observations, shape ``(n_envs, *obs_shape)``
+        """
+        observations = self._reset(self._seeds[0])
+        check_tensors("observations", observations, self.observation_space, self.num_envs, self.device)
+        self._reset_seeds()
+        self._reset_options()
+        self._returns.zero_()
+        self._lengths.zero_()
+        return observations
+
+    def step_tensors(self, actions: th.Tensor) -> TensorStep:
+        """
+        Step all environments, and begin new episodes where one has ended, without waiting for the device. What the
+        environment returns is checked in the first step.
+
+        :param actions: Actions on the device of the environment, shape ``(n_envs, *action_shape)``
+        :return: The step
+        :raises ValueError: if a tensor of the first step has another shape, dtype or device than it must have
+        """
+        if not self._is_checked:
+            check_tensors("actions", actions, self.action_space, self.num_envs, self.device)
+        step = self._step(actions)
+        if not self._is_checked:
+            self._check(step)
+            self._is_checked = True
+        # In place, so that a captured graph can be replayed
+        self._returns.add_(step.rewards)
+        self._lengths.add_(1)
+        step = step._replace(episode_returns=self._returns.clone(), episode_lengths=self._lengths.clone())
+        ended = step.terminated | step.truncated
+        self._returns.masked_fill_(ended, 0)
+        self._lengths.masked_fill_(ended, 0)
+        return step
+
+    def _check(self, step: TensorStep) -> None:
+        check_type("step", step, TensorStep, "return a `TensorStep`")
+        check_tensors("observations", step.observations, self.observation_space, self.num_envs, self.device)
+        if step.final_observations is not None:
+            final = step.final_observations
+            check_tensors("final_observations", final, self.observation_space, self.num_envs, self.device)
+        for name, dtype in (("rewards", th.float32), ("terminated", th.bool), ("truncated", th.bool)):
+            check_tensor(name, getattr(step, name), (self.num_envs,), dtype, self.device)
+        for key, values in step.log.items():
+            if not isinstance(values, th.Tensor) or values.shape not in ((), (self.num_envs,)):
+                refuse(f"log[{key!r}]", values, f"give a tensor without dimensions, or of shape ({self.num_envs},)")
+
+    def reset(self) -> VecEnvObs:
+        """
+        Begin new episodes in all environments.
+
+        :return: First observations in NumPy, shape ``(n_envs, *obs_shape)``
+        """
+        observations = map_tensors(self.reset_tensors(), _copied_to_host)
+        self.reset_infos = [{} for _ in range(self.num_envs)]
+        self._last_observations = observations
+        return observations
+
+    def step_async(self, actions: np.ndarray) -> None:
+        """
+        :param actions: Actions of the next :meth:`step_wait`, shape ``(n_envs, *action_shape)``
+        """
+        self._actions = actions
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """
+        Step all environments with the actions of :meth:`step_async`.
+
+        :return: Observations, rewards and ends of episodes in NumPy, and the infos
+        """
+        shape = (self.num_envs, *(self.action_space.shape or ()))
+        actions = th.as_tensor(np.asarray(self._actions), dtype=dtype_of(self.action_space)).reshape(shape)
+        step = self.step_tensors(actions.to(self.device))
+        rewards, terminated, truncated, returns, lengths = _numbers_on_host(step)
+        observations = map_tensors(step.observations, _copied_to_host)
+        dones = terminated | truncated
+        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        if dones.any():
+            ended = np.flatnonzero(dones)
+            cut_off = truncated & ~terminated
+            seconds = round(time.time() - self._start, 6)
+            finals, logs = self._final_rows(step, ended), _log_rows(step.log, ended)
+            for row, index in enumerate(ended.tolist()):
+                infos[index] = {
+                    **{key: values[row] for key, values in logs.items()},
+                    "terminal_observation": map_tensors(finals, lambda part, row=row: part[row]),
+                    "TimeLimit.truncated": bool(cut_off[index]),
+                    "episode": {"r": float(returns[index]), "l": int(lengths[index]), "t": seconds},
+                }
+                self.reset_infos[index] = {}
+        self._last_observations = observations
+        return observations, rewards, dones, infos
+
+    def _final_rows(self, step: TensorStep, ended: np.ndarray) -> Any:
+        """Last observations of the episodes that have ended, shape ``(n_ended, *obs_shape)``."""
+        if step.final_observations is not None:
+            rows = th.from_numpy(ended).to(self.device)
+            return map_tensors(step.final_observations, lambda part: part.index_select(0, rows).cpu().numpy())
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "The environment does not give the last observations of episodes: the last one that was seen, a step earlier, "
+                "stands in for them. Episodes that were cut off are valued there.",
+                stacklevel=4,
+            )
+        return map_tensors(self._last_observations, lambda part: part[ended])
+
+    def close(self) -> None:
+        """Release what the environment holds."""
+
+    def _owner(self, name: str) -> Any:
+        """Object whose attribute or method of this name :meth:`get_attr` and the like read, write or call."""
+        return self
+
+    def _images(self) -> Any:
+        """Images of all environments, shape ``(n_envs, height, width, 3)``, or one image, or ``None``."""
+        return None
+
+    def get_images(self) -> Sequence[np.ndarray | None]:
+        """
+        :return: Images of the environments; as many as the environment draws
+        """
+        images = self._images()
+        if images is None:
+            return [None] * self.num_envs
+        array = images.cpu().numpy() if isinstance(images, th.Tensor) else np.asarray(images)
+        return [array] if array.ndim == 3 else list(array)
+
+    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+        """
+        :param attr_name: Name of an attribute of the environment as a whole
+        :param indices: Indices of environments
+        :return: Its value, once for each index
+        """
+        value = getattr(self._owner(attr_name), attr_name)
+        return [value for _ in self._get_indices(indices)]
+
+    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+        """
+        :param attr_name: Name of an attribute of the environment as a whole
+        :param value: Its new value
+        :param indices: Indices of environments, which must be all of them
+        :raises ValueError: if they are only some of them
+        """
+        if set(self._get_indices(indices)) != set(range(self.num_envs)):
+            refuse("indices", indices, "all environments have their attributes in common; give None")
+        setattr(self._owner(attr_name), attr_name, value)
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """
+        :param method_name: Name of a method of the environment as a whole, which is called once
+        :param method_args: Its positional arguments
+        :param indices: Indices of environments
+        :param method_kwargs: Its keyword arguments
+        :return: What it returns, once for each index
+        """
+        value = getattr(self._owner(method_name), method_name)(*method_args, **method_kwargs)
+        return [value for _ in self._get_indices(indices)]
+
+    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
+        """
+        :param wrapper_class: Class of wrappers
+        :param indices: Indices of environments
+        :return: Whether they are wrapped in it; true for SB3's ``Monitor``, because the infos have what it writes
+        """
+        return [wrapper_class is Monitor for _ in self._get_indices(indices)]
+
+
+def _copied_to_host(tensor: th.Tensor) -> np.ndarray:
+    # A view of the tensor would be overwritten by the next step.
+    return np.array(tensor.cpu().numpy())
+
+
+def _numbers_on_host(step: TensorStep) -> tuple[np.ndarray, ...]:
+    """Rewards, terminated, truncated, returns and lengths in NumPy, by one transfer."""
+    parts = (step.rewards, step.terminated, step.truncated, step.episode_returns, step.episode_lengths)
+    if step.rewards.device.type == "cpu":
+        rewards, terminated, truncated, returns, lengths = (part.numpy() for part in parts)
+        return rewards.copy(), terminated, truncated, returns, lengths
+    rewards, terminated, truncated, returns, lengths = th.stack([part.to(th.float64) for part in parts]).cpu().numpy()
+    return rewards.astype(np.float32), terminated != 0, truncated != 0, returns, lengths
+
+
+def _log_rows(log: Mapping[str, th.Tensor], ended: np.ndarray) -> dict[str, list[Any]]:
+    """Entries of the log for the environments whose episode has ended."""
+    host = {key: values.detach().cpu().numpy() for key, values in log.items()}
+    return {key: (values[ended] if values.ndim else np.repeat(values, len(ended))).tolist() for key, values in host.items()}

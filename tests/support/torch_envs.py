@@ -1,0 +1,114 @@
+"""CartPole and Pendulum in PyTorch, vectorised on any device, with the dynamics and time limits of Gymnasium's."""
+
+import math
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+
+
+class TorchEnv:
+    """
+    All copies step at once, without waiting for the device, and begin the next episode in the step in which one ends.
+
+    The infos have the last observations of all copies as ``final_obs``. The state is written in place, and what a step returns
+    is new.
+
+    :param num_envs: Number of copies
+    :param device: Device of all tensors
+    :param max_episode_steps: Number of steps after which an episode is cut off, by default Gymnasium's
+    :param dtype: Dtype of the state; observations are in float32
+    :param gives_final: Whether the infos have the last observations
+    """
+
+    n_states: int
+    default_max_episode_steps: int
+
+    def __init__(self, num_envs=4, device="cpu", max_episode_steps=None, dtype=th.float32, gives_final=True):
+        self.num_envs, self.device, self.gives_final = num_envs, th.device(device), gives_final
+        self.max_episode_steps = max_episode_steps or self.default_max_episode_steps
+        self.generator = th.Generator(device=self.device)
+        self.state = th.zeros(self.n_states, num_envs, dtype=dtype, device=self.device)
+        self.time = th.zeros(num_envs, dtype=th.int64, device=self.device)
+
+    def first_states(self):
+        """New states at the beginning of an episode, shape ``(n_states, num_envs)``."""
+        scale = self._scale.reshape(-1, 1)
+        uniform = th.rand(self.state.shape, generator=self.generator, dtype=self.state.dtype, device=self.device)
+        return (2 * uniform - 1) * scale
+
+    def reset(self, *, seed=None, options=None):
+        """First observations and empty infos."""
+        if seed is not None:
+            self.generator.manual_seed(seed)
+        self.state.copy_(self.first_states())
+        self.time.zero_()
+        return self.observe(self.state), {}
+
+    def step(self, actions):
+        """Observations, rewards, terminated, truncated and infos."""
+        state, rewards, terminated = self.move(self.state, actions)
+        self.time.add_(1)
+        truncated = self.time >= self.max_episode_steps
+        ended = terminated | truncated
+        infos = {"final_obs": self.observe(state)} if self.gives_final else {}
+        self.state.copy_(th.where(ended, self.first_states(), state))
+        self.time.masked_fill_(ended, 0)
+        return self.observe(self.state), rewards, terminated, truncated, infos
+
+
+class TorchCartPole(TorchEnv):
+    """Gymnasium's ``CartPole-v1``."""
+
+    n_states, default_max_episode_steps = 4, 500
+    _high = np.array([4.8, np.inf, 24 * math.pi / 180, np.inf], np.float32)
+    single_observation_space = spaces.Box(-_high, _high, dtype=np.float32)
+    single_action_space = spaces.Discrete(2)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._scale = th.full((4,), 0.05, dtype=self.state.dtype, device=self.device)
+
+    def observe(self, state):
+        """Position, velocity, angle, angular velocity, shape ``(num_envs, 4)``."""
+        return state.T.to(th.float32, copy=True, memory_format=th.contiguous_format)
+
+    def move(self, state, actions):
+        """State after an Euler step, rewards and terminated."""
+        x, x_dot, theta, theta_dot = state
+        force = 20.0 * actions.to(state.dtype) - 10.0
+        cos, sin = theta.cos(), theta.sin()
+        push = (force + 0.05 * theta_dot.square() * sin) / 1.1
+        theta_acc = (9.8 * sin - cos * push) / (0.5 * (4.0 / 3.0 - 0.1 * cos.square() / 1.1))
+        x_acc = push - 0.05 * theta_acc * cos / 1.1
+        parts = [x + 0.02 * x_dot, x_dot + 0.02 * x_acc, theta + 0.02 * theta_dot, theta_dot + 0.02 * theta_acc]
+        terminated = (parts[0].abs() > 2.4) | (parts[2].abs() > 12 * 2 * math.pi / 360)
+        return th.stack(parts), th.ones(self.num_envs, device=self.device), terminated
+
+
+class TorchPendulum(TorchEnv):
+    """Gymnasium's ``Pendulum-v1``."""
+
+    n_states, default_max_episode_steps = 2, 200
+    single_observation_space = spaces.Box(-np.array([1, 1, 8], np.float32), np.array([1, 1, 8], np.float32), dtype=np.float32)
+    single_action_space = spaces.Box(-2.0, 2.0, (1,), np.float32)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._scale = th.ones(2, dtype=self.state.dtype, device=self.device)
+        self._scale[0] = math.pi
+
+    def observe(self, state):
+        """Cosine and sine of the angle, angular velocity, shape ``(num_envs, 3)``."""
+        angle, speed = state
+        return th.stack([angle.cos(), angle.sin(), speed], dim=1).to(th.float32)
+
+    def move(self, state, actions):
+        """State after a step, rewards and terminated, which is never true."""
+        angle, speed = state
+        torque = actions[:, 0].to(state.dtype).clamp(-2.0, 2.0)
+        distance = (angle + math.pi).remainder(2 * math.pi) - math.pi
+        costs = distance.square() + 0.1 * speed.square() + 0.001 * torque.square()
+        speed = (speed + (15.0 * angle.sin() + 3.0 * torque) * 0.05).clamp(-8.0, 8.0)
+        never = th.zeros(self.num_envs, dtype=th.bool, device=self.device)
+        return th.stack([angle + 0.05 * speed, speed]), -costs.to(th.float32), never
