@@ -80,3 +80,11 @@ def trained(tmp_path_factory):
     arguments += ["--eval-freq", "300", "-params", "n_envs:2"]
     zoo.train(*arguments, cwd=folder, command=(*zoo.MODULE, "rl_zoo3.train"))
     return folder
+
+
+@pytest.fixture(scope="session")
+def sim():
+    """A device whose memory is the CPU's, which refuses and counts what CUDA would refuse or wait for."""
+    from support.simulated_device import simulated_device
+
+    return simulated_device()

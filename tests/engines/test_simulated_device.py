@@ -1,0 +1,118 @@
+"""On a simulated device, which refuses what CUDA would refuse: the same training as on the CPU, whatever is trained."""
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from support.options import SINGLE
+from support.toys import DICT, IMAGE, make_toys
+
+from sb3_ppo_ext import PPOExt
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:You are trying to run PPOExt on the GPU"),
+    pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),
+]
+SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, backend="eager")
+TRANSFORMER = dict(context_length=6, d_model=16, n_heads=2, use_last_action=True, use_last_reward=True)
+POLICIES = {
+    "MlpPolicy": {},
+    "MlpPolicy, separate extractors": dict(policy_kwargs=dict(share_features_extractor=False)),
+    "CnnPolicy": dict(env=dict(observation_space=IMAGE)),
+    "MultiInputPolicy": dict(env=dict(observation_space=DICT)),
+    "MlpTransformerPolicy": dict(policy_kwargs=TRANSFORMER),
+    "CnnTransformerPolicy": dict(env=dict(observation_space=IMAGE), policy_kwargs=TRANSFORMER),
+    "MultiInputTransformerPolicy": dict(env=dict(observation_space=DICT), policy_kwargs=TRANSFORMER),
+}
+ACTIONS = {
+    "gaussian": {},
+    "gaussian, mean_tanh": dict(policy_kwargs=dict(mean_tanh=True, learn_std=False)),
+    "beta": dict(action_dist="beta"),
+    "squashed Gaussian": dict(action_dist="squashed_gaussian", bounds_coef=0.1),
+    "categorical": dict(env=dict(action_space=spaces.Discrete(4))),
+    "multi-categorical": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
+    "Bernoulli": dict(env=dict(action_space=spaces.MultiBinary(3))),
+    "gSDE": dict(use_sde=True, sde_sample_freq=4),
+    "gSDE, squashed": dict(use_sde=True, policy_kwargs=dict(squash_output=True, use_expln=True, full_std=False)),
+}
+OPTIONS = {str(options): options for options in SINGLE if "backend" not in options and "action_dist" not in options}
+OF_SEQUENCES = {
+    "EMA, V-trace": dict(advantage_norm="ema", vtrace=True),
+    "segments": dict(priority_alpha=0.6, priority_segment=4, accumulate_grad=2),
+    "guards": dict(max_clip_fraction=0.01, target_kl=1e-3, bad_gradients="skip", learning_rate=1e-2),
+    "KL, Muon": dict(kl_coef=0.5, kl_target=0.01, optimizer="muon"),
+}
+
+
+def trained(device, policy="MlpPolicy", env=None, **options):
+    model = PPOExt(policy.split(",")[0], make_toys(length=5, **(env or {})), device=device, **{**SMALL, **options})
+    return model.learn(64)
+
+
+def assert_same_training(sim, **kwargs):
+    """Parameters, optimiser and logs after two updates equal those of the CPU, to rounding."""
+    expected, actual = (trained(device, **kwargs) for device in ("cpu", sim.name))
+    assert {parameter.device for parameter in actual.policy.parameters()} == {th.device(sim.name)}
+    on_cpu = {name: tensor.cpu() for name, tensor in actual.policy.state_dict().items()}
+    for name, tensor in expected.policy.state_dict().items():
+        th.testing.assert_close(on_cpu[name], tensor, rtol=1e-3, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}")
+    logs = ({k: v for k, v in model.logger.name_to_value.items() if "time/" not in k} for model in (expected, actual))
+    one, other = logs
+    assert one.keys() == other.keys()
+    np.testing.assert_allclose([*other.values()], [*one.values()], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(sim, policy):
+    """Each policy is trained as on the CPU."""
+    assert_same_training(sim, policy=policy, **POLICIES[policy])
+
+
+@pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy"])
+@pytest.mark.parametrize("actions", ACTIONS)
+def test_actions(sim, actions, policy):
+    """Each action distribution is trained as on the CPU, together with the losses that depend on it."""
+    options = {"ent_coef": 0.01, **ACTIONS[actions]}
+    if policy == "MlpTransformerPolicy":
+        if options.get("use_sde"):
+            pytest.skip("transformer policies have no gSDE")
+        options["policy_kwargs"] = {**TRANSFORMER, **options.get("policy_kwargs", {})}
+    assert_same_training(sim, policy=policy, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options(sim, options):
+    """Each option acts as on the CPU."""
+    assert_same_training(sim, **OPTIONS[options])
+
+
+@pytest.mark.parametrize("options", OF_SEQUENCES)
+def test_options_with_sequences(sim, options):
+    """Options that treat sequences of a history-based policy differently act as on the CPU."""
+    assert_same_training(sim, policy="MlpTransformerPolicy", policy_kwargs=TRANSFORMER, **OF_SEQUENCES[options])
+
+
+def test_device_refuses_and_counts(sim):
+    """Operations on tensors of both devices, and NumPy of a tensor on the device, are refused; what waits is counted."""
+    on_device, on_host = th.ones(3, device=sim.name), th.ones(3)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        on_device + on_host
+    with pytest.raises(TypeError, match="numpy"):
+        on_device.numpy()
+    with sim.counting() as counts:
+        (on_device + 1).cpu()
+        on_device.copy_(on_host)
+        with sim.counting() as inner:
+            assert on_device[0].item() == 1
+    assert (counts.to_host, counts.to_device, counts.items, counts.operations) == (1, 1, 1, 1)
+    assert (inner.to_host, inner.to_device, inner.items) == (0, 0, 1)
+
+
+def test_device_leaves_the_cpu_alone(sim):
+    """New tensors lie on the CPU, and a training there does nothing on the device."""
+    assert th.ones(1).device.type == th.get_default_device().type == "cpu"
+    with sim.counting() as counts:
+        model = trained("auto")
+    assert model.device.type == "cpu"
+    assert (counts.to_host, counts.to_device, counts.items, counts.operations) == (0, 0, 0, 0)

@@ -1,0 +1,145 @@
+"""
+A PyTorch device named "sim" in the memory of the CPU, which finds without a GPU most of what CUDA would refuse or wait for:
+operations on tensors of both devices raise an error, and so does NumPy of a tensor on the device, and copies, `.item()` and
+operations are counted. Its random numbers are those of the CPU. It says nothing about kernels, streams, CUDA graphs or speed.
+`torch.save` needs tensors that were moved to the CPU.
+"""
+
+import ctypes
+import getpass
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch as th
+from filelock import FileLock
+
+NAME = "sim"
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+@dataclass
+class Counts:
+    """
+    What happened in a block, known at its end.
+
+    :param to_host: Number of copies from the device to the host, each of which waits for the device
+    :param to_device: Number of copies from the host to the device
+    :param items: Number of calls of `.item()` and the like, each of which waits for the device
+    :param operations: Number of operations on the device, without views
+    """
+
+    to_host: int = 0
+    to_device: int = 0
+    items: int = 0
+    operations: int = 0
+
+
+class SimulatedDevice:
+    """
+    The device, which is there from now on until the process ends.
+
+    :param library: File with the compiled operations
+    """
+
+    name = f"{NAME}:0"
+
+    def __init__(self, library: Path):
+        th.utils.rename_privateuse1_backend(NAME)
+        self._library = ctypes.CDLL(str(library))
+        th._C._acc.register_python_privateuseone_hook(_Hook())
+        th._register_device_module(NAME, _device_module())
+
+    @contextmanager
+    def counting(self) -> Iterator[Counts]:
+        """
+        Count what happens within the block. Blocks can be nested.
+
+        :return: Counts, filled in when the block ends
+        """
+        counts, before = Counts(), self._totals()
+        yield counts
+        for field, new, old in zip(fields(counts), self._totals(), before, strict=True):
+            setattr(counts, field.name, new - old)
+
+    def _totals(self) -> list[int]:
+        numbers = (ctypes.c_long * len(fields(Counts)))()
+        self._library.sim_counts(numbers)
+        return list(numbers)
+
+
+@cache
+def simulated_device() -> SimulatedDevice:
+    """
+    :return: The device, compiled once per machine, and registered when this is first called in a process. Skips the test
+        without a C++ compiler
+    """
+    compiler = next(filter(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++")), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler for the simulated device")
+    return SimulatedDevice(_built(compiler))
+
+
+def _built(compiler: str) -> Path:
+    """The compiled library. It is kept in the user's folder for temporary files, and compiled by one process at a time."""
+    folder = Path(tempfile.gettempdir()) / f"sb3_ppo_ext-{getpass.getuser()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    version = hashlib.sha256(f"{th.__version__} {sysconfig.get_platform()}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
+    library = folder / f"simulated_device-{version}.so"
+    with FileLock(f"{library}.lock"):
+        if not library.exists():
+            unfinished = library.with_suffix(".unfinished")
+            subprocess.run(_command(compiler, unfinished), check=True)
+            unfinished.replace(library)
+    return library
+
+
+def _command(compiler: str, target: Path) -> list[str]:
+    from torch.utils.cpp_extension import include_paths  # It takes its time to import.
+
+    includes = [f"-I{path}" for path in include_paths()]
+    libraries = [f"-L{Path(th.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
+    flags = ["-shared", "-fPIC", "-std=c++20", "-O1", "-w"]
+    return [compiler, *flags, *includes, str(SOURCE), *libraries, "-o", str(target)]
+
+
+class _Hook(th._C._acc.PrivateUse1Hooks):
+    """What PyTorch asks of any accelerator."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def has_primary_context(self, device: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+
+def _device_module() -> ModuleType:
+    """`torch.sim`. The generator is the CPU's, so that there is nothing to seed."""
+    module = ModuleType(NAME)
+    vars(module).update(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        set_device=lambda device: None,
+        synchronize=lambda device=None: None,
+        manual_seed=lambda seed: None,
+        manual_seed_all=lambda seed: None,
+        get_rng_state=lambda device=None: th.get_rng_state(),
+        set_rng_state=lambda state, device=None: th.set_rng_state(state),
+    )
+    return module
