@@ -19,7 +19,7 @@ from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, in_float32_range, make_schedule, value_of
 from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
 from sb3_ppo_ext.distributions import ACTION_DISTS, BoundedDistribution
-from sb3_ppo_ext.engines.registry import ENGINES
+from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer
 from sb3_ppo_ext.options import check_options, convert_options
@@ -27,6 +27,7 @@ from sb3_ppo_ext.options.table import CHANGES
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, MlpPolicy, with_action_distributions
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, make_optimizer
+from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 
 # Schedules that SB3 makes from options, and that users replace
 SCHEDULES = ("lr_schedule", "critic_lr_schedule")
@@ -74,6 +75,23 @@ class ModelSetup(PolicyUpdater):
         self._setup_memory()
         self._setup_observations()
         self._setup_latents()
+        self._setup_tensor_buffer()
+
+    def _setup_tensor_buffer(self) -> None:
+        """Replace SB3's rollout buffer by one on the device, if the backend keeps rollouts there."""
+        before = self.rollout_buffer
+        backend, reasons = choose_backend(self.backend, self._engine_setup())
+        if self.backend in reasons or not ENGINES[backend].keeps_rollouts_on_device:
+            return
+        self.rollout_buffer = TensorRolloutBuffer(
+            self.n_steps,
+            before.observation_space,
+            before.action_space,
+            device=self.device,
+            gamma=self.gamma,
+            gae_lambda=self.gae_lambda,
+            n_envs=self.n_envs,
+        )
 
     def _setup_memory(self) -> None:
         """Create the rollout buffer for a history-based policy, which reads sequences."""

@@ -18,7 +18,8 @@ from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
-from sb3_ppo_ext.rollout.collector import RolloutCollector
+from sb3_ppo_ext.rollout.tensor_collector import TensorRolloutCollector
+from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorVecEnv
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, LossConfig
@@ -26,13 +27,14 @@ from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
 from sb3_ppo_ext.update.report import further_metrics, sb3_metrics
 from sb3_ppo_ext.update.rollout_data import Rollout
+from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 from sb3_ppo_ext.update.update import UpdateResult
 
 # Options that are passed to an update unchanged
 OF_UPDATE = {field.name for field in fields(UpdateConfig)} & (ALL_OPTIONS.keys() | {"verbose", "num_timesteps"})
 
 
-class PolicyUpdater(PPOExtOptions, RolloutCollector):
+class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
     """An on-policy algorithm that updates its policy with the options of PPOExt, on the engine of ``backend``."""
 
     clip_range: Any
@@ -61,7 +63,12 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
             print(f"Backend: {backend}" + (f" (not native: {reasons['native']})" if "native" in reasons else ""))
 
     def _engine_setup(self) -> Setup:
-        return Setup(self.policy, self.rollout_buffer, has_extra_loss=self._extra_actor_loss() is not None)
+        return Setup(
+            self.policy,
+            self.rollout_buffer,
+            has_extra_loss=self._extra_actor_loss() is not None,
+            has_tensor_env=isinstance(self.env, TensorVecEnv),
+        )
 
     def _extra_actor_loss(self) -> ExtraActorLoss | None:
         """``extra_actor_loss`` of a subclass or an instance, ``None`` if it is not overridden."""
@@ -87,9 +94,8 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         config, result = self._update_config(), UpdateResult(Metrics())
-        rollout = Rollout(self.rollout_buffer, self._last_obs, self._last_episode_starts, self._truncations, self.gamma)
         try:
-            self._find_engine().update(rollout, config, self.advantage_normalizer, result)
+            self._find_engine().update(self._rollout(), config, self.advantage_normalizer, result)
         finally:
             self._n_updates += result.n_epochs
             self.n_skipped_updates += result.n_skipped
@@ -99,6 +105,11 @@ class PolicyUpdater(PPOExtOptions, RolloutCollector):
         if self.adaptive_lr is not None:
             self.adaptive_lr.update(result.metrics.mean("approx_kl"))
         self.logger.record("time/update_seconds", time.perf_counter() - start)
+
+    def _rollout(self) -> Rollout:
+        if isinstance(buffer := self.rollout_buffer, TensorRolloutBuffer):
+            return self._tensor_rollout(buffer)
+        return Rollout(buffer, self._last_obs, self._last_episode_starts, self._truncations, self.gamma)
 
     def _update_config(self) -> UpdateConfig:
         """Configuration of an update with the current values of the options."""

@@ -14,6 +14,7 @@ from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
 from sb3_ppo_ext.algorithm.saved_state import SavedState
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint, training_checkpoints
 from sb3_ppo_ext.checkpoints.training_state import CheckpointPath, TrainingState, read_checkpoint
+from sb3_ppo_ext.rollout.lazy_locals import LazyLocals
 
 SelfTrainingLoop = TypeVar("SelfTrainingLoop", bound="TrainingLoop")
 
@@ -72,7 +73,7 @@ class TrainingLoop(SavedState):
         total_timesteps, callback = self._setup_learn(
             total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
         )
-        callback.on_training_start(locals(), globals())
+        callback.on_training_start(LazyLocals(locals()), globals())
         assert self.env is not None
         checkpoints = training_checkpoints(callback)
         iteration = self._start_iterations(callback, checkpoints)

@@ -25,11 +25,13 @@ class Setup(NamedTuple):
     :param policy: Policy that acts and is updated
     :param buffer: Buffer for the rollouts
     :param has_extra_loss: Whether a subclass of ``PPOExt`` adds a loss, which may differentiate any part of the policy
+    :param has_tensor_env: Whether the steps of the environment are tensors
     """
 
     policy: ActorCriticPolicy
     buffer: RolloutBuffer
     has_extra_loss: bool = False
+    has_tensor_env: bool = False
 
 
 class Engine(ABC):
@@ -41,6 +43,8 @@ class Engine(ABC):
 
     # Whether rollout buffers hold observations in float32, as the policy reads them, where the environment has float64
     keeps_float32: ClassVar[bool] = True
+    # Whether rollout buffers are a ``TensorRolloutBuffer``
+    keeps_rollouts_on_device: ClassVar[bool] = False
 
     def __init__(self, policy: ActorCriticPolicy):
         self.policy = policy
@@ -52,6 +56,14 @@ class Engine(ABC):
         :param setup: Policy and buffer to support
         :return: Reason why the engine does not support the setup, as part of a sentence; ``None`` if it does
         """
+
+    @classmethod
+    def is_automatic(cls, setup: Setup) -> bool:
+        """
+        :param setup: Policy and buffer that the engine supports
+        :return: Whether ``backend="auto"`` may choose the engine
+        """
+        return True
 
     def is_for(self, policy: ActorCriticPolicy) -> bool:
         """
@@ -85,6 +97,18 @@ class Engine(ABC):
         :return: Source of the gradients
         """
 
+    def make_estimates(
+        self, rollout: Rollout, config: UpdateConfig, metrics: Metrics, normalizer: AdvantageNormalizer | None
+    ) -> Estimates:
+        """
+        :param rollout: Full rollout, collected by the policy
+        :param config: Options of the update
+        :param metrics: Metrics that measurements are added to
+        :param normalizer: Moving averages for ``advantage_norm="ema"``, ``None`` for other kinds of normalisation
+        :return: Estimates from the whole rollout
+        """
+        return Estimates(self.policy, rollout, config, metrics, normalizer)
+
     def place(self, rollout: Rollout) -> None:
         """
         Move the samples of a rollout to the device where minibatches are gathered.
@@ -113,7 +137,7 @@ class Engine(ABC):
         """
         result = UpdateResult(Metrics()) if result is None else result
         self.place(rollout)
-        estimates = Estimates(self.policy, rollout, config, result.metrics, normalizer)
+        estimates = self.make_estimates(rollout, config, result.metrics, normalizer)
         stepper = self.make_stepper(config)
         gradients = self.make_gradients(config, estimates, stepper, result.metrics)
         Update(self.policy, config, estimates, gradients, stepper, result).run()

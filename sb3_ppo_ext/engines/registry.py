@@ -6,20 +6,22 @@ from typing import Literal, get_args
 
 from sb3_ppo_ext.common.validation import check_choice
 from sb3_ppo_ext.engines.compiled import CompiledEngine
+from sb3_ppo_ext.engines.device.engine import DeviceEngine
 from sb3_ppo_ext.engines.eager import EagerEngine
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.fused import FusedEngine
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 
-Backend = Literal["auto", "native", "fused", "eager", "compile"]
+Backend = Literal["auto", "native", "device", "fused", "eager", "compile"]
 ENGINES: dict[str, type[Engine]] = {
     "native": NativeEngine,
+    "device": DeviceEngine,
     "fused": FusedEngine,
     "eager": EagerEngine,
     "compile": CompiledEngine,
 }
 # Backends that "auto" chooses from, the fastest first. Compilation takes long, so that "compile" must be requested.
-AUTOMATIC = ("native", "fused", "eager")
+AUTOMATIC = ("native", "device", "fused", "eager")
 
 assert {"auto", *ENGINES} == set(get_args(Backend))
 
@@ -35,7 +37,8 @@ def choose_backend(backend: str, setup: Setup) -> tuple[str, dict[str, str]]:
     reasons: dict[str, str] = {}
     for name in AUTOMATIC if backend == "auto" else (backend,):
         reason = ENGINES[name].unsupported_reason(setup)
-        if reason is None:
+        if reason is not None:
+            reasons[name] = reason
+        elif backend != "auto" or ENGINES[name].is_automatic(setup):
             return name, reasons
-        reasons[name] = reason
     return "eager", reasons

@@ -493,10 +493,11 @@ class PPOExtOptions:
         "auto",
         'Engine that computes rollouts and updates: `"eager"` is PyTorch, on the CPU equal to SB3\'s PPO to the bit; '
         '`"fused"` replaces Adam and the clipping of gradients by C; `"native"` computes MLP policies on the CPU in C, and '
-        'may draw other random numbers; `"compile"` uses `torch.compile`; `"auto"` is the first of native, fused and eager '
+        'may draw other random numbers; `"device"` keeps rollouts and updates on the device of the policy; `"compile"` uses '
+        '`torch.compile`; `"auto"` is the first of native, device (on a GPU, or with tensor environments), fused and eager '
         "that supports the policy and the options",
         group=ENGINE,
-        change=Change(steps=("_check_backend",)),
+        change=Change(steps=("_setup_rollout_buffer", "_check_backend")),
     )
 
 

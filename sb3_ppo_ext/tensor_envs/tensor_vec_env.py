@@ -185,15 +185,31 @@ class TensorVecEnv(VecEnv, ABC):
         shape = (self.num_envs, *(self.action_space.shape or ()))
         actions = th.as_tensor(np.asarray(self._actions), dtype=dtype_of(self.action_space)).reshape(shape)
         step = self.step_tensors(actions.to(self.device))
-        rewards, terminated, truncated, returns, lengths = _numbers_on_host(step)
+        numbers = _numbers_on_host(step)
+        rewards, terminated, truncated, _, _ = numbers
+        infos = self._infos(step, numbers, self._last_observations)
         observations = map_tensors(step.observations, _copied_to_host)
+        self._last_observations = observations
+        return observations, rewards, terminated | truncated, infos
+
+    def infos(self, step: TensorStep, seen: TensorObs) -> list[dict[str, Any]]:
+        """
+        :param step: Step that :meth:`step_tensors` has just returned
+        :param seen: Observations before the step, shape ``(n_envs, *obs_shape)``
+        :return: Infos of the step, as :meth:`step_wait` returns them
+        """
+        last_seen = map_tensors(seen, _copied_to_host) if step.final_observations is None else None
+        return self._infos(step, _numbers_on_host(step), last_seen)
+
+    def _infos(self, step: TensorStep, numbers: tuple[np.ndarray, ...], seen: Any) -> list[dict[str, Any]]:
+        _, terminated, truncated, returns, lengths = numbers
         dones = terminated | truncated
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         if dones.any():
             ended = np.flatnonzero(dones)
             cut_off = truncated & ~terminated
-            seconds = round(time.time() - self._start, 6)
-            finals, logs = self._final_rows(step, ended), _log_rows(step.log, ended)
+            seconds = self.seconds()
+            finals, logs = self._final_rows(step, ended, seen), _log_rows(step.log, ended)
             for row, index in enumerate(ended.tolist()):
                 infos[index] = {
                     **{key: values[row] for key, values in logs.items()},
@@ -202,14 +218,22 @@ class TensorVecEnv(VecEnv, ABC):
                     "episode": {"r": float(returns[index]), "l": int(lengths[index]), "t": seconds},
                 }
                 self.reset_infos[index] = {}
-        self._last_observations = observations
-        return observations, rewards, dones, infos
+        return infos
 
-    def _final_rows(self, step: TensorStep, ended: np.ndarray) -> Any:
+    def seconds(self) -> float:
+        """:return: Seconds since the environment was created, as in the infos of SB3's ``Monitor``"""
+        return round(time.time() - self._start, 6)
+
+    def _final_rows(self, step: TensorStep, ended: np.ndarray, seen: Any) -> Any:
         """Last observations of the episodes that have ended, shape ``(n_ended, *obs_shape)``."""
         if step.final_observations is not None:
             rows = th.from_numpy(ended).to(self.device)
             return map_tensors(step.final_observations, lambda part: part.index_select(0, rows).cpu().numpy())
+        self.warn_without_final_observations()
+        return map_tensors(seen, lambda part: part[ended])
+
+    def warn_without_final_observations(self) -> None:
+        """Warn once that the last observations of episodes are not known."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -217,7 +241,6 @@ class TensorVecEnv(VecEnv, ABC):
                 "stands in for them. Episodes that were cut off are valued there.",
                 stacklevel=4,
             )
-        return map_tensors(self._last_observations, lambda part: part[ended])
 
     def close(self) -> None:
         """Release what the environment holds."""

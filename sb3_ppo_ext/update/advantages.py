@@ -71,6 +71,89 @@ def vtrace(
     return advantages.astype(np.float32), (advantages + values).astype(np.float32)
 
 
+def discounted_sums(deltas: th.Tensor, decays: th.Tensor) -> th.Tensor:
+    """
+    Solve ``A_t = delta_t + decay_t A_{t+1}`` for all steps, with ``A_n = 0``, by a parallel scan: the number of operations on
+    whole tensors grows with the logarithm of the number of steps (Hillis and Steele, https://doi.org/10.1145/7902.7903).
+
+    :param deltas: Summands, shape ``(n_steps, ...)``
+    :param decays: Factors, of the same shape
+    :return: Sums, of the same shape
+    """
+    sums, distance = deltas, 1
+    while distance < len(deltas):
+        reaching = decays[:-distance]
+        sums = th.cat([sums[:-distance] + reaching * sums[distance:], sums[-distance:]])
+        decays = th.cat([reaching * decays[distance:], decays[-distance:]])
+        distance *= 2
+    return sums
+
+
+def gae_of_tensors(
+    rewards: th.Tensor,
+    values: th.Tensor,
+    episode_starts: th.Tensor,
+    last_values: th.Tensor,
+    last_dones: th.Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> th.Tensor:
+    """
+    Generalized Advantage Estimation, as ``compute_returns_and_advantage`` of SB3's rollout buffer, on the device of the
+    tensors.
+
+    Paper: https://arxiv.org/abs/1506.02438
+
+    :param rewards: Rewards, shape ``(n_steps, n_envs)``, which include the discounted value of the terminal observation where
+        an episode was truncated
+    :param values: Values of the observations, shape ``(n_steps, n_envs)``
+    :param episode_starts: 1 where an episode starts at the step, else 0, shape ``(n_steps, n_envs)``
+    :param last_values: Values of the observations after the last step, shape ``(n_envs,)``
+    :param last_dones: 1 where the last step ended an episode, else 0, shape ``(n_envs,)``
+    :param gamma: Discount factor
+    :param gae_lambda: Factor for the trade-off of bias and variance
+    :return: Advantages, shape ``(n_steps, n_envs)``
+    """
+    discounts = gamma * (1.0 - th.cat([episode_starts[1:], last_dones.to(episode_starts).unsqueeze(0)]))
+    next_values = th.cat([values[1:], last_values.unsqueeze(0)])
+    return discounted_sums(rewards + discounts * next_values - values, gae_lambda * discounts)
+
+
+def vtrace_of_tensors(
+    rewards: th.Tensor,
+    values: th.Tensor,
+    log_ratio: th.Tensor,
+    episode_starts: th.Tensor,
+    last_values: th.Tensor,
+    last_dones: th.Tensor,
+    gamma: float,
+    gae_lambda: float,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+) -> tuple[th.Tensor, th.Tensor]:
+    """
+    :func:`vtrace` on the device of the tensors, in their precision.
+
+    :param rewards: As for :func:`vtrace`, as all arguments
+    :param values: Values of the observations
+    :param log_ratio: Log probabilities under the current policy minus those under the policy that collected the rollout
+    :param episode_starts: 1 where an episode starts at the step, else 0
+    :param last_values: Values of the observations after the last step
+    :param last_dones: 1 where the last step ended an episode, else 0
+    :param gamma: Discount factor
+    :param gae_lambda: Factor for the trade-off of bias and variance
+    :param rho_bar: Upper bound of rho
+    :param c_bar: Upper bound of the ratio in c
+    :return: Advantages and returns, shape ``(n_steps, n_envs)``
+    """
+    ratio = log_ratio.clamp(-20.0, 20.0).exp()
+    discounts = gamma * (1.0 - th.cat([episode_starts[1:], last_dones.to(episode_starts).unsqueeze(0)]))
+    next_values = th.cat([values[1:], last_values.unsqueeze(0)])
+    deltas = ratio.clamp(max=rho_bar) * (rewards + discounts * next_values - values)
+    advantages = discounted_sums(deltas, gae_lambda * discounts * ratio.clamp(max=c_bar))
+    return advantages, advantages + values
+
+
 class AdvantageNormalizer:
     """
     Normalises advantages by exponential moving averages (EMA) of their statistics over the rollouts:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import numpy as np
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
@@ -31,6 +31,8 @@ class Estimates:
     :param normalizer: Moving averages for ``advantage_norm="ema"``, ``None`` for other kinds of normalisation
     """
 
+    segments_class: Any = PrioritizedSegments
+
     def __init__(
         self,
         policy: ActorCriticPolicy,
@@ -45,7 +47,7 @@ class Estimates:
         self.advantages: th.Tensor | None = None
         self.returns: th.Tensor | None = None
         # Segments with priorities; None if minibatches are drawn uniformly
-        self.segments: PrioritizedSegments | None = None
+        self.segments: Any = None
         # Parameters of the old action distributions, shape (n_samples, n); None if no loss reads them, or the distribution
         # has no KL divergence in closed form
         self.old_distribution: th.Tensor | None = None
@@ -59,23 +61,26 @@ class Estimates:
 
         :param epoch: Index of the epoch, from 0
         """
-        config, buffer = self.config, self.rollout.buffer
+        config = self.config
         if epoch > 0 and not config.vtrace:
             return
-        raw = buffer.advantages.flatten()
+        raw = self._raw_advantages()
         if config.vtrace:
             raw, returns = self._vtrace()
-            self.returns = buffer.to_torch(returns)
+            self.returns = self.rollout.buffer.to_torch(returns)
         if config.priority_alpha > 0:
             self.segments = self._prioritized_segments(raw)
         if config.vtrace or (config.normalize_advantage and config.advantage_norm != "minibatch"):
-            self.advantages = self._normalized(buffer.to_torch(raw), epoch)
+            self.advantages = self._normalized(self.rollout.buffer.to_torch(raw), epoch)
 
-    def _prioritized_segments(self, advantages: np.ndarray) -> PrioritizedSegments:
+    def _raw_advantages(self) -> Any:
+        return self.rollout.buffer.advantages.flatten()
+
+    def _prioritized_segments(self, advantages: Any) -> Any:
         config = self.config
         length = min(config.priority_segment, self.rollout.buffer.buffer_size, config.step_size)
         by_time = self.rollout.time_major(advantages)
-        return PrioritizedSegments(by_time, length, config.priority_alpha, config.priority_beta)
+        return self.segments_class(by_time, length, config.priority_alpha, config.priority_beta)
 
     def _normalized(self, advantages: th.Tensor, epoch: int) -> th.Tensor:
         normalizer = self.normalizer
@@ -88,21 +93,10 @@ class Estimates:
             return normalize(advantages)
         return advantages
 
-    def _vtrace(self) -> tuple[np.ndarray, np.ndarray]:
+    def _vtrace(self) -> tuple[Any, Any]:
         """Advantages and returns under the current policy and critic, both of shape ``(n_samples,)``."""
-        policy, rollout, config, buffer = self.policy, self.rollout, self.config, self.rollout.buffer
-
-        def values_and_log_probs(data: RolloutBufferSamples) -> th.Tensor:
-            actions = actions_of(data, config.discrete_actions)
-            values, log_probs, _ = policy.evaluate_actions(data.observations, actions)
-            return th.stack([values.flatten(), log_probs], dim=1)
-
-        with self._as_while_collecting():
-            evaluated = rollout.evaluate(values_and_log_probs)
-            last_values = rollout.last_values(policy)
-            rewards = rollout.rewards(policy)
-        assert evaluated is not None
-        values, log_probs = (rollout.time_major(part) for part in evaluated.cpu().numpy().T)
+        config, rollout, buffer = self.config, self.rollout, self.rollout.buffer
+        values, log_probs, last_values, rewards = self._under_current_policy()
         advantages, returns = vtrace(
             rewards,
             values,
@@ -116,6 +110,25 @@ class Estimates:
             config.vtrace_c,
         )
         return advantages.T.flatten(), returns.T.flatten()
+
+    def _under_current_policy(self) -> tuple[Any, Any, Any, Any]:
+        """Values and log probabilities by time, last values and bootstrapped rewards."""
+        policy, rollout = self.policy, self.rollout
+
+        def values_and_log_probs(data: RolloutBufferSamples) -> th.Tensor:
+            actions = actions_of(data, self.config.discrete_actions)
+            values, log_probs, _ = policy.evaluate_actions(data.observations, actions)
+            return th.stack([values.flatten(), log_probs], dim=1)
+
+        with self._as_while_collecting():
+            evaluated = rollout.evaluate(values_and_log_probs)
+            last_values, rewards = rollout.last_values(policy), rollout.rewards(policy)
+        assert evaluated is not None
+        values, log_probs = (rollout.time_major(part) for part in self._to_estimate(evaluated).T)
+        return values, log_probs, last_values, rewards
+
+    def _to_estimate(self, evaluated: th.Tensor) -> Any:
+        return evaluated.cpu().numpy()
 
     @contextmanager
     def _as_while_collecting(self) -> Iterator[None]:

@@ -1,0 +1,90 @@
+"""Actor that fills a rollout on the device from NumPy environments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.policies import ActorCriticPolicy
+
+from sb3_ppo_ext.common.observations import map_observations, stack
+from sb3_ppo_ext.rollout.actors import Action, Actor, RolloutConfig, Transition
+from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer, TruncatedEpisodes
+
+
+class DeviceActor(Actor):
+    """
+    Calls the policy at each step, as SB3 does. Observations are copied to the device, and actions from it; everything else
+    stays where it is. Rewards and ends of episodes are copied at the end of the rollout.
+
+    :param buffer: Buffer to fill
+    :param config: Options of the rollout
+    """
+
+    buffer: TensorRolloutBuffer
+
+    def __init__(self, buffer: RolloutBuffer, config: RolloutConfig):
+        assert isinstance(buffer, TensorRolloutBuffer)
+        self.buffer, self.config = buffer, config
+        self.rewards = np.zeros((buffer.buffer_size, buffer.n_envs), np.float32)
+        self.starts = np.zeros_like(self.rewards)
+        # Rows and terminal observations of truncated episodes
+        self.rows: list[int] = []
+        self.terminal_observations: list[Any] = []
+        self.values: list[th.Tensor] = []
+        self.staging: Any = None
+
+    def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+        with th.no_grad():
+            obs_tensor = self.buffer.observe(self._staged(observations))
+            samples, values, log_probs = policy(obs_tensor)
+        self.buffer.record(samples, 0.0, values, log_probs)
+        return Action(obs_tensor, samples.cpu().numpy(), values, log_probs)
+
+    def _staged(self, observations: Any) -> Any:
+        """The observations in page-locked memory, from which a GPU copies them while the host goes on."""
+        if self.config.device.type != "cuda":
+            return observations
+        if self.staging is None:
+            self.staging = map_observations(lambda part: th.from_numpy(np.array(part)).pin_memory(), observations)
+        # The copy of the step before has ended, since the host has waited for its actions.
+        map_observations(lambda pinned, part: pinned.copy_(th.from_numpy(np.asarray(part))), self.staging, observations)
+        return self.staging
+
+    def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
+        buffer, step = self.buffer, transition.step
+        self.rewards[step], self.starts[step] = transition.rewards, transition.starts
+        if self.config.is_watched:
+            # User code may read them at the next step.
+            buffer.tensors["rewards"][step].copy_(th.from_numpy(self.rewards[step]))
+            buffer.tensors["episode_starts"][step].copy_(th.from_numpy(self.starts[step]))
+        for environment, observation in transition.truncated:
+            self.rows.append(step * buffer.n_envs + environment)
+            self.terminal_observations.append(observation)
+        if self.config.is_watched and transition.truncated:
+            # User code may change the parameters before the end of the rollout.
+            self.values.append(self._values(policy, self.terminal_observations[-len(transition.truncated) :])[1])
+        buffer.pos, buffer.full = step + 1, step + 1 == buffer.buffer_size
+
+    def _values(self, policy: ActorCriticPolicy, observations: list[Any]) -> tuple[Any, th.Tensor]:
+        tensors = policy.obs_to_tensor(stack(observations))[0]
+        with th.no_grad():
+            return tensors, policy.predict_values(tensors).flatten()
+
+    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+        buffer, device = self.buffer, self.buffer.device
+        last = np.asarray(dones, np.float32)[np.newaxis]
+        from_host = th.from_numpy(np.stack([self.rewards, self.starts, np.broadcast_to(last, self.starts.shape)])).to(device)
+        buffer.tensors["rewards"].copy_(from_host[0])
+        buffer.tensors["episode_starts"].copy_(from_host[1])
+        if self.rows:
+            tensors, values = self._values(policy, self.terminal_observations)
+            values = th.cat(self.values) if self.values else values
+            buffer.bootstrap(TruncatedEpisodes(th.tensor(self.rows, device=device), tensors, values))
+        with th.no_grad():
+            last_observations = map_observations(lambda part: th.as_tensor(part, device=device), observations)
+            values = policy.predict_values(last_observations)
+        buffer.compute_returns_and_advantage(values, from_host[2, 0])
+        return values

@@ -1,0 +1,84 @@
+"""``backend="device"``: rollouts and updates that stay on the device of the policy."""
+
+from __future__ import annotations
+
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+
+from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss
+from sb3_ppo_ext.engines.device.actor import DeviceActor
+from sb3_ppo_ext.engines.device.steppers import make_masked_stepper
+from sb3_ppo_ext.engines.device.update import DeviceUpdate
+from sb3_ppo_ext.engines.engine import Setup
+from sb3_ppo_ext.engines.fused import FusedEngine
+from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
+from sb3_ppo_ext.update.advantages import AdvantageNormalizer
+from sb3_ppo_ext.update.config import UpdateConfig
+from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.rollout_data import Rollout
+from sb3_ppo_ext.update.tensor_estimates import TensorEstimates
+from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer
+from sb3_ppo_ext.update.update import UpdateResult
+
+
+class DeviceEngine(FusedEngine):
+    """
+    Gradients by autograd from a rollout that stays on the device. On the CPU, where nothing has to be waited for, updates are
+    those of ``backend="fused"``; on other devices, all decisions of an update are made there.
+    """
+
+    keeps_rollouts_on_device = True
+
+    @classmethod
+    def unsupported_reason(cls, setup: Setup) -> str | None:
+        if type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer, TensorRolloutBuffer):
+            return f"the rollout buffer is a {type(setup.buffer).__name__}"
+        if len({parameter.dtype for parameter in setup.policy.parameters()}) != 1:
+            return "the policy has parameters of several types"
+        return None
+
+    @classmethod
+    def is_automatic(cls, setup: Setup) -> bool:
+        return setup.has_tensor_env or setup.policy.device.type != "cpu"
+
+    def make_actor(self, buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
+        assert isinstance(buffer, TensorRolloutBuffer)
+        return DeviceActor(buffer, config)
+
+    def update(
+        self,
+        rollout: Rollout,
+        config: UpdateConfig,
+        normalizer: AdvantageNormalizer | None = None,
+        result: UpdateResult | None = None,
+    ) -> UpdateResult:
+        """
+        Update the policy.
+
+        :param rollout: Full rollout, collected by the policy
+        :param config: Options of the update
+        :param normalizer: Moving averages for ``advantage_norm="ema"``
+        :param result: Result to fill in; ``None`` for a new one
+        :return: Result of the update
+        :raises ValueError: if a loss or gradient is not finite, with ``bad_gradients="raise"``
+        """
+        if self.policy.device.type == "cpu":
+            return super().update(rollout, config, normalizer, result)
+        result = UpdateResult(Metrics()) if result is None else result
+        estimates = self.make_estimates(rollout, config, result.metrics, normalizer)
+        gradients = AutogradGradients(BackwardLoss(self.policy, config), config, estimates, result.metrics)
+        stepper = make_masked_stepper(self.policy, can_freeze=config.max_clip_fraction is not None)
+        DeviceUpdate(self.policy, config, estimates, gradients, stepper, result).run()
+        return result
+
+    def make_estimates(
+        self, rollout: Rollout, config: UpdateConfig, metrics: Metrics, normalizer: AdvantageNormalizer | None
+    ) -> TensorEstimates:
+        """
+        :param rollout: Full rollout, collected by the policy
+        :param config: Options of the update
+        :param metrics: Metrics that measurements are added to
+        :param normalizer: Moving averages for ``advantage_norm="ema"``, ``None`` for other kinds of normalisation
+        :return: Estimates from the whole rollout
+        """
+        assert isinstance(rollout, TensorRollout)
+        return TensorEstimates(self.policy, rollout, config, metrics, normalizer)

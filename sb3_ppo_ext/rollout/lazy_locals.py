@@ -1,0 +1,111 @@
+"""Local variables of a rollout for callbacks, with arrays that are copied from a device when a callback reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch as th
+
+from sb3_ppo_ext.common.observations import map_observations
+
+
+class Later:
+    """
+    A value that is made when it is read for the first time.
+
+    :param make: Function that makes it
+    :param write_back: Function that is called with the value after the callbacks, if they have read it, ``None`` for none
+    """
+
+    def __init__(self, make: Callable[[], Any], write_back: Callable[[Any], None] | None = None):
+        self.make, self.write_back = make, write_back
+        self.made: list[Any] = []
+
+    @classmethod
+    def array(cls, tensors: Any) -> Later:
+        """
+        :param tensors: Tensors of the training, a single one or a dictionary
+        :return: The same as NumPy arrays; what callbacks write into them is written into the tensors
+        """
+        return cls(lambda: map_observations(_as_array, tensors), lambda arrays: map_observations(_write, tensors, arrays))
+
+    def get(self) -> Any:
+        """:return: The value"""
+        if not self.made:
+            self.made.append(self.make())
+        return self.made[0]
+
+    def end(self) -> None:
+        """Write back what callbacks may have changed."""
+        if self.made and self.write_back is not None:
+            self.write_back(self.made[0])
+
+
+class LazyLocals(dict[str, Any]):
+    """A dictionary that makes values of type :class:`Later` when they are read."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        return value.get() if isinstance(value, Later) else value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """
+        :param key: Name of a variable
+        :param default: Result if there is no such variable
+        :return: Value of the variable
+        """
+        return self[key] if key in self else default  # noqa: SIM401 - it is this very method
+
+    def __iter__(self) -> Iterator[str]:
+        # Without a method of its own, `dict(self)` and `update` would copy the values as they are.
+        return super().__iter__()
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """
+        :param key: Name of a variable, which is removed
+        :param default: Result if there is no such variable
+        :return: Value of the variable
+        """
+        value = super().pop(key, *default)
+        return value.get() if isinstance(value, Later) else value
+
+    def values(self) -> Any:
+        """:return: All values"""
+        return [self[key] for key in self]
+
+    def items(self) -> Any:
+        """:return: All names and values"""
+        return [(key, self[key]) for key in self]
+
+    def copy(self) -> dict[str, Any]:
+        """:return: Copy with the values of this moment"""
+        return dict(self.items())
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """
+        :param args: Dictionary of new values; those of another one of this class are not made yet
+        :param kwargs: New values by name
+        """
+        for other in args:
+            if isinstance(other, LazyLocals):
+                for key in dict.keys(other):
+                    super().__setitem__(key, dict.__getitem__(other, key))
+            else:
+                super().update(other)
+        super().update(**kwargs)
+
+    def end_step(self) -> None:
+        """Write back what callbacks may have changed."""
+        for value in dict.values(self):
+            if isinstance(value, Later):
+                value.end()
+
+
+def _as_array(tensor: th.Tensor) -> np.ndarray:
+    return np.array(tensor.detach().cpu().numpy())  # the next step overwrites the tensor
+
+
+def _write(tensor: th.Tensor, array: np.ndarray) -> None:
+    tensor.copy_(th.as_tensor(array).reshape(tensor.shape))

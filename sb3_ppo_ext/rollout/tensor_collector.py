@@ -1,0 +1,265 @@
+"""Collection of rollouts from environments whose steps are tensors: SB3's loop, without waiting for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.utils import obs_as_tensor
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_ppo_ext.common.guards import check_finite, refuse_policy
+from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.rollout.collector import RolloutCollector
+from sb3_ppo_ext.rollout.lazy_locals import Later, LazyLocals
+from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
+from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep, TensorVecEnv
+from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes
+
+
+class TensorRolloutCollector(RolloutCollector):
+    """
+    An on-policy algorithm that collects rollouts from a :class:`~sb3_ppo_ext.TensorVecEnv` into a
+    :class:`~sb3_ppo_ext.update.tensor_rollout.TensorRolloutBuffer` without leaving the device, and from all other
+    environments as its parent does.
+    """
+
+    # Observations after the last rollout as tensors, and as the arrays that `_last_obs` had then
+    _tensors_after: tuple[Any, Any] | None = None
+
+    def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
+        takes_infos = type(self)._update_info_buffer is not RolloutCollector._update_info_buffer
+        if not isinstance(env, TensorVecEnv) or not isinstance(rollout_buffer, TensorRolloutBuffer) or takes_infos:
+            self._tensors_after = None
+            return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
+        return TensorCollection(self, env, callback, rollout_buffer, n_rollout_steps).run()
+
+    def _last_tensors(self) -> Any:
+        """Observations after the last step, as tensors."""
+        if self._tensors_after is not None and self._tensors_after[1] is self._last_obs:
+            return self._tensors_after[0]
+        return obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
+
+    def _tensor_rollout(self, buffer: TensorRolloutBuffer) -> TensorRollout:
+        return TensorRollout(buffer, self._last_tensors(), self._last_episode_starts, self.gamma)
+
+
+class TensorCollection:
+    """
+    The collection of one rollout.
+
+    :param model: Model that collects it
+    :param env: Environments
+    :param callback: Callback of the training
+    :param buffer: Buffer to fill
+    :param n_steps: Number of steps to collect in each environment
+    """
+
+    def __init__(self, model: Any, env: TensorVecEnv, callback: BaseCallback, buffer: TensorRolloutBuffer, n_steps: int):
+        self.model, self.env, self.callback, self.buffer, self.n_steps = model, env, callback, buffer, n_steps
+        self.is_watched = is_user_class(type(model)) or runs_user_code(callback)
+        self.bounds = _bounds(model.action_space, env.device)
+        # Returns, lengths and ends of episodes at each step
+        shape = (n_steps, env.num_envs)
+        self.episodes = th.zeros((4, *shape), device=env.device)
+        self.final_observations: Any = None
+        # Values of terminal observations, if parameters may change before the end of the rollout
+        self.final_values = th.zeros(shape, device=env.device) if self.is_watched else None
+        self.log: dict[str, list[th.Tensor]] = {}
+        # Steps whose infos a callback has read, and may have changed
+        self.counted: list[int] = []
+
+    def run(self) -> bool:
+        """
+        :return: False if a callback has ended the training
+        """
+        model, env, buffer = self.model, self.env, self.buffer
+        model.policy.set_training_mode(False)
+        buffer.reset()
+        if model.use_sde:
+            model.policy.reset_noise(env.num_envs)
+        self.callback.on_rollout_start()
+        observations, starts = model._last_tensors(), th.as_tensor(model._last_episode_starts, device=env.device)
+        model._tensors_after = None
+
+        for step in range(self.n_steps):
+            if model.use_sde and model.sde_sample_freq > 0 and step % model.sde_sample_freq == 0:
+                model.policy.reset_noise(env.num_envs)
+            seen = buffer.observe(observations)
+            with th.no_grad():
+                samples, values, log_probs = model.policy(seen)
+                env_actions = self._for_env(samples)
+            result = env.step_tensors(env_actions)
+            model.num_timesteps += env.num_envs
+            dones = result.terminated | result.truncated
+            shown = self._locals(step, seen, samples, env_actions, values, log_probs, result, dones)
+            self.callback.update_locals(shown)
+            if not self.callback.on_step():
+                return False
+            shown.end_step()
+            buffer.record(samples, starts, values, log_probs)
+            buffer.end_step(result.rewards)
+            self._keep_ends(step, result, dones)
+            observations, starts = result.observations, dones
+
+        self._finish(observations, starts, samples, env_actions)
+        self.callback.update_locals(shown)
+        self.callback.on_rollout_end()
+        return True
+
+    def _for_env(self, samples: th.Tensor) -> th.Tensor:
+        """Actions within the bounds of the action space, in its dtype."""
+        if self.bounds is None:
+            return samples
+        low, high, dtype = self.bounds
+        if self.model.policy.squash_output:
+            return (low + 0.5 * (samples + 1.0) * (high - low)).to(dtype)
+        return th.clamp(samples, low, high).to(dtype)
+
+    # For callbacks
+
+    def _locals(
+        self,
+        step: int,
+        seen: Any,
+        samples: th.Tensor,
+        env_actions: th.Tensor,
+        values: th.Tensor,
+        log_probs: th.Tensor,
+        result: TensorStep,
+        dones: th.Tensor,
+    ) -> LazyLocals:
+        """The local variables of SB3's loop."""
+        env_actions_shown = Later.array(env_actions)
+        return LazyLocals(
+            self=self.model,
+            env=self.env,
+            callback=self.callback,
+            rollout_buffer=self.buffer,
+            n_rollout_steps=self.n_steps,
+            n_steps=step,
+            obs_tensor=seen,
+            actions=env_actions_shown if self.model._samples_latents else Later.array(samples),
+            values=values,
+            log_probs=log_probs,
+            clipped_actions=env_actions_shown,
+            new_obs=Later.array(result.observations),
+            rewards=Later.array(result.rewards),
+            dones=Later.array(dones),
+            infos=Later(lambda: self.env.infos(result, seen), lambda infos: self._count_episodes(step, infos, dones)),
+        )
+
+    def _count_episodes(self, step: int, infos: list[dict[str, Any]], dones: th.Tensor) -> None:
+        self.counted.append(step)
+        self.model._update_info_buffer(infos, dones.cpu().numpy())
+
+    # Ends of episodes
+
+    def _keep_ends(self, step: int, result: TensorStep, dones: th.Tensor) -> None:
+        parts = (dones, result.truncated & ~result.terminated, result.episode_returns, result.episode_lengths)
+        for row, part in zip(self.episodes[:, step], parts, strict=True):
+            row.copy_(part)
+        for name, value in result.log.items():
+            self.log.setdefault(name, []).append(value.detach().float().mean())
+        final = result.final_observations
+        if final is not None:
+            if self.final_observations is None:
+                self.final_observations = self.buffer.empty_observations()
+            map_observations(lambda rows, part: rows[step].copy_(part), self.final_observations, final)
+        if self.final_values is not None:
+            with th.no_grad():
+                seen = map_observations(lambda rows: rows[step], self._terminal_observations())
+                self.final_values[step] = self.model.policy.predict_values(seen).flatten()
+
+    def _terminal_observations(self) -> Any:
+        """Terminal observations, or those before them, valid where an episode has ended, shape ``(n_steps, n_envs, ...)``."""
+        return self.buffer.tensors["observations"] if self.final_observations is None else self.final_observations
+
+    # After the last step
+
+    def _finish(self, observations: Any, dones: th.Tensor, samples: th.Tensor, env_actions: th.Tensor) -> None:
+        model, buffer = self.model, self.buffer
+        numbers, is_finite, log = self._on_host(observations)
+        if not is_finite:
+            self._refuse(observations)
+        ended, cut_off, returns, lengths = numbers
+        self._add_episodes(ended, returns, lengths)
+        self._record_log(log)
+        rows = np.flatnonzero(cut_off)
+        if len(rows):
+            self._bootstrap(rows)
+        with th.no_grad():
+            buffer.compute_returns_and_advantage(model.policy.predict_values(observations), dones)
+        # As in SB3, an array, which can be saved; the copy is needed since the environment may overwrite the tensor.
+        kept = map_observations(lambda part: part.clone(), observations)
+        model._last_obs = map_observations(lambda part: part.cpu().numpy(), kept)
+        model._last_episode_starts = dones.cpu().numpy()
+        model._tensors_after = kept, model._last_obs
+
+    def _on_host(self, observations: Any) -> tuple[np.ndarray, bool, np.ndarray]:
+        """Ends of episodes, whether all numbers of the rollout are finite, and means of the log, in one transfer."""
+        tensors = [self.buffer.tensors[name] for name in ("rewards", "actions")]
+        for part in (self.buffer.tensors["observations"], observations):
+            map_observations(tensors.append, part)
+        finite = [th.isfinite(tensor).all() for tensor in tensors if tensor.is_floating_point()]
+        means = [th.stack(values).mean() for values in self.log.values()]
+        packed = th.cat([self.episodes.flatten(), th.stack([th.stack(finite).all().float(), *means])]).cpu().numpy()
+        n = self.episodes.numel()
+        return packed[:n].reshape(self.episodes.shape), bool(packed[n]), packed[n + 1 :]
+
+    def _add_episodes(self, ended: np.ndarray, returns: np.ndarray, lengths: np.ndarray) -> None:
+        ended = ended.copy()
+        ended[self.counted] = 0
+        found = np.nonzero(ended)
+        buffer = self.model.ep_info_buffer
+        for r, n in list(zip(returns[found].tolist(), lengths[found].tolist(), strict=True))[-buffer.maxlen :]:
+            buffer.append({"r": r, "l": int(n), "t": self.env.seconds()})
+
+    def _record_log(self, means: np.ndarray) -> None:
+        for name, mean in zip(self.log, means, strict=True):
+            self.model.logger.record(name if "/" in name else f"env/{name}", float(mean))
+
+    def _bootstrap(self, rows: np.ndarray) -> None:
+        if self.final_observations is None:
+            self.env.warn_without_final_observations()
+        on_device = th.from_numpy(rows).to(self.env.device)
+        terminal = map_observations(lambda part: part.flatten(0, 1)[on_device], self._terminal_observations())
+        if self.final_values is None:
+            with th.no_grad():
+                values = self.model.policy.predict_values(terminal).flatten()
+        else:
+            values = self.final_values.flatten()[on_device]
+        self.buffer.bootstrap(TruncatedEpisodes(on_device, terminal, values))
+
+    def _refuse(self, last_observations: Any) -> None:
+        """
+        Name the first number that is not finite.
+
+        :raises ValueError: always
+        """
+        model, before = self.model, self.model.num_timesteps
+        for step in range(self.n_steps + 1):
+            model.num_timesteps = before - (self.n_steps - step + 1) * self.env.num_envs
+            row = step - 1  # of the step that returned the observations
+            if step > 0:
+                self._check(model, "reward", self.buffer.tensors["rewards"][row], row)
+            seen = self.buffer.tensors["observations"]
+            observations = last_observations if step == self.n_steps else map_observations(lambda part: part[step], seen)  # noqa: B023
+            self._check(model, "observation", observations, max(row, 0))
+            if step < self.n_steps and not th.isfinite(self.buffer.tensors["actions"][step]).all():
+                refuse_policy(model.policy, step, model.num_timesteps)
+        raise AssertionError("all numbers are finite")
+
+    def _check(self, model: Any, what: str, data: Any, step: int) -> None:
+        check_finite(model, what, map_observations(lambda part: part.cpu().numpy(), data), step)
+
+
+def _bounds(space: spaces.Space, device: th.device) -> tuple[th.Tensor, th.Tensor, th.dtype] | None:
+    if not isinstance(space, spaces.Box):
+        return None
+    low, high = (th.from_numpy(np.asarray(bound, np.float32)).to(device) for bound in (space.low, space.high))
+    return low, high, th.float32
