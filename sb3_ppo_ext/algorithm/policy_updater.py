@@ -11,6 +11,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples, Schedule
 
+from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.engine import Engine, Setup
@@ -25,7 +26,7 @@ from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
-from sb3_ppo_ext.update.report import further_metrics, sb3_metrics
+from sb3_ppo_ext.update.report import further_metrics, on_host, sb3_metrics
 from sb3_ppo_ext.update.rollout_data import Rollout
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 from sb3_ppo_ext.update.update import UpdateResult
@@ -151,19 +152,23 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         if not isinstance(space, spaces.Box):
             return None
         bounds = (-np.ones_like(space.low), np.ones_like(space.high)) if self.policy.squash_output else (space.low, space.high)
-        low, high = (th.tensor(bound.flatten(), dtype=th.float32, device=self.device) for bound in bounds)
-        return low, high
+        low, high = (bound.flatten() for bound in bounds)
+        return bounds_on_device(low, high, self.device)
 
     def _log_update(self, config: UpdateConfig, result: UpdateResult) -> None:
         """Log an update, SB3's keys first."""
         record, loss, metrics = self.logger.record, config.loss, result.metrics
-        for name, value in sb3_metrics(metrics, self.policy, self.rollout_buffer).items():
+        of_sb3, further = on_host(
+            sb3_metrics(metrics, self.policy, self.rollout_buffer),
+            further_metrics(metrics, self.policy, self.rollout_buffer, config),
+        )
+        for name, value in of_sb3.items():
             record(f"train/{name}", value)
         record("train/n_updates", self._n_updates, exclude="tensorboard")
         record("train/clip_range", loss.clip_range)
         if loss.clip_range_vf is not None:
             record("train/clip_range_vf", loss.clip_range_vf)
-        for name, value in further_metrics(metrics, self.policy, self.rollout_buffer, config).items():
+        for name, value in further.items():
             record(name if "/" in name else f"train/{name}", value)
         for name, value in self._options_to_log(config, result).items():
             record(name, value)

@@ -114,7 +114,7 @@ class TanhGaussianDistribution(BoundedDistribution):
 
     @staticmethod
     def statistics(parameters: th.Tensor) -> dict[str, float]:
-        mean, std = parameters[:: math.ceil(len(parameters) / MAX_STATISTICS)].double().chunk(2, dim=1)
+        mean, std = parameters[:: math.ceil(len(parameters) / MAX_STATISTICS)].cpu().double().chunk(2, dim=1)
         near = math.atanh(1 - 2 * NEAR)
         mass = th.special.ndtr((-near - mean) / std) + th.special.ndtr((mean - near) / std)
         return {"mass_near_bounds": mass.mean().item(), "std": std.mean().item()}

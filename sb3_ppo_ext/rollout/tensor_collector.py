@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
@@ -12,6 +12,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.guards import check_finite, refuse_policy
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.rollout.collector import RolloutCollector
@@ -21,6 +22,20 @@ from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep, TensorVecEnv
 from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes
 
 
+class TensorsAfter(NamedTuple):
+    """
+    The end of a rollout.
+
+    :param arrays: Observations after the last step, as arrays
+    :param observations: The same as tensors
+    :param starts: Whether each of them starts an episode
+    """
+
+    arrays: Any
+    observations: Any
+    starts: th.Tensor
+
+
 class TensorRolloutCollector(RolloutCollector):
     """
     An on-policy algorithm that collects rollouts from a :class:`~sb3_ppo_ext.TensorVecEnv` into a
@@ -28,8 +43,8 @@ class TensorRolloutCollector(RolloutCollector):
     environments as its parent does.
     """
 
-    # Observations after the last rollout as tensors, and as the arrays that `_last_obs` had then
-    _tensors_after: tuple[Any, Any] | None = None
+    # `_last_obs` and `_last_episode_starts` after the last rollout, as tensors
+    _tensors_after: TensorsAfter | None = None
 
     def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
         takes_infos = type(self)._update_info_buffer is not RolloutCollector._update_info_buffer
@@ -38,14 +53,15 @@ class TensorRolloutCollector(RolloutCollector):
             return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
         return TensorCollection(self, env, callback, rollout_buffer, n_rollout_steps).run()
 
-    def _last_tensors(self) -> Any:
-        """Observations after the last step, as tensors."""
-        if self._tensors_after is not None and self._tensors_after[1] is self._last_obs:
-            return self._tensors_after[0]
-        return obs_as_tensor(self._last_obs, self.device)  # type: ignore[arg-type]
+    def _last_tensors(self) -> tuple[Any, th.Tensor]:
+        """Observations after the last step, and whether they start an episode, as tensors."""
+        if self._tensors_after is not None and self._tensors_after.arrays is self._last_obs:
+            return self._tensors_after.observations, self._tensors_after.starts
+        starts = th.as_tensor(self._last_episode_starts, device=self.device)
+        return obs_as_tensor(self._last_obs, self.device), starts  # type: ignore[arg-type]
 
     def _tensor_rollout(self, buffer: TensorRolloutBuffer) -> TensorRollout:
-        return TensorRollout(buffer, self._last_tensors(), self._last_episode_starts, self.gamma)
+        return TensorRollout(buffer, *self._last_tensors(), self.gamma)
 
 
 class TensorCollection:
@@ -62,7 +78,9 @@ class TensorCollection:
     def __init__(self, model: Any, env: TensorVecEnv, callback: BaseCallback, buffer: TensorRolloutBuffer, n_steps: int):
         self.model, self.env, self.callback, self.buffer, self.n_steps = model, env, callback, buffer, n_steps
         self.is_watched = is_user_class(type(model)) or runs_user_code(callback)
-        self.bounds = _bounds(model.action_space, env.device)
+        space = model.action_space
+        # Bounds of the actions, `None` if there are none
+        self.bounds = bounds_on_device(space.low, space.high, env.device) if isinstance(space, spaces.Box) else None
         # Returns, lengths and ends of episodes at each step
         shape = (n_steps, env.num_envs)
         self.episodes = th.zeros((4, *shape), device=env.device)
@@ -83,7 +101,7 @@ class TensorCollection:
         if model.use_sde:
             model.policy.reset_noise(env.num_envs)
         self.callback.on_rollout_start()
-        observations, starts = model._last_tensors(), th.as_tensor(model._last_episode_starts, device=env.device)
+        observations, starts = model._last_tensors()
         model._tensors_after = None
 
         for step in range(self.n_steps):
@@ -101,8 +119,8 @@ class TensorCollection:
             if not self.callback.on_step():
                 return False
             shown.end_step()
-            buffer.record(samples, starts, values, log_probs)
-            buffer.end_step(result.rewards)
+            buffer.record(samples, values, log_probs)
+            buffer.end_step(starts, result.rewards)
             self._keep_ends(step, result, dones)
             observations, starts = result.observations, dones
 
@@ -112,13 +130,13 @@ class TensorCollection:
         return True
 
     def _for_env(self, samples: th.Tensor) -> th.Tensor:
-        """Actions within the bounds of the action space, in its dtype."""
+        """Actions within the bounds of the action space."""
         if self.bounds is None:
             return samples
-        low, high, dtype = self.bounds
+        low, high = self.bounds
         if self.model.policy.squash_output:
-            return (low + 0.5 * (samples + 1.0) * (high - low)).to(dtype)
-        return th.clamp(samples, low, high).to(dtype)
+            return low + 0.5 * (samples + 1.0) * (high - low)
+        return th.clamp(samples, low, high)
 
     # For callbacks
 
@@ -197,8 +215,8 @@ class TensorCollection:
         # As in SB3, an array, which can be saved; the copy is needed since the environment may overwrite the tensor.
         kept = map_observations(lambda part: part.clone(), observations)
         model._last_obs = map_observations(lambda part: part.cpu().numpy(), kept)
-        model._last_episode_starts = dones.cpu().numpy()
-        model._tensors_after = kept, model._last_obs
+        model._last_episode_starts = ended[-1].astype(bool)
+        model._tensors_after = TensorsAfter(model._last_obs, kept, dones.clone())
 
     def _on_host(self, observations: Any) -> tuple[np.ndarray, bool, np.ndarray]:
         """Ends of episodes, whether all numbers of the rollout are finite, and means of the log, in one transfer."""
@@ -256,10 +274,3 @@ class TensorCollection:
 
     def _check(self, model: Any, what: str, data: Any, step: int) -> None:
         check_finite(model, what, map_observations(lambda part: part.cpu().numpy(), data), step)
-
-
-def _bounds(space: spaces.Space, device: th.device) -> tuple[th.Tensor, th.Tensor, th.dtype] | None:
-    if not isinstance(space, spaces.Box):
-        return None
-    low, high = (th.from_numpy(np.asarray(bound, np.float32)).to(device) for bound in (space.low, space.high))
-    return low, high, th.float32

@@ -11,6 +11,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.distributions import parameters
+from sb3_ppo_ext.policies.actor_critic import evaluator
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize, vtrace
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
@@ -117,7 +118,7 @@ class Estimates:
 
         def values_and_log_probs(data: RolloutBufferSamples) -> th.Tensor:
             actions = actions_of(data, self.config.discrete_actions)
-            values, log_probs, _ = policy.evaluate_actions(data.observations, actions)
+            values, log_probs, _ = evaluator(policy)(data.observations, actions)
             return th.stack([values.flatten(), log_probs], dim=1)
 
         with self._as_while_collecting():

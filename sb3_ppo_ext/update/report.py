@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch as th
@@ -13,9 +14,24 @@ from stable_baselines3.common.utils import explained_variance
 from sb3_ppo_ext.distributions import BoundedDistribution
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.metrics import LOGGED_OTHERWISE, Metrics
+from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
+
+# Numbers, or scalar tensors on the device of the policy
+Logged: TypeAlias = dict[str, Any]
 
 
-def sb3_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuffer) -> dict[str, float]:
+def on_host(*logged: Logged) -> list[dict[str, float]]:
+    """
+    :param logged: Values to log, by name
+    :return: The same as numbers; all tensors are transferred at once
+    """
+    tensors = [value for part in logged for value in part.values() if isinstance(value, th.Tensor)]
+    if tensors:
+        numbers = iter(th.stack([tensor.detach().to(tensors[0].device) for tensor in tensors]).tolist())
+    return [{k: next(numbers) if isinstance(v, th.Tensor) else v for k, v in part.items()} for part in logged]
+
+
+def sb3_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuffer) -> Logged:
     """
     :param metrics: Metrics of the update
     :param policy: Policy after the update
@@ -23,19 +39,25 @@ def sb3_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuff
     :return: Values that SB3's PPO logs, by their name under ``train/``
     """
     names = ("entropy_loss", "policy_gradient_loss", "value_loss", "clip_fraction")
-    logged = {name: metrics.mean(name) for name in names}
+    logged: Logged = {name: metrics.mean(name) for name in names}
     # SB3 averages `approx_kl` in float32, the others as Python floats.
     logged["approx_kl"] = metrics.numbers("approx_kl").mean()
     logged["loss"] = metrics.numbers("loss")[-1].item()
-    logged["explained_variance"] = explained_variance(buffer.values.flatten(), buffer.returns.flatten())
+    logged["explained_variance"] = _explained_variance(buffer)
     if hasattr(policy, "log_std"):
-        logged["std"] = th.exp(policy.log_std).mean().item()
+        logged["std"] = th.exp(policy.log_std).mean()
     return logged
 
 
-def further_metrics(
-    metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuffer, config: UpdateConfig
-) -> dict[str, float]:
+def _explained_variance(buffer: RolloutBuffer) -> Any:
+    if not isinstance(buffer, TensorRolloutBuffer):
+        return explained_variance(buffer.values.flatten(), buffer.returns.flatten())
+    values, returns = buffer.tensors["values"], buffer.tensors["returns"]
+    variance = returns.var(correction=0)
+    return th.where(variance == 0, math.nan, 1 - (returns - values).var(correction=0) / variance)
+
+
+def further_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuffer, config: UpdateConfig) -> Logged:
     """
     :param metrics: Metrics of the update
     :param policy: Policy after the update
@@ -43,29 +65,39 @@ def further_metrics(
     :param config: Options of the update
     :return: Values that SB3 does not log, by name; a name without a slash belongs under ``train/``
     """
-    logged: dict[str, float] = {}
+    logged: Logged = {}
     if metrics["ratio"]:
         ratio = metrics.vector("ratio")
-        logged |= {"ratio_mean": ratio.mean().item(), "ratio_std": ratio.std(correction=0).item()}
-        logged["ratio_max"] = ratio.max().item()
+        logged |= {"ratio_mean": ratio.mean(), "ratio_std": ratio.std(correction=0), "ratio_max": ratio.max()}
     for name in (name for name, values in metrics.items() if values and name not in LOGGED_OTHERWISE):
         logged[name] = metrics.mean(name)
         if name.endswith("grad_norm") and name != "muon_grad_norm":
             # In float64: `max_grad_norm` may be beyond the range of float32.
             logged[f"{name}_clipped"] = float(np.minimum(np.float64(metrics.numbers(name)), config.max_grad_norm).mean())
-    logged |= _action_statistics(metrics, policy, buffer, config)
-    raw = buffer.advantages.astype(np.float64)  # Squares of large ones are beyond the range of float32.
-    return logged | {f"adv/raw_{name}": float(getattr(np, name)(raw)) for name in ("mean", "std", "min", "max")}
+    return logged | _action_statistics(metrics, policy, buffer, config) | _advantage_statistics(buffer)
 
 
-def _action_statistics(
-    metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuffer, config: UpdateConfig
-) -> dict[str, float]:
+def _advantage_statistics(buffer: RolloutBuffer) -> Logged:
+    if isinstance(buffer, TensorRolloutBuffer):
+        on_device = buffer.tensors["advantages"]
+        statistics: Logged = {"mean": on_device.mean(), "std": on_device.std(correction=0)}
+        statistics |= {"min": on_device.min(), "max": on_device.max()}
+    else:
+        raw = buffer.advantages.astype(np.float64)  # Squares of large ones are beyond the range of float32.
+        statistics = {name: float(getattr(np, name)(raw)) for name in ("mean", "std", "min", "max")}
+    return {f"adv/raw_{name}": value for name, value in statistics.items()}
+
+
+def _action_statistics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuffer, config: UpdateConfig) -> Logged:
     if metrics["action_parameters"] and isinstance(policy.action_dist, BoundedDistribution):
         return policy.action_dist.statistics(metrics.vector("action_parameters"))
     if config.loss.action_bounds is None or config.samples_latents:
         return {}
     # Fraction of the action components that are at or beyond a bound, where the environment receives the bound
+    if isinstance(buffer, TensorRolloutBuffer):
+        of_tensors = buffer.tensors["actions"].flatten(0, 1)
+        at_bounds = (of_tensors <= config.loss.action_bounds[0]) | (of_tensors >= config.loss.action_bounds[1])
+        return {"actions_at_bounds": at_bounds.float().mean()}
     low, high = (bound.cpu().numpy() for bound in config.loss.action_bounds)
     actions = buffer.actions.reshape(-1, math.prod(low.shape))
     return {"actions_at_bounds": float(np.mean((actions <= low) | (actions >= high)))}

@@ -132,23 +132,23 @@ class TensorRolloutBuffer(RolloutBuffer):
         map_observations(_copy, rows, observations)
         return rows
 
-    def record(self, actions: th.Tensor, episode_starts: Any, values: th.Tensor, log_probs: th.Tensor) -> None:
+    def record(self, actions: th.Tensor, values: th.Tensor, log_probs: th.Tensor) -> None:
         """
         Record the output of the policy for the observations of the next step.
 
         :param actions: Actions, or latents of a bounded distribution, shape ``(n_envs, *action_shape)``
-        :param episode_starts: Whether each observation starts an episode, shape ``(n_envs,)``
         :param values: Values of the observations, shape ``(n_envs, 1)``
         :param log_probs: Log probabilities of the actions, shape ``(n_envs,)``
         """
-        recorded = {"actions": actions, "episode_starts": episode_starts, "values": values, "log_probs": log_probs}
-        for name, part in recorded.items():
+        for name, part in (("actions", actions), ("values", values), ("log_probs", log_probs)):
             _copy(self.tensors[name][self.pos], part)
 
-    def end_step(self, rewards: Any) -> None:
+    def end_step(self, episode_starts: Any, rewards: Any) -> None:
         """
+        :param episode_starts: Whether each observation of the step starts an episode, shape ``(n_envs,)``
         :param rewards: Rewards of the step, shape ``(n_envs,)``
         """
+        _copy(self.tensors["episode_starts"][self.pos], episode_starts)
         _copy(self.tensors["rewards"][self.pos], rewards)
         self.pos += 1
         self.full = self.pos == self.buffer_size
@@ -165,8 +165,8 @@ class TensorRolloutBuffer(RolloutBuffer):
         :param log_prob: Log probabilities of the actions, shape ``(n_envs,)``
         """
         self.observe(obs)
-        self.record(th.as_tensor(action), episode_start, value, log_prob)
-        self.end_step(reward)
+        self.record(th.as_tensor(action), value, log_prob)
+        self.end_step(episode_start, reward)
 
     def bootstrap(self, truncated: TruncatedEpisodes) -> None:
         """

@@ -19,15 +19,19 @@ class TorchEnv:
     :param max_episode_steps: Number of steps after which an episode is cut off, by default Gymnasium's
     :param dtype: Dtype of the state; observations are in float32
     :param gives_final: Whether the infos have the last observations
+    :param has_own_generator: Whether random numbers are not those of PyTorch's default generator
     """
 
     n_states: int
     default_max_episode_steps: int
 
-    def __init__(self, num_envs=4, device="cpu", max_episode_steps=None, dtype=th.float32, gives_final=True):
+    def __init__(
+        self, num_envs=4, device="cpu", max_episode_steps=None, dtype=th.float32, gives_final=True, has_own_generator=True
+    ):
         self.num_envs, self.device, self.gives_final = num_envs, th.device(device), gives_final
         self.max_episode_steps = max_episode_steps or self.default_max_episode_steps
-        self.generator = th.Generator(device=self.device)
+        # A simulated device has no generators of its own.
+        self.generator = th.Generator(device=self.device) if has_own_generator else None
         self.state = th.zeros(self.n_states, num_envs, dtype=dtype, device=self.device)
         self.time = th.zeros(num_envs, dtype=th.int64, device=self.device)
 
@@ -40,7 +44,7 @@ class TorchEnv:
     def reset(self, *, seed=None, options=None):
         """First observations and empty infos."""
         if seed is not None:
-            self.generator.manual_seed(seed)
+            self.generator is not None and self.generator.manual_seed(seed)
         self.state.copy_(self.first_states())
         self.time.zero_()
         return self.observe(self.state), {}

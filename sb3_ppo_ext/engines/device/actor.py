@@ -40,7 +40,7 @@ class DeviceActor(Actor):
         with th.no_grad():
             obs_tensor = self.buffer.observe(self._staged(observations))
             samples, values, log_probs = policy(obs_tensor)
-        self.buffer.record(samples, 0.0, values, log_probs)
+        self.buffer.record(samples, values, log_probs)
         return Action(obs_tensor, samples.cpu().numpy(), values, log_probs)
 
     def _staged(self, observations: Any) -> Any:

@@ -1,0 +1,25 @@
+"""Bounds of spaces as tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch as th
+
+
+def bounds_on_device(low: np.ndarray, high: np.ndarray, device: th.device) -> tuple[th.Tensor, th.Tensor]:
+    """
+    :param low: Lower bounds
+    :param high: Upper bounds, of the same shape
+    :param device: Device of the tensors
+    :return: Both in float32, of the same shape. They are copied to the device once, and must not be modified
+    """
+    as_bytes = (np.asarray(bound, np.float32).tobytes() for bound in (low, high))
+    return _copied(*as_bytes, low.shape, device)
+
+
+@lru_cache(maxsize=16)
+def _copied(low: bytes, high: bytes, shape: tuple[int, ...], device: th.device) -> tuple[th.Tensor, th.Tensor]:
+    first, second = (th.from_numpy(np.frombuffer(bound, np.float32).reshape(shape).copy()) for bound in (low, high))
+    return first.to(device), second.to(device)

@@ -1,0 +1,422 @@
+"""``backend="device"`` on a simulated device: the same training as on the CPU, with few transfers and without waiting."""
+
+import math
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, CheckpointCallback, StopTrainingOnMaxEpisodes
+from support.options import SINGLE
+from support.torch_envs import TorchCartPole, TorchPendulum
+from support.toys import DICT, IMAGE, make_toys
+
+from sb3_ppo_ext import PPOExt, TorchVecEnv
+from sb3_ppo_ext.common.guards import NonFiniteDataError, NonFiniteGradientError, NonFinitePolicyError
+from sb3_ppo_ext.update import tensor_rollout
+from sb3_ppo_ext.update.minibatches import PrioritizedSegments
+from sb3_ppo_ext.update.tensor_estimates import TensorEstimates
+from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:You are trying to run PPOExt on the GPU"),
+    pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),
+]
+SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3)
+SPACES = {
+    "MlpPolicy": {},
+    "CnnPolicy": dict(observation_space=IMAGE),
+    "MultiInputPolicy": dict(observation_space=DICT),
+}
+ACTIONS = {
+    "gaussian": {},
+    "beta": dict(action_dist="beta"),
+    "squashed Gaussian": dict(action_dist="squashed_gaussian", bounds_coef=0.1),
+    "categorical": dict(env=dict(action_space=spaces.Discrete(4))),
+    "multi-categorical": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
+    "Bernoulli": dict(env=dict(action_space=spaces.MultiBinary(3))),
+    "gSDE": dict(use_sde=True, sde_sample_freq=4),
+}
+OPTIONS = {str(options): options for options in SINGLE if "backend" not in options and "action_dist" not in options}
+TOGETHER = {
+    "guards": dict(max_clip_fraction=0.01, target_kl=1e-3, bad_gradients="skip", learning_rate=1e-2),
+    "EMA, V-trace, segments": dict(advantage_norm="ema", vtrace=True, priority_alpha=0.6, priority_segment=4),
+    "KL, Muon": dict(kl_coef=0.5, kl_target=0.01, optimizer="muon"),
+    "own critic, AdamW": dict(critic_learning_rate=1e-3, optimizer="adamw", weight_decay=0.1),
+    "weight decay": dict(weight_decay=0.1, max_clip_fraction=0.01),
+    "SGD": dict(optimizer="sgd", accumulate_grad=2),
+}
+
+
+class HostSegments:
+    """Prioritised segments that are drawn from NumPy's generator, as on the CPU, and copied to the device."""
+
+    def __init__(self, advantages, *args):
+        self.device = advantages.device
+        self.of_host = PrioritizedSegments(advantages.cpu().numpy(), *args)
+
+    def epoch(self, batch_size):
+        for indices, weights in self.of_host.epoch(batch_size):
+            yield th.from_numpy(indices).to(self.device), th.from_numpy(weights).to(self.device)
+
+
+@pytest.fixture
+def same_draws(monkeypatch):
+    """Let the device draw the minibatches that the CPU draws."""
+    draw = lambda n, device: th.from_numpy(np.random.permutation(n)).to(device)  # noqa: E731
+    monkeypatch.setattr(tensor_rollout, "permutation", draw)
+    monkeypatch.setattr(TensorEstimates, "segments_class", HostSegments)
+
+
+def trained(device, backend, policy="MlpPolicy", env=None, timesteps=64, **options):
+    toys = make_toys(length=5, **(env or {}))
+    return PPOExt(policy, toys, device=device, backend=backend, **{**SMALL, **options}).learn(timesteps)
+
+
+def logs_of(model):
+    return {key: value for key, value in model.logger.name_to_value.items() if "time/" not in key}
+
+
+def assert_same(expected, actual):
+    """Parameters, the optimiser's counts and logs of two models are the same, to rounding."""
+    on_cpu = {name: tensor.cpu() for name, tensor in actual.policy.state_dict().items()}
+    for name, tensor in expected.policy.state_dict().items():
+        th.testing.assert_close(on_cpu[name], tensor, rtol=1e-3, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}")
+    one, other = logs_of(expected), logs_of(actual)
+    assert one.keys() == other.keys()
+    np.testing.assert_allclose([*other.values()], [*one.values()], rtol=1e-2, atol=1e-4)
+    counts = [[float(s["step"]) for s in m.policy.optimizer.state.values() if "step" in s] for m in (expected, actual)]
+    assert counts[0] == counts[1]
+
+
+def assert_same_training(sim, **kwargs):
+    expected, actual = trained("cpu", "eager", **kwargs), trained(sim.name, "device", **kwargs)
+    assert isinstance(actual.rollout_buffer, TensorRolloutBuffer)
+    assert {parameter.device for parameter in actual.policy.parameters()} == {th.device(sim.name)}
+    assert_same(expected, actual)
+
+
+@pytest.mark.usefixtures("same_draws")
+@pytest.mark.parametrize("policy", SPACES)
+def test_policies(sim, policy):
+    """Each policy is trained in NumPy environments as by SB3's loop on the CPU."""
+    assert_same_training(sim, policy=policy, env=SPACES[policy])
+
+
+@pytest.mark.usefixtures("same_draws")
+@pytest.mark.parametrize("actions", ACTIONS)
+def test_actions(sim, actions):
+    """Each action distribution is trained as on the CPU."""
+    assert_same_training(sim, ent_coef=0.01, **ACTIONS[actions])
+
+
+@pytest.mark.usefixtures("same_draws")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options(sim, options):
+    """Each option acts as on the CPU."""
+    assert_same_training(sim, **OPTIONS[options])
+
+
+@pytest.mark.usefixtures("same_draws")
+@pytest.mark.parametrize("options", TOGETHER)
+def test_options_together(sim, options):
+    """Options that decide about steps of the optimiser, or change it, act as on the CPU."""
+    assert_same_training(sim, **TOGETHER[options])
+
+
+class Spoil(PPOExt):
+    """Adds a loss that is infinite for some minibatches."""
+
+    def extra_actor_loss(self, rollout_data, distribution):
+        scale = th.where(rollout_data.old_log_prob.sum() > self.limit, math.inf, 0.1)
+        return scale * distribution.distribution.mean.square().mean(), {}
+
+
+def spoilt(device, backend, limit, **options):
+    model = Spoil("MlpPolicy", make_toys(length=5), device=device, backend=backend, **{**SMALL, **options})
+    model.limit = limit
+    return model
+
+
+@pytest.mark.usefixtures("same_draws")
+def test_steps_that_are_not_finite_are_skipped(sim):
+    """With ``bad_gradients="skip"``, the same steps are left out as on the CPU, and all others are made."""
+    models = [
+        spoilt(device, backend, -22.6, bad_gradients="skip").learn(128)
+        for device, backend in (("cpu", "eager"), (sim.name, "device"))
+    ]
+    assert 0 < models[0].n_skipped_updates < 32
+    assert models[0].n_skipped_updates == models[1].n_skipped_updates
+    assert_same(*models)
+
+
+@pytest.mark.usefixtures("same_draws")
+def test_gradients_that_are_not_finite_are_refused(sim):
+    """The error is raised at the end of the update, with the parameters of the step before, and names the same as on the CPU."""
+    states, messages = [], []
+    for device, backend in (("cpu", "eager"), (sim.name, "device")):
+        model = spoilt(device, backend, -22.6)
+        with pytest.raises(NonFiniteGradientError) as error:
+            model.learn(128)
+        states.append({name: tensor.cpu() for name, tensor in model.policy.state_dict().items()})
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    for name, tensor in states[0].items():
+        th.testing.assert_close(states[1][name], tensor, rtol=1e-3, atol=5e-5)
+
+
+@pytest.mark.usefixtures("same_draws")
+@pytest.mark.parametrize("n_epochs", [1, 3, 10])
+def test_target_kl_stops_at_the_same_step(sim, capsys, n_epochs):
+    """The update ends at the same step as on the CPU, however late the host learns of it, and says so."""
+    options = dict(target_kl=2e-3, learning_rate=3e-3, n_epochs=n_epochs, verbose=1, timesteps=128)
+    models = [trained(device, backend, **options) for device, backend in (("cpu", "eager"), (sim.name, "device"))]
+    said = [line for line in capsys.readouterr().out.splitlines() if "Early stopping" in line]
+    assert len(said) % 2 == 0
+    assert said[: len(said) // 2] == said[len(said) // 2 :]
+    assert models[0]._n_updates == models[1]._n_updates
+    assert_same(*models)
+
+
+# Tensor environments
+
+
+def tensor_env(sim_or_cpu, env_class=TorchPendulum, n=16, **kwargs):
+    return TorchVecEnv(env_class(n, device=sim_or_cpu, has_own_generator=False, max_episode_steps=12, **kwargs))
+
+
+@pytest.mark.usefixtures("same_draws")
+@pytest.mark.parametrize("options", [{}, dict(action_dist="beta"), dict(vtrace=True, advantage_norm="ema")], ids=str)
+@pytest.mark.parametrize("env_class", [TorchPendulum, TorchCartPole])
+def test_tensor_environments_train_as_numpy_environments(sim, env_class, options):
+    """The same environments, stepped in tensors on the device, give the training that SB3's loop gives in NumPy on the CPU."""
+    if env_class is TorchCartPole and "action_dist" in options:
+        pytest.skip("Beta is for boxes")
+    options = {**SMALL, "batch_size": 64, **options}
+    expected = PPOExt("MlpPolicy", tensor_env("cpu", env_class), backend="eager", **options).learn(16 * 16 * 3)
+    for device in ("cpu", sim.name):
+        actual = PPOExt("MlpPolicy", tensor_env(device, env_class), device=device, backend="device", **options)
+        actual.learn(16 * 16 * 3)
+        assert_same(expected, actual)
+        episodes = [[(e["r"], e["l"]) for e in model.ep_info_buffer] for model in (expected, actual)]
+        assert len(episodes[0]) > 10
+        np.testing.assert_allclose(episodes[1], episodes[0], rtol=1e-4)
+        assert expected.num_timesteps == actual.num_timesteps
+
+
+@pytest.mark.usefixtures("same_draws")
+def test_without_final_observations(sim):
+    """Truncated episodes are valued at the last observation that was seen, which is said once, as in NumPy."""
+    models = []
+    for device, backend in (("cpu", "eager"), (sim.name, "device")):
+        env = tensor_env(device, gives_final=False)
+        model = PPOExt("MlpPolicy", env, device=device, backend=backend, **{**SMALL, "batch_size": 64})
+        with pytest.warns(UserWarning, match="does not give the last observations") as warned:
+            model.learn(16 * 16 * 2)
+        assert len([w for w in warned if "last observations" in str(w.message)]) == 1
+        models.append(model)
+    assert_same(*models)
+
+
+BUDGET = 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(n_epochs=20),
+        dict(action_dist="beta"),
+        dict(action_dist="squashed_gaussian", bounds_coef=0.1, kl_coef=0.1, kl_target=0.01),
+        dict(advantage_norm="ema", target_kl=10.0, n_epochs=10),
+        dict(vtrace=True, priority_alpha=0.5, priority_segment=4),
+        dict(optimizer="muon", max_clip_fraction=0.5, bad_gradients="skip", clip_range_vf=0.2),
+    ],
+    ids=str,
+)
+def test_transfers(sim, options):
+    """A whole iteration with a tensor environment has at most ten transfers, whatever the numbers of epochs and of steps."""
+    env = tensor_env(sim.name)
+    model = PPOExt("MlpPolicy", env, device=sim.name, **{**SMALL, "batch_size": 64, **options})
+    model.learn(16 * 16)
+    with sim.counting() as counts:
+        model.learn(3 * 16 * 16, reset_num_timesteps=False)
+    waits = counts.to_host + counts.items
+    assert waits <= 3 * BUDGET
+    assert waits + counts.to_device <= 3 * BUDGET + 3
+    assert counts.operations > 1000
+
+
+def test_transfers_of_numpy_environments(sim):
+    """With NumPy environments, observations are copied once per step to the device, and actions once from it."""
+    model = PPOExt("MlpPolicy", make_toys(length=5), device=sim.name, **{**SMALL, "n_steps": 64})
+    model.learn(128)
+    with sim.counting() as counts:
+        model.learn(128, reset_num_timesteps=False)
+    assert counts.to_host + counts.items <= 64 + BUDGET
+    assert counts.to_device <= 64 + BUDGET
+
+
+# Callbacks
+
+
+class Record(BaseCallback):
+    """Keeps what it reads of the local variables."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.names, self.seen = names, []
+
+    def _on_step(self):
+        self.seen.append({name: self.locals[name] for name in self.names})
+        return True
+
+
+@pytest.mark.usefixtures("same_draws")
+def test_callbacks_read_what_they_read_in_sb3(sim):
+    """A callback finds the arrays and infos of SB3's loop, and reading them changes nothing."""
+    names = ("n_steps", "actions", "clipped_actions", "new_obs", "rewards", "dones", "infos")
+    models, records = [], []
+    for device, backend in (("cpu", "eager"), (sim.name, "device")):
+        record = Record(*names)
+        model = PPOExt("MlpPolicy", tensor_env(device), device=device, backend=backend, **{**SMALL, "batch_size": 64})
+        models.append(model.learn(16 * 16 * 2, callback=CallbackList([record])))
+        records.append(record.seen)
+    assert_same(*models)
+    assert [[e["r"] for e in m.ep_info_buffer] for m in models][0]
+    for one, other in zip(*records, strict=True):
+        for name in names[1:6]:
+            assert type(other[name]) is np.ndarray
+            np.testing.assert_allclose(other[name], one[name], rtol=1e-4, atol=1e-5)
+        assert one["n_steps"] == other["n_steps"]
+        for info, expected in zip(other["infos"], one["infos"], strict=True):
+            assert info.keys() == expected.keys()
+            if info:
+                np.testing.assert_allclose(info["terminal_observation"], expected["terminal_observation"], rtol=1e-4, atol=1e-5)
+                assert info["TimeLimit.truncated"] == expected["TimeLimit.truncated"]
+
+
+class Halve(BaseCallback):
+    """Halves the rewards in place, and sets back the critic in mid-rollout."""
+
+    def _on_step(self):
+        self.locals["rewards"] *= 0.5
+        if self.n_calls == 9:
+            th.nn.init.zeros_(self.model.policy.value_net.weight)
+        return True
+
+
+@pytest.mark.usefixtures("same_draws")
+@pytest.mark.parametrize("makes_tensors", [True, False])
+def test_callbacks_change_what_they_change_in_sb3(sim, makes_tensors):
+    """Rewards that a callback changes in place, and parameters in mid-rollout, are those that the training uses."""
+    models = []
+    for device, backend in (("cpu", "eager"), (sim.name, "device")):
+        env = tensor_env(device) if makes_tensors else make_toys(length=5)
+        model = PPOExt("MlpPolicy", env, device=device, backend=backend, **{**SMALL, "batch_size": 16})
+        models.append(model.learn(2 * 16 * env.num_envs, callback=Halve()))
+    assert_same(*models)
+
+
+def test_known_callbacks_do_not_copy(sim, tmp_path):
+    """Callbacks of SB3 copy only what they read."""
+    env = tensor_env(sim.name)
+    model = PPOExt("MlpPolicy", env, device=sim.name, **{**SMALL, "batch_size": 64})
+    callback = CallbackList([CheckpointCallback(10**6, str(tmp_path)), StopTrainingOnMaxEpisodes(10**6)])
+    model.learn(16 * 16, callback=callback)
+    with sim.counting() as counts:
+        model.learn(16 * 16, callback=callback, reset_num_timesteps=False)
+    assert counts.to_host + counts.items <= 16 + BUDGET  # ends of episodes at each of 16 steps
+
+
+def test_callback_ends_the_training(sim):
+    """A callback that returns False ends the training at this step."""
+
+    class Stop(BaseCallback):
+        def _on_step(self):
+            return self.n_calls < 5
+
+    model = PPOExt("MlpPolicy", tensor_env(sim.name), device=sim.name, **{**SMALL, "batch_size": 64})
+    model.learn(10_000, callback=Stop())
+    assert model.num_timesteps == 5 * 16
+
+
+# Numbers that are not finite
+
+
+class Broken(TorchPendulum):
+    """Returns NaN from a copy at a step."""
+
+    what, step_of_nan = "reward", 5
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.n = 0
+
+    def step(self, actions):
+        observations, rewards, *others = super().step(actions)
+        self.n += 1
+        if self.n == self.step_of_nan:
+            (rewards if self.what == "reward" else observations)[3] = math.nan
+        return observations, rewards, *others
+
+
+@pytest.mark.parametrize("what", ["reward", "observation"])
+@pytest.mark.parametrize("step", [5, 16])
+def test_data_that_are_not_finite_are_refused(sim, monkeypatch, what, step):
+    """The error names environment and step, and the model is left as it was before the rollout."""
+    monkeypatch.setattr(Broken, "what", what)
+    monkeypatch.setattr(Broken, "step_of_nan", step)
+    model = PPOExt("MlpPolicy", tensor_env(sim.name, Broken), device=sim.name, **{**SMALL, "batch_size": 64})
+    before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
+    with pytest.raises(NonFiniteDataError, match=f"Environment 3: the {what} is not finite.*at step {step - 1} of the rollout"):
+        model.learn(16 * 16)
+    assert model.num_timesteps == 0
+    assert all(th.equal(before[name], tensor) for name, tensor in model.policy.state_dict().items())
+    model.learn(16 * 16)
+
+
+def test_policies_that_are_not_finite_are_refused(sim):
+    """Parameters that are not finite are named."""
+    model = PPOExt("MlpPolicy", tensor_env(sim.name), device=sim.name, **{**SMALL, "batch_size": 64})
+    with th.no_grad():
+        model.policy.action_net.bias.fill_(math.nan)
+    with pytest.raises(NonFinitePolicyError, match=r"step 0 of the rollout.*action_net.bias"):
+        model.learn(16 * 16)
+
+
+# Choice
+
+
+def test_automatic_choice(sim):
+    """Without an option, rollouts stay on a device that is not the CPU, and history-based policies use another engine."""
+    on_device = PPOExt("MlpPolicy", make_toys(), device=sim.name, **SMALL)
+    assert isinstance(on_device.rollout_buffer, TensorRolloutBuffer)
+    on_cpu = PPOExt("MlpPolicy", tensor_env("cpu"), **{**SMALL, "batch_size": 64})
+    assert not isinstance(on_cpu.rollout_buffer, TensorRolloutBuffer)
+    with pytest.raises(ValueError, match='backend="device"` is not accepted|`backend=.device'):
+        PPOExt("MlpTransformerPolicy", make_toys(), backend="device", **SMALL)
+
+
+def test_backend_can_be_changed(sim):
+    """The rollout buffer follows ``backend`` when it is changed between two calls of ``learn``."""
+    model = PPOExt("MlpPolicy", tensor_env(sim.name), device=sim.name, **{**SMALL, "batch_size": 64}).learn(256)
+    model.backend = "eager"
+    model.learn(256, reset_num_timesteps=False)
+    assert not isinstance(model.rollout_buffer, TensorRolloutBuffer)
+    model.backend = "device"
+    model.learn(256, reset_num_timesteps=False)
+    assert isinstance(model.rollout_buffer, TensorRolloutBuffer)
+    assert model.num_timesteps == 3 * 256
+
+
+def test_zips_are_portable(sim, tmp_path):
+    """A model that was trained on the device is loaded on the CPU, and goes on there."""
+    model = PPOExt("MlpPolicy", tensor_env(sim.name), device=sim.name, **{**SMALL, "batch_size": 64}).learn(256)
+    model.policy.to("cpu")
+    model.save(tmp_path / "model")
+    loaded = PPOExt.load(tmp_path / "model", tensor_env("cpu"), device="cpu")
+    for name, tensor in model.policy.state_dict().items():
+        th.testing.assert_close(loaded.policy.state_dict()[name], tensor)
+    loaded.learn(256, reset_num_timesteps=False)
