@@ -3,6 +3,7 @@
 import warnings
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
@@ -22,6 +23,7 @@ from stable_baselines3.common.vec_env.patch_gym import _patch_env
 from sb3_ppo_ext.algorithm.model_setup import ModelSetup
 from sb3_ppo_ext.algorithm.saved_state import option_names
 from sb3_ppo_ext.algorithm.training_loop import TrainingLoop
+from sb3_ppo_ext.common.guards import check_predicted
 from sb3_ppo_ext.common.schedules import ScheduleLike
 from sb3_ppo_ext.common.validation import (
     SUPPORTED_SPACES,
@@ -316,6 +318,7 @@ class PPOExt(TrainingLoop, ModelSetup):
                 super()._setup_model()
         finally:
             self.policy_kwargs = given
+        self._setup_validation()
         self._adapt_rollout_buffer()
         self._setup_optimizer()
         self._setup_advantages()
@@ -323,6 +326,28 @@ class PPOExt(TrainingLoop, ModelSetup):
         self._setup_statistics()
         self._setup_engine()
         self._remember_options()
+
+    def predict(
+        self,
+        observation: np.ndarray | dict[str, np.ndarray],
+        state: tuple[np.ndarray, ...] | None = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+        """
+        Get the policy action from an observation (and optional hidden state).
+
+        :param observation: Observation of one environment or of several
+        :param state: Hidden state that the last call returned, of a history-based policy
+        :param episode_start: Whether each environment has begun an episode with this observation, of a history-based policy
+        :param deterministic: Whether to return the deterministic action instead of a sample
+        :return: Action of each environment, and the next hidden state
+        :raises ValueError: if the outputs of the policy are not finite
+        """
+        actions, state = super().predict(observation, state, episode_start, deterministic)
+        if self.device.type != "cpu":  # On the CPU, PyTorch validates the parameters of the distribution.
+            check_predicted(self.policy, np.asarray(actions))
+        return actions, state
 
     def _get_policy_from_name(self, policy_name: str) -> type[BasePolicy]:
         if policy_name not in self.policy_aliases:

@@ -82,6 +82,14 @@ def trained(tmp_path_factory):
     return folder
 
 
+def pytest_collection_finish(session):
+    """Autograd counts the devices when it is first used, which another test may do."""
+    if any("sim" in getattr(item, "fixturenames", ()) for item in session.items):
+        from support.simulated_device import load
+
+        load()
+
+
 @pytest.fixture(scope="session")
 def sim():
     """A device whose memory is the CPU's, which refuses and counts what CUDA would refuse or wait for."""

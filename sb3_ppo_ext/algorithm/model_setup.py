@@ -19,6 +19,7 @@ from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, in_float32_range, make_schedule, value_of
 from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
 from sb3_ppo_ext.distributions import ACTION_DISTS, BoundedDistribution
+from sb3_ppo_ext.distributions.on_device import on_device
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer
@@ -48,6 +49,16 @@ class ModelSetup(PolicyUpdater):
             return policy_kwargs
         self.policy_class = with_action_distributions(self.policy_class)
         return {**policy_kwargs, "action_dist": self.action_dist, "deterministic_action": self.deterministic_action}
+
+    def _setup_validation(self) -> None:
+        """
+        Keep SB3's distributions from validating their arguments on a GPU, which would wait for it, in policies of SB3 and of
+        this package. On the CPU, the validation finds NaN.
+        """
+        policy: Any = self.policy
+        is_known = isinstance(policy, ActionDistributionMixin) or type(policy) in self.policy_aliases.values()
+        if is_known and policy.device.type != "cpu":
+            policy.action_dist = on_device(policy.action_dist)
 
     def _setup_rollout_buffer(self) -> None:
         """Create the rollout buffer anew, as SB3 does."""

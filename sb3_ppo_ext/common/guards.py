@@ -18,6 +18,8 @@ from sb3_ppo_ext.common.workers import WorkerError, raise_if_worker_died
 
 # Numbers with a smaller square are finite in float32, which policies and buffers compute with.
 _SQUARE_IN_FLOAT32 = 1e76
+# Discrete action of a policy on a GPU whose outputs are not finite
+NO_ACTION = -1
 
 
 class EnvironmentDataError(ValueError):
@@ -100,8 +102,28 @@ def check_outputs(policy: th.nn.Module, outputs: np.ndarray, step: int, num_time
     :param num_timesteps: Number of timesteps trained so far
     :raises NonFinitePolicyError: if the outputs contain NaN or infinity
     """
-    if outputs.dtype.kind == "f" and not _is_surely_finite(outputs) and not np.isfinite(outputs).all():
+    if not _is_output(policy, outputs):
         refuse_policy(policy, step, num_timesteps)
+
+
+def check_predicted(policy: th.nn.Module, actions: np.ndarray) -> None:
+    """
+    Check the actions that a policy on a GPU predicts.
+
+    :param policy: Policy that predicted the actions
+    :param actions: Actions, shape ``(n_envs, *action_shape)``, or that of a single action
+    :raises NonFinitePolicyError: if they contain NaN, infinity or :data:`NO_ACTION`
+    """
+    if not _is_output(policy, actions):
+        raise NonFinitePolicyError(f"The outputs of the policy are not finite ({_why_not_finite(policy)}).")
+
+
+def _is_output(policy: Any, outputs: np.ndarray) -> bool:
+    """Whether these are outputs of a policy, not what it returns instead because they are not finite."""
+    if outputs.dtype.kind == "f":
+        return _is_surely_finite(outputs) or bool(np.isfinite(outputs).all())
+    distribution = getattr(policy, "action_dist", None)
+    return not (getattr(distribution, "marks_actions", False) and bool((outputs == NO_ACTION).any()))
 
 
 def refuse_policy(policy: th.nn.Module, step: int, num_timesteps: int) -> NoReturn:
@@ -113,14 +135,18 @@ def refuse_policy(policy: th.nn.Module, step: int, num_timesteps: int) -> NoRetu
     :param num_timesteps: Number of timesteps trained so far
     :raises NonFinitePolicyError: always
     """
-    bad = [name for name, parameter in policy.named_parameters() if not th.isfinite(parameter).all()]
-    where = (
-        f"parameters that are not finite: {', '.join(bad)}" if bad else "its parameters are finite, but too large or too small"
-    )
     raise NonFinitePolicyError(
         f"The outputs of the policy are not finite at step {step} of the rollout, after {num_timesteps} timesteps "
-        f"({where}). Nothing was learned from this rollout. Continue from an earlier checkpoint, with a lower learning rate."
+        f"({_why_not_finite(policy)}). Nothing was learned from this rollout. Continue from an earlier checkpoint, with a "
+        "lower learning rate."
     )
+
+
+def _why_not_finite(policy: th.nn.Module) -> str:
+    bad = [name for name, parameter in policy.named_parameters() if not th.isfinite(parameter).all()]
+    if not bad:
+        return "its parameters are finite, but too large or too small"
+    return f"parameters that are not finite: {', '.join(bad)}"
 
 
 def _is_surely_finite(data: Any) -> bool:

@@ -49,14 +49,14 @@ class SimulatedDevice:
     """
     The device, which is there from now on until the process ends.
 
-    :param library: File with the compiled operations
+    :param library: The compiled operations, see :func:`load`
     """
 
     name = f"{NAME}:0"
 
-    def __init__(self, library: Path):
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library
         th.utils.rename_privateuse1_backend(NAME)
-        self._library = ctypes.CDLL(str(library))
         th._C._acc.register_python_privateuseone_hook(_Hook())
         th._register_device_module(NAME, _device_module())
 
@@ -79,15 +79,26 @@ class SimulatedDevice:
 
 
 @cache
-def simulated_device() -> SimulatedDevice:
+def load() -> ctypes.CDLL | str:
     """
-    :return: The device, compiled once per machine, and registered when this is first called in a process. Skips the test
-        without a C++ compiler
+    Compile the operations, once per machine, and load them. Must be called before anything is differentiated in the process,
+    because that is when autograd counts the devices.
+
+    :return: The operations, or the reason why there are none
     """
     compiler = next(filter(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++")), None)
-    if compiler is None:
-        pytest.skip("no C++ compiler for the simulated device")
-    return SimulatedDevice(_built(compiler))
+    return "no C++ compiler for the simulated device" if compiler is None else ctypes.CDLL(str(_built(compiler)))
+
+
+@cache
+def simulated_device() -> SimulatedDevice:
+    """
+    :return: The device. Skips the test without a C++ compiler
+    """
+    library = load()
+    if isinstance(library, str):
+        pytest.skip(library)
+    return SimulatedDevice(library)
 
 
 def _built(compiler: str) -> Path:

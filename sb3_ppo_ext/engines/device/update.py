@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
-import numpy as np
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
@@ -158,9 +158,10 @@ class DeviceUpdate:
             print(f"Early stopping at step {step.epoch} due to reaching max kl: {approx_kl:.2f}")
 
     def _refuse(self, step: RecordedStep, values: th.Tensor) -> None:
-        terms: dict[str, Any] = {}
+        measured: dict[str, float] = {}
         for name, value in zip(step.names, values[N_FLAGS:].tolist(), strict=True):
-            if name in LOSS_TERMS and np.isfinite(terms.get(name, 0.0)):
-                terms[name] = value
+            if math.isfinite(measured.get(name, 0.0)):
+                measured[name] = value
+        terms = {name: measured[name] for name in LOSS_TERMS if name in measured}
         self.stepper.show_bad_gradients()
         refuse_gradient(self.policy, terms, step.epoch, self.config.num_timesteps)
