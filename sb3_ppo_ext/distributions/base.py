@@ -51,6 +51,16 @@ class BoundedDistribution(Distribution):
 
     @staticmethod
     @abstractmethod
+    def position_of_tensor(latents: th.Tensor) -> th.Tensor:
+        """
+        :meth:`position` on the device of the latents.
+
+        :param latents: Latents, any shape
+        :return: Positions of the actions between their bounds, from 0 to 1, the same shape
+        """
+
+    @staticmethod
+    @abstractmethod
     def latents(position: np.ndarray) -> np.ndarray:
         """
         Inverse of :meth:`position`, except for actions closer than a millionth of the width to a bound: these get the latent

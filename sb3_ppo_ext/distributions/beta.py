@@ -137,6 +137,10 @@ class BoundedBetaDistribution(BoundedDistribution):
         return latents
 
     @staticmethod
+    def position_of_tensor(latents: th.Tensor) -> th.Tensor:
+        return latents
+
+    @staticmethod
     def latents(position: np.ndarray) -> np.ndarray:
         return np.clip(position, EDGE, 1 - EDGE)
 

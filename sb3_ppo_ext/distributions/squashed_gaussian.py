@@ -106,6 +106,10 @@ class TanhGaussianDistribution(BoundedDistribution):
         return (np.tanh(latents) + 1) / 2
 
     @staticmethod
+    def position_of_tensor(latents: th.Tensor) -> th.Tensor:
+        return (th.tanh(latents) + 1) / 2
+
+    @staticmethod
     def latents(position: np.ndarray) -> np.ndarray:
         return np.arctanh(2 * np.clip(position, EDGE, 1 - EDGE) - 1)
 

@@ -232,6 +232,10 @@ class Transformer(nn.Module):
     :param n_stacked: Number of steps that are stacked, at most as many as the first block sees
     """
 
+    # A token has many more numbers than the stacked features. At their full size, they would make most of the outputs of actor
+    # and critic, and each step of the optimiser would change these the more.
+    TOKEN_SCALE = 0.25
+
     def __init__(
         self,
         features_dim: int,
@@ -285,7 +289,7 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length = episodes.shape[1]
             cache.features, cache.episodes[:, : cache.length] = features[:, cache.length - self.stem.span :], episodes
-        return th.cat([stacked[:, start - self.layers[0].span :], tokens], dim=2)
+        return self._outputs(stacked[:, start - self.layers[0].span :], tokens)
 
     def step(self, features: th.Tensor, episodes: th.Tensor, cache: Cache) -> th.Tensor:
         """
@@ -309,7 +313,10 @@ class Transformer(nn.Module):
             queries = present if layer == 0 else tokens
             tokens = block(queries, cache.keys[layer][:, seen], cache.values[layer][:, seen], visible)
         cache.length += 1
-        return th.cat([stacked, tokens], dim=2).squeeze(1)
+        return self._outputs(stacked, tokens).squeeze(1)
+
+    def _outputs(self, stacked: th.Tensor, tokens: th.Tensor) -> th.Tensor:
+        return th.cat([stacked, self.TOKEN_SCALE * tokens], dim=2)
 
 
 def _same(ones: th.Tensor, others: th.Tensor) -> th.Tensor:

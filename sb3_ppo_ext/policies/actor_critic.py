@@ -11,6 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
     ActorCriticPolicy,
+    BasePolicy,
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.preprocessing import get_action_dim
@@ -262,6 +263,31 @@ class ActionDistributionMixin(SavedPolicy):
             "share_features_extractor": self.share_features_extractor,
             **self._action_distribution_keywords(),
         }
+
+
+def unscaled(policy: ActorCriticPolicy, samples: th.Tensor, low: th.Tensor, high: th.Tensor) -> th.Tensor:
+    """
+    ``unscale_action`` of a policy with ``squash_output``, on the device of the samples.
+
+    :param policy: Policy that made the samples
+    :param samples: Latents if the action distribution is bounded, else actions in [-1, 1], shape ``(n, *action_shape)``
+    :param low: Lower bounds of the actions, shape ``action_shape``
+    :param high: Upper bounds of the actions, shape ``action_shape``
+    :return: Actions within the bounds, shape ``(n, *action_shape)``
+    """
+    if not isinstance(policy.action_dist, BoundedDistribution):
+        return low + 0.5 * (samples + 1.0) * (high - low)
+    position = policy.action_dist.position_of_tensor(samples)
+    return th.clamp(low * (1 - position) + high * position, low, high)
+
+
+def unscales_as_known(policy: ActorCriticPolicy) -> bool:
+    """
+    :param policy: Policy
+    :return: Whether :func:`unscaled` is its ``unscale_action``
+    """
+    known = (BasePolicy.unscale_action, ActionDistributionMixin.unscale_action)
+    return type(policy).unscale_action in known and "unscale_action" not in vars(policy)
 
 
 def evaluator(policy: ActorCriticPolicy) -> Any:

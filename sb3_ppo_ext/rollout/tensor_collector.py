@@ -15,6 +15,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.guards import check_finite, refuse_policy
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.lazy_locals import Later, LazyLocals
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
@@ -47,8 +48,8 @@ class TensorRolloutCollector(RolloutCollector):
     _tensors_after: TensorsAfter | None = None
 
     def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
-        takes_infos = type(self)._update_info_buffer is not RolloutCollector._update_info_buffer
-        if not isinstance(env, TensorVecEnv) or not isinstance(rollout_buffer, TensorRolloutBuffer) or takes_infos:
+        is_known = type(self)._update_info_buffer is RolloutCollector._update_info_buffer and unscales_as_known(self.policy)
+        if not isinstance(env, TensorVecEnv) or not isinstance(rollout_buffer, TensorRolloutBuffer) or not is_known:
             self._tensors_after = None
             return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
         return TensorCollection(self, env, callback, rollout_buffer, n_rollout_steps).run()
@@ -135,7 +136,7 @@ class TensorCollection:
             return samples
         low, high = self.bounds
         if self.model.policy.squash_output:
-            return low + 0.5 * (samples + 1.0) * (high - low)
+            return unscaled(self.model.policy, samples, low, high)
         return th.clamp(samples, low, high)
 
     # For callbacks

@@ -17,6 +17,8 @@ from sb3_ppo_ext.update.advantages import gae_of_tensors
 from sb3_ppo_ext.update.rollout_data import EVALUATION_BATCH, Rollout
 
 ARRAYS = ("observations", "actions", "rewards", "returns", "episode_starts", "values", "log_probs", "advantages")
+# SB3 does not flatten them, since minibatches do not have them.
+NEVER_FLAT = ("rewards", "episode_starts")
 
 
 class TruncatedEpisodes(NamedTuple):
@@ -37,7 +39,7 @@ def _as_numpy(name: str) -> property:
     """Property of a buffer that reads a tensor as a NumPy array, and copies an array into the tensor."""
 
     def read(buffer: TensorRolloutBuffer) -> Any:
-        return map_observations(buffer.as_array, buffer.tensors[name])
+        return map_observations(lambda tensor: buffer.as_array(tensor, name), buffer.tensors[name])
 
     def write(buffer: TensorRolloutBuffer, values: Any) -> None:
         map_observations(buffer.fill, buffer.tensors[name], values)
@@ -96,15 +98,16 @@ class TensorRolloutBuffer(RolloutBuffer):
         of_numpy = th.from_numpy(np.zeros(0, dtype)).dtype
         return th.zeros((self.buffer_size, self.n_envs, *shape), dtype=of_numpy, device=self.device)
 
-    def as_array(self, tensor: th.Tensor) -> np.ndarray:
+    def as_array(self, tensor: th.Tensor, name: str) -> np.ndarray:
         """
         :param tensor: Tensor of the buffer, shape ``(n_steps, n_envs, ...)``
+        :param name: Name of the tensor
         :return: The same as an array, with the shape that SB3's buffer has at this time
         """
         array = tensor.detach().cpu().numpy()
         if self.device.type != "cpu":
             array.flags.writeable = False
-        return self.swap_and_flatten(array) if self.generator_ready else array
+        return self.swap_and_flatten(array) if self.generator_ready and name not in NEVER_FLAT else array
 
     def fill(self, tensor: th.Tensor, values: np.ndarray) -> None:
         """
