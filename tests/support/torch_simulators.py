@@ -6,6 +6,7 @@ times. What each of the classes does in the way of its simulator is in its docst
 """
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -63,7 +64,7 @@ class LikeManiSkill(Clocks):
 
 
 class _IsaacTask(Clocks):
-    metadata = {"render_modes": []}
+    metadata: ClassVar = {"render_modes": []}
     render_mode = None
 
     def __init__(self, num_envs, compute_final_obs, is_finite_horizon):
@@ -121,8 +122,8 @@ class LikeIsaacLab(gym.Env):
 
 class LikeRslRl(Clocks):
     """
-    As the ``VecEnv`` of rsl_rl: no spaces, no ``reset``, ends of episodes as integers, and those that were cut off as floats in
-    ``extras["time_outs"]``, which are written only when an episode ends, and stay there.
+    As the ``VecEnv`` of rsl_rl: no spaces, no ``reset``, ends of episodes as integers, and those that were cut off as floats
+    in ``extras["time_outs"]``, which are written only when an episode ends, and stay there.
     """
 
     num_actions = 1
