@@ -189,21 +189,33 @@ class TensorVecEnv(VecEnv, ABC):
         observations = map_tensors(step.observations, _copied_to_host)
         dones = terminated | truncated
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        if dones.any():
-            ended = np.flatnonzero(dones)
-            cut_off = truncated & ~terminated
-            seconds = round(time.time() - self._start, 6)
-            finals, logs = self._final_rows(step, ended), _log_rows(step.log, ended)
-            for row, index in enumerate(ended.tolist()):
-                infos[index] = {
-                    **{key: values[row] for key, values in logs.items()},
-                    "terminal_observation": map_tensors(finals, lambda part, row=row: part[row]),
-                    "TimeLimit.truncated": bool(cut_off[index]),
-                    "episode": {"r": float(returns[index]), "l": int(lengths[index]), "t": seconds},
-                }
-                self.reset_infos[index] = {}
+        ended = np.flatnonzero(dones)
+        if len(ended):
+            self._fill(infos, ended, step, (truncated & ~terminated)[ended], returns[ended], lengths[ended])
         self._last_observations = observations
         return observations, rewards, dones, infos
+
+    def _fill(
+        self,
+        infos: list[dict[str, Any]],
+        ended: np.ndarray,
+        step: TensorStep,
+        cut_off: np.ndarray,
+        returns: np.ndarray,
+        lengths: np.ndarray,
+    ) -> None:
+        """Write what belongs to the end of an episode into the infos of the environments whose episode has ended."""
+        seconds = round(time.time() - self._start, 6)
+        last = _rows(self._final_rows(step, ended), len(ended))
+        logs = _log_rows(step.log, ended)
+        numbers = (ended.tolist(), last, cut_off.tolist(), returns.tolist(), lengths.tolist(), logs)
+        for index, observation, truncated, total, length, log in zip(*numbers, strict=True):
+            info = infos[index]
+            info.update(log)
+            info["terminal_observation"] = observation
+            info["TimeLimit.truncated"] = truncated
+            info["episode"] = {"r": total, "l": int(length), "t": seconds}
+            self.reset_infos[index] = {}
 
     def _final_rows(self, step: TensorStep, ended: np.ndarray) -> Any:
         """Last observations of the episodes that have ended, shape ``(n_ended, *obs_shape)``."""
@@ -297,7 +309,17 @@ def _numbers_on_host(step: TensorStep) -> tuple[np.ndarray, ...]:
     return rewards.astype(np.float32), terminated != 0, truncated != 0, returns, lengths
 
 
-def _log_rows(log: Mapping[str, th.Tensor], ended: np.ndarray) -> dict[str, list[Any]]:
-    """Entries of the log for the environments whose episode has ended."""
-    host = {key: values.detach().cpu().numpy() for key, values in log.items()}
-    return {key: (values[ended] if values.ndim else np.repeat(values, len(ended))).tolist() for key, values in host.items()}
+def _rows(arrays: Any, n_rows: int) -> list[Any]:
+    """Rows of an array, or dictionaries of the rows of the arrays in a dictionary."""
+    if isinstance(arrays, dict):
+        return [{key: part[row] for key, part in arrays.items()} for row in range(n_rows)]
+    return list(arrays)
+
+
+def _log_rows(log: Mapping[str, th.Tensor], ended: np.ndarray) -> list[dict[str, Any]]:
+    """Entries of the log for each of the environments whose episode has ended."""
+    rows = {}
+    for key, tensor in log.items():
+        values = tensor.detach().cpu().numpy()
+        rows[key] = (values[ended] if values.ndim else np.repeat(values, len(ended))).tolist()
+    return [{key: values[row] for key, values in rows.items()} for row in range(len(ended))]
