@@ -48,10 +48,10 @@ def import_jax() -> Any:
     return jax
 
 
-def make_gymnax(env_id: str) -> tuple[Any, Any]:
+def make_gymnax(env_id: str) -> Any:
     """
     :param env_id: Id of an environment of gymnax, such as ``"CartPole-v1"``
-    :return: The environment, and its parameters
+    :return: The environment
     :raises ImportError: if gymnax is not installed
     :raises ValueError: if there is no such environment
     """
@@ -63,28 +63,35 @@ def make_gymnax(env_id: str) -> tuple[Any, Any]:
     name = env_id.removeprefix("gymnax/")
     if name not in registered_envs:
         refuse("env", env_id, f"gymnax has {', '.join(registered_envs)}")
-    return gymnax.make(name)
+    return gymnax.make(name)[0]
 
 
 def functions_of(env: Any, env_params: Any = None) -> JaxFunctions:
     """
     :param env: Id or environment of gymnax, environment of brax, or a pair of functions
-    :param env_params: Parameters of an environment of gymnax, by default its own
+    :param env_params: Parameters of an environment of gymnax, or a dictionary of changes to its own
     :return: The functions of the environment
     :raises ValueError: if it is none of these
     """
-    if isinstance(env, JaxFunctions):
-        return env
     if isinstance(env, str):
-        env, default = make_gymnax(env)
-        return _gymnax_functions(env, default if env_params is None else env_params)
+        env = make_gymnax(env)
+    if hasattr(env, "step_env") and hasattr(env, "reset_env"):
+        return _gymnax_functions(env, _params(env.default_params, env_params))
+    if env_params is not None:
+        refuse("env_params", env_params, "only environments of gymnax have parameters")
     if isinstance(env, tuple) and len(env) == 2 and all(callable(each) for each in env):
         return _checked_functions(*env)
-    if hasattr(env, "step_env") and hasattr(env, "reset_env"):
-        return _gymnax_functions(env, env.default_params if env_params is None else env_params)
     if all(hasattr(env, name) for name in ("reset", "step", "observation_size", "action_size")):
         return _brax_functions(env)
     refuse("env", env, "give an id or environment of gymnax, an environment of brax, or a pair of functions (reset, step)")
+
+
+def _params(default: Any, given: Any) -> Any:
+    if not isinstance(given, dict):
+        return default if given is None else given
+    if unknown := given.keys() - vars(default).keys():
+        refuse("env_params", given, f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(vars(default))}")
+    return default.replace(**given)
 
 
 def _checked_functions(reset: Callable[..., Any], step: Callable[..., Any]) -> JaxFunctions:

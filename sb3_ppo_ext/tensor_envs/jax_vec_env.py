@@ -8,7 +8,7 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 
-from sb3_ppo_ext.common.validation import check_number, check_observation_space, refuse
+from sb3_ppo_ext.common.validation import check_device, check_number, check_observation_space, refuse
 from sb3_ppo_ext.tensor_envs.jax_functions import compiled, functions_of, import_jax
 from sb3_ppo_ext.tensor_envs.tensor_spaces import dtype_of
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
@@ -33,7 +33,7 @@ class JaxVecEnv(TensorVecEnv):
     :param env: Id or environment of gymnax; environment of brax that neither begins new episodes by itself nor is vectorised
         (``auto_reset=False, batch_size=None``); or a pair of functions, ``reset(key) -> (obs, state)`` and ``step(key, state,
         action) -> (obs, state, reward, terminated, truncated)``, with an optional dictionary of scalars for the log at the end
-    :param env_params: Parameters of an environment of gymnax, by default its own
+    :param env_params: Parameters of an environment of gymnax, or a dictionary of changes to its own
     :param num_envs: Number of copies
     :param device: Device of the tensors, with ``"auto"`` the one that JAX uses by default
     :param observation_space: Observation space of one copy, needed with a pair of functions
@@ -122,6 +122,7 @@ def _jax_device(jax: Any, device: th.device | str) -> Any:
     if device == "auto":
         has_cuda = jax.default_backend() in ("gpu", "cuda") and th.cuda.is_available()
         return jax.devices()[0] if has_cuda else jax.devices("cpu")[0]
+    check_device(device)
     made = th.device(device)
     try:
         return jax.devices(made.type)[made.index or 0]
