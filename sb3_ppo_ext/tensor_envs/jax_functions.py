@@ -154,8 +154,8 @@ def _brax_functions(env: Any) -> JaxFunctions:
         return state.obs, state, state.reward, done & ~truncated, truncated, dict(state.metrics)
 
     size = env.observation_size
-    parts = {key: _unbounded(value) for key, value in size.items()} if hasattr(size, "items") else None
-    observation_space = spaces.Dict(parts) if parts is not None else _unbounded(size)
+    is_dict = hasattr(size, "items")
+    observation_space = spaces.Dict({key: _unbounded(part) for key, part in size.items()}) if is_dict else _unbounded(size)
     return JaxFunctions(reset, step, observation_space, spaces.Box(-1, 1, (int(env.action_size),), np.float32))
 
 

@@ -60,11 +60,8 @@ class JaxVecEnv(TensorVecEnv):
         if max_episode_steps is not None:
             check_number("max_episode_steps", max_episode_steps, 1, integer=True)
         functions = functions_of(env, env_params)
-        observation_space = observation_space or functions.observation_space
-        action_space = action_space or functions.action_space
-        for name, space in (("observation_space", observation_space), ("action_space", action_space)):
-            if space is None:
-                refuse(name, None, "the environment does not say it; give it as an argument")
+        observation_space = _known("observation_space", observation_space or functions.observation_space)
+        action_space = _known("action_space", action_space or functions.action_space)
         check_observation_space(observation_space)
         self.env = env
         self._jax_device = _jax_device(jax, device)
@@ -107,6 +104,12 @@ class JaxVecEnv(TensorVecEnv):
 
     def _owner(self, name: str) -> Any:
         return self.env if hasattr(self.env, name) and not isinstance(self.env, str | tuple) else self
+
+
+def _known(name: str, space: spaces.Space | None) -> spaces.Space:
+    if space is None:
+        refuse(name, None, "the environment does not say it; give it as an argument")
+    return space
 
 
 def _to_jax(jax: Any, tensor: th.Tensor) -> Any:

@@ -165,10 +165,16 @@ class TensorVecEnv(VecEnv, ABC):
 
         :return: First observations in NumPy, shape ``(n_envs, *obs_shape)``
         """
-        observations = map_tensors(self.reset_tensors(), _copied_to_host)
+        return self.reset_to_numpy(self.reset_tensors())
+
+    def reset_to_numpy(self, observations: TensorObs) -> VecEnvObs:
+        """
+        :param observations: What :meth:`reset_tensors` has returned, as a wrapper may have changed it
+        :return: What :meth:`reset` returns
+        """
         self.reset_infos = [{} for _ in range(self.num_envs)]
-        self._last_observations = observations
-        return observations
+        self._last_observations = map_tensors(observations, _copied_to_host)
+        return self._last_observations
 
     def step_async(self, actions: np.ndarray) -> None:
         """
@@ -182,9 +188,21 @@ class TensorVecEnv(VecEnv, ABC):
 
         :return: Observations, rewards and ends of episodes in NumPy, and the infos
         """
+        return self.step_to_numpy(self.step_tensors(self.pending_actions()))
+
+    def pending_actions(self) -> th.Tensor:
+        """
+        :return: Actions that :meth:`step_async` was given, on the device, shape ``(n_envs, *action_shape)``
+        """
         shape = (self.num_envs, *(self.action_space.shape or ()))
-        actions = th.as_tensor(np.asarray(self._actions), dtype=dtype_of(self.action_space)).reshape(shape)
-        step = self.step_tensors(actions.to(self.device))
+        actions = th.as_tensor(np.asarray(self._actions), dtype=dtype_of(self.action_space))
+        return actions.reshape(shape).to(self.device)
+
+    def step_to_numpy(self, step: TensorStep) -> VecEnvStepReturn:
+        """
+        :param step: What :meth:`step_tensors` has returned, as a wrapper may have changed it
+        :return: What :meth:`step_wait` returns
+        """
         rewards, terminated, truncated, returns, lengths = _numbers_on_host(step)
         observations = map_tensors(step.observations, _copied_to_host)
         dones = terminated | truncated
