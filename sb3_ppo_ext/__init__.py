@@ -12,7 +12,9 @@ from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.rollout.last_reward_wrapper import LastRewardWrapper
 from sb3_ppo_ext.rollout.vector_env_adapter import VectorEnvAdapter
+from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep, TensorVecEnv
+from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.tensor_envs.torch_vec_env import TorchVecEnv
 
 try:
@@ -26,6 +28,7 @@ __all__ = [
     "CnnTransformerPolicy",
     "DecaySchedule",
     "FastDummyVecEnv",
+    "JaxVecEnv",
     "KLAdaptive",
     "LastRewardWrapper",
     "LinearToZero",
@@ -36,6 +39,7 @@ __all__ = [
     "PPOExt",
     "TensorStep",
     "TensorVecEnv",
+    "TensorVecNormalize",
     "TorchVecEnv",
     "TrainingCheckpoint",
     "TransformerExtractor",

@@ -20,7 +20,7 @@ from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.rollout.tensor_collector import TensorRolloutCollector
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorVecEnv
+from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import steps_in_tensors
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, LossConfig
@@ -68,7 +68,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             self.policy,
             self.rollout_buffer,
             has_extra_loss=self._extra_actor_loss() is not None,
-            has_tensor_env=isinstance(self.env, TensorVecEnv),
+            has_tensor_env=steps_in_tensors(self.env),
         )
 
     def _extra_actor_loss(self) -> ExtraActorLoss | None:

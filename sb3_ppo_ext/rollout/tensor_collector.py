@@ -19,7 +19,8 @@ from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.lazy_locals import Later, LazyLocals
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep, TensorVecEnv
+from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep
+from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import steps_in_tensors
 from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes
 
 
@@ -49,7 +50,7 @@ class TensorRolloutCollector(RolloutCollector):
 
     def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
         is_known = type(self)._update_info_buffer is RolloutCollector._update_info_buffer and unscales_as_known(self.policy)
-        if not isinstance(env, TensorVecEnv) or not isinstance(rollout_buffer, TensorRolloutBuffer) or not is_known:
+        if not steps_in_tensors(env) or not isinstance(rollout_buffer, TensorRolloutBuffer) or not is_known:
             self._tensors_after = None
             return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
         return TensorCollection(self, env, callback, rollout_buffer, n_rollout_steps).run()
@@ -76,7 +77,7 @@ class TensorCollection:
     :param n_steps: Number of steps to collect in each environment
     """
 
-    def __init__(self, model: Any, env: TensorVecEnv, callback: BaseCallback, buffer: TensorRolloutBuffer, n_steps: int):
+    def __init__(self, model: Any, env: Any, callback: BaseCallback, buffer: TensorRolloutBuffer, n_steps: int):
         self.model, self.env, self.callback, self.buffer, self.n_steps = model, env, callback, buffer, n_steps
         self.is_watched = is_user_class(type(model)) or runs_user_code(callback)
         space = model.action_space

@@ -165,10 +165,16 @@ class TensorVecEnv(VecEnv, ABC):
 
         :return: First observations in NumPy, shape ``(n_envs, *obs_shape)``
         """
-        observations = map_tensors(self.reset_tensors(), _copied_to_host)
+        return self.reset_to_numpy(self.reset_tensors())
+
+    def reset_to_numpy(self, observations: TensorObs) -> VecEnvObs:
+        """
+        :param observations: What :meth:`reset_tensors` has returned, as a wrapper may have changed it
+        :return: What :meth:`reset` returns
+        """
         self.reset_infos = [{} for _ in range(self.num_envs)]
-        self._last_observations = observations
-        return observations
+        self._last_observations = map_tensors(observations, _copied_to_host)
+        return self._last_observations
 
     def step_async(self, actions: np.ndarray) -> None:
         """
@@ -182,9 +188,21 @@ class TensorVecEnv(VecEnv, ABC):
 
         :return: Observations, rewards and ends of episodes in NumPy, and the infos
         """
+        return self.step_to_numpy(self.step_tensors(self.pending_actions()))
+
+    def pending_actions(self) -> th.Tensor:
+        """
+        :return: Actions that :meth:`step_async` was given, on the device, shape ``(n_envs, *action_shape)``
+        """
         shape = (self.num_envs, *(self.action_space.shape or ()))
-        actions = th.as_tensor(np.asarray(self._actions), dtype=dtype_of(self.action_space)).reshape(shape)
-        step = self.step_tensors(actions.to(self.device))
+        actions = th.as_tensor(np.asarray(self._actions), dtype=dtype_of(self.action_space))
+        return actions.reshape(shape).to(self.device)
+
+    def step_to_numpy(self, step: TensorStep) -> VecEnvStepReturn:
+        """
+        :param step: What :meth:`step_tensors` has returned, as a wrapper may have changed it
+        :return: What :meth:`step_wait` returns
+        """
         numbers = _numbers_on_host(step)
         rewards, terminated, truncated, _, _ = numbers
         infos = self._infos(step, numbers, self._last_observations)
@@ -205,20 +223,33 @@ class TensorVecEnv(VecEnv, ABC):
         _, terminated, truncated, returns, lengths = numbers
         dones = terminated | truncated
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        if dones.any():
-            ended = np.flatnonzero(dones)
-            cut_off = truncated & ~terminated
-            seconds = self.seconds()
-            finals, logs = self._final_rows(step, ended, seen), _log_rows(step.log, ended)
-            for row, index in enumerate(ended.tolist()):
-                infos[index] = {
-                    **{key: values[row] for key, values in logs.items()},
-                    "terminal_observation": map_tensors(finals, lambda part, row=row: part[row]),
-                    "TimeLimit.truncated": bool(cut_off[index]),
-                    "episode": {"r": float(returns[index]), "l": int(lengths[index]), "t": seconds},
-                }
-                self.reset_infos[index] = {}
+        ended = np.flatnonzero(dones)
+        if len(ended):
+            self._fill(infos, ended, step, (truncated & ~terminated)[ended], returns[ended], lengths[ended], seen)
         return infos
+
+    def _fill(
+        self,
+        infos: list[dict[str, Any]],
+        ended: np.ndarray,
+        step: TensorStep,
+        cut_off: np.ndarray,
+        returns: np.ndarray,
+        lengths: np.ndarray,
+        seen: Any,
+    ) -> None:
+        """Write what belongs to the end of an episode into the infos of the environments whose episode has ended."""
+        seconds = self.seconds()
+        last = _rows(self._final_rows(step, ended, seen), len(ended))
+        logs = _log_rows(step.log, ended)
+        numbers = (ended.tolist(), last, cut_off.tolist(), returns.tolist(), lengths.tolist(), logs)
+        for index, observation, truncated, total, length, log in zip(*numbers, strict=True):
+            info = infos[index]
+            info.update(log)
+            info["terminal_observation"] = observation
+            info["TimeLimit.truncated"] = truncated
+            info["episode"] = {"r": total, "l": int(length), "t": seconds}
+            self.reset_infos[index] = {}
 
     def seconds(self) -> float:
         """:return: Seconds since the environment was created, as in the infos of SB3's ``Monitor``"""
@@ -320,7 +351,17 @@ def _numbers_on_host(step: TensorStep) -> tuple[np.ndarray, ...]:
     return rewards.astype(np.float32), terminated != 0, truncated != 0, returns, lengths
 
 
-def _log_rows(log: Mapping[str, th.Tensor], ended: np.ndarray) -> dict[str, list[Any]]:
-    """Entries of the log for the environments whose episode has ended."""
-    host = {key: values.detach().cpu().numpy() for key, values in log.items()}
-    return {key: (values[ended] if values.ndim else np.repeat(values, len(ended))).tolist() for key, values in host.items()}
+def _rows(arrays: Any, n_rows: int) -> list[Any]:
+    """Rows of an array, or dictionaries of the rows of the arrays in a dictionary."""
+    if isinstance(arrays, dict):
+        return [{key: part[row] for key, part in arrays.items()} for row in range(n_rows)]
+    return list(arrays)
+
+
+def _log_rows(log: Mapping[str, th.Tensor], ended: np.ndarray) -> list[dict[str, Any]]:
+    """Entries of the log for each of the environments whose episode has ended."""
+    rows = {}
+    for key, tensor in log.items():
+        values = tensor.detach().cpu().numpy()
+        rows[key] = (values[ended] if values.ndim else np.repeat(values, len(ended))).tolist()
+    return [{key: values[row] for key, values in rows.items()} for row in range(len(ended))]

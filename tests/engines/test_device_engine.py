@@ -171,10 +171,10 @@ def test_gradients_that_are_not_finite_are_refused(sim):
 @pytest.mark.parametrize("n_epochs", [1, 3, 10])
 def test_target_kl_stops_at_the_same_step(sim, capsys, n_epochs):
     """The update ends at the same step as on the CPU, however late the host learns of it, and says so."""
-    options = dict(target_kl=5e-4, learning_rate=1e-3, n_epochs=n_epochs, verbose=1, timesteps=128)
+    options = dict(target_kl=5e-4, learning_rate=1e-3, n_epochs=n_epochs, verbose=1, timesteps=32)
     models = [trained(device, backend, **options) for device, backend in (("cpu", "eager"), (sim.name, "device"))]
     said = [line.split(" due to")[0] for line in capsys.readouterr().out.splitlines() if "Early stopping" in line]
-    assert len(said) % 2 == 0
+    assert len(said) == (0 if n_epochs == 1 else 2)
     assert said[: len(said) // 2] == said[len(said) // 2 :]
     assert models[0]._n_updates == models[1]._n_updates
     assert_same(*models)

@@ -1,0 +1,108 @@
+"""
+The environments of gymnax in Gymnasium's registry, as ``gymnax/CartPole-v1`` and the like.
+
+Importing this module registers them; JAX is imported when one is made. RL Zoo's commands do so for ``ppo_ext``. In a script::
+
+    gym.make("sb3_ppo_ext.tensor_envs.gymnax_ids:gymnax/CartPole-v1")
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch as th
+
+from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
+from sb3_ppo_ext.tensor_envs.tensor_spaces import map_tensors
+
+PREFIX = "gymnax/"
+#: Ids of gymnax 0.0.9 without ``MNISTBandit-bsuite``, which needs a data set
+NAMES = (
+    "CartPole-v1",
+    "Pendulum-v1",
+    "Acrobot-v1",
+    "MountainCar-v0",
+    "MountainCarContinuous-v0",
+    "Asterix-MinAtar",
+    "Breakout-MinAtar",
+    "Freeway-MinAtar",
+    "SpaceInvaders-MinAtar",
+    "Catch-bsuite",
+    "DeepSea-bsuite",
+    "MemoryChain-bsuite",
+    "UmbrellaChain-bsuite",
+    "DiscountingChain-bsuite",
+    "SimpleBandit-bsuite",
+    "FourRooms-misc",
+    "MetaMaze-misc",
+    "PointRobot-misc",
+    "BernoulliBandit-misc",
+    "GaussianBandit-misc",
+    "Reacher-misc",
+    "Swimmer-misc",
+    "Pong-misc",
+)
+
+
+class GymnaxEnv(gym.Env):
+    """
+    One copy of an environment of gymnax, for what wants an environment of Gymnasium. It is slow: many copies in a
+    :class:`JaxVecEnv` take hardly more time than one.
+
+    :param name: Id in gymnax
+    :param env_params: Dictionary of changes to the parameters of gymnax
+    :param render_mode: Only ``None``, because there are no images
+    :raises ValueError: if an argument is not valid
+    :raises ImportError: if JAX or gymnax is not installed
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - as in Gymnasium
+
+    def __init__(self, name: str, env_params: Any = None, render_mode: str | None = None):
+        if render_mode is not None:
+            refuse("render_mode", render_mode, "gymnax draws no images here; give None (`--no-render` in RL Zoo)")
+        self.copies = JaxVecEnv(name, env_params, num_envs=1, device="cpu")
+        self.observation_space, self.action_space = self.copies.observation_space, self.copies.action_space
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """
+        :param seed: Seed of the random numbers, ``None`` to go on with them
+        :param options: Not used
+        :return: First observation, and no infos
+        """
+        super().reset(seed=seed)
+        if seed is not None:
+            self.copies.seed(seed)
+        return map_tensors(self.copies.reset_tensors(), _first), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """
+        :param action: Action
+        :return: Observation, reward, whether the episode has terminated and whether it was cut off, and no infos
+        """
+        self.copies.step_async(np.asarray(action)[None])
+        step = self.copies.step_tensors(self.copies.pending_actions())
+        observation = map_tensors(step.final_observations, _first)
+        return observation, step.rewards.item(), bool(step.terminated), bool(step.truncated), {}
+
+
+def make_copies(spec_id: str, num_envs: int, device: str = "auto", **kwargs: Any) -> JaxVecEnv:
+    """
+    :param spec_id: Registered id, such as ``gymnax/CartPole-v1``
+    :param num_envs: Number of copies
+    :param device: Device of the tensors
+    :param kwargs: Other arguments of :class:`JaxVecEnv`
+    :return: Copies of the environment
+    """
+    return JaxVecEnv(spec_id.removeprefix(PREFIX), num_envs=num_envs, device=device, **kwargs)
+
+
+def _first(part: th.Tensor) -> Any:
+    return part[0].numpy().copy()
+
+
+for _name in NAMES:
+    gym.register(PREFIX + _name, entry_point=GymnaxEnv, kwargs={"name": _name})

@@ -1,0 +1,138 @@
+"""Environments in JAX, such as those of gymnax and brax, as a ``TensorVecEnv``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+
+from sb3_ppo_ext.common.validation import check_device, check_number, check_observation_space, refuse
+from sb3_ppo_ext.tensor_envs.jax_functions import compiled, functions_of, import_jax
+from sb3_ppo_ext.tensor_envs.tensor_spaces import dtype_of
+from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
+
+
+class JaxVecEnv(TensorVecEnv):
+    """
+    Many copies of a functional environment in JAX, which are stepped by one compiled function::
+
+        env = JaxVecEnv("CartPole-v1", num_envs=1024)  # of gymnax
+        env = JaxVecEnv(brax.envs.create("ant", auto_reset=False), num_envs=4096, device="cuda")
+        env = JaxVecEnv((reset, step), num_envs=64, observation_space=..., action_space=...)
+
+    The compiled function begins new episodes where one has ended, and also returns the last observations. PyTorch and JAX
+    share the memory of the results (DLPack), so that they are not copied; do not write into them. JAX must be installed
+    (``pip install 'sb3-ppo-ext[jax]'``).
+
+    gymnax only says that an episode is over. A second evaluation of its step, without ``max_steps_in_episode``, tells whether
+    it would have ended anyway. Episodes that end by that limit are truncated; where an environment has a limit under another
+    name, they count as terminated.
+
+    :param env: Id or environment of gymnax; environment of brax that neither begins new episodes by itself nor is vectorised
+        (``auto_reset=False, batch_size=None``); or a pair of functions, ``reset(key) -> (obs, state)`` and ``step(key, state,
+        action) -> (obs, state, reward, terminated, truncated)``, with an optional dictionary of scalars for the log at the end
+    :param env_params: Parameters of an environment of gymnax, or a dictionary of changes to its own
+    :param num_envs: Number of copies
+    :param device: Device of the tensors, with ``"auto"`` the one that JAX uses by default
+    :param observation_space: Observation space of one copy, needed with a pair of functions
+    :param action_space: Action space of one copy, needed with a pair of functions
+    :param max_episode_steps: Number of steps after which an episode is cut off, if the environment has no limit of its own
+    :param is_finite_horizon: Whether running out of time belongs to the task, so that such episodes are terminated
+    :raises ValueError: if an argument is not valid
+    :raises ImportError: if JAX or gymnax is not installed
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        env_params: Any = None,
+        num_envs: int = 1,
+        device: th.device | str = "auto",
+        observation_space: spaces.Space | None = None,
+        action_space: spaces.Space | None = None,
+        max_episode_steps: int | None = None,
+        is_finite_horizon: bool = False,
+    ):
+        jax = import_jax()
+        check_number("num_envs", num_envs, 1, integer=True)
+        if max_episode_steps is not None:
+            check_number("max_episode_steps", max_episode_steps, 1, integer=True)
+        functions = functions_of(env, env_params)
+        observation_space = _known("observation_space", observation_space or functions.observation_space)
+        action_space = _known("action_space", action_space or functions.action_space)
+        check_observation_space(observation_space)
+        self.env = env
+        self._jax_device = _jax_device(jax, device)
+        super().__init__(num_envs, observation_space, action_space, _torch_device(self._jax_device))
+        self._jax = jax
+        self._reset_all, self._step_all = compiled(functions, num_envs, max_episode_steps, is_finite_horizon)
+        self._set_key(int(np.random.SeedSequence().generate_state(1)[0]))
+        self._state: Any = None
+
+    def _set_key(self, seed: int) -> None:
+        with self._jax.default_device(self._jax_device):
+            self._key = self._jax.device_put(self._jax.random.key(seed % 2**32), self._jax_device)
+
+    def _reset(self, seed: int | None) -> TensorObs:
+        if seed is not None:
+            self._set_key(seed)
+        elif self._state is not None:
+            self._key = self._state[0]
+        observations, self._state = self._reset_all(self._key)
+        return self._to_torch(observations)
+
+    def _step(self, actions: th.Tensor) -> TensorStep:
+        self._state, results = self._step_all(self._state, _to_jax(self._jax, actions.detach()))
+        observations, rewards, terminated, truncated, last, log = results
+        return TensorStep(
+            self._to_torch(observations),
+            th.from_dlpack(rewards),
+            th.from_dlpack(terminated),
+            th.from_dlpack(truncated),
+            self._to_torch(last),
+            {key: th.from_dlpack(values) for key, values in log.items()},
+        )
+
+    def _to_torch(self, observations: Any) -> TensorObs:
+        """Tensors that share the memory of the arrays, if the space has the dtype of the arrays."""
+        space = self.observation_space
+        if isinstance(space, spaces.Dict):
+            return {key: th.from_dlpack(observations[key]).to(dtype_of(part)) for key, part in space.spaces.items()}
+        return th.from_dlpack(observations).to(dtype_of(space))
+
+    def _owner(self, name: str) -> Any:
+        return self.env if hasattr(self.env, name) and not isinstance(self.env, str | tuple) else self
+
+
+def _known(name: str, space: spaces.Space | None) -> spaces.Space:
+    if space is None:
+        refuse(name, None, "the environment does not say it; give it as an argument")
+    return space
+
+
+def _to_jax(jax: Any, tensor: th.Tensor) -> Any:
+    """Array that shares the memory of the tensor, except of int64, which JAX has not by default."""
+    if tensor.device.type == "cpu":
+        # Compiled functions take NumPy's arrays in a fraction of the time of DLPack. They have read it when they return.
+        return tensor.numpy()
+    tensor = tensor.to(th.int32) if tensor.dtype == th.int64 else tensor
+    return jax.dlpack.from_dlpack(tensor.contiguous())
+
+
+def _jax_device(jax: Any, device: th.device | str) -> Any:
+    if device == "auto":
+        has_cuda = jax.default_backend() in ("gpu", "cuda") and th.cuda.is_available()
+        return jax.devices()[0] if has_cuda else jax.devices("cpu")[0]
+    check_device(device)
+    made = th.device(device)
+    try:
+        return jax.devices(made.type)[made.index or 0]
+    except (RuntimeError, IndexError) as error:
+        remedy = f'JAX has no such device here ({str(error).splitlines()[0]}); give "cpu", or install JAX for it'
+        refuse("device", str(device), remedy)
+
+
+def _torch_device(device: Any) -> th.device:
+    return th.device("cpu") if device.platform == "cpu" else th.device("cuda", device.id)

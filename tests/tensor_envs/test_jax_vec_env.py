@@ -1,0 +1,297 @@
+"""Environments in JAX: one compiled step with resets, time limits, last observations and shared memory."""
+
+import sys
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+
+from sb3_ppo_ext import JaxVecEnv, PPOExt
+
+jax = pytest.importorskip("jax")
+gymnax = pytest.importorskip("gymnax")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype"),
+    pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types"),
+]
+BOX, PUSH = spaces.Box(0, np.inf, (1,), np.float32), spaces.Box(-1, 1, (1,), np.float32)
+
+
+def pole(num_envs=16, limit=12, **kwargs):
+    return JaxVecEnv("CartPole-v1", {"max_steps_in_episode": limit}, num_envs=num_envs, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def poles():
+    """Short episodes of many poles, some of which fall before they are cut off."""
+    env = pole()
+    env.seed(0)
+    return env
+
+
+def test_steps_are_those_of_gymnax(poles):
+    """Last observations, rewards and ends are those of gymnax's own step from the same states; then new episodes begin."""
+    raw, params = gymnax.make("CartPole-v1")
+    one_step = jax.jit(jax.vmap(lambda state, action: raw.step_env(jax.random.key(0), state, action, params)))
+    poles.reset_tensors()
+    kinds = set()
+    for _ in range(40):
+        before = poles._state[1]
+        actions = th.randint(0, 2, (16,))
+        step = poles.step_tensors(actions)
+        last, _, rewards, fallen, _ = one_step(before, actions.numpy().astype(np.int32))
+        fallen, time = np.asarray(fallen), np.asarray(before.time) + 1
+        np.testing.assert_allclose(step.final_observations.numpy(), np.asarray(last), rtol=1e-6)
+        np.testing.assert_array_equal(step.rewards.numpy(), np.asarray(rewards))
+        np.testing.assert_array_equal(step.terminated.numpy(), fallen)
+        np.testing.assert_array_equal(step.truncated.numpy(), (time >= 12) & ~fallen)
+        ended = fallen | (time >= 12)
+        np.testing.assert_array_equal(step.episode_lengths.numpy(), time)
+        np.testing.assert_array_equal(step.observations[~ended].numpy(), step.final_observations[~ended].numpy())
+        assert (step.observations[ended].abs() <= 0.05).all()
+        assert len(set(step.observations[ended][:, 0].tolist())) == ended.sum()
+        assert (np.asarray(poles._state[1].time)[ended] == 0).all()
+        kinds |= {(bool(t), bool(c)) for t, c in zip(step.terminated, step.truncated, strict=True)}
+    assert kinds == {(False, False), (True, False), (False, True)}
+
+
+def test_dynamics_are_those_of_gymnasium(poles):
+    """The poles move as those of Gymnasium."""
+    env = gym.make("CartPole-v1").unwrapped
+    env.reset()
+    poles.reset()
+    for _ in range(8):
+        state = poles._state[1]
+        env.state = np.array([part[3] for part in (state.x, state.x_dot, state.theta, state.theta_dot)], np.float64)
+        poles.step(np.ones(16, np.int64))
+        expected = env.step(1)[0]
+        given = np.array([getattr(poles._state[1], name)[3] for name in ("x", "x_dot", "theta", "theta_dot")])
+        if poles._state[1].time[3] > 0:
+            np.testing.assert_allclose(given, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_seeds(poles):
+    """The same seed gives the same episodes, other seeds others, and without a seed they go on."""
+
+    def episodes(seed):
+        if seed is not None:
+            poles.seed(seed)
+        poles.reset()
+        return np.concatenate([poles.step(np.ones(16, np.int64))[0] for _ in range(15)])
+
+    first = episodes(3)
+    np.testing.assert_array_equal(first, episodes(3))
+    assert not np.array_equal(first, episodes(4))
+    assert not np.array_equal(episodes(None), episodes(None))
+
+
+def test_infos(poles):
+    """In NumPy, the infos have what SB3 reads at the end of an episode."""
+    poles.seed(0)
+    poles.reset()
+    for _ in range(12):
+        _, _, dones, infos = poles.step(np.random.randint(0, 2, 16))
+    assert dones.any()
+    for index in np.flatnonzero(dones):
+        assert infos[index]["TimeLimit.truncated"] == bool(np.abs(infos[index]["terminal_observation"][2]) < 12 * np.pi / 180)
+        assert infos[index]["episode"]["l"] <= 12
+
+
+def test_results_share_memory(poles):
+    """Observations, and actions by DLPack, are at the same address in PyTorch and JAX."""
+    array = jax.numpy.ones((16, 4)) + 1
+    assert poles._to_torch(array).data_ptr() == array.unsafe_buffer_pointer()
+    tensor = th.ones(16, 4)
+    assert jax.dlpack.from_dlpack(tensor).unsafe_buffer_pointer() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("Pendulum-v1", 3), ("MountainCarContinuous-v0", 3), ("Breakout-MinAtar", 3), ("FourRooms-misc", 3), ("Catch-bsuite", 3)],
+)
+def test_time_limits_of_gymnax(name, limit):
+    """Episodes that reach the limit are truncated, also where the state keeps whether it is terminal."""
+    env = JaxVecEnv(name, {"max_steps_in_episode": limit}, num_envs=2)
+    env.seed(0)
+    assert env.observation_space.contains(np.asarray(env.reset()[0], env.observation_space.dtype))
+    for n in range(1, 7):
+        _, _, dones, infos = env.step(np.array([env.action_space.sample() for _ in range(2)]))
+        assert dones.tolist() == [n % 3 == 0] * 2
+    assert [info["TimeLimit.truncated"] for info in infos] == [True, True]
+
+
+def test_terminations_of_gymnax():
+    """The ball of Catch is at the bottom after nine steps, which is no time-out."""
+    env = JaxVecEnv("Catch-bsuite", num_envs=2)
+    env.reset()
+    for _ in range(9):
+        _, _, dones, infos = env.step(np.zeros(2, np.int64))
+    assert dones.all()
+    assert [info["TimeLimit.truncated"] for info in infos] == [False, False]
+
+
+def test_finite_horizons():
+    """With `is_finite_horizon`, running out of time terminates."""
+    env = pole(2, 3, is_finite_horizon=True)
+    env.reset_tensors()
+    for _ in range(3):
+        step = env.step_tensors(th.ones(2, dtype=th.int64))
+    assert step.terminated.all()
+    assert not step.truncated.any()
+
+
+def clock_reset(key):
+    """First observation and state of a clock, which starts at a random time below one."""
+    time = jax.random.uniform(key, (1,))
+    return time, time
+
+
+def clock_step(key, state, action):
+    """The clock goes on by the action, and terminates from 4 on."""
+    state = state + action
+    return state, state, state[0] * 2, state[0] >= 4, False
+
+
+def test_pair_of_functions():
+    """A pair of functions is an environment, with its own limit of steps; a log comes into the infos."""
+
+    def step_with_log(key, state, action):
+        return *clock_step(key, state, action), {"time": state[0]}
+
+    env = JaxVecEnv((clock_reset, step_with_log), None, 2, "cpu", BOX, PUSH, max_episode_steps=6)
+    env.seed(0)
+    start = env.reset_tensors()[:, 0].clone()
+    actions = th.tensor([[1.0], [0.1]])
+    for n in range(1, 7):
+        step = env.step_tensors(actions)
+        assert step.terminated.tolist() == [n == 4, False]
+        assert step.truncated.tolist() == [False, n == 6]
+        if n <= 4:
+            th.testing.assert_close(step.final_observations[:, 0], start + n * actions[:, 0])
+            th.testing.assert_close(step.rewards, 2 * step.final_observations[:, 0])
+    assert step.log["time"].shape == (2,)
+    assert 0 <= step.observations[1, 0] < 1
+
+
+def test_observations_in_dictionaries():
+    """Observations may be a dictionary."""
+
+    def reset(key):
+        return {"time": jax.numpy.zeros(1), "kind": jax.numpy.ones((), int)}, jax.numpy.zeros(1)
+
+    def step(key, state, action):
+        return {"time": state + 1, "kind": jax.numpy.ones((), int)}, state + 1, 1.0, state[0] >= 2, False
+
+    space = spaces.Dict({"time": BOX, "kind": spaces.Discrete(3)})
+    env = JaxVecEnv((reset, step), num_envs=2, observation_space=space, action_space=spaces.Discrete(2))
+    assert env.reset()["kind"].dtype == np.int64
+    for _ in range(3):
+        observations, _, _, infos = env.step(np.ones(2))
+    assert observations["time"].tolist() == [[0], [0]]
+    assert infos[0]["terminal_observation"]["time"].tolist() == [3]
+
+
+class BraxState:
+    """What brax's states have, as a tree of JAX."""
+
+    def __init__(self, obs, reward, done, metrics, info):
+        self.obs, self.reward, self.done, self.metrics, self.info = obs, reward, done, metrics, info
+
+
+jax.tree_util.register_pytree_node(
+    BraxState, lambda s: ((s.obs, s.reward, s.done, s.metrics, s.info), None), lambda _, parts: BraxState(*parts)
+)
+
+
+class LikeBrax:
+    """The functions of brax's environments, whose ends are floats. The clock ends at 3, or after its number of steps."""
+
+    observation_size: Any = 1
+    action_size = 1
+
+    def __init__(self, episode_length=4):
+        self.episode_length = episode_length
+
+    def reset(self, rng):
+        zero = jax.numpy.zeros(())
+        info = {"steps": zero, "truncation": zero, "rng": rng}
+        return BraxState(jax.random.uniform(rng, (1,)), zero, zero, {"distance": zero}, info)
+
+    def step(self, state, action):
+        obs = state.obs + action
+        steps = state.info["steps"] + 1
+        fallen = (obs[0] >= 3).astype(float)
+        late = steps >= self.episode_length
+        info = {**state.info, "steps": steps, "truncation": jax.numpy.where(late, 1 - fallen, 0.0)}
+        done = jax.numpy.where(late, 1.0, fallen)
+        return BraxState(obs, obs[0], done, {"distance": obs[0]}, info)
+
+
+class AutoResetWrapper:
+    """A wrapper of brax by its name."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def __getattr__(self, name):
+        return getattr(vars(self)["env"], name)
+
+
+def test_brax():
+    """Environments of brax end as `done` and `truncation` say; their metrics are the log."""
+    env = JaxVecEnv(LikeBrax(), num_envs=2)
+    assert (env.observation_space.shape, env.action_space.shape) == ((1,), (1,))
+    env.seed(0)
+    start = env.reset_tensors()[:, 0].clone()
+    actions = th.tensor([[1.0], [0.1]])
+    for n in range(1, 5):
+        step = env.step_tensors(actions)
+        assert step.terminated.tolist() == [n == 3, False]
+        assert step.truncated.tolist() == [False, n == 4]
+    th.testing.assert_close(step.final_observations[1, 0], start[1] + 0.4)
+    th.testing.assert_close(step.log["distance"], step.rewards)
+    assert env.get_attr("episode_length") == [4, 4]
+
+
+BAD = {
+    "env=": [lambda: JaxVecEnv("CartPole-v9"), lambda: JaxVecEnv(4), lambda: JaxVecEnv(AutoResetWrapper(LikeBrax()))],
+    "num_envs": [lambda: JaxVecEnv("CartPole-v1", num_envs=0)],
+    "env_params": [lambda: JaxVecEnv("CartPole-v1", {"limit": 3}), lambda: JaxVecEnv(LikeBrax(), {"limit": 3})],
+    "max_episode_steps": [lambda: JaxVecEnv("CartPole-v1", max_episode_steps=0)],
+    "observation_space": [lambda: JaxVecEnv((clock_reset, clock_step))],
+    "action_space": [lambda: JaxVecEnv((clock_reset, clock_step), observation_space=BOX)],
+    "device": [lambda: JaxVecEnv("CartPole-v1", device="cuda:99"), lambda: JaxVecEnv("CartPole-v1", device="gpu?")],
+    "observations.shape": [lambda: JaxVecEnv((clock_reset, clock_step), None, 2, "cpu", spaces.Box(0, 1, (2,)), PUSH).reset()],
+}
+
+
+@pytest.mark.parametrize(("name", "make"), [(name, make) for name, makers in BAD.items() for make in makers])
+def test_bad_arguments(name, make):
+    """Each bad argument is a ValueError that names it."""
+    with pytest.raises(ValueError, match=name):
+        make()
+
+
+def test_functions_that_return_too_little():
+    """A step without truncated is refused when it is first compiled."""
+    env = JaxVecEnv((clock_reset, lambda *args: clock_step(*args)[:4]), None, 2, "cpu", BOX, PUSH)
+    env.reset()
+    with pytest.raises(ValueError, match="4 values"):
+        env.step(np.ones((2, 1), np.float32))
+
+
+@pytest.mark.parametrize("missing", ["jax", "gymnax"])
+def test_without_jax(missing, monkeypatch):
+    """The error says how to install what is missing."""
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=r"pip install 'sb3-ppo-ext\[jax\]'"):
+        JaxVecEnv("CartPole-v1")
+
+
+def test_training():
+    """PPOExt learns on it, and episodes are counted."""
+    model = PPOExt("MlpPolicy", pole(8), n_steps=32, batch_size=64, n_epochs=1, device="cpu").learn(512)
+    assert len(model.ep_info_buffer) > 10
