@@ -1,6 +1,7 @@
 """PPOExt: constructor, order of the setup, and ``learn``."""
 
 import warnings
+from contextlib import nullcontext
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
+from sb3_ppo_ext.algorithm.device_choice import without_device_line
 from sb3_ppo_ext.algorithm.model_setup import ModelSetup
 from sb3_ppo_ext.algorithm.saved_state import option_names
 from sb3_ppo_ext.algorithm.training_loop import TrainingLoop
@@ -105,7 +107,9 @@ class PPOExt(TrainingLoop, ModelSetup):
         debug messages
     :param seed: Seed of the pseudo-random number generators, from 0 to 2**32 - 1
     :param device: Device (cpu, cuda, ...) on which the code should be run.
-        Setting it to auto, the code will be run on the GPU if possible.
+        Setting it to auto, the code will be run where it is fastest: on a GPU if there is one and the policy reads images
+        or has wide layers (more than 2 million parameters), on the device of environments that step in tensors, and
+        otherwise on the CPU.
     :param _init_setup_model: Whether or not to build the network at the creation of the instance
 
     The options that PPOExt adds are keyword-only, and their defaults are equivalent to SB3's PPO. ``docs/options.md`` explains
@@ -255,7 +259,9 @@ class PPOExt(TrainingLoop, ModelSetup):
         arguments = dict(locals())
         check_known_options(unknown_options, option_names(type(self)), type(self).__name__)
         check_arguments(arguments)
-        with assertions_as_value_errors(), unknown_environments_as_value_errors(env):
+        is_automatic = isinstance(device, str) and device == "auto"
+        device_line = without_device_line() if is_automatic and verbose >= 1 else nullcontext()
+        with assertions_as_value_errors(), unknown_environments_as_value_errors(env), device_line:
             super().__init__(
                 policy,
                 env,
@@ -274,11 +280,12 @@ class PPOExt(TrainingLoop, ModelSetup):
                 tensorboard_log=tensorboard_log,
                 policy_kwargs=policy_kwargs,
                 verbose=verbose,
-                device=device,
+                device="cpu" if is_automatic else device,
                 seed=seed,
                 _init_setup_model=False,
                 supported_action_spaces=SUPPORTED_SPACES,
             )
+        self._device_is_automatic = is_automatic
         self.batch_size = batch_size
         self.n_epochs = n_epochs
         self.clip_range = clip_range
@@ -318,6 +325,7 @@ class PPOExt(TrainingLoop, ModelSetup):
                 super()._setup_model()
         finally:
             self.policy_kwargs = given
+        self._setup_device()
         self._setup_validation()
         self._adapt_rollout_buffer()
         self._setup_optimizer()

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
@@ -14,12 +15,14 @@ from stable_baselines3.common.utils import FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.algorithm.changes import is_same, remembered
+from sb3_ppo_ext.algorithm.device_choice import Situation, choose_device
 from sb3_ppo_ext.algorithm.policy_updater import PolicyUpdater
 from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, in_float32_range, make_schedule, value_of
 from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
 from sb3_ppo_ext.distributions import ACTION_DISTS, BoundedDistribution
 from sb3_ppo_ext.distributions.on_device import on_device
+from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer
@@ -40,6 +43,8 @@ class ModelSetup(PolicyUpdater):
     batch_size: int
     n_epochs: int
     normalize_advantage: bool
+    # Whether `device="auto"` was given
+    _device_is_automatic = False
 
     def _setup_action_distribution(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Choose a policy class that supports the action distribution, and return the ``policy_kwargs`` for it."""
@@ -49,6 +54,22 @@ class ModelSetup(PolicyUpdater):
             return policy_kwargs
         self.policy_class = with_action_distributions(self.policy_class)
         return {**policy_kwargs, "action_dist": self.action_dist, "deterministic_action": self.deterministic_action}
+
+    def _setup_device(self) -> None:
+        """Move the policy, which lies on the CPU, to the fastest device, if the user has left the choice to us."""
+        if not self._device_is_automatic:
+            return
+        is_native = NativeEngine.unsupported_reason(self._engine_setup()) is None
+        device, reason = choose_device(Situation(self.policy, self.env, is_native))
+        if self.verbose >= 1:
+            print(f"Using {device} device: {reason}")
+        if device == self.device:
+            return
+        self.device, self.policy = device, self.policy.to(device)
+        self._create_rollout_buffer()
+        if self.seed is not None and device.type == "cuda":
+            # As SB3 does when it sets the seed
+            th.backends.cudnn.deterministic, th.backends.cudnn.benchmark = True, False
 
     def _setup_validation(self) -> None:
         """
@@ -61,7 +82,12 @@ class ModelSetup(PolicyUpdater):
             policy.action_dist = on_device(policy.action_dist)
 
     def _setup_rollout_buffer(self) -> None:
-        """Create the rollout buffer anew, as SB3 does."""
+        """Create the rollout buffer anew."""
+        self._create_rollout_buffer()
+        self._adapt_rollout_buffer()
+
+    def _create_rollout_buffer(self) -> None:
+        """As SB3 does."""
         has_dicts = isinstance(self.observation_space, spaces.Dict)
         self.rollout_buffer_class = self.rollout_buffer_class or (DictRolloutBuffer if has_dicts else RolloutBuffer)
         with assertions_as_value_errors(), self._memory_errors():
@@ -75,7 +101,6 @@ class ModelSetup(PolicyUpdater):
                 n_envs=self.n_envs,
                 **(self.rollout_buffer_kwargs or {}),
             )
-        self._adapt_rollout_buffer()
 
     def _memory_errors(self) -> AbstractContextManager[None]:
         what = f"A rollout of `n_steps={self.n_steps}`, or a policy with `policy_kwargs={described(self.policy_kwargs)}`,"

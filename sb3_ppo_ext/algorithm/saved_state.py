@@ -35,7 +35,7 @@ SelfSavedState = TypeVar("SelfSavedState", bound="SavedState")
 # State of options that adapt during the training, saved under these names if it exists
 LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr")
 # Attributes that are created again after loading
-NOT_SAVED = ("_truncations", "_samples_latents", "_engines", "_interrupted", "_set_up")
+NOT_SAVED = ("_truncations", "_samples_latents", "_engines", "_interrupted", "_set_up", "_device_is_automatic")
 COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_episode_num", "_n_updates", "n_skipped_updates")
 # Statistics of the last episodes, and the keys of their numbers
 STATISTICS = {"ep_info_buffer": ("r", "l"), "ep_success_buffer": ()}
@@ -81,7 +81,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         :param path: path to the file (or a file-like) where to load the agent from
         :param env: the new environment to run the loaded model on
             (can be None if you only need prediction from a trained model) has priority over any saved environment
-        :param device: Device on which the code should run.
+        :param device: Device on which the code should run; ``"auto"`` for the fastest, see the constructor.
         :param custom_objects: Dictionary of objects to replace upon loading. What they replace is not unpickled.
         :param print_system_info: Whether to print system info from the saved model and the current system info
         :param force_reset: Force call to ``reset()`` before training to avoid unexpected behavior.

@@ -1,0 +1,98 @@
+"""The device that ``device="auto"`` stands for: the one where the policy is trained fastest."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, NamedTuple
+
+import torch as th
+from torch import nn
+
+# Number of parameters above which a policy is taken to be faster on a GPU, although each step of the environments waits for
+# it. It is that of two layers with 1024 inputs and outputs.
+WIDE = 2 * 1024**2
+
+_CPU, _CUDA = th.device("cpu"), th.device("cuda")
+
+
+class Situation(NamedTuple):
+    """
+    What the choice of the device depends on.
+
+    :param policy: Policy that is trained
+    :param env: Vectorised environment, ``None`` if there is none
+    :param is_native: Whether the native engine would compute the policy on the CPU
+    """
+
+    policy: nn.Module
+    env: Any
+    is_native: bool
+
+
+class DeviceChoice(NamedTuple):
+    """
+    A device, and why it was chosen.
+
+    :param device: The device
+    :param reason: The reason, the end of a sentence that begins with the device
+    """
+
+    device: th.device
+    reason: str
+
+
+class _Rule(NamedTuple):
+    applies: Callable[[Situation], bool]
+    device: Callable[[Situation], th.device]
+    reason: str
+
+
+def choose_device(situation: Situation) -> DeviceChoice:
+    """
+    :param situation: What is trained where
+    :return: Fastest device, and the reason
+    """
+    rule = next(rule for rule in RULES if rule.applies(situation))
+    return DeviceChoice(rule.device(situation), rule.reason)
+
+
+@contextmanager
+def without_device_line() -> Iterator[None]:
+    """Leave out the line in which SB3 prints the device, before it can be known."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        print(printed.getvalue().replace("Using cpu device\n", "", 1), end="")
+
+
+def _steps_on_device(situation: Situation) -> bool:
+    # A wrapper forwards all attributes, but steps in arrays.
+    return hasattr(type(situation.env), "step_tensors") and _device_of_steps(situation).type != "cpu"
+
+
+def _device_of_steps(situation: Situation) -> th.device:
+    return th.device(situation.env.device)
+
+
+def _has_convolutions(situation: Situation) -> bool:
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return any(isinstance(module, convolutions) for module in situation.policy.modules())
+
+
+def _is_wide(situation: Situation) -> bool:
+    return sum(parameter.numel() for parameter in situation.policy.parameters()) > WIDE
+
+
+# The first one that applies counts.
+RULES = (
+    _Rule(_steps_on_device, _device_of_steps, "the environments step there"),
+    _Rule(lambda situation: not th.cuda.is_available(), lambda situation: _CPU, "there is no CUDA"),
+    _Rule(lambda situation: situation.is_native, lambda situation: _CPU, "the native engine computes this policy there"),
+    _Rule(_has_convolutions, lambda situation: _CUDA, "the policy reads images"),
+    _Rule(_is_wide, lambda situation: _CUDA, "the policy has wide layers"),
+    _Rule(lambda situation: True, lambda situation: _CPU, "a GPU would be slower for such a small policy"),
+)
