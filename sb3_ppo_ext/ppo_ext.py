@@ -176,7 +176,8 @@ class PPOExt(TrainingLoop, ModelSetup):
         the step of the optimiser
     :param backend: Engine that computes rollouts and updates: ``"eager"`` is PyTorch, on the CPU equal to SB3's PPO to the
         bit; ``"fused"`` replaces Adam and the clipping of gradients by C; ``"native"`` computes MLP policies on the CPU in C,
-        and may draw other random numbers; ``"compile"`` uses ``torch.compile``; ``"auto"`` is the first of native, fused and
+        and may draw other random numbers; ``"device"`` keeps rollouts and updates on the device of the policy; ``"compile"``
+        uses ``torch.compile``; ``"auto"`` is the first of native, device (on a GPU, or with tensor environments), fused and
         eager that supports the policy and the options. ``docs/options.md`` says what each engine supports, and how equal the
         results are
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
@@ -332,6 +333,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         self._setup_advantages()
         self._setup_truncations()
         self._setup_statistics()
+        self._setup_tensor_buffer()
         self._setup_engine()
         self._remember_options()
 

@@ -85,6 +85,7 @@ class ModelSetup(PolicyUpdater):
         """Create the rollout buffer anew."""
         self._create_rollout_buffer()
         self._adapt_rollout_buffer()
+        self._setup_tensor_buffer()
 
     def _create_rollout_buffer(self) -> None:
         """As SB3 does."""
@@ -111,7 +112,6 @@ class ModelSetup(PolicyUpdater):
         self._setup_memory()
         self._setup_observations()
         self._setup_latents()
-        self._setup_tensor_buffer()
 
     def _setup_tensor_buffer(self) -> None:
         """Replace SB3's rollout buffer by one on the device, if the backend keeps rollouts there."""
@@ -119,15 +119,16 @@ class ModelSetup(PolicyUpdater):
         backend, reasons = choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons or not ENGINES[backend].keeps_rollouts_on_device:
             return
-        self.rollout_buffer = TensorRolloutBuffer(
-            self.n_steps,
-            before.observation_space,
-            before.action_space,
-            device=self.device,
-            gamma=self.gamma,
-            gae_lambda=self.gae_lambda,
-            n_envs=self.n_envs,
-        )
+        with self._memory_errors():
+            self.rollout_buffer = TensorRolloutBuffer(
+                self.n_steps,
+                before.observation_space,
+                before.action_space,
+                device=self.device,
+                gamma=self.gamma,
+                gae_lambda=self.gae_lambda,
+                n_envs=self.n_envs,
+            )
 
     def _setup_memory(self) -> None:
         """Create the rollout buffer for a history-based policy, which reads sequences."""
