@@ -63,5 +63,6 @@ def test_environments(tmp_path):
 
 def test_wrapped_copies(tmp_path):
     """With wrappers of single copies, there are single copies."""
-    env = environment(tmp_path, env_wrapper="gymnasium.wrappers.ClipAction", n_envs=1)
+    wrapper = {"gymnasium.wrappers.RescaleAction": {"min_action": -1, "max_action": 1}}
+    env = environment(tmp_path, env_wrapper=wrapper, n_envs=1)
     assert isinstance(env, DummyVecEnv)
