@@ -159,7 +159,8 @@ def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager")
     """
     experiment.vec_env_class = VEC_ENVS.get(experiment.vec_env_class, experiment.vec_env_class)
     if experiment.env_name.gym_id.startswith(GYMNAX_PREFIX):
-        experiment.vec_env_class = functools.partial(_gymnax_copies, experiment, experiment.vec_env_class)
+        copies: Any = functools.partial(_gymnax_copies, experiment, experiment.vec_env_class)
+        experiment.vec_env_class = copies
     find_run(experiment)
     results = theirs()
     experiment.callbacks.append(ProgressFile(experiment.save_path))
