@@ -12,6 +12,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), 
 RUNNABLE = [code for code in EXAMPLES if not code.startswith("# needs ")]
 
 
+@pytest.mark.integration  # environments in JAX are compiled
 @pytest.mark.filterwarnings("ignore:The environment does not give the last observations")
 @pytest.mark.parametrize("code", RUNNABLE, ids=range(len(RUNNABLE)))
 def test_examples(code, tmp_path, monkeypatch):

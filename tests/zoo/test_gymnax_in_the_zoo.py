@@ -8,11 +8,11 @@ from support import zoo
 from sb3_ppo_ext import JaxVecEnv, PPOExt, TensorVecNormalize
 
 pytest.importorskip("gymnax")
+pytestmark = pytest.mark.integration
 SMALL = ["n_envs:4", "n_steps:32", "batch_size:64", "n_epochs:1"]
 PENDULUM, CART_POLE = "gymnax-Pendulum-v1", "gymnax-CartPole-v1"
 
 
-@pytest.mark.integration
 def test_commands(tmp_path):
     """`train`, `enjoy` and `-optimize` find the environment by its name."""
     arguments = ["--env", "gymnax/CartPole-v1", "-n", "256", "--save-freq", "128", "-params", *SMALL]
