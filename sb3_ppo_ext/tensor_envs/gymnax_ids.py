@@ -15,10 +15,10 @@ import numpy as np
 import torch as th
 
 from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.tensor_envs.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_spaces import map_tensors
 
-PREFIX = "gymnax/"
 #: Ids of gymnax 0.0.9 without ``MNISTBandit-bsuite``, which needs a data set
 NAMES = (
     "CartPole-v1",
@@ -89,20 +89,9 @@ class GymnaxEnv(gym.Env):
         return observation, step.rewards.item(), bool(step.terminated), bool(step.truncated), {}
 
 
-def make_copies(spec_id: str, num_envs: int, device: str = "auto", **kwargs: Any) -> JaxVecEnv:
-    """
-    :param spec_id: Registered id, such as ``gymnax/CartPole-v1``
-    :param num_envs: Number of copies
-    :param device: Device of the tensors
-    :param kwargs: Other arguments of :class:`JaxVecEnv`
-    :return: Copies of the environment
-    """
-    return JaxVecEnv(spec_id.removeprefix(PREFIX), num_envs=num_envs, device=device, **kwargs)
-
-
 def _first(part: th.Tensor) -> Any:
     return part[0].numpy().copy()
 
 
 for _name in NAMES:
-    gym.register(PREFIX + _name, entry_point=GymnaxEnv, kwargs={"name": _name})
+    gym.register(GYMNAX_PREFIX + _name, entry_point=f"{__name__}:GymnaxEnv", kwargs={"name": _name})

@@ -15,6 +15,8 @@ from gymnasium import spaces
 from sb3_ppo_ext.common.validation import refuse
 
 INSTALL = "`pip install 'sb3-ppo-ext[jax]'`"
+#: Of the ids of gymnax in Gymnasium's registry
+GYMNAX_PREFIX = "gymnax/"
 #: No episode has that many steps; fits into int32.
 _NEVER = 2**31 - 1
 
@@ -60,7 +62,7 @@ def make_gymnax(env_id: str) -> Any:
         from gymnax.registration import registered_envs
     except ImportError as error:
         raise ImportError(f"gymnax is not installed: {INSTALL}") from error
-    name = env_id.removeprefix("gymnax/")
+    name = env_id.removeprefix(GYMNAX_PREFIX)
     if name not in registered_envs:
         refuse("env", env_id, f"gymnax has {', '.join(registered_envs)}")
     return gymnax.make(name)[0]

@@ -20,7 +20,7 @@ from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, Tensor
 class TensorMeanStd(RunningMeanStd):
     """
     SB3's ``RunningMeanStd`` with its numbers in tensors in float64, which :meth:`update_tensor` changes in place. ``mean``,
-    ``var`` and ``count`` read and write them in NumPy. It is pickled as a ``RunningMeanStd``.
+    ``var`` and ``count`` read and write them in NumPy. Copies are a ``RunningMeanStd``.
 
     :param source: Statistics to begin with
     :param device: Device of the tensors
@@ -82,14 +82,9 @@ class TensorMeanStd(RunningMeanStd):
         values = values.double() - self._mean if centred else values.double()
         return (values / (self._var + epsilon).sqrt()).clamp(-clip, clip).to(th.float32)
 
-    def plain(self) -> RunningMeanStd:
-        """
-        :return: A copy in NumPy
-        """
+    def __deepcopy__(self, memo: Any) -> RunningMeanStd:
+        # SB3's `sync_envs_normalization` assigns copies, also to a `VecNormalize`.
         return self.copy()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return object.__new__, (RunningMeanStd,), dict(vars(self.plain()))
 
 
 class TensorVecNormalize(VecNormalize):
@@ -308,7 +303,10 @@ def _checked(venv: Any) -> Any:
 def _settings(normalize: VecNormalize) -> dict[str, Any]:
     """What both classes keep under the same names, without what belongs to the environment and its last step."""
     others = ("venv", "class_attributes", "returns", "_returns", "old_obs", "old_reward", "_old_step")
-    return {key: value for key, value in vars(normalize).items() if key not in others}
+    settings = {key: value for key, value in vars(normalize).items() if key not in others}
+    for key in settings.keys() & {"obs_rms", "ret_rms"}:
+        settings[key] = map_tensors(settings[key], RunningMeanStd.copy)
+    return settings
 
 
 def _copied(tensor: th.Tensor) -> np.ndarray:

@@ -4,6 +4,7 @@ Methods of the Zoo's ``ExperimentManager`` that are different for ``ppo_ext``.
 Each function in ``METHODS`` replaces one of its methods, and gets the Zoo's own method as its first argument.
 """
 
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,6 +22,10 @@ from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.tensor_envs.jax_functions import GYMNAX_PREFIX
+from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
+from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorVecEnv
+from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 from sb3_ppo_ext.zoo.resuming import (
@@ -43,6 +48,8 @@ Hyperparams: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 VEC_ENVS: dict[Any, Any] = {DummyVecEnv: FastDummyVecEnv, SubprocVecEnv: CheckedSubprocVecEnv}
 # The trial that runs in this thread (`--n-jobs`)
 _TRIAL: ContextVar[Any] = ContextVar("trial", default=None)
+# Whether the environments that are being created are for evaluation
+_IS_EVAL: ContextVar[bool] = ContextVar("is_eval", default=False)
 
 
 def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "ExperimentManager") -> Hyperparams:
@@ -102,11 +109,13 @@ def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManage
     """
     Apply ``normalize: true`` only to observations that ``VecNormalize`` can normalize, unless the user says which. In a trial,
     ``VecNormalize`` gets the sampled discount factor, as in a training with the ``--trial-id`` of the trial. It is saved
-    atomically.
+    atomically. Around environments that step in tensors it does so, too.
     """
     if experiment.normalize and not {"norm_obs", "norm_obs_keys"} & experiment.normalize_kwargs.keys():
         experiment.normalize_kwargs = {**experiment.normalize_kwargs, **_normalizable(env.observation_space)}
     env, trial = theirs(env, eval_env), _TRIAL.get()
+    if type(env) is VecNormalize and isinstance(env.venv, TensorVecEnv):
+        env = TensorVecNormalize.of(env)
     if isinstance(env, VecNormalize) and trial is not None:
         env.gamma = trial.user_attrs.get("gamma", env.gamma)  # a user's own sampler may leave it out
     make_atomic([env])
@@ -121,12 +130,37 @@ def _normalizable(space: spaces.Space) -> dict[str, Any]:
     return {} if isinstance(space, spaces.Box) and not is_image_space(space) else {"norm_obs": False}
 
 
+def create_envs(
+    theirs: Callable[..., VecEnv], experiment: "ExperimentManager", n_envs: int, eval_env: bool = False, no_log: bool = False
+) -> VecEnv:
+    """Step all copies of an environment of gymnax in one call, in a ``JaxVecEnv``."""
+    token = _IS_EVAL.set(eval_env)
+    try:
+        return theirs(n_envs, eval_env=eval_env, no_log=no_log)
+    finally:
+        _IS_EVAL.reset(token)
+
+
+def _gymnax_copies(experiment: Any, vec_env_class: Any, env_fns: list[Any], **kwargs: Any) -> VecEnv:
+    """What stands in for the class of vectorized environments, unless each copy is wrapped (``env_wrapper``)."""
+    if experiment.env_wrapper is not None:
+        return vec_env_class(env_fns, **kwargs)
+    env_kwargs = experiment.eval_env_kwargs if _IS_EVAL.get() else experiment.env_kwargs
+    name = experiment.env_name.gym_id.removeprefix(GYMNAX_PREFIX)
+    # Another device than the CPU is that of JAX, which may have been installed without CUDA.
+    device = "cpu" if str(experiment.device) == "cpu" else "auto"
+    return JaxVecEnv(name, num_envs=len(env_fns), device=device, **env_kwargs)
+
+
 def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager") -> Any:
     """
     Use the vectorized environments that copy less and that name a worker that fails, write the log to ``progress.csv`` for
     ``plot_run``, and let each trial keep the ``policy_kwargs`` of the hyperparameters that it starts from.
     """
     experiment.vec_env_class = VEC_ENVS.get(experiment.vec_env_class, experiment.vec_env_class)
+    if experiment.env_name.gym_id.startswith(GYMNAX_PREFIX):
+        copies: Any = functools.partial(_gymnax_copies, experiment, experiment.vec_env_class)
+        experiment.vec_env_class = copies
     find_run(experiment)
     results = theirs()
     experiment.callbacks.append(ProgressFile(experiment.save_path))
@@ -175,6 +209,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_preprocess_hyperparams": preprocess_hyperparams,
     "setup_experiment": setup_experiment,
     "create_callbacks": create_callbacks,
+    "create_envs": create_envs,
     "_load_pretrained_agent": load_pretrained_agent,
     "_save_config": save_config,
     "_maybe_normalize": maybe_normalize,

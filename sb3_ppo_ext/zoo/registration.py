@@ -36,6 +36,8 @@ def extend(module: ModuleType) -> None:
 
 
 def _add_algorithm(utils: Any) -> None:
+    # It registers the environments of gymnax, without importing JAX. All scripts import this module of the Zoo.
+    importlib.import_module("sb3_ppo_ext.tensor_envs.gymnax_ids")
     for name in NAMES:
         utils.ALGOS.setdefault(name, PPOExt)
 

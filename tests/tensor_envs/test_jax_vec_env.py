@@ -14,6 +14,7 @@ from sb3_ppo_ext import JaxVecEnv, PPOExt
 jax = pytest.importorskip("jax")
 gymnax = pytest.importorskip("gymnax")
 pytestmark = [
+    pytest.mark.integration,  # each environment is compiled
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype"),
     pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types"),
 ]

@@ -164,6 +164,17 @@ def test_statistics_can_be_read_and_assigned():
     np.testing.assert_allclose(other.obs_rms.var, expected.var)
 
 
+def test_attributes_that_a_checkpoint_restores():
+    """Pickled attributes that are written into another object, as checkpoints do, go on equally."""
+    env, other = trained(TensorVecNormalize), trained(TensorVecNormalize)
+    env.step(np.ones((5, 1), np.float32))
+    attributes = {name: vars(env)[name] for name in ("obs_rms", "ret_rms", "_returns")}
+    vars(other).update(pickle.loads(pickle.dumps(attributes)))
+    assert_same_statistics(other, env)
+    other.step(np.ones((5, 1), np.float32))
+    assert other.obs_rms.count == env.obs_rms.count + 5
+
+
 def test_without_observations():
     """Without `norm_obs` there are no statistics of observations, as in SB3."""
     assert not hasattr(TensorVecNormalize(pendulums(), norm_obs=False), "obs_rms")
