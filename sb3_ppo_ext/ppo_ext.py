@@ -56,6 +56,7 @@ from sb3_ppo_ext.options.table import (
     VfClipMode,
 )
 from sb3_ppo_ext.policies.actor_critic import with_action_distributions
+from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
@@ -180,6 +181,9 @@ class PPOExt(TrainingLoop, ModelSetup):
         uses ``torch.compile``; ``"auto"`` is the first of native, device (on a GPU, or with tensor environments), fused and
         eager that supports the policy and the options. ``docs/options.md`` says what each engine supports, and how equal the
         results are
+    :param amp_dtype: Type in which the networks compute, ``"bfloat16"`` or ``"float16"``, for GPUs; action distributions,
+        losses, parameters and the optimiser stay in float32; ``None`` for float32 everywhere. With ``"float16"``, the loss is
+        scaled by a factor that adapts (https://arxiv.org/abs/1710.03740)
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
     """
 
@@ -255,6 +259,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         accumulate_grad: int = 1,
         bad_gradients: BadGradients = "raise",
         backend: Backend = "auto",
+        amp_dtype: AmpDtype | None = None,
         **unknown_options: NoReturn,
     ):
         arguments = dict(locals())
@@ -328,6 +333,7 @@ class PPOExt(TrainingLoop, ModelSetup):
             self.policy_kwargs = given
         self._setup_device()
         self._setup_validation()
+        self._setup_precision()
         self._adapt_rollout_buffer()
         self._setup_optimizer()
         self._setup_advantages()

@@ -29,6 +29,7 @@ from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, Seque
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, MlpPolicy, with_action_distributions
+from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, make_optimizer
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
@@ -80,6 +81,12 @@ class ModelSetup(PolicyUpdater):
         is_known = isinstance(policy, ActionDistributionMixin) or type(policy) in self.policy_aliases.values()
         if is_known and policy.device.type != "cpu":
             policy.action_dist = on_device(policy.action_dist)
+
+    def _setup_precision(self) -> None:
+        set_precision(self.policy, self.amp_dtype)
+        before, self.loss_scale = self.loss_scale, None
+        if self.amp_dtype == "float16":
+            self.loss_scale = _continued(LossScale().to(self.device), before)
 
     def _setup_rollout_buffer(self) -> None:
         """Create the rollout buffer anew."""

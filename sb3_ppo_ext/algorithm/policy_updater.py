@@ -18,6 +18,7 @@ from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
+from sb3_ppo_ext.policies.mixed_precision import LossScale
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.rollout.tensor_collector import TensorRolloutCollector
 from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import steps_in_tensors
@@ -46,6 +47,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
     advantage_normalizer: AdvantageNormalizer | None = None
     kl_coefficient: KLAdaptive | None = None
     adaptive_lr: KLAdaptive | None = None
+    loss_scale: LossScale | None = None
     n_skipped_updates = 0
 
     def _setup_engine(self) -> None:
@@ -60,6 +62,8 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         backend, reasons = choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons:
             refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')
+        if self.amp_dtype is not None and not ENGINES[backend].supports_amp:
+            refuse("amp_dtype", self.amp_dtype, f"{reasons['device']}; give None")
         if self.verbose >= 1 and self.backend != "eager":
             print(f"Backend: {backend}" + (f" (not native: {reasons['native']})" if "native" in reasons else ""))
 
@@ -68,6 +72,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             self.policy,
             self.rollout_buffer,
             has_extra_loss=self._extra_actor_loss() is not None,
+            has_amp=self.amp_dtype is not None,
             has_tensor_env=steps_in_tensors(self.env),
         )
 
@@ -123,6 +128,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             "discrete_actions": isinstance(self.action_space, spaces.Discrete),
             "samples_latents": self._samples_latents,
             "extra_actor_loss": self._extra_actor_loss(),
+            "loss_scale": self.loss_scale,
         }
         return UpdateConfig(**given)
 
@@ -186,6 +192,8 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             logged["train/priority_beta"] = config.priority_beta
         if config.bad_gradients == "skip":
             logged["train/skipped_updates"] = self.n_skipped_updates
+        if self.loss_scale is not None:
+            logged["train/loss_scale"] = self.loss_scale.scale.item()
         if self.advantage_normalizer is not None:
             logged |= {"adv/ema_mean": self.advantage_normalizer.mean, "adv/ema_std": self.advantage_normalizer.std}
         return logged

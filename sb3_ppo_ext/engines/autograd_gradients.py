@@ -66,6 +66,8 @@ class BackwardLoss:
         config = self.config
         inputs = evaluate(self.policy, minibatch, config.discrete_actions)
         loss, measured = ppo_loss(inputs, config.loss, minibatch.weights, config.extra_actor_loss)
+        if config.loss_scale is not None:
+            loss = loss * config.loss_scale.scale
         (loss if share == 1 else share * loss).backward()
         return measured
 

@@ -25,12 +25,14 @@ class Setup(NamedTuple):
     :param policy: Policy that acts and is updated
     :param buffer: Buffer for the rollouts
     :param has_extra_loss: Whether a subclass of ``PPOExt`` adds a loss, which may differentiate any part of the policy
+    :param has_amp: Whether the networks compute in a type of lower precision
     :param has_tensor_env: Whether the steps of the environment are tensors
     """
 
     policy: ActorCriticPolicy
     buffer: RolloutBuffer
     has_extra_loss: bool = False
+    has_amp: bool = False
     has_tensor_env: bool = False
 
 
@@ -45,6 +47,8 @@ class Engine(ABC):
     keeps_float32: ClassVar[bool] = True
     # Whether rollout buffers are a ``TensorRolloutBuffer``
     keeps_rollouts_on_device: ClassVar[bool] = False
+    # Whether networks may compute in a type of lower precision
+    supports_amp: ClassVar[bool] = False
 
     def __init__(self, policy: ActorCriticPolicy):
         self.policy = policy

@@ -5,7 +5,7 @@ The checks, the reference in ``docs/options_reference.md``, and the tests of sin
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
@@ -14,7 +14,8 @@ from sb3_ppo_ext.common.schedules import LrDecay, ScheduleLike, is_constant, val
 from sb3_ppo_ext.distributions import ACTION_DISTS, ActionDist, DeterministicAction
 from sb3_ppo_ext.engines.registry import Backend
 from sb3_ppo_ext.options.row import READ, Change, Conflict, Need, When, differs, equals, has_schedule, option, rows_of
-from sb3_ppo_ext.options.values import Bounds, Dictionary, Flag, Number, Schedule
+from sb3_ppo_ext.options.values import Bounds, Choice, Dictionary, Flag, Number, Schedule
+from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
 from sb3_ppo_ext.update.losses import SurrogateName, VfClipMode
 from sb3_ppo_ext.update.optimizers import OptimizerName
@@ -498,6 +499,19 @@ class PPOExtOptions:
         "that supports the policy and the options",
         group=ENGINE,
         change=Change(steps=("_setup_rollout_buffer", "_check_backend")),
+    )
+    amp_dtype: AmpDtype | None = option(
+        None,
+        'Type in which the networks compute, `"bfloat16"` or `"float16"`, for GPUs; action distributions, losses, parameters '
+        "and the optimiser stay in float32; `None` for float32 everywhere",
+        group=ENGINE,
+        accepted=Choice(get_args(AmpDtype)),
+        example="bfloat16",
+        conflicts=tuple(
+            Conflict(equals("backend", name), 'give `backend="auto"` or `"device"`')
+            for name in ("native", "fused", "eager", "compile")
+        ),
+        change=Change(steps=("_setup_precision", "_setup_rollout_buffer", "_check_backend")),
     )
 
 

@@ -13,12 +13,13 @@ from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.bounds import bounds_on_device
-from sb3_ppo_ext.common.guards import check_finite, refuse_policy
+from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.lazy_locals import Later, LazyLocals
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
+from sb3_ppo_ext.tensor_envs.tensor_spaces import dtype_of
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep
 from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import steps_in_tensors
 from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes
@@ -134,7 +135,7 @@ class TensorCollection:
     def _for_env(self, samples: th.Tensor) -> th.Tensor:
         """Actions within the bounds of the action space."""
         if self.bounds is None:
-            return samples
+            return samples.to(dtype_of(self.model.action_space))
         low, high = self.bounds
         if self.model.policy.squash_output:
             return unscaled(self.model.policy, samples, low, high)
@@ -222,12 +223,14 @@ class TensorCollection:
 
     def _on_host(self, observations: Any) -> tuple[np.ndarray, bool, np.ndarray]:
         """Ends of episodes, whether all numbers of the rollout are finite, and means of the log, in one transfer."""
-        tensors = [self.buffer.tensors[name] for name in ("rewards", "actions")]
+        actions = self.buffer.tensors["actions"]
+        tensors = [self.buffer.tensors["rewards"]]
         for part in (self.buffer.tensors["observations"], observations):
             map_observations(tensors.append, part)
-        finite = [th.isfinite(tensor).all() for tensor in tensors if tensor.is_floating_point()]
+        valid = [th.isfinite(tensor).all() for tensor in tensors if tensor.is_floating_point()]
+        valid.append(_are_actions(actions).all())
         means = [th.stack(values).mean() for values in self.log.values()]
-        packed = th.cat([self.episodes.flatten(), th.stack([th.stack(finite).all().float(), *means])]).cpu().numpy()
+        packed = th.cat([self.episodes.flatten(), th.stack([th.stack(valid).all().float(), *means])]).cpu().numpy()
         n = self.episodes.numel()
         return packed[:n].reshape(self.episodes.shape), bool(packed[n]), packed[n + 1 :]
 
@@ -270,9 +273,14 @@ class TensorCollection:
             seen = self.buffer.tensors["observations"]
             observations = last_observations if step == self.n_steps else map_observations(lambda part: part[step], seen)  # noqa: B023
             self._check(model, "observation", observations, max(row, 0))
-            if step < self.n_steps and not th.isfinite(self.buffer.tensors["actions"][step]).all():
+            if step < self.n_steps and not _are_actions(self.buffer.tensors["actions"][step]).all():
                 refuse_policy(model.policy, step, model.num_timesteps)
         raise AssertionError("all numbers are finite")
 
     def _check(self, model: Any, what: str, data: Any, step: int) -> None:
         check_finite(model, what, map_observations(lambda part: part.cpu().numpy(), data), step)
+
+
+def _are_actions(actions: th.Tensor) -> th.Tensor:
+    """Whether actions are finite, and discrete ones are not those of a policy with NaN."""
+    return th.isfinite(actions) if actions.is_floating_point() else actions != NO_ACTION

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sb3_ppo_ext.policies.mixed_precision import LossScale
 from sb3_ppo_ext.update.losses import LossConfig
 from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
 
@@ -22,6 +23,7 @@ class UpdateConfig:
     :param discrete_actions: Whether the action space is ``Discrete``
     :param samples_latents: Whether the buffer holds the latents of a bounded action distribution instead of actions
     :param extra_actor_loss: Loss that a subclass of ``PPOExt`` adds, ``None`` for none
+    :param loss_scale: Factor of the loss with ``amp_dtype="float16"``, ``None`` for none
     :param num_timesteps: Number of timesteps trained so far, for messages
     """
 
@@ -44,6 +46,7 @@ class UpdateConfig:
     discrete_actions: bool = False
     samples_latents: bool = False
     extra_actor_loss: ExtraActorLoss | None = None
+    loss_scale: LossScale | None = None
     num_timesteps: int = 0
     verbose: int = 0
 

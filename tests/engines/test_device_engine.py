@@ -39,7 +39,8 @@ ACTIONS = {
     "Bernoulli": dict(env=dict(action_space=spaces.MultiBinary(3))),
     "gSDE": dict(use_sde=True, sde_sample_freq=4),
 }
-OPTIONS = {str(options): options for options in SINGLE if "backend" not in options and "action_dist" not in options}
+NOT_HERE = {"backend", "action_dist", "amp_dtype"}
+OPTIONS = {str(options): options for options in SINGLE if not options.keys() & NOT_HERE}
 TOGETHER = {
     "guards": dict(max_clip_fraction=0.01, target_kl=1e-3, bad_gradients="skip", learning_rate=1e-2),
     "EMA, V-trace, segments": dict(advantage_norm="ema", vtrace=True, priority_alpha=0.6, priority_segment=4),

@@ -36,7 +36,7 @@ ACTIONS = {
     "gSDE": dict(use_sde=True, sde_sample_freq=4),
     "gSDE, squashed": dict(use_sde=True, policy_kwargs=dict(squash_output=True, use_expln=True, full_std=False)),
 }
-OPTIONS = {str(options): options for options in SINGLE if "backend" not in options and "action_dist" not in options}
+OPTIONS = {str(options): options for options in SINGLE if not options.keys() & {"backend", "action_dist", "amp_dtype"}}
 OF_SEQUENCES = {
     "EMA, V-trace": dict(advantage_norm="ema", vtrace=True),
     "segments": dict(priority_alpha=0.6, priority_segment=4, accumulate_grad=2),

@@ -27,7 +27,7 @@ TOY_VALUES = {
     "max_clip_fraction": [0.05],
     "accumulate_grad": [3],
     "max_grad_norm": [0.01],
-    "backend": ["eager", "fused", "native"],  # "compile" takes seconds: see tests/engines/test_compiled.py
+    "backend": ["eager", "fused", "native", "device"],  # "compile" takes seconds: see tests/engines/test_compiled.py
 }
 # Options of SB3 that interact with ours
 OF_SB3 = ("ent_coef", "clip_range_vf", "target_kl", "normalize_advantage", "use_sde", "max_grad_norm")
@@ -56,6 +56,7 @@ def is_legal(options, action_space):
         or (get("action_dist") == "beta" and get("bounds_coef") > 0)
         or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")
         or (get("dual_clip") and get("surrogate") != "clip")
+        or (get("amp_dtype") and get("backend") not in ("auto", "device"))
         or (get("kl_target") and not get("kl_coef"))
         or (get("adaptive_lr_kl") and (get("lr_decay") != "constant" or get("lr_warmup") > 0))
     )

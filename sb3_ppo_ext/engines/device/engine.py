@@ -27,6 +27,7 @@ class DeviceEngine(FusedEngine):
     """
 
     keeps_rollouts_on_device = True
+    supports_amp = True
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
@@ -38,7 +39,7 @@ class DeviceEngine(FusedEngine):
 
     @classmethod
     def is_automatic(cls, setup: Setup) -> bool:
-        return setup.has_tensor_env or setup.policy.device.type != "cpu"
+        return setup.has_tensor_env or setup.has_amp or setup.policy.device.type != "cpu"
 
     def make_actor(self, buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
         assert isinstance(buffer, TensorRolloutBuffer)
@@ -61,7 +62,7 @@ class DeviceEngine(FusedEngine):
         :return: Result of the update
         :raises ValueError: if a loss or gradient is not finite, with ``bad_gradients="raise"``
         """
-        if self.policy.device.type == "cpu":
+        if self.policy.device.type == "cpu" and config.loss_scale is None:
             return super().update(rollout, config, normalizer, result)
         result = UpdateResult(Metrics()) if result is None else result
         estimates = self.make_estimates(rollout, config, result.metrics, normalizer)

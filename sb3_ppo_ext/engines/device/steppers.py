@@ -52,6 +52,12 @@ class MaskedStepper:
         """
         return clip_gradients(self.policy, max_norm)
 
+    def unscale(self, scale: th.Tensor) -> None:
+        """
+        :param scale: Factor by which the loss was multiplied, a scalar
+        """
+        self.gradients.div_(scale)
+
     def keep_bad_gradients(self, are_bad: th.Tensor) -> None:
         """
         Keep the gradients for a message.

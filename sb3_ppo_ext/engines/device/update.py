@@ -16,7 +16,7 @@ from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.update import UpdateResult
 
-N_FLAGS = 4
+N_FLAGS, FROZEN = 5, 3
 
 
 class RecordedStep(NamedTuple):
@@ -26,7 +26,7 @@ class RecordedStep(NamedTuple):
     :param epoch: Epoch of the step
     :param names: Names of the numbers after the flags
     :param numbers: Whether the step comes before any stop, whether it is past ``target_kl``, whether its loss and gradients
-        are finite, whether the actor was frozen; then scalar metrics
+        are finite, whether the actor was frozen, whether the gradients are too large for float16; then scalar metrics
     :param vectors: Metrics that are not scalars
     """
 
@@ -92,15 +92,21 @@ class DeviceUpdate:
             is_clipped = measured.weighted("clip_fraction", step.shares) > config.max_clip_fraction
             self.is_frozen = self.is_frozen | (goes_on & is_clipped)
             stepper.freeze_actor(self.is_frozen)
+        if config.loss_scale is not None:
+            stepper.unscale(config.loss_scale.scale)
         norms = stepper.clip(config.max_grad_norm)
-        is_finite = th.isfinite(th.stack([*norms.values(), measured.weighted("loss", step.shares)]).sum())
-        has_stopped = self.has_stopped | is_past
+        loss = measured.weighted("loss", step.shares)
+        is_finite = th.isfinite(th.stack([*norms.values(), loss]).sum())
+        has_stopped, overflows = self.has_stopped | is_past, self.never
+        if config.loss_scale is not None:
+            overflows = goes_on & ~is_finite & th.isfinite(loss)
+            config.loss_scale.update(overflows, goes_on & is_finite)
         if config.bad_gradients == "raise":
-            is_bad = goes_on & ~is_finite
+            is_bad = goes_on & ~(is_finite | overflows)
             stepper.keep_bad_gradients(is_bad)
             has_stopped = has_stopped | is_bad
         stepper.step(goes_on & is_finite)
-        self._record(epoch, measured, norms, [is_before_stop, is_past, is_finite, self.is_frozen])
+        self._record(epoch, measured, norms, [is_before_stop, is_past, is_finite, self.is_frozen, overflows])
         self.has_stopped = has_stopped
 
     def _record(self, epoch: int, measured: Metrics, norms: dict[str, th.Tensor], flags: list[th.Tensor]) -> None:
@@ -118,7 +124,7 @@ class DeviceUpdate:
         numbers = th.cat([step.numbers for step in self.steps]).cpu().split(lengths)
         made, frozen, epoch, bad = 0, 0, -1, None
         for step, values in zip(self.steps, numbers, strict=True):
-            is_before_stop, is_past, is_finite, is_frozen = (bool(flag) for flag in values[:N_FLAGS].tolist())
+            is_before_stop, is_past, is_finite, is_frozen, overflows = (bool(flag) for flag in values[:N_FLAGS].tolist())
             if not is_before_stop:
                 break
             if step.epoch != epoch:
@@ -132,7 +138,9 @@ class DeviceUpdate:
                 made, frozen = made + 1, frozen + is_frozen
                 self._add(step, values, with_norms=True)
                 if self.config.max_clip_fraction is not None:
-                    self.result.metrics["actor_frozen"].append(values[N_FLAGS - 1])
+                    self.result.metrics["actor_frozen"].append(values[FROZEN])
+            elif overflows:
+                continue
             elif self.config.bad_gradients == "raise":
                 bad = step, values
                 break
