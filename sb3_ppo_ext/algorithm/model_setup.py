@@ -33,6 +33,7 @@ from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, make_optimizer
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
+from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
 
 # Schedules that SB3 makes from options, and that users replace
 SCHEDULES = ("lr_schedule", "critic_lr_schedule")
@@ -126,8 +127,11 @@ class ModelSetup(PolicyUpdater):
         backend, reasons = choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons or not ENGINES[backend].keeps_rollouts_on_device:
             return
+        policy, buffer_class, kwargs = self.policy, TensorRolloutBuffer, {}
+        if isinstance(policy, TransformerPolicyMixin):
+            buffer_class, kwargs = TensorSequenceBuffer, _memory_of(policy)
         with self._memory_errors():
-            self.rollout_buffer = TensorRolloutBuffer(
+            self.rollout_buffer = buffer_class(
                 self.n_steps,
                 before.observation_space,
                 before.action_space,
@@ -135,6 +139,7 @@ class ModelSetup(PolicyUpdater):
                 gamma=self.gamma,
                 gae_lambda=self.gae_lambda,
                 n_envs=self.n_envs,
+                **kwargs,
             )
 
     def _setup_memory(self) -> None:
@@ -152,9 +157,7 @@ class ModelSetup(PolicyUpdater):
             gamma=self.gamma,
             gae_lambda=self.gae_lambda,
             n_envs=self.n_envs,
-            context_length=policy.context_length,
-            n_action_features=policy.n_action_features,
-            keeps_rewards=policy.use_last_reward,
+            **_memory_of(policy),
         )
 
     def _setup_observations(self) -> None:
@@ -359,6 +362,15 @@ class ModelSetup(PolicyUpdater):
                 f" Raise n_epochs={self.n_epochs}, or lower batch_size={self.batch_size}.",
                 stacklevel=3,
             )
+
+
+def _memory_of(policy: TransformerPolicyMixin) -> dict[str, Any]:
+    """What a rollout buffer keeps for a history-based policy."""
+    return {
+        "context_length": policy.context_length,
+        "n_action_features": policy.n_action_features,
+        "keeps_rewards": policy.use_last_reward,
+    }
 
 
 def _continued(adaptive: Any, before: Any) -> Any:

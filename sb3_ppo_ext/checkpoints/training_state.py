@@ -37,6 +37,7 @@ from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.rollout.user_code import is_user_class
+from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
 
 CheckpointPath: TypeAlias = str | pathlib.Path
 
@@ -104,7 +105,7 @@ class TrainingState(NamedTuple):
             list(ObjectState(stateful_objects(model.env)).targets),
             objects.read(select if why_reset is None else _without_episodes(select)),
             LogFiles(model.logger, list(objects.targets.values())).read(),
-            buffer.memory() if isinstance(buffer, SequenceBufferMixin) else None,
+            buffer.memory() if isinstance(buffer, SequenceBufferMixin | TensorSequenceBuffer) else None,
             why_reset,
         )
 

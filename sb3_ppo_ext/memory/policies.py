@@ -20,6 +20,7 @@ from stable_baselines3.common.torch_layers import MlpExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
+from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
 from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
 from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
@@ -208,6 +209,23 @@ class TransformerPolicyMixin(ActionDistributionMixin):
             middle, half = np.where(bounded, [(low / 2 + high / 2), (high / 2 - low / 2)], [[0.0], [1.0]])
             flat = (flat - middle) / half
         return flat.astype(np.float32)
+
+    def encode_action_tensors(self, actions: th.Tensor) -> th.Tensor:
+        """
+        :meth:`encode_actions` on the device of the actions.
+
+        :param actions: Actions as the environments got them, shape ``(n_envs, *action_shape)``
+        :return: Actions as the policy sees them, shape ``(n_envs, n_action_features)``, float32
+        """
+        encoded: Any = preprocess_obs(actions, self.action_space, normalize_images=False)
+        flat = encoded.reshape(len(actions), -1).float()
+        if not isinstance(space := self.action_space, spaces.Box):
+            return flat
+        low, high = space.low.flatten(), space.high.flatten()
+        bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
+        middle, half = np.where(bounded, [(low / 2 + high / 2), (high / 2 - low / 2)], [[0.0], [1.0]])
+        centre, scale = bounds_on_device(middle, half, flat.device)
+        return (flat - centre) / scale
 
     def _features(self, sequences: PyTorchObs, extractor: nn.Module, transformer: Transformer) -> th.Tensor:
         """Features of the samples, shape ``(n_samples, n_outputs)``."""

@@ -17,6 +17,8 @@ NETWORKS = (
     "action_net",
     "value_net",
 )
+# Their linear layers compute in lower precision, their attention in float32.
+TRANSFORMERS = ("pi_transformer", "vf_transformer")
 
 
 class Autocast:
@@ -66,7 +68,9 @@ def set_precision(policy: nn.Module, dtype: AmpDtype | None) -> None:
     if dtype is None:
         return
     handles = policy._autocast_handles = []  # type: ignore[assignment]
-    modules = (_find(policy, name) for name in NETWORKS)
+    modules = [_find(policy, name) for name in NETWORKS]
+    for transformer in (_find(policy, name) for name in TRANSFORMERS):
+        modules += [module for module in transformer.modules() if isinstance(module, nn.Linear)]
     for module in dict.fromkeys(module for module in modules if any(True for _ in module.parameters())):
         autocast = Autocast(getattr(th, dtype))
         handles.append(module.register_forward_pre_hook(autocast.enter))

@@ -170,29 +170,29 @@ class PolicyActor(Actor):
         return values
 
 
-class HistoryActor(PolicyActor):
+class CachedPolicy:
     """
     Evaluates a history-based policy step by step. Each step is computed once. If parameters change during the rollout, the
     steps that the policy can still see are computed again.
 
-    :param buffer: Buffer to fill
-    :param config: Options of the rollout
+    :param buffer: Buffer that returns sequences
+    :param is_watched: Whether user code may change parameters in ways that torch does not track
     """
 
-    buffer: SequenceBufferMixin
-
-    def __init__(self, buffer: RolloutBuffer, config: RolloutConfig):
-        super().__init__(buffer, config)
-        self.weights = WeightWatch(by_value=config.is_watched)
+    def __init__(self, buffer: Any, is_watched: bool):
+        self.buffer = buffer
+        self.weights = WeightWatch(by_value=is_watched)
         self.caches: list[Cache] = []
 
-    def _evaluate(
-        self, policy: ActorCriticPolicy, obs_tensor: Any, starts: np.ndarray, step: int
-    ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+    def __call__(self, policy: Any, step: int) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        """
+        :param policy: Current policy
+        :param step: Step of the rollout, whose observations are in the buffer
+        :return: Actions, values and log probabilities, as ``forward`` of SB3's policies returns them
+        """
         assert isinstance(policy, TransformerPolicyMixin)
         if self.weights.have_changed(policy):
             self.caches = self._filled_caches(policy, step)
-        self.buffer.keep_observations(step, map_observations(lambda part: part.cpu().numpy(), obs_tensor), starts)
         return policy.act(self.buffer.sequences_at(step), self.caches)
 
     def _filled_caches(self, policy: TransformerPolicyMixin, step: int) -> list[Cache]:
@@ -211,6 +211,27 @@ class HistoryActor(PolicyActor):
         for parts, (_, transformer), cache in zip(inputs, transformers, caches, strict=True):
             transformer(th.cat(parts), th.cat(episodes), cache)
         return caches
+
+
+class HistoryActor(PolicyActor):
+    """
+    Evaluates a history-based policy step by step, see :class:`CachedPolicy`.
+
+    :param buffer: Buffer to fill
+    :param config: Options of the rollout
+    """
+
+    buffer: SequenceBufferMixin
+
+    def __init__(self, buffer: RolloutBuffer, config: RolloutConfig):
+        super().__init__(buffer, config)
+        self.cached = CachedPolicy(buffer, config.is_watched)
+
+    def _evaluate(
+        self, policy: ActorCriticPolicy, obs_tensor: Any, starts: np.ndarray, step: int
+    ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        self.buffer.keep_observations(step, map_observations(lambda part: part.cpu().numpy(), obs_tensor), starts)
+        return self.cached(policy, step)
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
         assert isinstance(policy, TransformerPolicyMixin)

@@ -16,6 +16,7 @@ from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
+from sb3_ppo_ext.rollout.actors import CachedPolicy
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.lazy_locals import Later, LazyLocals
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
@@ -23,6 +24,7 @@ from sb3_ppo_ext.tensor_envs.tensor_spaces import dtype_of
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep
 from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import steps_in_tensors
 from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes
+from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer, TensorSequenceRollout
 
 
 class TensorsAfter(NamedTuple):
@@ -64,6 +66,8 @@ class TensorRolloutCollector(RolloutCollector):
         return obs_as_tensor(self._last_obs, self.device), starts  # type: ignore[arg-type]
 
     def _tensor_rollout(self, buffer: TensorRolloutBuffer) -> TensorRollout:
+        if isinstance(buffer, TensorSequenceBuffer):
+            return TensorSequenceRollout(buffer, *self._last_tensors(), self.gamma)
         return TensorRollout(buffer, *self._last_tensors(), self.gamma)
 
 
@@ -84,6 +88,7 @@ class TensorCollection:
         space = model.action_space
         # Bounds of the actions, `None` if there are none
         self.bounds = bounds_on_device(space.low, space.high, env.device) if isinstance(space, spaces.Box) else None
+        self.cached = CachedPolicy(buffer, self.is_watched) if isinstance(buffer, TensorSequenceBuffer) else None
         # Returns, lengths and ends of episodes at each step
         shape = (n_steps, env.num_envs)
         self.episodes = th.zeros((4, *shape), device=env.device)
@@ -105,14 +110,14 @@ class TensorCollection:
             model.policy.reset_noise(env.num_envs)
         self.callback.on_rollout_start()
         observations, starts = model._last_tensors()
-        model._tensors_after = None
+        self.first_starts, model._tensors_after = np.array(model._last_episode_starts, bool), None
 
         for step in range(self.n_steps):
             if model.use_sde and model.sde_sample_freq > 0 and step % model.sde_sample_freq == 0:
                 model.policy.reset_noise(env.num_envs)
-            seen = buffer.observe(observations)
+            seen = buffer.observe(observations, starts)
             with th.no_grad():
-                samples, values, log_probs = model.policy(seen)
+                samples, values, log_probs = model.policy(seen) if self.cached is None else self.cached(model.policy, step)
                 env_actions = self._for_env(samples)
             result = env.step_tensors(env_actions)
             model.num_timesteps += env.num_envs
@@ -123,7 +128,11 @@ class TensorCollection:
                 return False
             shown.end_step()
             buffer.record(samples, values, log_probs)
-            buffer.end_step(starts, result.rewards)
+            if isinstance(buffer, TensorSequenceBuffer):
+                encodes = model.policy.use_last_action
+                encoded = model.policy.encode_action_tensors(env_actions) if encodes else None
+                buffer.keep_outcome(step, encoded, result.rewards)
+            buffer.end_step(result.rewards)
             self._keep_ends(step, result, dones)
             observations, starts = result.observations, dones
 
@@ -194,7 +203,8 @@ class TensorCollection:
         if self.final_values is not None:
             with th.no_grad():
                 seen = map_observations(lambda rows: rows[step], self._terminal_observations())
-                self.final_values[step] = self.model.policy.predict_values(seen).flatten()
+                inputs = self.buffer.after_step(step, seen, th.zeros_like(dones))
+                self.final_values[step] = self.model.policy.predict_values(inputs).flatten()
 
     def _terminal_observations(self) -> Any:
         """Terminal observations, or those before them, valid where an episode has ended, shape ``(n_steps, n_envs, ...)``."""
@@ -214,7 +224,11 @@ class TensorCollection:
         if len(rows):
             self._bootstrap(rows)
         with th.no_grad():
-            buffer.compute_returns_and_advantage(model.policy.predict_values(observations), dones)
+            inputs = buffer.after_step(self.n_steps - 1, observations, dones)
+            buffer.compute_returns_and_advantage(model.policy.predict_values(inputs), dones)
+        if isinstance(buffer, TensorSequenceBuffer):
+            starts = np.concatenate([self.first_starts[np.newaxis], ended[:-1] > 0])
+            buffer.context_watch.note(starts, ended[-1] > 0, model.num_timesteps - ended.size)
         # As in SB3, an array, which can be saved; the copy is needed since the environment may overwrite the tensor.
         kept = map_observations(lambda part: part.clone(), observations)
         model._last_obs = map_observations(lambda part: part.cpu().numpy(), kept)
@@ -253,7 +267,8 @@ class TensorCollection:
         terminal = map_observations(lambda part: part.flatten(0, 1)[on_device], self._terminal_observations())
         if self.final_values is None:
             with th.no_grad():
-                values = self.model.policy.predict_values(terminal).flatten()
+                inputs = self.buffer.after(on_device, terminal, th.zeros_like(on_device, dtype=th.bool))
+                values = self.model.policy.predict_values(inputs).flatten()
         else:
             values = self.final_values.flatten()[on_device]
         self.buffer.bootstrap(TruncatedEpisodes(on_device, terminal, values))

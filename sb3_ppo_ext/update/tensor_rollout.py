@@ -124,15 +124,18 @@ class TensorRolloutBuffer(RolloutBuffer):
         """
         return array if isinstance(array, th.Tensor) else super().to_torch(array, copy)
 
-    def observe(self, observations: Any) -> Any:
+    def observe(self, observations: Any, starts: Any) -> Any:
         """
         Record the observations of the next step, before the environments overwrite them.
 
         :param observations: Tensors or arrays of shape ``(n_envs, *obs_shape)``
+        :param starts: Whether each observation starts an episode, shape ``(n_envs,)``; ``None`` if that is recorded later
         :return: The recorded observations, on the device
         """
         rows = map_observations(lambda part: part[self.pos], self.tensors["observations"])
         map_observations(_copy, rows, observations)
+        if starts is not None:
+            _copy(self.tensors["episode_starts"][self.pos], starts)
         return rows
 
     def record(self, actions: th.Tensor, values: th.Tensor, log_probs: th.Tensor) -> None:
@@ -146,12 +149,10 @@ class TensorRolloutBuffer(RolloutBuffer):
         for name, part in (("actions", actions), ("values", values), ("log_probs", log_probs)):
             _copy(self.tensors[name][self.pos], part)
 
-    def end_step(self, episode_starts: Any, rewards: Any) -> None:
+    def end_step(self, rewards: Any) -> None:
         """
-        :param episode_starts: Whether each observation of the step starts an episode, shape ``(n_envs,)``
         :param rewards: Rewards of the step, shape ``(n_envs,)``
         """
-        _copy(self.tensors["episode_starts"][self.pos], episode_starts)
         _copy(self.tensors["rewards"][self.pos], rewards)
         self.pos += 1
         self.full = self.pos == self.buffer_size
@@ -167,9 +168,28 @@ class TensorRolloutBuffer(RolloutBuffer):
         :param value: Values of the observations, shape ``(n_envs, 1)``
         :param log_prob: Log probabilities of the actions, shape ``(n_envs,)``
         """
-        self.observe(obs)
+        self.observe(obs, episode_start)
         self.record(th.as_tensor(action), value, log_prob)
-        self.end_step(episode_start, reward)
+        self.end_step(reward)
+
+    def after(self, rows: th.Tensor, observations: Any, starts: th.Tensor) -> Any:
+        """
+        :param rows: Positions of steps in the flattened rollout, ``step * n_envs + environment``, shape ``(n,)``
+        :param observations: Observations that follow these steps, shape ``(n, *obs_shape)``
+        :param starts: Whether each of them starts an episode, shape ``(n,)``
+        :return: Inputs of the policy for these observations
+        """
+        return observations
+
+    def after_step(self, step: int, observations: Any, starts: th.Tensor) -> Any:
+        """
+        :param step: Step of the rollout
+        :param observations: Observations that follow it, shape ``(n_envs, *obs_shape)``
+        :param starts: Whether each of them starts an episode, shape ``(n_envs,)``
+        :return: Inputs of the policy for these observations
+        """
+        rows = step * self.n_envs + th.arange(self.n_envs, device=self.device)
+        return self.after(rows, observations, starts)
 
     def bootstrap(self, truncated: TruncatedEpisodes) -> None:
         """
@@ -223,15 +243,20 @@ class TensorRolloutBuffer(RolloutBuffer):
             yield self._get_samples(indices)
 
     def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> RolloutBufferSamples:
-        steps, n_envs = self.buffer_size, self.n_envs
         indices = th.as_tensor(batch_inds, device=self.device)
-        rows = indices % steps * n_envs + indices // steps
+        rows = self._rows_of(indices)
+        observations = map_observations(lambda tensor: tensor.flatten(0, 1)[rows], self.tensors["observations"])
+        return self._samples(indices, observations)
 
-        def gathered(name: str) -> Any:
-            return map_observations(lambda tensor: tensor.flatten(0, 1)[rows], self.tensors[name])
+    def _rows_of(self, indices: th.Tensor) -> th.Tensor:
+        """Positions ``step * n_envs + env`` of samples that are counted as ``env * n_steps + step``."""
+        return indices % self.buffer_size * self.n_envs + indices // self.buffer_size
 
-        numbers = (gathered(name) for name in ("values", "log_probs", "advantages", "returns"))
-        return RolloutBufferSamples(gathered("observations"), gathered("actions").float(), *numbers)
+    def _samples(self, indices: th.Tensor, observations: Any) -> RolloutBufferSamples:
+        rows = self._rows_of(indices)
+        names = ("actions", "values", "log_probs", "advantages", "returns")
+        actions, *numbers = (self.tensors[name].flatten(0, 1)[rows] for name in names)
+        return RolloutBufferSamples(observations, actions.float(), *numbers)
 
 
 class TensorRollout(Rollout):
@@ -293,8 +318,10 @@ class TensorRollout(Rollout):
         :param policy: Policy with the critic that computes the values
         :return: Values of the observations after the last step, shape ``(n_envs,)``
         """
-        to_device = map_observations(lambda part: th.as_tensor(part, device=self.buffer.device), self.last_observations)
-        return policy.predict_values(to_device).flatten()
+        buffer = self.buffer
+        observations = map_observations(lambda part: th.as_tensor(part, device=buffer.device), self.last_observations)
+        starts = th.as_tensor(self.last_dones, device=buffer.device)
+        return policy.predict_values(buffer.after_step(buffer.buffer_size - 1, observations, starts)).flatten()
 
     def rewards(self, policy: ActorCriticPolicy) -> Any:
         """
@@ -303,7 +330,9 @@ class TensorRollout(Rollout):
         """
         rewards, truncated = self.buffer.tensors["rewards"].clone(), self.buffer.truncated
         if truncated is not None:
-            values = policy.predict_values(truncated.observations).flatten()
+            goes_on = th.zeros_like(truncated.rows, dtype=th.bool)
+            inputs = self.buffer.after(truncated.rows, truncated.observations, goes_on)
+            values = policy.predict_values(inputs).flatten()
             self.buffer.add_to_rewards(rewards, self.gamma * (values - truncated.values))
         return rewards
 

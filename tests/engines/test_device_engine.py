@@ -18,6 +18,7 @@ from sb3_ppo_ext.update import tensor_rollout
 from sb3_ppo_ext.update.minibatches import PrioritizedSegments
 from sb3_ppo_ext.update.tensor_estimates import TensorEstimates
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
+from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
 
 pytestmark = [
     pytest.mark.integration,
@@ -29,6 +30,22 @@ SPACES = {
     "MlpPolicy": {},
     "CnnPolicy": dict(observation_space=IMAGE),
     "MultiInputPolicy": dict(observation_space=DICT),
+}
+TRANSFORMER = dict(context_length=6, d_model=16, n_heads=2, use_last_action=True, use_last_reward=True)
+OF_SEQUENCES = {
+    "MlpTransformerPolicy": {},
+    "CnnTransformerPolicy": dict(env=dict(observation_space=IMAGE)),
+    "MultiInputTransformerPolicy": dict(env=dict(observation_space=DICT)),
+    "MlpTransformerPolicy, two": dict(policy_kwargs={**TRANSFORMER, "share_features_extractor": False}),
+    "MlpTransformerPolicy, context 1": dict(policy_kwargs={**TRANSFORMER, "context_length": 1}),
+    "MlpTransformerPolicy, context 40": dict(policy_kwargs={**TRANSFORMER, "context_length": 40}),
+    "MlpTransformerPolicy, V-trace, segments": dict(vtrace=True, priority_alpha=0.6, priority_segment=4),
+    "MlpTransformerPolicy, uneven": dict(n_steps=12, batch_size=6, accumulate_grad=2, priority_alpha=0.6, timesteps=48),
+    "MlpTransformerPolicy, KL": dict(kl_coef=0.5, kl_target=0.01, advantage_norm="ema"),
+    "MlpTransformerPolicy, discrete": dict(env=dict(action_space=spaces.Discrete(4))),
+    "MlpTransformerPolicy, multi": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
+    "MlpTransformerPolicy, binary": dict(env=dict(action_space=spaces.MultiBinary(3))),
+    "MlpTransformerPolicy, beta": dict(action_dist="beta"),
 }
 ACTIONS = {
     "gaussian": {},
@@ -57,6 +74,8 @@ class HostSegments:
     def __init__(self, advantages, *args):
         self.device = advantages.device
         self.of_host = PrioritizedSegments(advantages.cpu().numpy(), *args)
+        self.length = args[0]
+        self.is_even = len(advantages) % self.length == 0
 
     def epoch(self, batch_size):
         for indices, weights in self.of_host.epoch(batch_size):
@@ -104,6 +123,27 @@ def assert_same_training(sim, **kwargs):
 def test_policies(sim, policy):
     """Each policy is trained in NumPy environments as by SB3's loop on the CPU."""
     assert_same_training(sim, policy=policy, env=SPACES[policy])
+
+
+@pytest.mark.usefixtures("same_draws")
+@pytest.mark.parametrize("case", OF_SEQUENCES)
+def test_history_based_policies(sim, case):
+    """Each history-based policy is trained in NumPy environments as on the CPU, with options that treat sequences alike."""
+    assert_same_training(sim, policy=case.split(",")[0], **{"policy_kwargs": TRANSFORMER, **OF_SEQUENCES[case]})
+
+
+@pytest.mark.usefixtures("same_draws")
+@pytest.mark.parametrize("env_class", [TorchPendulum, TorchCartPole])
+def test_history_based_policies_in_tensor_environments(sim, env_class):
+    """Transformers, their caches and their memory of earlier rollouts stay on the device, and train as in NumPy on the CPU."""
+    options = {**SMALL, "batch_size": 64, "policy_kwargs": TRANSFORMER}
+    expected = PPOExt("MlpTransformerPolicy", tensor_env("cpu", env_class), backend="eager", **options).learn(16 * 16 * 2)
+    for device in ("cpu", sim.name):
+        actual = PPOExt("MlpTransformerPolicy", tensor_env(device, env_class), device=device, backend="device", **options)
+        assert_same(expected, actual.learn(16 * 16 * 2))
+    with sim.counting() as counts:
+        actual.learn(16 * 16, reset_num_timesteps=False)
+    assert counts.to_host + counts.items + counts.to_device <= BUDGET
 
 
 @pytest.mark.usefixtures("same_draws")
@@ -397,13 +437,13 @@ def test_policies_that_are_not_finite_are_refused(sim):
 
 
 def test_automatic_choice(sim):
-    """Without an option, rollouts stay on a device that is not the CPU, and history-based policies use another engine."""
+    """Without an option, rollouts stay on a device that is not the CPU."""
     on_device = PPOExt("MlpPolicy", make_toys(), device=sim.name, **SMALL)
     assert isinstance(on_device.rollout_buffer, TensorRolloutBuffer)
     on_cpu = PPOExt("MlpPolicy", tensor_env("cpu"), **{**SMALL, "batch_size": 64})
     assert not isinstance(on_cpu.rollout_buffer, TensorRolloutBuffer)
-    with pytest.raises(ValueError, match=r"`backend='device'` .*rollout buffer"):
-        PPOExt("MlpTransformerPolicy", make_toys(), backend="device", **SMALL)
+    of_history = PPOExt("MlpTransformerPolicy", make_toys(), device=sim.name, **SMALL)
+    assert isinstance(of_history.rollout_buffer, TensorSequenceBuffer)
 
 
 def test_backend_can_be_changed(sim):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch as th
+from stable_baselines3.common.buffers import RolloutBuffer
 from support.toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import PPOExt
@@ -11,7 +12,12 @@ from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=0, device="cpu")
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-SPACES = {"MlpPolicy": {}, "CnnPolicy": dict(observation_space=IMAGE), "MultiInputPolicy": dict(observation_space=DICT)}
+SPACES = {
+    "MlpPolicy": {},
+    "MlpTransformerPolicy": {},
+    "CnnPolicy": dict(observation_space=IMAGE),
+    "MultiInputPolicy": dict(observation_space=DICT),
+}
 
 
 @pytest.fixture(params=ROUNDING)
@@ -125,17 +131,20 @@ def test_errors_leave_autocast():
     assert th.nn.Linear(2, 2)(th.zeros(1, 2)).dtype == th.float32
 
 
+class OwnBuffer(RolloutBuffer):
+    """A rollout buffer of a user's own."""
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         (dict(amp_dtype="float8"), '`amp_dtype=.float8.` is not valid: give "bfloat16"'),
         (dict(amp_dtype="bfloat16", backend="native"), 'backend="auto"'),
-        (dict(amp_dtype="bfloat16", policy="MlpTransformerPolicy"), "amp_dtype.*rollout buffer"),
+        (dict(amp_dtype="bfloat16", rollout_buffer_class=OwnBuffer), "amp_dtype.*rollout buffer"),
     ],
     ids=str,
 )
 def test_bad_input(kwargs, message):
     """What cannot be done is refused before the training."""
-    policy = kwargs.pop("policy", "MlpPolicy")
     with pytest.raises(ValueError, match=message):
-        PPOExt(policy, make_toys(), **SMALL, **kwargs)
+        PPOExt("MlpPolicy", make_toys(), **SMALL, **kwargs)

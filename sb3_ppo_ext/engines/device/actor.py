@@ -10,8 +10,10 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from sb3_ppo_ext.common.observations import map_observations, stack
-from sb3_ppo_ext.rollout.actors import Action, Actor, RolloutConfig, Transition
+from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
+from sb3_ppo_ext.rollout.actors import Action, Actor, CachedPolicy, RolloutConfig, Transition
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer, TruncatedEpisodes
+from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
 
 
 class DeviceActor(Actor):
@@ -35,11 +37,14 @@ class DeviceActor(Actor):
         self.terminal_observations: list[Any] = []
         self.values: list[th.Tensor] = []
         self.staging: Any = None
+        self.cached = CachedPolicy(buffer, config.is_watched) if isinstance(buffer, TensorSequenceBuffer) else None
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
         with th.no_grad():
-            obs_tensor = self.buffer.observe(self._staged(observations))
-            samples, values, log_probs = policy(obs_tensor)
+            # Without a memory, the starts of episodes are copied at the end of the rollout.
+            known = None if self.cached is None else np.asarray(starts, np.float32)
+            obs_tensor = self.buffer.observe(self._staged(observations), known)
+            samples, values, log_probs = policy(obs_tensor) if self.cached is None else self.cached(policy, step)
         self.buffer.record(samples, values, log_probs)
         return Action(obs_tensor, samples.cpu().numpy(), values, log_probs)
 
@@ -56,6 +61,10 @@ class DeviceActor(Actor):
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
         buffer, step = self.buffer, transition.step
         self.rewards[step], self.starts[step] = transition.rewards, transition.starts
+        if isinstance(buffer, TensorSequenceBuffer):
+            assert isinstance(policy, TransformerPolicyMixin)
+            encoded = th.from_numpy(policy.encode_actions(transition.env_actions)) if policy.use_last_action else None
+            buffer.keep_outcome(step, encoded, transition.rewards)
         if self.config.is_watched:
             # User code may read them at the next step.
             buffer.tensors["rewards"][step].copy_(th.from_numpy(self.rewards[step]))
@@ -65,13 +74,16 @@ class DeviceActor(Actor):
             self.terminal_observations.append(observation)
         if self.config.is_watched and transition.truncated:
             # User code may change the parameters before the end of the rollout.
-            self.values.append(self._values(policy, self.terminal_observations[-len(transition.truncated) :])[1])
+            self.values.append(self._values(policy, -len(transition.truncated))[2])
         buffer.pos, buffer.full = step + 1, step + 1 == buffer.buffer_size
 
-    def _values(self, policy: ActorCriticPolicy, observations: list[Any]) -> tuple[Any, th.Tensor]:
-        tensors = policy.obs_to_tensor(stack(observations))[0]
+    def _values(self, policy: ActorCriticPolicy, first: int) -> tuple[th.Tensor, Any, th.Tensor]:
+        """Rows, terminal observations and their values, of the truncated episodes from an index on."""
+        rows = th.tensor(self.rows[first:]).to(self.buffer.device)
+        tensors = policy.obs_to_tensor(stack(self.terminal_observations[first:]))[0]
         with th.no_grad():
-            return tensors, policy.predict_values(tensors).flatten()
+            inputs = self.buffer.after(rows, tensors, th.zeros_like(rows, dtype=th.bool))
+            return rows, tensors, policy.predict_values(inputs).flatten()
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
         buffer, device = self.buffer, self.buffer.device
@@ -80,11 +92,13 @@ class DeviceActor(Actor):
         buffer.tensors["rewards"].copy_(from_host[0])
         buffer.tensors["episode_starts"].copy_(from_host[1])
         if self.rows:
-            tensors, values = self._values(policy, self.terminal_observations)
-            values = th.cat(self.values) if self.values else values
-            buffer.bootstrap(TruncatedEpisodes(th.tensor(self.rows, device=device), tensors, values))
+            rows, tensors, values = self._values(policy, 0)
+            buffer.bootstrap(TruncatedEpisodes(rows, tensors, th.cat(self.values) if self.values else values))
         with th.no_grad():
             last_observations = map_observations(lambda part: th.as_tensor(part, device=device), observations)
-            values = policy.predict_values(last_observations)
+            inputs = buffer.after_step(buffer.buffer_size - 1, last_observations, from_host[2, 0])
+            values = policy.predict_values(inputs)
+        if isinstance(buffer, TensorSequenceBuffer):
+            buffer.context_watch.note(self.starts, dones, self.config.num_timesteps)
         buffer.compute_returns_and_advantage(values, from_host[2, 0])
         return values

@@ -10,6 +10,7 @@ from sb3_ppo_ext.engines.device.steppers import make_masked_stepper
 from sb3_ppo_ext.engines.device.update import DeviceUpdate
 from sb3_ppo_ext.engines.engine import Setup
 from sb3_ppo_ext.engines.fused import FusedEngine
+from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
@@ -17,7 +18,13 @@ from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.rollout_data import Rollout
 from sb3_ppo_ext.update.tensor_estimates import TensorEstimates
 from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer
+from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer, TensorSequenceRollout
 from sb3_ppo_ext.update.update import UpdateResult
+
+KNOWN_BUFFERS = (
+    *(RolloutBuffer, DictRolloutBuffer, SequenceRolloutBuffer, SequenceDictRolloutBuffer),
+    *(TensorRolloutBuffer, TensorSequenceBuffer),
+)
 
 
 class DeviceEngine(FusedEngine):
@@ -31,7 +38,7 @@ class DeviceEngine(FusedEngine):
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
-        if type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer, TensorRolloutBuffer):
+        if type(setup.buffer) not in KNOWN_BUFFERS:
             return f"the rollout buffer is a {type(setup.buffer).__name__}"
         if len({parameter.dtype for parameter in setup.policy.parameters()}) != 1:
             return "the policy has parameters of several types"
@@ -82,4 +89,6 @@ class DeviceEngine(FusedEngine):
         :return: Estimates from the whole rollout
         """
         assert isinstance(rollout, TensorRollout)
+        if isinstance(rollout, TensorSequenceRollout):
+            rollout.batch_size = config.batch_size
         return TensorEstimates(self.policy, rollout, config, metrics, normalizer)
