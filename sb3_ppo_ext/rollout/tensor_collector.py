@@ -26,6 +26,9 @@ from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import steps_in_tensors
 from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes
 from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer, TensorSequenceRollout
 
+# Entry of the log for which SB3 logs the rate
+SUCCESS = "is_success"
+
 
 class TensorsAfter(NamedTuple):
     """
@@ -89,13 +92,15 @@ class TensorCollection:
         # Bounds of the actions, `None` if there are none
         self.bounds = bounds_on_device(space.low, space.high, env.device) if isinstance(space, spaces.Box) else None
         self.cached = CachedPolicy(buffer, self.is_watched) if isinstance(buffer, TensorSequenceBuffer) else None
-        # Returns, lengths and ends of episodes at each step
+        # Ends of episodes, ends by truncation, returns, lengths and successes at each step
         shape = (n_steps, env.num_envs)
-        self.episodes = th.zeros((4, *shape), device=env.device)
+        self.episodes = th.zeros((5, *shape), device=env.device)
+        self.has_successes = False
         self.final_observations: Any = None
         # Values of terminal observations, if parameters may change before the end of the rollout
         self.final_values = th.zeros(shape, device=env.device) if self.is_watched else None
-        self.log: dict[str, list[th.Tensor]] = {}
+        # Sum and number of what the environment wants logged
+        self.log: dict[str, tuple[th.Tensor, th.Tensor]] = {}
         # Steps whose infos a callback has read, and may have changed
         self.counted: list[int] = []
 
@@ -190,11 +195,15 @@ class TensorCollection:
     # Ends of episodes
 
     def _keep_ends(self, step: int, result: TensorStep, dones: th.Tensor) -> None:
-        parts = (dones, result.truncated & ~result.terminated, result.episode_returns, result.episode_lengths)
-        for row, part in zip(self.episodes[:, step], parts, strict=True):
+        parts = [dones, result.truncated & ~result.terminated, result.episode_returns, result.episode_lengths]
+        if SUCCESS in result.log:
+            parts.append(result.log[SUCCESS])
+            self.has_successes = True
+        for row, part in zip(self.episodes[:, step], parts, strict=False):
             row.copy_(part)
         for name, value in result.log.items():
-            self.log.setdefault(name, []).append(value.detach().float().mean())
+            if name != SUCCESS:
+                self._add_to_log(name, value.detach().float(), dones)
         final = result.final_observations
         if final is not None:
             if self.final_observations is None:
@@ -205,6 +214,15 @@ class TensorCollection:
                 seen = map_observations(lambda rows: rows[step], self._terminal_observations())
                 inputs = self.buffer.after_step(step, seen, th.zeros_like(dones))
                 self.final_values[step] = self.model.policy.predict_values(inputs).flatten()
+
+    def _add_to_log(self, name: str, value: th.Tensor, dones: th.Tensor) -> None:
+        """A scalar counts in each step, the value of an environment at the end of its episode."""
+        if value.ndim == 0:
+            total, n = value, th.ones_like(value)
+        else:
+            total, n = th.where(dones, value, 0.0).sum(), dones.sum().float()
+        before = self.log.get(name, (0.0, 0.0))
+        self.log[name] = (before[0] + total, before[1] + n)
 
     def _terminal_observations(self) -> Any:
         """Terminal observations, or those before them, valid where an episode has ended, shape ``(n_steps, n_envs, ...)``."""
@@ -217,8 +235,8 @@ class TensorCollection:
         numbers, is_finite, log = self._on_host(observations)
         if not is_finite:
             self._refuse(observations)
-        ended, cut_off, returns, lengths = numbers
-        self._add_episodes(ended, returns, lengths)
+        ended, cut_off, returns, lengths, successes = numbers
+        self._add_episodes(ended, returns, lengths, successes)
         self._record_log(log)
         rows = np.flatnonzero(cut_off)
         if len(rows):
@@ -243,22 +261,25 @@ class TensorCollection:
             map_observations(tensors.append, part)
         valid = [th.isfinite(tensor).all() for tensor in tensors if tensor.is_floating_point()]
         valid.append(_are_actions(actions).all())
-        means = [th.stack(values).mean() for values in self.log.values()]
-        packed = th.cat([self.episodes.flatten(), th.stack([th.stack(valid).all().float(), *means])]).cpu().numpy()
+        log = [number for pair in self.log.values() for number in pair]
+        packed = th.cat([self.episodes.flatten(), th.stack([th.stack(valid).all().float(), *log])]).cpu().numpy()
         n = self.episodes.numel()
         return packed[:n].reshape(self.episodes.shape), bool(packed[n]), packed[n + 1 :]
 
-    def _add_episodes(self, ended: np.ndarray, returns: np.ndarray, lengths: np.ndarray) -> None:
+    def _add_episodes(self, ended: np.ndarray, returns: np.ndarray, lengths: np.ndarray, successes: np.ndarray) -> None:
         ended = ended.copy()
         ended[self.counted] = 0
         found = np.nonzero(ended)
         buffer = self.model.ep_info_buffer
         for r, n in list(zip(returns[found].tolist(), lengths[found].tolist(), strict=True))[-buffer.maxlen :]:
             buffer.append({"r": r, "l": int(n), "t": self.env.seconds()})
+        if self.has_successes:
+            self.model.ep_success_buffer.extend(successes[found].astype(bool).tolist())
 
-    def _record_log(self, means: np.ndarray) -> None:
-        for name, mean in zip(self.log, means, strict=True):
-            self.model.logger.record(name if "/" in name else f"env/{name}", float(mean))
+    def _record_log(self, log: np.ndarray) -> None:
+        for name, (total, n) in zip(self.log, log.reshape(-1, 2), strict=True):
+            if n > 0:
+                self.model.logger.record(name if "/" in name else f"env/{name}", float(total / n))
 
     def _bootstrap(self, rows: np.ndarray) -> None:
         if self.final_observations is None:

@@ -387,6 +387,36 @@ def test_callback_ends_the_training(sim):
     assert model.num_timesteps == 5 * 16
 
 
+class WithLog(TorchVecEnv):
+    """Logs a scalar, a number for each environment, and successes."""
+
+    def _step(self, actions):
+        step = super()._step(actions)
+        speed = step.observations[:, 2]
+        log = {"height": step.rewards.mean(), "reward/speed": speed, "is_success": speed > 0}
+        return step._replace(log=log)
+
+
+@pytest.mark.usefixtures("same_draws")
+def test_log_of_the_environment(sim):
+    """Scalars are averaged over the steps, numbers of environments over the ends of episodes, and successes as by SB3."""
+    models, records = [], []
+    for device, backend in (("cpu", "eager"), (sim.name, "device")):
+        env = WithLog(TorchPendulum(16, device=device, has_own_generator=False, max_episode_steps=6))
+        model = PPOExt("MlpPolicy", env, device=device, backend=backend, **{**SMALL, "batch_size": 64})
+        record = Record("infos", "rewards") if device == "cpu" else None
+        models.append(model.learn(16 * 16, callback=record, log_interval=10))
+        records.append(record)
+    expected, actual = models
+    assert list(expected.ep_success_buffer) == list(actual.ep_success_buffer)
+    assert 0 < np.mean(actual.ep_success_buffer) < 1
+    speeds = [info["reward/speed"] for seen in records[0].seen for info in seen["infos"] if info]
+    logged = actual.logger.name_to_value
+    assert len(speeds) == 32
+    np.testing.assert_allclose(logged["reward/speed"], np.mean(speeds), rtol=1e-4)
+    np.testing.assert_allclose(logged["env/height"], np.mean([seen["rewards"] for seen in records[0].seen]), rtol=1e-4)
+
+
 # Numbers that are not finite
 
 
