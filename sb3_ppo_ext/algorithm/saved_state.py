@@ -35,7 +35,15 @@ SelfSavedState = TypeVar("SelfSavedState", bound="SavedState")
 # State of options that adapt during the training, saved under these names if it exists
 LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr", "loss_scale")
 # Attributes that are created again after loading
-NOT_SAVED = ("_truncations", "_samples_latents", "_engines", "_interrupted", "_set_up", "_device_is_automatic")
+NOT_SAVED = (
+    "_truncations",
+    "_tensors_after",
+    "_samples_latents",
+    "_engines",
+    "_interrupted",
+    "_set_up",
+    "_device_is_automatic",
+)
 COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_episode_num", "_n_updates", "n_skipped_updates")
 # Statistics of the last episodes, and the keys of their numbers
 STATISTICS = {"ep_info_buffer": ("r", "l"), "ep_success_buffer": ()}

@@ -169,7 +169,7 @@ class TensorCollection:
         dones: th.Tensor,
     ) -> LazyLocals:
         """The local variables of SB3's loop."""
-        env_actions_shown = Later.array(env_actions)
+        samples_shown, env_actions_shown = Later.array(samples), Later.array(env_actions)
         return LazyLocals(
             self=self.model,
             env=self.env,
@@ -178,7 +178,8 @@ class TensorCollection:
             n_rollout_steps=self.n_steps,
             n_steps=step,
             obs_tensor=seen,
-            actions=env_actions_shown if self.model._samples_latents else Later.array(samples),
+            samples=samples_shown,
+            actions=env_actions_shown if self.model._samples_latents else samples_shown,
             values=values,
             log_probs=log_probs,
             clipped_actions=env_actions_shown,

@@ -7,12 +7,20 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.callbacks import BaseCallback, CallbackList, CheckpointCallback, StopTrainingOnMaxEpisodes
+from stable_baselines3.common.callbacks import (
+    BaseCallback,
+    CallbackList,
+    CheckpointCallback,
+    EvalCallback,
+    StopTrainingOnMaxEpisodes,
+)
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNormalize
 from support.options import SINGLE
 from support.torch_envs import TorchCartPole, TorchPendulum
 from support.toys import DICT, IMAGE, make_toys
 
-from sb3_ppo_ext import PPOExt, TorchVecEnv
+from sb3_ppo_ext import PPOExt, TensorVecNormalize, TorchVecEnv, TrainingCheckpoint
 from sb3_ppo_ext.common.guards import NonFiniteDataError, NonFiniteGradientError, NonFinitePolicyError
 from sb3_ppo_ext.update import tensor_rollout
 from sb3_ppo_ext.update.minibatches import PrioritizedSegments
@@ -486,3 +494,83 @@ def test_backend_can_be_changed(sim):
     model.learn(256, reset_num_timesteps=False)
     assert isinstance(model.rollout_buffer, TensorRolloutBuffer)
     assert model.num_timesteps == 3 * 256
+
+
+# With what is around a model
+
+
+class Interrupt(BaseCallback):
+    """Interrupts the training within a rollout."""
+
+    def _on_step(self):
+        if self.num_timesteps > 16 * 16 * 2 + 50:
+            raise KeyboardInterrupt
+        return True
+
+
+@pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy"])
+def test_resumed_training_is_the_same(tmp_path, policy):
+    """An interrupted training in tensor environments goes on from its checkpoint to the same parameters, to the bit."""
+    total = 16 * 16 * 4
+
+    def make():
+        return TensorVecNormalize(TorchVecEnv(TorchPendulum(16, max_episode_steps=12)))
+
+    def checkpoints(name):
+        return TrainingCheckpoint(16, tmp_path / name)
+
+    kwargs = dict(policy_kwargs=TRANSFORMER) if policy == "MlpTransformerPolicy" else dict(advantage_norm="ema")
+    kwargs |= {**SMALL, "batch_size": 64, "backend": "device"}
+    expected = PPOExt(policy, make(), **kwargs).learn(total, callback=checkpoints("whole"))
+    with pytest.raises(KeyboardInterrupt):
+        PPOExt(policy, make(), **kwargs).learn(total, callback=[checkpoints("cut"), Interrupt()])
+    resumed = PPOExt.resume(tmp_path / "cut", make(), device="cpu").learn(total, callback=checkpoints("cut"))
+    assert expected.num_timesteps == resumed.num_timesteps == total
+    for one, other in zip(expected.policy.parameters(), resumed.policy.parameters(), strict=True):
+        assert th.equal(one, other)
+
+
+@pytest.mark.parametrize("wrapper", [VecNormalize, VecMonitor, lambda env: VecFrameStack(env, 2)])
+def test_wrappers_of_sb3(wrapper):
+    """Wrappers of SB3 around a tensor environment are stepped in NumPy, and train as with the reference."""
+    models = [
+        PPOExt("MlpPolicy", wrapper(tensor_env("cpu")), backend=backend, **{**SMALL, "batch_size": 64}).learn(16 * 16 * 2)
+        for backend in ("eager", "device")
+    ]
+    assert isinstance(models[1].rollout_buffer, TensorRolloutBuffer)
+    assert_same(*models)
+
+
+def test_normalized_tensor_environments():
+    """``TensorVecNormalize`` trains as SB3's ``VecNormalize``."""
+    models = [
+        PPOExt("MlpPolicy", wrapper(tensor_env("cpu")), backend="device", **{**SMALL, "batch_size": 64}).learn(16 * 16 * 2)
+        for wrapper in (VecNormalize, TensorVecNormalize)
+    ]
+    assert_same(*models)
+
+
+def test_evaluation_and_files(tmp_path):
+    """``EvalCallback`` and ``evaluate_policy`` work with tensor environments, and zips load without being trusted."""
+    model = PPOExt("MlpPolicy", tensor_env("cpu"), backend="device", **{**SMALL, "batch_size": 64})
+    evaluation = EvalCallback(tensor_env("cpu"), n_eval_episodes=16, eval_freq=16, best_model_save_path=tmp_path, verbose=0)
+    model.learn(16 * 16, callback=evaluation)
+    mean, _ = evaluate_policy(model, tensor_env("cpu"), n_eval_episodes=16)
+    assert -200 < mean < 0
+    loaded = PPOExt.load(tmp_path / "best_model", tensor_env("cpu"), device="cpu", trusted=False)
+    assert isinstance(loaded.rollout_buffer, TensorRolloutBuffer)
+    loaded.learn(16 * 16)
+
+
+class OwnInfos(PPOExt):
+    """A subclass that reads the infos of each step."""
+
+    def _update_info_buffer(self, infos, dones=None):
+        self.seen = getattr(self, "seen", 0) + sum("episode" in info for info in infos)
+        super()._update_info_buffer(infos, dones)
+
+
+def test_subclass_that_reads_infos():
+    """A subclass with its own ``_update_info_buffer`` gets the infos of each step."""
+    model = OwnInfos("MlpPolicy", tensor_env("cpu"), backend="device", **{**SMALL, "batch_size": 64}).learn(16 * 16)
+    assert model.seen == len(model.ep_info_buffer) == 16
