@@ -24,11 +24,13 @@ class Situation(NamedTuple):
     :param policy: Policy that is trained
     :param env: Vectorised environment, ``None`` if there is none
     :param is_native: Whether the native engine would compute the policy on the CPU
+    :param backend: Backend that the user has chosen
     """
 
     policy: nn.Module
     env: Any
     is_native: bool
+    backend: str = "auto"
 
 
 class DeviceChoice(NamedTuple):
@@ -92,6 +94,7 @@ RULES = (
     _Rule(_steps_on_device, _device_of_steps, "the environments step there"),
     _Rule(lambda situation: not th.cuda.is_available(), lambda situation: _CPU, "there is no CUDA"),
     _Rule(lambda situation: situation.is_native, lambda situation: _CPU, "the native engine computes this policy there"),
+    _Rule(lambda situation: situation.backend == "device", lambda situation: _CUDA, '`backend` is "device"'),
     _Rule(_has_convolutions, lambda situation: _CUDA, "the policy reads images"),
     _Rule(_is_wide, lambda situation: _CUDA, "the policy has wide layers"),
     _Rule(lambda situation: True, lambda situation: _CPU, "a GPU would be slower for such a small policy"),

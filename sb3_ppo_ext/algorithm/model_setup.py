@@ -61,8 +61,8 @@ class ModelSetup(PolicyUpdater):
         """Move the policy, which lies on the CPU, to the fastest device, if the user has left the choice to us."""
         if not self._device_is_automatic:
             return
-        is_native = NativeEngine.unsupported_reason(self._engine_setup()) is None
-        device, reason = choose_device(Situation(self.policy, self.env, is_native))
+        is_native = self.backend in ("auto", "native") and NativeEngine.unsupported_reason(self._engine_setup()) is None
+        device, reason = choose_device(Situation(self.policy, self.env, is_native, self.backend))
         if self.verbose >= 1:
             print(f"Using {device} device: {reason}")
         if device == self.device:
@@ -124,8 +124,9 @@ class ModelSetup(PolicyUpdater):
     def _setup_tensor_buffer(self) -> None:
         """Replace SB3's rollout buffer by one on the device, if the backend keeps rollouts there."""
         before = self.rollout_buffer
-        backend, reasons = choose_backend(self.backend, self._engine_setup())
-        if self.backend in reasons or not ENGINES[backend].keeps_rollouts_on_device:
+        setup = self._engine_setup()
+        backend, reasons = choose_backend(self.backend, setup)
+        if self.backend in reasons or not ENGINES[backend].keeps_rollouts_on_device(setup):
             return
         policy, buffer_class, kwargs = self.policy, TensorRolloutBuffer, {}
         if isinstance(policy, TransformerPolicyMixin):

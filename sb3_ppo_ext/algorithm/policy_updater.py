@@ -62,10 +62,18 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         backend, reasons = choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons:
             refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')
+        if ENGINES[backend].keeps_rollouts_on_device(self._engine_setup()):
+            self._check_device_of_environments()
         if self.amp_dtype is not None and not ENGINES[backend].supports_amp:
             refuse("amp_dtype", self.amp_dtype, f"{reasons['device']}; give None")
         if self.verbose >= 1 and self.backend != "eager":
             print(f"Backend: {backend}" + (f" (not native: {reasons['native']})" if "native" in reasons else ""))
+
+    def _check_device_of_environments(self) -> None:
+        env: Any = self.env
+        if steps_in_tensors(env) and th.zeros(0, device=env.device).device != th.zeros(0, device=self.device).device:
+            remedy = f'the environments step on {env.device}; give `device="{env.device}"` or "auto", or `backend="eager"`'
+            refuse("device", str(self.device), remedy)
 
     def _engine_setup(self) -> Setup:
         return Setup(

@@ -19,8 +19,9 @@ from torch import nn
 from torch.func import functional_call, grad_and_value
 
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss
-from sb3_ppo_ext.engines.engine import Engine, Setup
+from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss, Differentiate
+from sb3_ppo_ext.engines.device.engine import DeviceEngine
+from sb3_ppo_ext.engines.engine import Setup
 from sb3_ppo_ext.engines.fused import can_fuse_steps
 from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, evaluator
@@ -36,17 +37,27 @@ from sb3_ppo_ext.update.update import GradientSource, Stepper
 Measured = tuple[tuple[str, ...], th.Tensor, dict[str, th.Tensor]]
 
 
-class CompiledEngine(Engine):
+class CompiledEngine(DeviceEngine):
     """
-    Gradients are computed by a compiled function. Optimiser steps are those of ``backend="fused"``, or PyTorch's if the
-    extension module is missing or the policy is not on the CPU.
+    Gradients are computed by a compiled function. On other devices than the CPU, and with tensor environments, all else is as
+    with ``backend="device"``. Otherwise optimiser steps are those of ``backend="fused"``, or PyTorch's if the extension module
+    is missing.
 
     :param policy: Policy that is updated
     """
 
+    supports_amp = False
+
     def __init__(self, policy: ActorCriticPolicy):
         super().__init__(policy)
-        self.compiled: CompiledLoss | None = None
+        self._compiled: CompiledLoss | None = None
+
+    @property
+    def compiled(self) -> CompiledLoss:
+        """The compiled loss, which is kept as long as the engine is."""
+        if self._compiled is None:
+            self._compiled = CompiledLoss(self.policy)
+        return self._compiled
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
@@ -65,6 +76,11 @@ class CompiledEngine(Engine):
             return f"`torch.compile` needs a C++ compiler ({str(error).splitlines()[0]})"
         return None
 
+    @classmethod
+    def keeps_rollouts_on_device(cls, setup: Setup) -> bool:
+        is_elsewhere = setup.has_tensor_env or setup.policy.device.type != "cpu"
+        return is_elsewhere and DeviceEngine.unsupported_reason(setup) is None
+
     def make_stepper(self, config: UpdateConfig) -> Stepper:
         memory = GradientMemory.of(self.policy)
         if can_fuse_steps(self.policy, memory, config):
@@ -74,10 +90,16 @@ class CompiledEngine(Engine):
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
         assert isinstance(stepper, FusedAdamStepper | TorchStepper)
         assert stepper.memory is not None
-        if self.compiled is None:
-            self.compiled = CompiledLoss(self.policy)
-        differentiate = CompiledBackward(self.compiled, config, stepper.memory)
+        differentiate = self.make_backward(config, stepper.memory)
         return AutogradGradients(differentiate, config, estimates, metrics, channels_last=True)
+
+    def make_backward(self, config: UpdateConfig, memory: GradientMemory) -> Differentiate:
+        """
+        :param config: Options of the update
+        :param memory: Memory of the gradients
+        :return: Function that adds the gradient of a minibatch
+        """
+        return CompiledBackward(self.compiled, config, memory)
 
 
 class CompiledLoss:

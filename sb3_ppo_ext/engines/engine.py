@@ -45,8 +45,6 @@ class Engine(ABC):
 
     # Whether rollout buffers hold observations in float32, as the policy reads them, where the environment has float64
     keeps_float32: ClassVar[bool] = True
-    # Whether rollout buffers are a ``TensorRolloutBuffer``
-    keeps_rollouts_on_device: ClassVar[bool] = False
     # Whether networks may compute in a type of lower precision
     supports_amp: ClassVar[bool] = False
 
@@ -68,6 +66,14 @@ class Engine(ABC):
         :return: Whether ``backend="auto"`` may choose the engine
         """
         return True
+
+    @classmethod
+    def keeps_rollouts_on_device(cls, setup: Setup) -> bool:
+        """
+        :param setup: Policy and buffer that the engine supports
+        :return: Whether the engine needs a rollout buffer in tensors
+        """
+        return False
 
     def is_for(self, policy: ActorCriticPolicy) -> bool:
         """

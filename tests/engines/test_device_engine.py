@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -574,3 +575,27 @@ def test_subclass_that_reads_infos():
     """A subclass with its own ``_update_info_buffer`` gets the infos of each step."""
     model = OwnInfos("MlpPolicy", tensor_env("cpu"), backend="device", **{**SMALL, "batch_size": 64}).learn(16 * 16)
     assert model.seen == len(model.ep_info_buffer) == 16
+
+
+def test_environments_elsewhere(sim):
+    """A policy on another device than its tensor environments is refused, unless they are stepped in NumPy."""
+    with pytest.raises(ValueError, match=r"`device='cpu'`.*environments step on sim:0"):
+        PPOExt("MlpPolicy", tensor_env(sim.name), device="cpu", backend="device", **{**SMALL, "batch_size": 64})
+    model = PPOExt("MlpPolicy", tensor_env(sim.name), device="cpu", backend="eager", **{**SMALL, "batch_size": 64})
+    model.learn(16 * 16)
+    chosen = PPOExt("MlpPolicy", tensor_env(sim.name), device="auto", **{**SMALL, "batch_size": 64})
+    assert chosen.device.type == "sim"
+
+
+@pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")
+@pytest.mark.parametrize("options", [{}, dict(vtrace=True, target_kl=0.5, accumulate_grad=2)], ids=str)
+def test_compiled_loss(monkeypatch, options):
+    """``backend="compile"`` keeps the rollouts of tensor environments in tensors, and trains as the reference."""
+    monkeypatch.setattr(th, "compile", partial(th.compile, backend="aot_eager"))
+    options = {**SMALL, "batch_size": 64, **options}
+    models = [
+        PPOExt("MlpPolicy", tensor_env("cpu"), backend=backend, **options).learn(16 * 16 * 2)
+        for backend in ("eager", "compile")
+    ]
+    assert isinstance(models[1].rollout_buffer, TensorRolloutBuffer)
+    assert_same(*models)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
-from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss
+from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss, Differentiate
 from sb3_ppo_ext.engines.device.actor import DeviceActor
 from sb3_ppo_ext.engines.device.steppers import make_masked_stepper
 from sb3_ppo_ext.engines.device.update import DeviceUpdate
 from sb3_ppo_ext.engines.engine import Setup
 from sb3_ppo_ext.engines.fused import FusedEngine
+from sb3_ppo_ext.engines.optimizer_steps import GradientMemory
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
+from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.rollout_data import Rollout
 from sb3_ppo_ext.update.tensor_estimates import TensorEstimates
@@ -33,7 +35,6 @@ class DeviceEngine(FusedEngine):
     those of ``backend="fused"``; on other devices, all decisions of an update are made there.
     """
 
-    keeps_rollouts_on_device = True
     supports_amp = True
 
     @classmethod
@@ -48,9 +49,12 @@ class DeviceEngine(FusedEngine):
     def is_automatic(cls, setup: Setup) -> bool:
         return setup.has_tensor_env or setup.has_amp or setup.policy.device.type != "cpu"
 
+    @classmethod
+    def keeps_rollouts_on_device(cls, setup: Setup) -> bool:
+        return True
+
     def make_actor(self, buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
-        assert isinstance(buffer, TensorRolloutBuffer)
-        return DeviceActor(buffer, config)
+        return DeviceActor(buffer, config) if isinstance(buffer, TensorRolloutBuffer) else super().make_actor(buffer, config)
 
     def update(
         self,
@@ -69,18 +73,28 @@ class DeviceEngine(FusedEngine):
         :return: Result of the update
         :raises ValueError: if a loss or gradient is not finite, with ``bad_gradients="raise"``
         """
-        if self.policy.device.type == "cpu" and config.loss_scale is None:
+        is_waited_for = self.policy.device.type == "cpu" and config.loss_scale is None
+        if is_waited_for or not isinstance(rollout, TensorRollout):
             return super().update(rollout, config, normalizer, result)
         result = UpdateResult(Metrics()) if result is None else result
         estimates = self.make_estimates(rollout, config, result.metrics, normalizer)
-        gradients = AutogradGradients(BackwardLoss(self.policy, config), config, estimates, result.metrics)
         stepper = make_masked_stepper(self.policy, can_freeze=config.max_clip_fraction is not None)
+        differentiate = self.make_backward(config, GradientMemory(list(zip(stepper.learned, stepper.views, strict=True))))
+        gradients = AutogradGradients(differentiate, config, estimates, result.metrics)
         DeviceUpdate(self.policy, config, estimates, gradients, stepper, result).run()
         return result
 
+    def make_backward(self, config: UpdateConfig, memory: GradientMemory) -> Differentiate:
+        """
+        :param config: Options of the update
+        :param memory: Memory of the gradients
+        :return: Function that adds the gradient of a minibatch
+        """
+        return BackwardLoss(self.policy, config)
+
     def make_estimates(
         self, rollout: Rollout, config: UpdateConfig, metrics: Metrics, normalizer: AdvantageNormalizer | None
-    ) -> TensorEstimates:
+    ) -> Estimates:
         """
         :param rollout: Full rollout, collected by the policy
         :param config: Options of the update
@@ -88,7 +102,8 @@ class DeviceEngine(FusedEngine):
         :param normalizer: Moving averages for ``advantage_norm="ema"``, ``None`` for other kinds of normalisation
         :return: Estimates from the whole rollout
         """
-        assert isinstance(rollout, TensorRollout)
+        if not isinstance(rollout, TensorRollout):
+            return super().make_estimates(rollout, config, metrics, normalizer)
         if isinstance(rollout, TensorSequenceRollout):
             rollout.batch_size = config.batch_size
         return TensorEstimates(self.policy, rollout, config, metrics, normalizer)

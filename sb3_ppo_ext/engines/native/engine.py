@@ -34,9 +34,10 @@ class NativeEngine(Engine):
     def unsupported_reason(cls, setup: Setup) -> str | None:
         if setup.has_extra_loss:
             return "`extra_actor_loss` may differentiate more of the policy than its outputs"
-        if type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer):
+        reason = unsupported_reason(setup.policy)
+        if reason is None and type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer):
             return f"{type(setup.buffer).__name__} is not SB3's"
-        return unsupported_reason(setup.policy)
+        return reason
 
     def is_for(self, policy: ActorCriticPolicy) -> bool:
         return self.native.is_of(policy)
