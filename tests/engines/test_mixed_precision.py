@@ -71,6 +71,7 @@ def test_overflow_leaves_out_the_step():
     model.learn(32)
     after = th.cat([parameter.detach().flatten() for parameter in model.policy.parameters()])
     assert model.loss_scale.scale == 2.0**38
+    assert np.isfinite(model.logger.name_to_value["train/value_loss"])
     assert th.equal(before, after)
     assert all(state["step"] == 0 for state in model.policy.optimizer.state.values())
     model.learn(32 * 30, reset_num_timesteps=False)

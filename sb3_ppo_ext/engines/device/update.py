@@ -140,7 +140,7 @@ class DeviceUpdate:
                 if self.config.max_clip_fraction is not None:
                     self.result.metrics["actor_frozen"].append(values[FROZEN])
             elif overflows:
-                continue
+                self._add(step, values, with_norms=False)
             elif self.config.bad_gradients == "raise":
                 bad = step, values
                 break
