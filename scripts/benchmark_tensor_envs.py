@@ -5,8 +5,8 @@ The contenders have the same environments, networks (64-64 tanh for the actor, a
 steps. They run in turns, as in `benchmark_speed.py`, with one thread of PyTorch; JAX has as many as there are cores, for all.
 A ratio is the median over the rounds, with its 95 % confidence interval (bootstrap). The parts:
 
-- gymnax: 1024 CartPole-v1 of gymnax in one `JaxVecEnv`, 32 steps per rollout, with the minibatches of PureJaxRL (4 epochs of 4)
-  and with SB3's number of epochs (10, of 16 minibatches)
+- gymnax: 1024 CartPole-v1 of gymnax in one `JaxVecEnv`, 32 steps per rollout, with the minibatches of PureJaxRL (4 epochs of
+  4) and with SB3's number of epochs (10, of 16 minibatches)
 - rsl_rl: 1024 Pendulum-v1 in PyTorch, 24 steps per rollout, 5 epochs of 4 minibatches, which are the defaults of rsl_rl and
   Isaac Lab, with clipped values and a fixed learning rate (needs `pip install rsl-rl-lib`)
 - growth: as gymnax with 4 epochs of 4 minibatches, for 64 to 8192 environments
@@ -41,9 +41,6 @@ from stable_baselines3 import PPO
 from sb3_ppo_ext import JaxVecEnv, PPOExt, TorchVecEnv
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-from support.torch_envs import TorchPendulum
-
 PATH = ROOT / "docs" / "performance" / "tensor_environments.csv"
 PARTS = ("gymnax", "rsl_rl", "growth")
 SIZES = (64, 256, 1024, 4096, 8192)
@@ -94,13 +91,21 @@ def gymnax_contest(n_envs: int, n_minibatches: int, n_epochs: int, names: tuple[
 # rsl_rl
 
 
+def torch_pendulum(n_envs: int) -> Any:
+    """Pendulum-v1 in PyTorch, which the tests compare with Gymnasium's."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support.torch_envs import TorchPendulum  # type: ignore[import-not-found]
+
+    return TorchPendulum(n_envs)
+
+
 class ForRslRl:
     """Pendulum in PyTorch with the interface of rsl_rl's environments."""
 
-    cfg: dict[str, Any] = {}
     num_actions = 1
 
-    def __init__(self, env: TorchPendulum):
+    def __init__(self, env: Any):
+        self.cfg: dict[str, Any] = {}
         self.env, self.num_envs, self.device = env, env.num_envs, env.device
         self.max_episode_length, self.episode_length_buf = env.max_episode_steps, env.time
         self.observations, _ = env.reset(seed=0)
@@ -126,7 +131,7 @@ def rsl_rl_turn(n_envs: int, n_steps: int, n_rollouts: int) -> Turn:
     config = dict(algorithm=ppo, actor={**network, "distribution_cfg": gaussian}, critic=network, obs_groups=groups)
     config |= dict(num_steps_per_env=n_steps, save_interval=10**9, multi_gpu=None)
     with contextlib.redirect_stdout(io.StringIO()):
-        runner = OnPolicyRunner(ForRslRl(TorchPendulum(n_envs)), config, log_dir=None, device="cpu")
+        runner = OnPolicyRunner(ForRslRl(torch_pendulum(n_envs)), config, log_dir=None, device="cpu")
 
     def train() -> None:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -141,7 +146,7 @@ def rsl_rl_contest(n_envs: int = 1024, n_steps: int = 24, n_rollouts: int = 2) -
     def make(backend: str) -> Turn:
         options: Any = dict(n_steps=n_steps, batch_size=n_envs * n_steps // 4, n_epochs=5, gamma=0.9, learning_rate=1e-3)
         options |= dict(vf_coef=1.0, max_grad_norm=1.0, clip_range_vf=0.2, vf_clip_mode="max", backend=backend)
-        model = PPOExt("MlpPolicy", TorchVecEnv(TorchPendulum(n_envs)), seed=0, device="cpu", **options)
+        model = PPOExt("MlpPolicy", TorchVecEnv(torch_pendulum(n_envs)), seed=0, device="cpu", **options)
         return Turn(lambda: model.learn(steps, reset_num_timesteps=False), steps)
 
     return {"rsl_rl": rsl_rl_turn(n_envs, n_steps, n_rollouts), "native": make("native"), "device": make("device")}
