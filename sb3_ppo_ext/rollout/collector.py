@@ -150,8 +150,11 @@ class RolloutCollector(OnPolicyAlgorithm):
                 yield index, deepcopy(observation)
 
     def _update_info_buffer(self, infos: list[dict[str, Any]], dones: np.ndarray | None = None) -> None:
+        # Most infos are empty, and say nothing.
+        filled = [index for index, info in enumerate(infos) if info or type(info) is not dict]
+        kept = [infos[index] for index in filled]
         try:
-            super()._update_info_buffer(infos, dones)
+            super()._update_info_buffer(kept, None if dones is None else dones[filled])
         except AttributeError:
             StepChecks(self, self.rollout_buffer.pos).check_infos(infos)
             raise

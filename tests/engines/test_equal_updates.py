@@ -7,6 +7,7 @@ from support.options import DEFAULTS, SINGLE, VALUES, is_legal
 from support.toys import BOX_ACTION
 
 from sb3_ppo_ext.engines.native import gradients
+from sb3_ppo_ext.engines.native import policy as native_policy
 from sb3_ppo_ext.engines.native.epoch import mean_of_each, normalize_each
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, AuxiliaryLoss
 
@@ -80,3 +81,10 @@ def test_any_auxiliary_loss(monkeypatch, reads, options):
     """A new auxiliary loss is the same in the native engine as in the reference, whatever it reads."""
     monkeypatch.setitem(AUXILIARY_LOSSES, "kl", AuxiliaryLoss("kl_coef", reads, AUXILIARY[reads]))
     assert_same_update(kl_coef=0.5, learning_rate=1e-3, **options)
+
+
+@pytest.mark.parametrize("options", [{}, dict(priority_alpha=0.5, n_steps=64), dict(kl_coef=0.1), dict(accumulate_grad=2)])
+def test_minibatches_in_blocks(options, monkeypatch):
+    """Minibatches and rollouts that exceed the caches are computed in blocks, and give the same update."""
+    monkeypatch.setattr(native_policy, "BLOCK", 3)
+    assert_same_update(batch_size=8, **options)

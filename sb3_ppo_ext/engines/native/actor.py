@@ -17,7 +17,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from sb3_ppo_ext.common.guards import check_outputs, refuse_policy
 from sb3_ppo_ext.common.observations import stack
 from sb3_ppo_ext.engines.native import extension
-from sb3_ppo_ext.engines.native.policy import NativePolicy, unsupported_reason
+from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, unsupported_reason
 from sb3_ppo_ext.rollout.actors import Action, Actor, PolicyActor, RolloutConfig, Transition, note_truncations
 
 
@@ -141,8 +141,11 @@ class NativeActor(Actor):
         shape = buffer.rewards[steps].shape
         features = native.features(_joined(buffer.observations, steps))
         actions = buffer.actions[steps].reshape(len(features), -1).astype(np.float32, copy=False)
-        buffer.values[steps] = native.critic(features).reshape(shape)
-        buffer.log_probs[steps] = native.distribution.log_prob(native.actor(features), actions).reshape(shape)
+        values, log_probs = np.empty((2, len(features)), np.float32)
+        for rows in blocks(0, len(features)):
+            values[rows] = native.critic(features[rows]).ravel()
+            log_probs[rows] = native.distribution.log_prob(native.actor(features[rows]), actions[rows])
+        buffer.values[steps], buffer.log_probs[steps] = values.reshape(shape), log_probs.reshape(shape)
         self._bootstrap()
 
     def _bootstrap(self) -> None:

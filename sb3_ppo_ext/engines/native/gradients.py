@@ -17,7 +17,7 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.engines.native.epoch import FlatRollout, Measured, NativeMinibatches, normalize_each
-from sb3_ppo_ext.engines.native.policy import NativePolicy
+from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.losses import SURROGATES, active_auxiliary_losses, value_slope
@@ -122,13 +122,24 @@ class AnalyticGradients(GradientSource):
 
     def _add_minibatch(self, part: slice, size: int, accumulate: bool) -> None:
         """Add the gradient of a minibatch, for a loss that is the mean over the ``size`` samples of the step."""
+        self.native.pack()
+        # Auxiliary losses are of the minibatch as a whole.
+        parts = [part] if self.auxiliary else list(blocks(part.start, part.stop))
+        described = [self._add_block(each, size, accumulate or number > 0) for number, each in enumerate(parts)]
+        self.minibatches.described.append(described[0] if len(described) == 1 else np.concatenate(described))
+
+    def _add_block(self, part: slice, size: int, accumulate: bool) -> np.ndarray:
+        """
+        Add the gradient of a part of a minibatch.
+
+        :return: Descriptions of the distributions, shape ``(n_samples, n)``
+        """
         m, samples, distribution = self.minibatches, self.minibatches.samples, self.distribution
         actor, critic = self.native.networks
-        self.native.pack()
         features, advantages = samples.features[part], samples.advantages[part]
         outputs = actor(features)
         log_prob = distribution.log_prob(outputs, samples.actions[part])
-        m.described.append(distribution.described(outputs))
+        described = distribution.described(outputs)
         log_ratio = np.subtract(log_prob, samples.log_probs[part], out=m.log_ratios[part])
         ratio = np.exp(log_ratio, out=m.ratios[part])
         m.objectives[part], d_log_prob = self.slope(advantages, ratio, self.loss)
@@ -142,9 +153,10 @@ class AnalyticGradients(GradientSource):
         d_outputs = distribution.gradient(d_log_prob, self.ent_coef * share, accumulate=accumulate)
         if self.auxiliary:
             inputs = NativeInputs(self, outputs, values, part)
-            m.auxiliary[len(m.described) - 1] = self._add_auxiliary(inputs, d_outputs, d_values, share)
+            m.auxiliary[len(m.described)] = self._add_auxiliary(inputs, d_outputs, d_values, share)
         actor.network.backward(d_outputs, accumulate)
         critic.network.backward(d_values[:, None], accumulate)
+        return described
 
     def _add_auxiliary(self, inputs: NativeInputs, d_outputs: np.ndarray, d_values: np.ndarray, share: float) -> float:
         """

@@ -21,6 +21,8 @@ from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTanh
 
 ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu"}
+# Number of samples whose activations stay in the caches between `forward` and `backward`
+BLOCK = 2048
 # Methods that the extension module replaces: a policy that overrides one of them is computed by PyTorch.
 METHODS = {
     "forward",
@@ -167,6 +169,16 @@ class NativePolicy:
         with th.no_grad():
             features: Any = BasePolicy.extract_features(self.policy, observations, self.policy.pi_features_extractor)
             return np.ascontiguousarray(features.numpy())
+
+
+def blocks(start: int, stop: int) -> Iterator[slice]:
+    """
+    :param start: First sample
+    :param stop: Sample after the last one
+    :return: Consecutive slices of so few samples that their activations stay in the caches
+    """
+    for first in range(start, stop, BLOCK):
+        yield slice(first, min(first + BLOCK, stop))
 
 
 def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
