@@ -29,7 +29,7 @@ from sb3_ppo_ext.common.saved_models import (
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
 from sb3_ppo_ext.options import PPOExtOptions
 from sb3_ppo_ext.policies.actor_critic import check_parameters_are_of, fixes_std
-from sb3_ppo_ext.update.optimizers import adopt_state, check_state_is_whole, check_step
+from sb3_ppo_ext.update.optimizers import adopt_state, check_state_is_whole, check_step, keep_counts_on_host
 
 SelfSavedState = TypeVar("SelfSavedState", bound="SavedState")
 # State of options that adapt during the training, saved under these names if it exists
@@ -172,6 +172,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
                 parameters[name] = learner.state_dict()  # it was off there
         super().set_parameters(parameters, exact_match, device)
         if "policy.optimizer" in parameters:
+            keep_counts_on_host(self.policy.optimizer)
             check_step(self.policy.optimizer)
 
     def _restore(self, states: dict[str, Any]) -> None:

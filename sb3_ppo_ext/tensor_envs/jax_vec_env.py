@@ -80,6 +80,9 @@ class JaxVecEnv(TensorVecEnv):
             self._set_key(seed)
         elif self._state is not None:
             self._key = self._state[0]
+        if self.device.type == "cuda":
+            # JAX may reuse memory that PyTorch has yet to read: a reset takes no tensor that would make it wait for PyTorch.
+            th.cuda.current_stream(self.device).synchronize()
         observations, self._state = self._reset_all(self._key)
         return self._to_torch(observations)
 

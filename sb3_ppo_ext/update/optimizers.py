@@ -280,6 +280,22 @@ def check_state_is_whole(state: dict[str, Any]) -> None:
                 refuse(name, value.shape, "the saved state of the optimizer has fewer numbers")
 
 
+def keep_counts_on_host(optimizer: th.optim.Optimizer) -> None:
+    """
+    Move counts of steps to the host, where an optimiser reads them in each step without waiting. PyTorch leaves them on a GPU
+    if a state was loaded there.
+
+    :param optimizer: Optimiser that has loaded a state
+    """
+    for group in optimizer.param_groups:
+        if group.get("capturable") or group.get("fused"):
+            continue  # It reads them on the device.
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), th.Tensor):
+                state["step"] = state["step"].cpu()
+
+
 def check_step(optimizer: th.optim.Optimizer) -> None:
     """
     Check that an optimiser can go on from its state, by a step without gradient on a copy.

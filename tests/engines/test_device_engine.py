@@ -472,6 +472,26 @@ def test_policies_that_are_not_finite_are_refused(sim):
         model.learn(16 * 16)
 
 
+# Saved models
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_counts_of_a_loaded_optimizer_are_on_the_host(sim, optimizer):
+    """Counts of steps that were loaded to a device, as with CUDA, are on the host, where no step waits for them."""
+    model = PPOExt("MlpPolicy", make_toys(), optimizer=optimizer, device="cpu", **SMALL).learn(32)
+    parameters = model.get_parameters()
+    states = [state for state in parameters["policy.optimizer"]["state"].values() if "step" in state]
+    assert states
+    for state in states:
+        state["step"] = state["step"].to(sim.name)
+    other = PPOExt("MlpPolicy", make_toys(), optimizer=optimizer, device="cpu", **SMALL)
+    other.set_parameters(parameters)
+    counts = [state["step"] for state in other.policy.optimizer.state.values() if "step" in state]
+    assert {count.device.type for count in counts} == {"cpu"}
+    assert {float(count) for count in counts} == {8.0}
+    other.learn(32)
+
+
 # Choice
 
 

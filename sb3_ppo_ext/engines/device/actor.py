@@ -49,14 +49,15 @@ class DeviceActor(Actor):
         return Action(obs_tensor, samples.cpu().numpy(), values, log_probs)
 
     def _staged(self, observations: Any) -> Any:
-        """The observations in page-locked memory, from which a GPU copies them while the host goes on."""
+        """Observations on a GPU, by way of page-locked memory, from which it copies them while the host goes on."""
         if self.config.device.type != "cuda":
             return observations
         if self.staging is None:
+            # Arrays keep their strides, as those of transposed images, which the GPU then brings into order.
             self.staging = map_observations(lambda part: th.from_numpy(np.array(part)).pin_memory(), observations)
         # The copy of the step before has ended, since the host has waited for its actions.
-        map_observations(lambda pinned, part: pinned.copy_(th.from_numpy(np.asarray(part))), self.staging, observations)
-        return self.staging
+        map_observations(lambda pinned, part: np.copyto(pinned.numpy(), part), self.staging, observations)
+        return map_observations(lambda pinned: pinned.to(self.config.device, non_blocking=True), self.staging)
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
         buffer, step = self.buffer, transition.step
