@@ -2,7 +2,8 @@
 PPOExt in an environment of JaxDEM, side by side with JaxDEM's own trainer.
 
 The environment, `single_navigator`, is a sphere that is to move to a target. `JaxVecEnv` takes it as two functions of one
-copy. JaxDEM's trainer is PPO in the style of PufferLib: Muon, V-trace, and prioritised segments. `PPOExt` has these as options. Both
+copy. JaxDEM's trainer is PPO in the style of PufferLib: Muon, V-trace, and prioritised segments. `PPOExt` has them as
+options. Both
 have the same hyperparameters, which are the defaults of JaxDEM's trainer, and networks of the same size. They differ in this:
 
 - JaxDEM corrects the advantages with V-trace after every minibatch, `PPOExt` before every epoch, and there is one epoch.
