@@ -18,7 +18,7 @@ from stable_baselines3.common.policies import (
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.type_aliases import GymEnv
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import VecEnv, VecTransposeImage
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.algorithm.device_choice import without_device_line
@@ -58,6 +58,7 @@ from sb3_ppo_ext.options.table import (
 from sb3_ppo_ext.policies.actor_critic import with_action_distributions
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import TensorVecTransposeImage, steps_in_tensors
 
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 
@@ -393,4 +394,7 @@ class PPOExt(TrainingLoop, ModelSetup):
                 print("Wrapping the env in a DummyVecEnv.")
             single: Any = env
             env = FastDummyVecEnv([lambda: single])
-        return OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
+        env = OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
+        if type(env) is VecTransposeImage and steps_in_tensors(env.venv):
+            return TensorVecTransposeImage(env.venv)
+        return env

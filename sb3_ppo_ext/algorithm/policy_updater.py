@@ -21,7 +21,7 @@ from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.policies.mixed_precision import LossScale
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.rollout.tensor_collector import TensorRolloutCollector
-from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import steps_in_tensors
+from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, LossConfig

@@ -22,7 +22,7 @@ from sb3_ppo_ext.rollout.lazy_locals import Later, LazyLocals
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 from sb3_ppo_ext.tensor_envs.tensor_spaces import dtype_of
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep
-from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import steps_in_tensors
+from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes
 from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer, TensorSequenceRollout
 

@@ -311,11 +311,3 @@ def _settings(normalize: VecNormalize) -> dict[str, Any]:
 
 def _copied(tensor: th.Tensor) -> np.ndarray:
     return np.array(tensor.cpu().numpy())
-
-
-def steps_in_tensors(env: Any) -> bool:
-    """
-    :param env: Vectorised environment, perhaps in wrappers
-    :return: Whether it has ``reset_tensors`` and ``step_tensors``. Other wrappers forward them, but do not take part in them
-    """
-    return isinstance(env, TensorVecEnv | TensorVecNormalize)

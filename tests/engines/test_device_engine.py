@@ -396,6 +396,32 @@ def test_callback_ends_the_training(sim):
     assert model.num_timesteps == 5 * 16
 
 
+class Images(TorchPendulum):
+    """Shows the pendulum as an image of one colour, with the channels at the end."""
+
+    single_observation_space = spaces.Box(0, 255, (36, 40, 2), np.uint8)
+
+    def observe(self, state):
+        values = (super().observe(state)[:, :2] * 100 + 120).clamp(0, 255)
+        return values[:, None, None, :].expand(-1, 36, 40, 2).to(th.uint8).clone()
+
+
+@pytest.mark.usefixtures("same_draws")
+def test_images_of_tensor_environments(sim):
+    """Images with the channels at the end are transposed on the device, and train as in NumPy."""
+    options = {**SMALL, "n_steps": 4, "batch_size": 16, "policy_kwargs": dict(features_extractor_kwargs=dict(features_dim=8))}
+    models = [
+        PPOExt("CnnPolicy", tensor_env(device, Images, n=4), device=device, backend=backend, **options).learn(4 * 4)
+        for device, backend in (("cpu", "eager"), ("cpu", "device"), (sim.name, "device"))
+    ]
+    assert models[2].observation_space.shape == (2, 36, 40)
+    assert_same(*models[:2])
+    assert_same(models[0], models[2])
+    with sim.counting() as counts:
+        models[2].learn(4 * 4, reset_num_timesteps=False)
+    assert counts.to_host + counts.items + counts.to_device <= BUDGET
+
+
 class WithLog(TorchVecEnv):
     """Logs a scalar, a number for each environment, and successes."""
 
