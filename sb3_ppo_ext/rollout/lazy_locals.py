@@ -16,20 +16,11 @@ class Later:
     A value that is made when it is read for the first time.
 
     :param make: Function that makes it
-    :param write_back: Function that is called with the value after the callbacks, if they have read it, ``None`` for none
     """
 
-    def __init__(self, make: Callable[[], Any], write_back: Callable[[Any], None] | None = None):
-        self.make, self.write_back = make, write_back
+    def __init__(self, make: Callable[[], Any]):
+        self.make = make
         self.made: list[Any] = []
-
-    @classmethod
-    def array(cls, tensors: Any) -> Later:
-        """
-        :param tensors: Tensors of the training, a single one or a dictionary
-        :return: The same as NumPy arrays; what callbacks write into them is written into the tensors
-        """
-        return cls(lambda: map_observations(_as_array, tensors), lambda arrays: map_observations(_write, tensors, arrays))
 
     def get(self) -> Any:
         """:return: The value"""
@@ -37,10 +28,21 @@ class Later:
             self.made.append(self.make())
         return self.made[0]
 
-    def end(self) -> None:
-        """Write back what callbacks may have changed."""
-        if self.made and self.write_back is not None:
-            self.write_back(self.made[0])
+
+class LaterArrays(Later):
+    """
+    NumPy arrays of tensors, made when they are read.
+
+    :param source: Tensors of the training, a single one or a dictionary
+    """
+
+    def __init__(self, source: Any):
+        super().__init__(lambda: map_observations(_as_array, source))
+        self.source = source
+
+    def tensors(self) -> Any:
+        """:return: The tensors, or new ones if callbacks have read the arrays, and may have written into them"""
+        return map_observations(_as_tensor, self.source, self.made[0]) if self.made else self.source
 
 
 class LazyLocals(dict[str, Any]):
@@ -96,16 +98,10 @@ class LazyLocals(dict[str, Any]):
                 super().update(other)
         super().update(**kwargs)
 
-    def end_step(self) -> None:
-        """Write back what callbacks may have changed."""
-        for value in dict.values(self):
-            if isinstance(value, Later):
-                value.end()
-
 
 def _as_array(tensor: th.Tensor) -> np.ndarray:
     return np.array(tensor.detach().cpu().numpy())  # the next step overwrites the tensor
 
 
-def _write(tensor: th.Tensor, array: np.ndarray) -> None:
-    tensor.copy_(th.as_tensor(array).reshape(tensor.shape))
+def _as_tensor(tensor: th.Tensor, array: np.ndarray) -> th.Tensor:
+    return th.as_tensor(array).reshape(tensor.shape).to(tensor)

@@ -18,7 +18,7 @@ from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.actors import CachedPolicy
 from sb3_ppo_ext.rollout.collector import RolloutCollector
-from sb3_ppo_ext.rollout.lazy_locals import Later, LazyLocals
+from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 from sb3_ppo_ext.tensor_envs.tensor_spaces import dtype_of
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep
@@ -74,6 +74,24 @@ class TensorRolloutCollector(RolloutCollector):
         return TensorRollout(buffer, *self._last_tensors(), self.gamma)
 
 
+class ShownStep:
+    """
+    What callbacks can read of a step, in NumPy.
+
+    :param samples: Actions, or latents of a bounded distribution
+    :param env_actions: Actions as the environments got them
+    :param result: Step of the environments
+    :param dones: Whether an episode has ended
+    :param env: Environments
+    :param seen: Observations before the step
+    """
+
+    def __init__(self, samples: th.Tensor, env_actions: th.Tensor, result: TensorStep, dones: th.Tensor, env: Any, seen: Any):
+        self.samples, self.env_actions, self.dones = LaterArrays(samples), LaterArrays(env_actions), LaterArrays(dones)
+        self.new_obs, self.rewards = LaterArrays(result.observations), LaterArrays(result.rewards)
+        self.infos = Later(lambda: env.infos(result, seen))
+
+
 class TensorCollection:
     """
     The collection of one rollout.
@@ -127,11 +145,17 @@ class TensorCollection:
             result = env.step_tensors(env_actions)
             model.num_timesteps += env.num_envs
             dones = result.terminated | result.truncated
-            shown = self._locals(step, seen, samples, env_actions, values, log_probs, result, dones)
-            self.callback.update_locals(shown)
+            shown = ShownStep(samples, env_actions, result, dones, self.env, seen)
+            variables = self._locals(step, seen, values, log_probs, shown)
+            self.callback.update_locals(variables)
             if not self.callback.on_step():
                 return False
-            shown.end_step()
+            if shown.infos.made:
+                self.counted.append(step)
+                model._update_info_buffer(shown.infos.get(), dones.cpu().numpy())
+            # What callbacks have written into the arrays counts.
+            samples, dones = shown.samples.tensors(), shown.dones.tensors()
+            result = result._replace(observations=shown.new_obs.tensors(), rewards=shown.rewards.tensors())
             buffer.record(samples, values, log_probs)
             if isinstance(buffer, TensorSequenceBuffer):
                 encodes = model.policy.use_last_action
@@ -141,8 +165,8 @@ class TensorCollection:
             self._keep_ends(step, result, dones)
             observations, starts = result.observations, dones
 
-        self._finish(observations, starts, samples, env_actions)
-        self.callback.update_locals(shown)
+        self._finish(observations, starts)
+        self.callback.update_locals(variables)
         self.callback.on_rollout_end()
         return True
 
@@ -157,19 +181,8 @@ class TensorCollection:
 
     # For callbacks
 
-    def _locals(
-        self,
-        step: int,
-        seen: Any,
-        samples: th.Tensor,
-        env_actions: th.Tensor,
-        values: th.Tensor,
-        log_probs: th.Tensor,
-        result: TensorStep,
-        dones: th.Tensor,
-    ) -> LazyLocals:
+    def _locals(self, step: int, seen: Any, values: th.Tensor, log_probs: th.Tensor, shown: ShownStep) -> LazyLocals:
         """The local variables of SB3's loop."""
-        samples_shown, env_actions_shown = Later.array(samples), Later.array(env_actions)
         return LazyLocals(
             self=self.model,
             env=self.env,
@@ -178,20 +191,16 @@ class TensorCollection:
             n_rollout_steps=self.n_steps,
             n_steps=step,
             obs_tensor=seen,
-            samples=samples_shown,
-            actions=env_actions_shown if self.model._samples_latents else samples_shown,
+            samples=shown.samples,
+            actions=shown.env_actions if self.model._samples_latents else shown.samples,
             values=values,
             log_probs=log_probs,
-            clipped_actions=env_actions_shown,
-            new_obs=Later.array(result.observations),
-            rewards=Later.array(result.rewards),
-            dones=Later.array(dones),
-            infos=Later(lambda: self.env.infos(result, seen), lambda infos: self._count_episodes(step, infos, dones)),
+            clipped_actions=shown.env_actions,
+            new_obs=shown.new_obs,
+            rewards=shown.rewards,
+            dones=shown.dones,
+            infos=shown.infos,
         )
-
-    def _count_episodes(self, step: int, infos: list[dict[str, Any]], dones: th.Tensor) -> None:
-        self.counted.append(step)
-        self.model._update_info_buffer(infos, dones.cpu().numpy())
 
     # Ends of episodes
 
@@ -231,7 +240,7 @@ class TensorCollection:
 
     # After the last step
 
-    def _finish(self, observations: Any, dones: th.Tensor, samples: th.Tensor, env_actions: th.Tensor) -> None:
+    def _finish(self, observations: Any, dones: th.Tensor) -> None:
         model, buffer = self.model, self.buffer
         numbers, is_finite, log = self._on_host(observations)
         if not is_finite:
