@@ -14,7 +14,7 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples, Schedule
 from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.engines.engine import Engine, Setup
+from sb3_ppo_ext.engines.engine import Act, Engine, Setup
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
@@ -99,6 +99,9 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
 
     def _make_actor(self, rollout_buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
         return self._find_engine().make_actor(rollout_buffer, config)
+
+    def _make_act(self) -> Act:
+        return self._find_engine().make_act()
 
     def train(self) -> None:
         """

@@ -21,7 +21,7 @@ from torch.func import functional_call, grad_and_value
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss, Differentiate
 from sb3_ppo_ext.engines.device.engine import DeviceEngine
-from sb3_ppo_ext.engines.engine import Setup
+from sb3_ppo_ext.engines.engine import Act, Setup
 from sb3_ppo_ext.engines.fused import can_fuse_steps
 from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, evaluator
@@ -51,6 +51,7 @@ class CompiledEngine(DeviceEngine):
     def __init__(self, policy: ActorCriticPolicy):
         super().__init__(policy)
         self._compiled: CompiledLoss | None = None
+        self._act: CompiledAct | None = None
 
     @property
     def compiled(self) -> CompiledLoss:
@@ -93,6 +94,14 @@ class CompiledEngine(DeviceEngine):
         differentiate = self.make_backward(config, stepper.memory)
         return AutogradGradients(differentiate, config, estimates, metrics, channels_last=True)
 
+    def make_act(self) -> Act:
+        """
+        :return: Compiled ``forward`` of the policy
+        """
+        if self._act is None:
+            self._act = CompiledAct(self.policy)
+        return self._act
+
     def make_backward(self, config: UpdateConfig, memory: GradientMemory) -> Differentiate:
         """
         :param config: Options of the update
@@ -123,6 +132,46 @@ class CompiledLoss:
         if isinstance(policy.action_dist, MultiCategoricalDistribution):
             # NumPy integers cannot be traced.
             policy.action_dist.action_dims = [int(n) for n in policy.action_dist.action_dims]
+
+
+class CompiledAct:
+    """
+    ``forward`` of a policy, compiled at the first call. If torch fails to trace it, it stays eager, with a warning.
+
+    :param policy: Policy that acts
+    """
+
+    def __init__(self, policy: ActorCriticPolicy):
+        self.policy = policy
+        self.reuses_memory = policy.device.type == "cuda"
+        options: Any = {"triton.cudagraphs": True} if self.reuses_memory else None
+        # `None` if torch cannot trace it, or the policy overrides the preprocessing, which uses NumPy
+        self.forward: Any = None
+        if _preprocesses_as_sb3(policy):
+            self.space = _preprocessed(policy.observation_space)
+            with _without_validation():
+                self.forward = th.compile(_own(_act), fullgraph=True, options=options)
+
+    def __call__(self, observations: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        """
+        :param observations: Observations on the device, shape ``(n_envs, *obs_shape)``
+        :return: Actions, values and log probabilities
+        """
+        policy = self.policy
+        if self.forward is None:
+            return self.policy.forward(observations)
+        if self.reuses_memory:
+            th.compiler.cudagraph_mark_step_begin()
+        preprocessed = preprocess_obs(observations, policy.observation_space, policy.normalize_images)
+        try:
+            with _without_validation():
+                outputs = self.forward(policy, preprocessed, self.space)
+        except _compiler_errors() as error:
+            self.forward, reason = None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            warnings.warn(f'`backend="compile"`: torch cannot trace the policy, which acts eagerly ({reason})', stacklevel=2)
+            return self.policy.forward(observations)
+        actions, values, log_probs = (part.clone() for part in outputs) if self.reuses_memory else outputs
+        return actions, values, log_probs
 
 
 class CompiledBackward:
@@ -233,6 +282,18 @@ class _LossModule(nn.Module):
             return results
 
         return evaluate_actions
+
+
+def _act(policy: ActorCriticPolicy, preprocessed: Any, space: spaces.Space[Any]) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+    """``forward`` of a policy for preprocessed observations."""
+    distribution = policy.action_dist
+    before = policy.observation_space, policy.normalize_images
+    # Tensors that are traced must not be left in the policy, since they are not valid outside.
+    policy.action_dist, policy.observation_space, policy.normalize_images = copy(distribution), space, False
+    actions, values, log_probs = policy.forward(preprocessed)
+    policy.action_dist = distribution
+    policy.observation_space, policy.normalize_images = before
+    return actions, values, log_probs
 
 
 def _loss_and_gradients(module: _LossModule, *inputs: Any) -> tuple[list[th.Tensor], Measured]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 
@@ -16,6 +18,9 @@ from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.rollout_data import Rollout
 from sb3_ppo_ext.update.update import GradientSource, Stepper, Update, UpdateResult
+
+# See `Engine.make_act`
+Act: TypeAlias = Callable[[Any], tuple[th.Tensor, th.Tensor, th.Tensor]]
 
 
 class Setup(NamedTuple):
@@ -89,6 +94,13 @@ class Engine(ABC):
         :return: Actor that chooses actions and records transitions while the rollout is collected
         """
         return HistoryActor(buffer, config) if isinstance(buffer, SequenceBufferMixin) else PolicyActor(buffer, config)
+
+    def make_act(self) -> Act:
+        """
+        :return: Function from observations on the device to actions, values and log probabilities, as ``forward`` of SB3's
+            policies
+        """
+        return self.policy
 
     @abstractmethod
     def make_stepper(self, config: UpdateConfig) -> Stepper:

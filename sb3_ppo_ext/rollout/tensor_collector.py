@@ -61,6 +61,10 @@ class TensorRolloutCollector(RolloutCollector):
             return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
         return TensorCollection(self, env, callback, rollout_buffer, n_rollout_steps).run()
 
+    def _make_act(self) -> Any:
+        """Function from observations to actions, values and log probabilities."""
+        return self.policy
+
     def _last_tensors(self) -> tuple[Any, th.Tensor]:
         """Observations after the last step, and whether they start an episode, as tensors."""
         if self._tensors_after is not None and self._tensors_after.arrays is self._last_obs:
@@ -135,12 +139,15 @@ class TensorCollection:
         observations, starts = model._last_tensors()
         self.first_starts, model._tensors_after = np.array(model._last_episode_starts, bool), None
 
+        act, policy = model._make_act(), model.policy
         for step in range(self.n_steps):
+            if model.policy is not policy:  # replaced by a callback
+                act, policy = model._make_act(), model.policy
             if model.use_sde and model.sde_sample_freq > 0 and step % model.sde_sample_freq == 0:
                 model.policy.reset_noise(env.num_envs)
             seen = buffer.observe(observations, starts)
             with th.no_grad():
-                samples, values, log_probs = model.policy(seen) if self.cached is None else self.cached(model.policy, step)
+                samples, values, log_probs = act(seen) if self.cached is None else self.cached(model.policy, step)
                 env_actions = self._for_env(samples)
             result = env.step_tensors(env_actions)
             model.num_timesteps += env.num_envs

@@ -634,9 +634,13 @@ def test_environments_elsewhere(sim):
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")
-@pytest.mark.parametrize("options", [{}, dict(vtrace=True, target_kl=0.5, accumulate_grad=2)], ids=str)
-def test_compiled_loss(monkeypatch, options):
-    """``backend="compile"`` keeps the rollouts of tensor environments in tensors, and trains as the reference."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(vtrace=True, target_kl=0.5, accumulate_grad=2), dict(action_dist="squashed_gaussian"), dict(use_sde=True)],
+    ids=str,
+)
+def test_compiled(monkeypatch, recwarn, options):
+    """``backend="compile"`` keeps rollouts in tensors, compiles acting and loss once, and trains as the reference."""
     monkeypatch.setattr(th, "compile", partial(th.compile, backend="aot_eager"))
     options = {**SMALL, "batch_size": 64, **options}
     models = [
@@ -645,3 +649,5 @@ def test_compiled_loss(monkeypatch, options):
     ]
     assert isinstance(models[1].rollout_buffer, TensorRolloutBuffer)
     assert_same(*models)
+    assert models[1]._engines["compile"]._act.forward is not None
+    assert not [warning for warning in recwarn if "cannot trace" in str(warning.message)]

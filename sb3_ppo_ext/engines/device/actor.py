@@ -10,6 +10,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from sb3_ppo_ext.common.observations import map_observations, stack
+from sb3_ppo_ext.engines.engine import Engine
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.rollout.actors import Action, Actor, CachedPolicy, RolloutConfig, Transition
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer, TruncatedEpisodes
@@ -23,13 +24,15 @@ class DeviceActor(Actor):
 
     :param buffer: Buffer to fill
     :param config: Options of the rollout
+    :param engine: Engine of the policy at the beginning of the rollout
     """
 
     buffer: TensorRolloutBuffer
 
-    def __init__(self, buffer: RolloutBuffer, config: RolloutConfig):
+    def __init__(self, buffer: RolloutBuffer, config: RolloutConfig, engine: Engine):
         assert isinstance(buffer, TensorRolloutBuffer)
         self.buffer, self.config = buffer, config
+        self.policy, self.compute = engine.policy, engine.make_act()
         self.rewards = np.zeros((buffer.buffer_size, buffer.n_envs), np.float32)
         self.starts = np.zeros_like(self.rewards)
         # Rows and terminal observations of truncated episodes
@@ -44,9 +47,15 @@ class DeviceActor(Actor):
             # Without a memory, the starts of episodes are copied at the end of the rollout.
             known = None if self.cached is None else np.asarray(starts, np.float32)
             obs_tensor = self.buffer.observe(self._staged(observations), known)
-            samples, values, log_probs = policy(obs_tensor) if self.cached is None else self.cached(policy, step)
+            samples, values, log_probs = self._compute(policy, obs_tensor, step)
         self.buffer.record(samples, values, log_probs)
         return Action(obs_tensor, samples.cpu().numpy(), values, log_probs)
+
+    def _compute(self, policy: ActorCriticPolicy, obs_tensor: Any, step: int) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        if self.cached is not None:
+            return self.cached(policy, step)
+        compute = self.compute if policy is self.policy else policy  # which a callback has replaced
+        return compute(obs_tensor)
 
     def _staged(self, observations: Any) -> Any:
         """Observations on a GPU, by way of page-locked memory, from which it copies them while the host goes on."""

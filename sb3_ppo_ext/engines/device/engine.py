@@ -54,7 +54,11 @@ class DeviceEngine(FusedEngine):
         return True
 
     def make_actor(self, buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
-        return DeviceActor(buffer, config) if isinstance(buffer, TensorRolloutBuffer) else super().make_actor(buffer, config)
+        return (
+            DeviceActor(buffer, config, self)
+            if isinstance(buffer, TensorRolloutBuffer)
+            else super().make_actor(buffer, config)
+        )
 
     def update(
         self,
