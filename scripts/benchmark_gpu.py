@@ -8,8 +8,8 @@ allocate, do not count. A ratio is the median over the rounds. What fails is rep
 
 - tests: `pytest -m gpu`, whose output is in gpu-tests.log
 - iterations: 4096 environments of 32 steps, 4 epochs of 4 minibatches: CartPole of gymnax (needs JAX for the GPU), and
-  CartPole and Pendulum in PyTorch. SB3's PPO steps them through NumPy. rsl_rl (needs `pip install rsl-rl-lib`) knows continuous actions
-  only, and runs without its log
+  CartPole and Pendulum in PyTorch. SB3's PPO steps them through NumPy. rsl_rl (needs `pip install rsl-rl-lib`) knows
+  continuous actions only, and runs without its log
 - policies: `CnnPolicy` on images of 84 x 84 x 4, and `MlpTransformerPolicy` next to RecurrentPPO (needs sb3-contrib), in
   environments in NumPy
 - waits: for what the host waits, counted by PyTorch's profiler: in the steps of a rollout, as the difference between rollouts
@@ -176,7 +176,7 @@ class RslRl:
     """
 
     def __init__(self, env: ForRslRl, n_steps: int, device: str):
-        from rsl_rl.runners import OnPolicyRunner  # type: ignore[import-not-found, unused-ignore]
+        from rsl_rl.runners import OnPolicyRunner
 
         network: Any = dict(class_name="rsl_rl.models:MLPModel", hidden_dims=[64, 64], activation="tanh")
         network |= dict(obs_normalization=False)
