@@ -8,8 +8,8 @@ allocate, do not count. A ratio is the median over the rounds. What fails is rep
 
 - tests: `pytest -m gpu`, whose output is in gpu-tests.log
 - iterations: 4096 environments of 32 steps, 4 epochs of 4 minibatches: CartPole of gymnax (needs JAX for the GPU), and
-  CartPole and Pendulum in PyTorch. SB3's PPO steps them through NumPy. rsl_rl (needs `pip install rsl-rl-lib`) knows continuous actions
-  only, and runs without its log
+  CartPole and Pendulum in PyTorch. SB3's PPO steps them through NumPy. rsl_rl (needs `pip install rsl-rl-lib`) knows
+  continuous actions only, and runs without its log
 - policies: `CnnPolicy` on images of 84 x 84 x 4, and `MlpTransformerPolicy` next to RecurrentPPO (needs sb3-contrib), in
   environments in NumPy
 - waits: for what the host waits, counted by PyTorch's profiler: in the steps of a rollout, as the difference between rollouts
@@ -36,7 +36,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -166,6 +166,16 @@ class ForRslRl:
         return self.get_observations(), rewards, terminated | truncated, {"time_outs": truncated}
 
 
+@contextmanager
+def without_validation() -> Iterator[None]:
+    """rsl_rl turns the checks of PyTorch's distributions off for the whole process, and the other contenders have them."""
+    th.distributions.Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        th.distributions.Distribution.set_default_validate_args(__debug__)
+
+
 class RslRl:
     """
     rsl_rl's PPO, without its log.
@@ -176,7 +186,7 @@ class RslRl:
     """
 
     def __init__(self, env: ForRslRl, n_steps: int, device: str):
-        from rsl_rl.runners import OnPolicyRunner  # type: ignore[import-not-found, unused-ignore]
+        from rsl_rl.runners import OnPolicyRunner
 
         network: Any = dict(class_name="rsl_rl.models:MLPModel", hidden_dims=[64, 64], activation="tanh")
         network |= dict(obs_normalization=False)
@@ -186,13 +196,13 @@ class RslRl:
         groups = dict(actor=["policy"], critic=["policy"])
         config = dict(algorithm=ppo, actor={**network, "distribution_cfg": gaussian}, critic=network, obs_groups=groups)
         config |= dict(num_steps_per_env=n_steps, save_interval=10**9, multi_gpu=None)
-        with redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()), without_validation():
             self.algorithm: Any = OnPolicyRunner(env, config, log_dir=None, device=device).alg
         self.env, self.n_steps = env, n_steps
         self.algorithm.train_mode()
 
     def collect(self) -> None:
-        with th.inference_mode():
+        with th.inference_mode(), without_validation():
             observations = self.env.get_observations()
             for _ in range(self.n_steps):
                 observations, *results = self.env.step(self.algorithm.act(observations))
@@ -200,7 +210,8 @@ class RslRl:
             self.algorithm.compute_returns(observations)
 
     def update(self) -> None:
-        self.algorithm.update()
+        with without_validation():
+            self.algorithm.update()
 
 
 def tensor_env(name: str, n_envs: int, device: str) -> Any:

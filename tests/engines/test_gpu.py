@@ -37,6 +37,12 @@ POLICIES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _in_float32(monkeypatch):
+    """Convolutions are computed in float32, as on the CPU, instead of TF32, whose rounding is a thousandth."""
+    monkeypatch.setattr(th.backends.cudnn, "allow_tf32", False)
+
+
 def devices(model):
     optimizer_state = (value for state in model.policy.optimizer.state.values() for value in state.values())
     tensors = [*model.policy.parameters(), *(value for value in optimizer_state if value.ndim > 0)]
