@@ -230,7 +230,10 @@ class TensorCollection:
             with th.no_grad():
                 seen = map_observations(lambda rows: rows[step], self._terminal_observations())
                 inputs = self.buffer.after_step(step, seen, th.zeros_like(dones))
-                self.final_values[step] = self.model.policy.predict_values(inputs).flatten()
+                values = self.model.policy.predict_values(inputs).flatten()
+            self.final_values[step] = values
+            cut_off = result.truncated & ~result.terminated
+            self.buffer.tensors["rewards"][step] += self.buffer.gamma * th.where(cut_off, values, 0.0)
 
     def _add_to_log(self, name: str, value: th.Tensor, dones: th.Tensor) -> None:
         """A scalar counts in each step, the value of an environment at the end of its episode."""
@@ -303,12 +306,13 @@ class TensorCollection:
             self.env.warn_without_final_observations()
         on_device = th.from_numpy(rows).to(self.env.device)
         terminal = map_observations(lambda part: part.flatten(0, 1)[on_device], self._terminal_observations())
-        if self.final_values is None:
-            with th.no_grad():
-                inputs = self.buffer.after(on_device, terminal, th.zeros_like(on_device, dtype=th.bool))
-                values = self.model.policy.predict_values(inputs).flatten()
-        else:
-            values = self.final_values.flatten()[on_device]
+        if self.final_values is not None:
+            # They have been added at each step, since user code may read the rewards.
+            self.buffer.truncated = TruncatedEpisodes(on_device, terminal, self.final_values.flatten()[on_device])
+            return
+        with th.no_grad():
+            inputs = self.buffer.after(on_device, terminal, th.zeros_like(on_device, dtype=th.bool))
+            values = self.model.policy.predict_values(inputs).flatten()
         self.buffer.bootstrap(TruncatedEpisodes(on_device, terminal, values))
 
     def _refuse(self, last_observations: Any) -> None:

@@ -30,17 +30,21 @@ def test_update(name):
     assert_same_update(**UPDATES[name])
 
 
-@pytest.mark.parametrize("options", [o for o in SINGLE if "backend" not in o], ids=str)
+# Options that choose the engine
+OF_ENGINES = {"backend", "amp_dtype"}
+
+
+@pytest.mark.parametrize("options", [o for o in SINGLE if not o.keys() & OF_ENGINES], ids=str)
 def test_update_with_each_option(options):
     """The update equals the reference's with each value of each option."""
     # Muon divides each matrix by its singular values, small ones included.
     assert_same_update(rtol=1e-4 if options.get("optimizer") == "muon" else 1e-5, **options)
 
 
-@pytest.mark.parametrize("name", [name for name in VALUES if name != "backend"])
+@pytest.mark.parametrize("name", [name for name in VALUES if name not in OF_ENGINES])
 def test_update_with_pairs_of_options(name):
     """The update equals the reference's with each option beside three others."""
-    values = [{other: value} for other in VALUES for value in VALUES[other] if other not in ("backend", name)]
+    values = [{other: value} for other in VALUES for value in VALUES[other] if other not in {*OF_ENGINES, name}]
     for other in np.random.default_rng(len(name)).permutation(len(values))[:3]:
         options = {name: VALUES[name][0], **values[other]}
         if is_legal({**DEFAULTS, **options}, BOX_ACTION):

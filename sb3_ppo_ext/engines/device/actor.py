@@ -83,8 +83,10 @@ class DeviceActor(Actor):
             self.rows.append(step * buffer.n_envs + environment)
             self.terminal_observations.append(observation)
         if self.config.is_watched and transition.truncated:
-            # User code may change the parameters before the end of the rollout.
-            self.values.append(self._values(policy, -len(transition.truncated))[2])
+            # User code may change the parameters before the end of the rollout, and read the rewards.
+            rows, _, values = self._values(policy, -len(transition.truncated))
+            self.values.append(values)
+            buffer.tensors["rewards"].view(-1)[rows] += buffer.gamma * values
         buffer.pos, buffer.full = step + 1, step + 1 == buffer.buffer_size
 
     def _values(self, policy: ActorCriticPolicy, first: int) -> tuple[th.Tensor, Any, th.Tensor]:
