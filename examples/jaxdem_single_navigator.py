@@ -2,9 +2,15 @@
 PPOExt in an environment of JaxDEM, side by side with JaxDEM's own trainer.
 
 The environment, `single_navigator`, is a sphere that is to move to a target. `JaxVecEnv` takes it as two functions of one
+<<<<<<< HEAD
 copy. JaxDEM's trainer is PPO in the style of PufferLib: Muon, V-trace, and prioritised segments. `PPOExt` has them as
 options. Both
 have the same hyperparameters, which are the defaults of JaxDEM's trainer, and networks of the same size. They differ in this:
+=======
+copy. JaxDEM's trainer is PPO in the style of PufferLib: Muon, V-trace, and prioritised segments, which are options of
+`PPOExt`. Both have the same hyperparameters, which are the defaults of JaxDEM's trainer, and layers of the same sizes. They
+differ in this:
+>>>>>>> wt-bench
 
 - JaxDEM corrects the advantages with V-trace after every minibatch, `PPOExt` before every epoch, and there is one epoch.
 - JaxDEM's actor and critic share their layers; those of `PPOExt` have their own.
@@ -21,6 +27,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -72,11 +79,17 @@ class Navigators(JaxVecEnv):
         return step
 
 
+@cache
+def navigators(n_envs: int) -> Navigators:
+    """The same environments for all trainings, since it takes JAX long to compile them."""
+    return Navigators(n_envs)
+
+
 def train_ours(n_envs: int, n_rollouts: int, seed: int, constant_rate: bool, **options: Any) -> tuple[float, np.ndarray]:
     """
     :return: Samples per second, and the mean reward of each rollout, shape ``(n_rollouts,)``
     """
-    env = Navigators(n_envs)
+    env = navigators(n_envs)
     model = PPOExt(
         "MlpPolicy",
         env,
@@ -131,7 +144,7 @@ def train_theirs(n_envs: int, n_rollouts: int, seed: int, constant_rate: bool) -
         num_minibatches=N_MINIBATCHES,
         anneal_learning_rate=not constant_rate,
     )
-    epoch = jax.jit(type(trainer).epoch)
+    epoch = type(trainer).epoch
     jax.block_until_ready(epoch(trainer, jnp.asarray(0)))  # compiles
     start, rewards = time.perf_counter(), []
     for number in range(n_rollouts):

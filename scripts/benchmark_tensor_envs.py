@@ -94,7 +94,7 @@ def gymnax_contest(n_envs: int, n_minibatches: int, n_epochs: int, names: tuple[
 def torch_pendulum(n_envs: int) -> Any:
     """Pendulum-v1 in PyTorch, which the tests compare with Gymnasium's."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from support.torch_envs import TorchPendulum  # type: ignore[import-not-found]
+    from support.torch_envs import TorchPendulum
 
     return TorchPendulum(n_envs)
 
