@@ -2,15 +2,9 @@
 PPOExt in an environment of JaxDEM, side by side with JaxDEM's own trainer.
 
 The environment, `single_navigator`, is a sphere that is to move to a target. `JaxVecEnv` takes it as two functions of one
-<<<<<<< HEAD
-copy. JaxDEM's trainer is PPO in the style of PufferLib: Muon, V-trace, and prioritised segments. `PPOExt` has them as
-options. Both
-have the same hyperparameters, which are the defaults of JaxDEM's trainer, and networks of the same size. They differ in this:
-=======
 copy. JaxDEM's trainer is PPO in the style of PufferLib: Muon, V-trace, and prioritised segments, which are options of
 `PPOExt`. Both have the same hyperparameters, which are the defaults of JaxDEM's trainer, and layers of the same sizes. They
 differ in this:
->>>>>>> wt-bench
 
 - JaxDEM corrects the advantages with V-trace after every minibatch, `PPOExt` before every epoch, and there is one epoch.
 - JaxDEM's actor and critic share their layers; those of `PPOExt` have their own.
