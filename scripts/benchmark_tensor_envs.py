@@ -121,7 +121,7 @@ class ForRslRl:
 
 
 def rsl_rl_turn(n_envs: int, n_steps: int, n_rollouts: int) -> Turn:
-    from rsl_rl.runners import OnPolicyRunner  # type: ignore[import-not-found, unused-ignore]
+    from rsl_rl.runners import OnPolicyRunner  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     network: Any = dict(class_name="rsl_rl.models:MLPModel", hidden_dims=[64, 64], activation="tanh", obs_normalization=False)
     gaussian = dict(class_name="rsl_rl.modules.distribution:GaussianDistribution", init_std=1.0, std_type="log")
