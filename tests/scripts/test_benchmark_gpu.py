@@ -30,7 +30,7 @@ def failures(found):
     return own + [text for part in found.values() for text in failures(part)]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_waits_and_devices(tmp_path):
     """Waits are counted and devices compared; on a CPU, nothing can be said of budgets and of the fastest device."""
     results, tables = run(tmp_path, "waits", "device")
