@@ -31,6 +31,7 @@ def failures(found):
 
 
 @pytest.mark.slow
+@pytest.mark.integration
 def test_waits_and_devices(tmp_path):
     """Waits are counted and devices compared; on a CPU, nothing can be said of budgets and of the fastest device."""
     results, tables = run(tmp_path, "waits", "device")
