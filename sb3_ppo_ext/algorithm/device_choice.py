@@ -14,6 +14,9 @@ from torch import nn
 # it. It is that of two layers with 1024 inputs and outputs.
 WIDE = 2 * 1024**2
 
+# Backends that use the extension module in C
+OF_CPU = ("native", "fused")
+
 _CPU, _CUDA = th.device("cpu"), th.device("cuda")
 
 
@@ -93,9 +96,10 @@ def _is_wide(situation: Situation) -> bool:
 RULES = (
     _Rule(_steps_on_device, _device_of_steps, "the environments step there"),
     _Rule(lambda situation: not th.cuda.is_available(), lambda situation: _CPU, "there is no CUDA"),
-    _Rule(lambda situation: situation.is_native, lambda situation: _CPU, "the native engine computes this policy there"),
+    _Rule(lambda situation: situation.backend in OF_CPU, lambda situation: _CPU, "`backend` computes there alone"),
     _Rule(lambda situation: situation.backend == "device", lambda situation: _CUDA, '`backend` is "device"'),
     _Rule(_has_convolutions, lambda situation: _CUDA, "the policy reads images"),
     _Rule(_is_wide, lambda situation: _CUDA, "the policy has wide layers"),
+    _Rule(lambda situation: situation.is_native, lambda situation: _CPU, "the native engine computes this policy there"),
     _Rule(lambda situation: True, lambda situation: _CPU, "a GPU would be slower for such a small policy"),
 )

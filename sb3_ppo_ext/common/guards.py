@@ -168,7 +168,7 @@ def restored_if_refused(model: OnPolicyAlgorithm) -> Iterator[None]:
     before = {name: copy(getattr(model, name)) for name in ("num_timesteps", "ep_info_buffer", "ep_success_buffer")}
     normalizers = find_normalizers(model.env)
     # `obs_rms` exists only with `norm_obs`.
-    statistics = [{k: deepcopy(v) for k, v in vars(n).items() if k in ("obs_rms", "ret_rms")} for n in normalizers]
+    statistics = [{k: _copied(v) for k, v in vars(n).items() if k in ("obs_rms", "ret_rms")} for n in normalizers]
     try:
         with _errors_explained(model):
             yield
@@ -180,6 +180,13 @@ def restored_if_refused(model: OnPolicyAlgorithm) -> Iterator[None]:
         # The environment cannot be rewound: without a last observation, `learn` resets it.
         model._last_obs = None
         raise
+
+
+def _copied(statistics: Any) -> Any:
+    """Copy of running statistics, on their device if they are tensors."""
+    if isinstance(statistics, dict):
+        return {key: _copied(part) for key, part in statistics.items()}
+    return statistics.clone() if hasattr(statistics, "clone") else deepcopy(statistics)
 
 
 @contextmanager

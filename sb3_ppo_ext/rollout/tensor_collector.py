@@ -85,13 +85,14 @@ class ShownStep:
     :param samples: Actions, or latents of a bounded distribution
     :param env_actions: Actions as the environments got them
     :param result: Step of the environments
-    :param dones: Whether an episode has ended
     :param env: Environments
     :param seen: Observations before the step
     """
 
-    def __init__(self, samples: th.Tensor, env_actions: th.Tensor, result: TensorStep, dones: th.Tensor, env: Any, seen: Any):
-        self.samples, self.env_actions, self.dones = LaterArrays(samples), LaterArrays(env_actions), LaterArrays(dones)
+    def __init__(self, samples: th.Tensor, env_actions: th.Tensor, result: TensorStep, env: Any, seen: Any):
+        self.result = result
+        self.samples, self.env_actions = LaterArrays(samples), LaterArrays(env_actions)
+        self.dones = LaterArrays(result.terminated | result.truncated)
         self.new_obs, self.rewards = LaterArrays(result.observations), LaterArrays(result.rewards)
         self.infos = Later(lambda: env.infos(result, seen))
 
@@ -151,31 +152,40 @@ class TensorCollection:
                 env_actions = self._for_env(samples)
             result = env.step_tensors(env_actions)
             model.num_timesteps += env.num_envs
-            dones = result.terminated | result.truncated
-            shown = ShownStep(samples, env_actions, result, dones, self.env, seen)
+            shown = ShownStep(samples, env_actions, result, env, seen)
             variables = self._locals(step, seen, values, log_probs, shown)
             self.callback.update_locals(variables)
             if not self.callback.on_step():
+                self._stop(seen, starts)
                 return False
-            if shown.infos.made:
-                self.counted.append(step)
-                model._update_info_buffer(shown.infos.get(), dones.cpu().numpy())
-            # What callbacks have written into the arrays counts.
-            samples, dones = shown.samples.tensors(), shown.dones.tensors()
-            result = result._replace(observations=shown.new_obs.tensors(), rewards=shown.rewards.tensors())
-            buffer.record(samples, values, log_probs)
-            if isinstance(buffer, TensorSequenceBuffer):
-                encodes = model.policy.use_last_action
-                encoded = model.policy.encode_action_tensors(env_actions) if encodes else None
-                buffer.keep_outcome(step, encoded, result.rewards)
-            buffer.end_step(result.rewards)
-            self._keep_ends(step, result, dones)
-            observations, starts = result.observations, dones
+            observations, starts = self._record(step, shown, values, log_probs)
 
         self._finish(observations, starts)
         self.callback.update_locals(variables)
         self.callback.on_rollout_end()
         return True
+
+    def _record(self, step: int, shown: ShownStep, values: th.Tensor, log_probs: th.Tensor) -> tuple[Any, th.Tensor]:
+        """Record a step with what callbacks have written into its arrays, and return the next observations and starts."""
+        model, buffer, dones = self.model, self.buffer, shown.dones.tensors()
+        if shown.infos.made:
+            self.counted.append(step)
+            model._update_info_buffer(shown.infos.get(), dones.cpu().numpy())
+        result = shown.result._replace(observations=shown.new_obs.tensors(), rewards=shown.rewards.tensors())
+        buffer.record(shown.samples.tensors(), values, log_probs)
+        if isinstance(buffer, TensorSequenceBuffer):
+            actions = shown.env_actions.tensors()
+            encoded = model.policy.encode_action_tensors(actions) if model.policy.use_last_action else None
+            buffer.keep_outcome(step, encoded, result.rewards)
+        buffer.end_step(result.rewards)
+        self._keep_ends(step, result, dones)
+        return result.observations, dones
+
+    def _stop(self, seen: Any, starts: th.Tensor) -> None:
+        """Leave the model as SB3's loop does when a callback ends the training: before the step that it has seen."""
+        ended, _, returns, lengths, successes = self.episodes.cpu().numpy()
+        self._add_episodes(ended, returns, lengths, successes)
+        self._keep_last(seen, starts, starts.cpu().numpy())
 
     def _for_env(self, samples: th.Tensor) -> th.Tensor:
         """Actions within the bounds of the action space."""
@@ -267,11 +277,16 @@ class TensorCollection:
         if isinstance(buffer, TensorSequenceBuffer):
             starts = np.concatenate([self.first_starts[np.newaxis], ended[:-1] > 0])
             buffer.context_watch.note(starts, ended[-1] > 0, model.num_timesteps - ended.size)
-        # As in SB3, an array, which can be saved; the copy is needed since the environment may overwrite the tensor.
+        self._keep_last(observations, dones, ended[-1])
+
+    def _keep_last(self, observations: Any, starts: th.Tensor, starts_on_host: np.ndarray) -> None:
+        """Keep the last observations, as tensors and, as in SB3, as arrays, which can be saved."""
+        model = self.model
+        # Copied, since the environment may overwrite them
         kept = map_observations(lambda part: part.clone(), observations)
         model._last_obs = map_observations(lambda part: part.cpu().numpy(), kept)
-        model._last_episode_starts = ended[-1].astype(bool)
-        model._tensors_after = TensorsAfter(model._last_obs, kept, dones.clone())
+        model._last_episode_starts = starts_on_host.astype(bool)
+        model._tensors_after = TensorsAfter(model._last_obs, kept, starts.clone())
 
     def _on_host(self, observations: Any) -> tuple[np.ndarray, bool, np.ndarray]:
         """Ends of episodes, whether all numbers of the rollout are finite, and means of the log, in one transfer."""

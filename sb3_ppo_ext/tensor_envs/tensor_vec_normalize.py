@@ -82,6 +82,14 @@ class TensorMeanStd(RunningMeanStd):
         values = values.double() - self._mean if centred else values.double()
         return (values / (self._var + epsilon).sqrt()).clamp(-clip, clip).to(th.float32)
 
+    def clone(self) -> TensorMeanStd:
+        """
+        :return: A copy on the same device
+        """
+        made = TensorMeanStd.__new__(TensorMeanStd)
+        made._mean, made._var, made._count = (part.clone() for part in (self._mean, self._var, self._count))
+        return made
+
     def __deepcopy__(self, memo: Any) -> RunningMeanStd:
         # SB3's `sync_envs_normalization` assigns copies, also to a `VecNormalize`.
         return self.copy()

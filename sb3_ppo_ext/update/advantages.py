@@ -114,9 +114,8 @@ def gae_of_tensors(
     :param gae_lambda: Factor for the trade-off of bias and variance
     :return: Advantages, shape ``(n_steps, n_envs)``
     """
-    discounts = gamma * (1.0 - th.cat([episode_starts[1:], last_dones.to(episode_starts).unsqueeze(0)]))
-    next_values = th.cat([values[1:], last_values.unsqueeze(0)])
-    return discounted_sums(rewards + discounts * next_values - values, gae_lambda * discounts)
+    arguments = (rewards, values, th.zeros_like(values), episode_starts, last_values, last_dones, gamma, gae_lambda)
+    return vtrace_of_tensors(*arguments)[0]
 
 
 def vtrace_of_tensors(

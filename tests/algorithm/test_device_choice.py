@@ -51,7 +51,7 @@ def gpu(sim, cuda, monkeypatch):
         (SMALL_MLP, None, True, "cpu", "native engine"),
         (SMALL_MLP, None, False, "cpu", "small"),
         (WIDE_MLP, None, False, "cuda", "wide"),
-        (WIDE_MLP, None, True, "cpu", "native engine"),
+        (WIDE_MLP, None, True, "cuda", "wide"),
         (nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten()), None, False, "cuda", "images"),
         (SMALL_MLP, TensorEnv("cuda:1"), True, "cuda:1", "environments step there"),
         (SMALL_MLP, TensorEnv(th.device("cpu")), True, "cpu", "native engine"),
@@ -119,6 +119,14 @@ def test_loading_decides_anew(tmp_path, monkeypatch):
     assert not asked
     assert PPOExt.load(tmp_path / "model").device == th.device("cpu")
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("backend", ["native", "fused"])
+def test_backends_that_need_the_cpu(cuda, backend):
+    """``backend="native"`` and ``"fused"`` take the CPU, whatever the policy: elsewhere they would be refused."""
+    images = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten())
+    for policy in (SMALL_MLP, WIDE_MLP, images):
+        assert choose_device(Situation(policy, None, False, backend)).device == th.device("cpu")
 
 
 def test_backend_that_is_made_for_a_gpu(cuda):

@@ -273,6 +273,15 @@ def test_without_final_observations(sim):
 BUDGET = 10
 
 
+def test_transfers_with_normalisation(sim):
+    """Running statistics stay on the device, also where they are kept for the case that a rollout is refused."""
+    env = TensorVecNormalize(tensor_env(sim.name))
+    model = PPOExt("MlpPolicy", env, device=sim.name, **{**SMALL, "batch_size": 64}).learn(16 * 16)
+    with sim.counting() as counts:
+        model.learn(3 * 16 * 16, reset_num_timesteps=False)
+    assert counts.to_host + counts.items + counts.to_device <= 3 * BUDGET
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -384,16 +393,28 @@ def test_known_callbacks_do_not_copy(sim, tmp_path):
     assert counts.to_host + counts.items <= 16 + BUDGET  # ends of episodes at each of 16 steps
 
 
+class Stop(BaseCallback):
+    """Ends the training in the middle of the second rollout."""
+
+    def _on_step(self):
+        return self.n_calls < 16 + 14
+
+
+@pytest.mark.usefixtures("same_draws")
 def test_callback_ends_the_training(sim):
-    """A callback that returns False ends the training at this step."""
-
-    class Stop(BaseCallback):
-        def _on_step(self):
-            return self.n_calls < 5
-
-    model = PPOExt("MlpPolicy", tensor_env(sim.name), device=sim.name, **{**SMALL, "batch_size": 64})
-    model.learn(10_000, callback=Stop())
-    assert model.num_timesteps == 5 * 16
+    """A callback that returns False ends the training at this step, and leaves the model as SB3's loop does."""
+    stopped, rollouts = [], []
+    for device, backend in (("cpu", "eager"), (sim.name, "device")):
+        model = PPOExt("MlpPolicy", tensor_env(device), device=device, backend=backend, **{**SMALL, "batch_size": 64})
+        model.learn(10_000, callback=Stop())
+        assert model.num_timesteps == 30 * 16
+        assert [episode["l"] for episode in model.ep_info_buffer] == [12] * 32
+        stopped.append([model._last_obs, model._last_episode_starts])
+        model.learn(16 * 16, reset_num_timesteps=False)
+        rollouts.append([np.ravel(getattr(model.rollout_buffer, name)) for name in ("actions", "rewards", "values")])
+    for expected, actual in (stopped, rollouts):
+        for one, other in zip(expected, actual, strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-4)
 
 
 class Images(TorchPendulum):

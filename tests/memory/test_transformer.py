@@ -48,6 +48,21 @@ NETWORKS = [
 ]
 
 
+def test_outputs_are_stacked_features_and_a_small_token():
+    """The stacked features come first and as they are, then the token at a quarter of its size."""
+    network = make_network(5, 1, False, 3)
+    features, episodes = th.randn(2, 4 + 6, 3).double(), th.zeros(2, 4 + 6, dtype=th.long)
+    outputs = network(features, episodes)
+    stacked = th.cat([features[:, 2 + i : 8 + i] for i in range(3)], dim=2)
+    th.testing.assert_close(outputs[..., :9], stacked)
+    with th.no_grad():
+        for last in (network.layers[0].out, network.layers[0].ffn[-1]):
+            last.weight.zero_()
+            last.bias.zero_()
+    present = network.stem(stacked)  # if the block adds nothing, the token is that of the present
+    th.testing.assert_close(network(features, episodes)[..., 9:], present / 4)
+
+
 @pytest.mark.parametrize(("context_length", "n_layers", "gate", "n_stacked"), NETWORKS)
 def test_each_window_by_itself(context_length, n_layers, gate, n_stacked):
     """
