@@ -37,6 +37,7 @@ from sb3_ppo_ext.common.validation import (
     refuse,
     unknown_environments_as_value_errors,
 )
+from sb3_ppo_ext.distributed.launch import Distributed, find_launch, own_device
 from sb3_ppo_ext.memory.policies import (
     CnnTransformerPolicy,
     MlpTransformerPolicy,
@@ -185,6 +186,8 @@ class PPOExt(TrainingLoop, ModelSetup):
     :param amp_dtype: Type in which the networks compute, ``"bfloat16"`` or ``"float16"``, for GPUs; action distributions,
         losses, parameters and the optimiser stay in float32; ``None`` for float32 everywhere. With ``"float16"``, the loss is
         scaled by a factor that adapts (https://arxiv.org/abs/1710.03740)
+    :param distributed: Whether several processes that torchrun has started train one model together (``"auto"``), each with
+        environments of its own, or independent ones (``"off"``). ``batch_size`` is then the number of samples of all of them
     :raises ValueError: if an argument is unknown or not valid, or a space is not supported
     """
 
@@ -261,11 +264,16 @@ class PPOExt(TrainingLoop, ModelSetup):
         bad_gradients: BadGradients = "raise",
         backend: Backend = "auto",
         amp_dtype: AmpDtype | None = None,
+        distributed: Distributed = "auto",
         **unknown_options: NoReturn,
     ):
         arguments = dict(locals())
         check_known_options(unknown_options, option_names(type(self)), type(self).__name__)
         check_arguments(arguments)
+        launch = find_launch(distributed)
+        # Rank 0 alone prints and logs.
+        verbose, tensorboard_log = (verbose, tensorboard_log) if launch.rank == 0 else (0, None)
+        device = own_device(device, launch)
         is_automatic = isinstance(device, str) and device == "auto"
         device_line = without_device_line() if is_automatic and verbose >= 1 else nullcontext()
         with assertions_as_value_errors(), unknown_environments_as_value_errors(env), device_line:
@@ -370,6 +378,16 @@ class PPOExt(TrainingLoop, ModelSetup):
         if policy_name not in self.policy_aliases:
             refuse("policy", policy_name, f"the names are {', '.join(self.policy_aliases)}; a class works as well")
         return super()._get_policy_from_name(policy_name)
+
+    def set_random_seed(self, seed: int | None = None) -> None:
+        """
+        Seed the generators of Python, NumPy, PyTorch and the environments. In a distributed training, each rank gets a seed of
+        its own, and its environments the seeds that they would have among the environments of all ranks.
+
+        :param seed: Seed, ``None`` for none
+        """
+        rank = find_launch(self.distributed).rank
+        super().set_random_seed(seed if seed is None or rank == 0 else (seed + rank * self.n_envs) % 2**32)
 
     def set_env(self, env: GymEnv, force_reset: bool = True) -> None:
         with assertions_as_value_errors():

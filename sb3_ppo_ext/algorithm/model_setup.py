@@ -20,6 +20,7 @@ from sb3_ppo_ext.algorithm.policy_updater import PolicyUpdater
 from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, in_float32_range, make_schedule, value_of
 from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
+from sb3_ppo_ext.distributed.launch import find_launch, own_device
 from sb3_ppo_ext.distributions import ACTION_DISTS, BoundedDistribution
 from sb3_ppo_ext.distributions.on_device import on_device
 from sb3_ppo_ext.engines.native.engine import NativeEngine
@@ -63,6 +64,7 @@ class ModelSetup(PolicyUpdater):
             return
         is_native = self.backend in ("auto", "native") and NativeEngine.unsupported_reason(self._engine_setup()) is None
         device, reason = choose_device(Situation(self.policy, self.env, is_native, self.backend))
+        device = th.device(own_device(device, find_launch(self.distributed)))
         if self.verbose >= 1:
             print(f"Using {device} device: {reason}")
         if device == self.device:
@@ -281,7 +283,7 @@ class ModelSetup(PolicyUpdater):
         total_timesteps, callback = super()._setup_learn(*args, **kwargs)
         for schedule in (self.lr_schedule, self.critic_lr_schedule):
             if isinstance(schedule, DecaySchedule):
-                schedule.rollout = self.n_steps * self.n_envs / max(total_timesteps, 1)
+                schedule.rollout = self.n_steps * self.n_envs * self.ranks.size / max(total_timesteps, 1)
         return total_timesteps, callback
 
     def _apply_changed_options(self) -> None:
@@ -341,7 +343,7 @@ class ModelSetup(PolicyUpdater):
     def _warn_about_truncated_minibatch(self) -> None:
         if self.env is None:
             return
-        buffer_size = self.env.num_envs * self.n_steps
+        buffer_size = self.env.num_envs * self.n_steps * find_launch(self.distributed).size
         if buffer_size % self.batch_size > 0:
             warnings.warn(
                 f"You have specified a mini-batch size of {self.batch_size},"
@@ -356,7 +358,8 @@ class ModelSetup(PolicyUpdater):
     def _warn_about_single_step(self) -> None:
         if self.env is None or (self.kl_coef == 0 and self.adaptive_lr_kl is None):
             return
-        if self.n_epochs == 1 and self.batch_size * self.accumulate_grad >= self.env.num_envs * self.n_steps:
+        size = find_launch(self.distributed).size
+        if self.n_epochs == 1 and self.batch_size * self.accumulate_grad >= self.env.num_envs * self.n_steps * size:
             warnings.warn(
                 "`kl_coef`, `kl_target` and `adaptive_lr_kl` depend on how far the policy has moved before each step of"
                 " the optimizer, and there is only one step per update, before which it has not moved: they have no effect."

@@ -27,7 +27,7 @@ from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
-from sb3_ppo_ext.update.report import further_metrics, on_host, sb3_metrics
+from sb3_ppo_ext.update.report import action_statistics, further_metrics, on_host, sb3_metrics, statistics_over
 from sb3_ppo_ext.update.rollout_data import Rollout
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 from sb3_ppo_ext.update.update import UpdateResult
@@ -39,6 +39,7 @@ OF_UPDATE = {field.name for field in fields(UpdateConfig)} & (ALL_OPTIONS.keys()
 class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
     """An on-policy algorithm that updates its policy with the options of PPOExt, on the engine of ``backend``."""
 
+    batch_size: int
     clip_range: Any
     clip_range_vf: Any
     ent_coef: Any
@@ -140,6 +141,8 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             "samples_latents": self._samples_latents,
             "extra_actor_loss": self._extra_actor_loss(),
             "loss_scale": self.loss_scale,
+            "batch_size": self.batch_size // self.ranks.size,
+            "ranks": self.ranks,
         }
         return UpdateConfig(**given)
 
@@ -179,6 +182,11 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             sb3_metrics(metrics, self.policy, self.rollout_buffer),
             further_metrics(metrics, self.policy, self.rollout_buffer, config),
         )
+        if config.ranks.are_several:
+            (of_actions,) = on_host(action_statistics(metrics, self.policy, self.rollout_buffer, config))
+            over_ranks = statistics_over(config.ranks, metrics, self.rollout_buffer, of_actions)
+            of_sb3["explained_variance"] = over_ranks.pop("explained_variance")
+            further |= over_ranks
         for name, value in of_sb3.items():
             record(f"train/{name}", value)
         record("train/n_updates", self._n_updates, exclude="tensorboard")

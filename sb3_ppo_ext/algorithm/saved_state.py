@@ -37,7 +37,7 @@ LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr", "loss_scale"
 # Attributes that are created again after loading
 NOT_SAVED = (
     *("_truncations", "_tensors_after", "_samples_latents", "_engines", "_interrupted", "_set_up"),
-    "_device_is_automatic",
+    *("_device_is_automatic", "ranks", "_shared_rollout"),
 )
 COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_episode_num", "_n_updates", "n_skipped_updates")
 # Statistics of the last episodes, and the keys of their numbers

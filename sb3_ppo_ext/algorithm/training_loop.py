@@ -11,9 +11,14 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
 
+from sb3_ppo_ext.algorithm.distributed_training import callbacks_of_rank, training_of
 from sb3_ppo_ext.algorithm.saved_state import SavedState
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint, training_checkpoints
-from sb3_ppo_ext.checkpoints.training_state import CheckpointPath, TrainingState, read_checkpoint
+from sb3_ppo_ext.checkpoints.training_state import CheckpointPath, TrainingState, check_ranks, read_checkpoint_of_rank
+from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.distributed.launch import find_launch
+from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks, connect
+from sb3_ppo_ext.distributed.statistics import share_statistics
 from sb3_ppo_ext.rollout.lazy_locals import LazyLocals
 
 SelfTrainingLoop = TypeVar("SelfTrainingLoop", bound="TrainingLoop")
@@ -22,6 +27,8 @@ SelfTrainingLoop = TypeVar("SelfTrainingLoop", bound="TrainingLoop")
 class TrainingLoop(SavedState):
     """An on-policy algorithm whose training can be interrupted and resumed."""
 
+    # Ranks of a distributed training, while `learn` runs
+    ranks: Ranks = SINGLE
     # State that the next call of `learn` goes on from
     _interrupted: TrainingState | None = None
 
@@ -41,6 +48,8 @@ class TrainingLoop(SavedState):
         same model, to the bit, as without the interruption. Environments and callbacks are created as before; that call
         gives them the state that they had at the checkpoint, and log files go on after it.
 
+        In a distributed training, call it on all ranks: rank 0 chooses the checkpoint, and each rank reads its own file of it.
+
         The file is unpickled: only resume from files that you trust.
 
         :param path: Checkpoint, or a folder, of which the newest whole checkpoint is taken
@@ -53,7 +62,9 @@ class TrainingLoop(SavedState):
         :raises FileNotFoundError: if there is no checkpoint
         :raises ValueError: if the file is damaged, or is not a checkpoint, or the number of environments is another one
         """
-        path, state = read_checkpoint(path)
+        ranks = connect(find_launch(kwargs.get("distributed", "auto")))
+        path, state = read_checkpoint_of_rank(path, ranks)
+        check_ranks(path, ranks)
         env = cls._wrap_env(maybe_make_env(env, verbose=0))
         state.check_environments(env)
         model = cls.load(path, env, device, custom_objects, print_system_info, force_reset=False, **kwargs)
@@ -69,28 +80,34 @@ class TrainingLoop(SavedState):
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> SelfTrainingLoop:
-        iteration = 0
-        total_timesteps, callback = self._setup_learn(
-            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
-        )
-        callback.on_training_start(LazyLocals(locals()), globals())
-        assert self.env is not None
-        checkpoints = training_checkpoints(callback)
-        iteration = self._start_iterations(callback, checkpoints)
+        with training_of(self, total_timesteps=total_timesteps, reset_num_timesteps=reset_num_timesteps):
+            iteration = 0
+            total_timesteps, callback = self._setup_learn(
+                total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
+            )
+            callback.on_training_start(LazyLocals(locals()), globals())
+            assert self.env is not None
+            checkpoints = training_checkpoints(callback)
+            iteration = self._start_iterations(callback, checkpoints)
 
-        while self.num_timesteps < total_timesteps:
-            if not self.collect_rollouts(self.env, callback, self.rollout_buffer, n_rollout_steps=self.n_steps):
-                break
-            iteration += 1
-            self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
-            if log_interval is not None and iteration % log_interval == 0:
-                self.dump_logs(iteration)
-            self.train()
-            for checkpoint in checkpoints:
-                checkpoint.on_iteration_end(iteration)
+            while self.num_timesteps < total_timesteps:
+                if not self.collect_rollouts(self.env, callback, self.rollout_buffer, n_rollout_steps=self.n_steps):
+                    break
+                iteration += 1
+                self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
+                if log_interval is not None and iteration % log_interval == 0:
+                    self.dump_logs(iteration)
+                self.train()
+                for checkpoint in checkpoints:
+                    checkpoint.on_iteration_end(iteration)
 
-        callback.on_training_end()
+            callback.on_training_end()
         return self
+
+    def _init_callback(self, callback: MaybeCallback, progress_bar: bool = False) -> BaseCallback:
+        if not self.ranks.is_first:
+            callback, progress_bar = callbacks_of_rank(callback, self.ranks), False
+        return super()._init_callback(callback, progress_bar)
 
     def _setup_learn(
         self,
@@ -124,6 +141,7 @@ class TrainingLoop(SavedState):
             checkpoint.on_training_set_up(callback)
         state, self._interrupted = self._interrupted, None
         iteration = 0 if state is None else state.restore(self, callback)
+        share_statistics(find_normalizers(self.env), self.ranks)  # those that have been restored
         for checkpoint in checkpoints:
             checkpoint.on_iterations_start(callback)
         return iteration

@@ -10,8 +10,9 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from sb3_ppo_ext.checkpoints.environments import FirstSteps
 from sb3_ppo_ext.checkpoints.object_state import Changes, stateful_objects
-from sb3_ppo_ext.checkpoints.training_state import TrainingState, objects_of, write_checkpoint
+from sb3_ppo_ext.checkpoints.training_state import TrainingState, file_of_rank, objects_of, write_checkpoint
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
+from sb3_ppo_ext.distributed.ranks import Ranks
 
 
 class TrainingCheckpoint(BaseCallback):
@@ -23,6 +24,8 @@ class TrainingCheckpoint(BaseCallback):
     Checkpoints are written between two iterations, each of which is a rollout and an update. Whether the environments go on
     from a saved state as they did is checked with copies of them when the first checkpoint is written; if they do not, a
     warning says why, and the resumed training starts with a reset of the environments.
+
+    In a distributed training, give it to all ranks. Each of them writes a file of its own, next to that of rank 0.
 
     :param save_freq: Number of steps of each environment after which a checkpoint is written, at the end of the iteration. At
         least 1
@@ -101,16 +104,27 @@ class TrainingCheckpoint(BaseCallback):
         self.last_step = self.n_calls
         assert self._changes is not None
         self._check_environments()
-        folder, new = pathlib.Path(self.save_path), f"{self.name_prefix}_{self.num_timesteps}_steps.zip"
+        folder, ranks = pathlib.Path(self.save_path), self._ranks()
+        new = file_of_rank(f"{self.name_prefix}_{self.num_timesteps}_steps.zip", ranks.index)
         self.written = [*(name for name in self.written if name != new), new]
         obsolete = [] if self.keep is None else self.written[: -self.keep]
         self.written = self.written[len(obsolete) :]
         state = TrainingState.of(self.model, self._all, iteration, self._changes.select, self._why_reset)
+        # The file of rank 0 is the last to be written, so that those of all ranks exist if it does.
+        if ranks.is_first:
+            ranks.gather(None)
         write_checkpoint(folder / new, self.model, state)
+        if not ranks.is_first:
+            ranks.gather(None)
+        ranks.gather(None)
         for name in obsolete:
             (folder / name).unlink(missing_ok=True)
         if self.verbose >= 1:
             print(f"Checkpoint: {folder / new}")
+
+    def _ranks(self) -> Ranks:
+        ranks: Ranks = self.model.ranks  # type: ignore[attr-defined]
+        return ranks
 
     def _check_environments(self) -> None:
         if self._first_steps is None or not self._first_steps.can_be_checked:

@@ -35,6 +35,7 @@ from sb3_ppo_ext.checkpoints.object_state import (
 )
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.distributed.ranks import Ranks
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.rollout.user_code import is_user_class
 from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
@@ -202,6 +203,15 @@ def _without_episodes(select: Selection) -> Selection:
     return selected
 
 
+def file_of_rank(name: str, rank: int) -> str:
+    """
+    :param name: Name of the file of rank 0, which ends with ``.zip``
+    :param rank: Rank in a distributed training
+    :return: Name of the file of this rank, which does not end with ``.zip``, so that nobody takes it for the checkpoint
+    """
+    return name if rank == 0 else f"{name.removesuffix('.zip')}.rank{rank}"
+
+
 def write_checkpoint(path: pathlib.Path, model: Any, state: TrainingState) -> None:
     """
     :param path: Path of the zip. It and its folder exist as a whole or not at all
@@ -210,7 +220,7 @@ def write_checkpoint(path: pathlib.Path, model: Any, state: TrainingState) -> No
     """
     file = io.BytesIO()
     model.save(file)
-    summary = {"format": FORMAT, "saved_at": time.time(), "num_timesteps": model.num_timesteps}
+    summary = {"format": FORMAT, "saved_at": time.time(), "num_timesteps": model.num_timesteps, "n_ranks": model.ranks.size}
     with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         archive.writestr(SUMMARY, json.dumps(summary))
         archive.writestr(STATE, pickle.dumps(tuple(state), protocol=5))
@@ -248,6 +258,37 @@ def is_checkpoint(path: CheckpointPath) -> bool:
             return SUMMARY in archive.namelist()
     except (OSError, zipfile.BadZipFile):
         return False
+
+
+def read_checkpoint_of_rank(path: CheckpointPath, ranks: Ranks) -> tuple[pathlib.Path, TrainingState]:
+    """
+    Read the files of all ranks of a distributed training. Rank 0 chooses the checkpoint.
+
+    :param path: Checkpoint of rank 0, or a folder with checkpoints
+    :param ranks: Ranks of the training
+    :return: Path of the file of this rank, and its state
+    :raises FileNotFoundError: on all ranks, if there is no checkpoint
+    :raises ValueError: on all ranks, if the file of one of them is missing or damaged
+    """
+    if not ranks.are_several:
+        return read_checkpoint(path)
+    path = pathlib.Path(path)
+    read: Any = _read_or_error(path) if ranks.is_first else None
+    name = ranks.gather(read[0].name if isinstance(read, tuple) else "")[0]
+    if name and not ranks.is_first:
+        read = _read_or_error((path if path.is_dir() else path.parent) / file_of_rank(name, ranks.index))
+    for error in ranks.gather(read if isinstance(read, Exception) else None):
+        if error is not None:
+            raise error
+    checkpoint: tuple[pathlib.Path, TrainingState] = read
+    return checkpoint
+
+
+def _read_or_error(path: pathlib.Path) -> tuple[pathlib.Path, TrainingState] | Exception:
+    try:
+        return read_checkpoint(path)
+    except (FileNotFoundError, ValueError) as error:
+        return error
 
 
 def read_checkpoint(path: CheckpointPath) -> tuple[pathlib.Path, TrainingState]:
@@ -304,3 +345,18 @@ def _read(path: pathlib.Path) -> TrainingState:
     if summary["format"] != FORMAT:
         raise ValueError(f"{path} was written by another release: go on with that one, or read the model with `load`.")
     return TrainingState(*pickle.loads(state))
+
+
+def check_ranks(path: pathlib.Path, ranks: Ranks) -> None:
+    """
+    :param path: Path of a checkpoint
+    :param ranks: Ranks of the training that goes on with it
+    :raises ValueError: if their number is not that of the training that wrote it
+    """
+    with zipfile.ZipFile(path) as archive:
+        n_ranks = json.loads(archive.read(SUMMARY)).get("n_ranks", 1)
+    if n_ranks != ranks.size:
+        raise ValueError(
+            f"{path} was written by {n_ranks} processes that trained together, and there are {ranks.size} now: start as many "
+            "with torchrun, or read the model with `load`."
+        )

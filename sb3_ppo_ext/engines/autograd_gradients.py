@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,17 +12,20 @@ import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
-from sb3_ppo_ext.update.advantages import normalize
+from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
+from sb3_ppo_ext.update.advantages import normalize, standardize
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import evaluate, ppo_loss
-from sb3_ppo_ext.update.minibatches import Minibatch
+from sb3_ppo_ext.update.minibatches import Minibatch, n_counted
 from sb3_ppo_ext.update.update import GradientSource
 
 # Adds the gradient of a minibatch, scaled by its share of the step, and returns metrics by name.
 Differentiate: TypeAlias = Callable[[Minibatch, float], dict[str, th.Tensor]]
+# Mean and standard deviation of advantages
+Statistics: TypeAlias = tuple[th.Tensor, th.Tensor]
 LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", *AUXILIARY_LOSSES, "extra_actor_loss")
 
 
@@ -31,10 +35,12 @@ class Step(NamedTuple):
 
     :param minibatches: One minibatch, or several with gradients that are accumulated
     :param shares: Fraction of the samples of the step in each minibatch; the fractions sum to 1
+    :param n_samples: Number of samples of the step
     """
 
     minibatches: list[Minibatch]
     shares: list[float]
+    n_samples: int
 
     @classmethod
     def of(cls, minibatches: list[Minibatch]) -> Step:
@@ -43,7 +49,7 @@ class Step(NamedTuple):
         :return: Step with these minibatches
         """
         sizes = [len(minibatch.data.advantages) for minibatch in minibatches]
-        return cls(minibatches, [size / sum(sizes) for size in sizes])
+        return cls(minibatches, [size / sum(sizes) for size in sizes], sum(sizes))
 
 
 class BackwardLoss:
@@ -104,13 +110,32 @@ class AutogradGradients(GradientSource):
             for data in rollout.buffer.get(config.batch_size):
                 yield Step.of(self._normalized([Minibatch(data)]))
             return
-        for draw in rollout.draws(config.step_size, self.estimates.segments):
-            yield Step.of(self._split(*draw))
+        draws: Any = rollout.draws(config.step_size, self.estimates.segments)
+        if config.ranks.are_several:
+            draws = list(draws)
+        statistics = self._statistics(draws) if config.ranks.are_several and config.normalizes_minibatches else repeat(None)
+        for (indices, weights), of_all in zip(draws, statistics, strict=False):
+            step = Step.of(self._split(indices, weights, of_all))
+            yield step._replace(n_samples=n_counted(indices, weights)) if config.ranks.are_several else step
 
-    def _split(self, indices: np.ndarray, weights: np.ndarray | None) -> list[Minibatch]:
+    def _statistics(self, draws: list[Any]) -> Iterator[Statistics]:
+        """Mean and standard deviation of the advantages of each draw, over the samples of all ranks."""
+        advantages = self.estimates.advantages_to_normalize()
+        counts = [n_counted(*draw) for draw in draws]
+        parts = [advantages[indices[:n]] for (indices, _), n in zip(draws, counts, strict=True)]
+        sums = th.stack([part.sum() for part in parts])
+        n = sums.new_tensor([float(n) for n in counts])
+
+        def squares(means: th.Tensor) -> th.Tensor:
+            return th.stack([(part - mean).square().sum() for part, mean in zip(parts, means, strict=True)])
+
+        means, stds = mean_and_std_of_each(th.stack([n, sums]), squares, self.config.ranks)
+        return zip(means, stds, strict=True)
+
+    def _split(self, indices: np.ndarray, weights: np.ndarray | None, of_all: Statistics | None = None) -> list[Minibatch]:
         """Minibatches of a draw. Advantages are normalised over all of them, for the same gradient as one large minibatch."""
-        size = self.config.batch_size
-        minibatches = self._normalized([self._gather(indices[i : i + size]) for i in range(0, len(indices), size)])
+        size = self.config.batch_size if weights is None or not self.config.ranks.are_several else len(indices)
+        minibatches = self._normalized([self._gather(indices[i : i + size]) for i in range(0, len(indices), size)], of_all)
         if weights is not None:
             parts = self.estimates.rollout.buffer.to_torch(weights).split(size)
             minibatches = [m._replace(weights=part) for m, part in zip(minibatches, parts, strict=True)]
@@ -128,12 +153,13 @@ class AutogradGradients(GradientSource):
         old = None if estimates.old_distribution is None else estimates.old_distribution[indices]
         return Minibatch(data, old_distribution=old)
 
-    def _normalized(self, minibatches: list[Minibatch]) -> list[Minibatch]:
+    def _normalized(self, minibatches: list[Minibatch], of_all: Statistics | None = None) -> list[Minibatch]:
         if not self.config.normalizes_minibatches:
             return minibatches
         advantages = [minibatch.data.advantages for minibatch in minibatches]
         sizes = [len(part) for part in advantages]
-        parts = normalize(advantages[0] if len(advantages) == 1 else th.cat(advantages)).split(sizes)
+        joined = advantages[0] if len(advantages) == 1 else th.cat(advantages)
+        parts = (normalize(joined) if of_all is None else standardize(joined, *of_all)).split(sizes)
         return [m._replace(data=m.data._replace(advantages=part)) for m, part in zip(minibatches, parts, strict=True)]
 
     # Gradients
@@ -143,6 +169,14 @@ class AutogradGradients(GradientSource):
         self.lengths_before = self.metrics.lengths()
         for minibatch, share in zip(step.minibatches, step.shares, strict=True):
             self.metrics.add(self.differentiate(minibatch, share))
+
+    def count(self, step: Step) -> int:
+        """:return: Number of samples in the step"""
+        return step.n_samples
+
+    def loss_of(self, step: Step) -> th.Tensor:
+        """:return: Mean loss over all samples of the step"""
+        return self.metrics.weighted("loss", step.shares)
 
     def approximate_kl(self, step: Step) -> float:
         """:return: Estimated KL divergence over all samples of the step, in nats"""
@@ -160,7 +194,7 @@ class AutogradGradients(GradientSource):
 
     def accept(self, step: Step, norms: dict[str, Any]) -> bool:
         # The sum is tested, so that there is only one synchronisation with the device.
-        if not math.isfinite(sum(norms.values()) + self.metrics.weighted("loss", step.shares)):
+        if not math.isfinite(sum(norms.values()) + self.loss_of(step)):
             return False
         self.metrics.add({name: th.as_tensor(norm, dtype=th.float32) for name, norm in norms.items()})
         return True

@@ -17,6 +17,7 @@ from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.rollout_data import Rollout
+from sb3_ppo_ext.update.shared_gradients import SharedGradients
 from sb3_ppo_ext.update.update import GradientSource, Stepper, Update, UpdateResult
 
 # See `Engine.make_act`
@@ -162,5 +163,7 @@ class Engine(ABC):
         estimates = self.make_estimates(rollout, config, result.metrics, normalizer)
         stepper = self.make_stepper(config)
         gradients = self.make_gradients(config, estimates, stepper, result.metrics)
+        if config.ranks.are_several:
+            gradients = SharedGradients(gradients, stepper, self.policy, config, result.metrics)
         Update(self.policy, config, estimates, gradients, stepper, result).run()
         return result

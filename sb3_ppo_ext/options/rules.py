@@ -19,10 +19,12 @@ from sb3_ppo_ext.common.validation import (
     keywords_of,
     refuse,
 )
+from sb3_ppo_ext.distributed.launch import Distributed, find_launch
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
 from sb3_ppo_ext.options.table import ALL_OPTIONS, ActionDist, AdvantageNorm, DeterministicAction, OptimizerName
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, check_action_distribution, with_action_distributions
+from sb3_ppo_ext.update.rollout_data import knows_indices
 
 # Arguments that have no row in the table
 _FURTHER_NUMBERS = ("sde_sample_freq", "verbose", "rollout_buffer_kwargs")
@@ -35,6 +37,8 @@ class ConfiguredModel(Protocol):
     deterministic_action: DeterministicAction
     advantage_norm: AdvantageNorm
     accumulate_grad: int
+    priority_alpha: float
+    distributed: Distributed
     n_steps: int
     batch_size: int
     normalize_advantage: bool
@@ -94,6 +98,7 @@ def check_options(model: ConfiguredModel, changed: Container[str] | None = None)
     _check_minibatches(model)
     _check_policy(model)
     _check_buffer(model)
+    _check_ranks(model)
     for option in ALL_OPTIONS.values():
         option.check_conflicts(model)
 
@@ -116,6 +121,21 @@ def _check_minibatches(model: ConfiguredModel) -> None:
         refuse("batch_size", model.batch_size, f"{remedy}; give 2 or more, or `normalize_advantage=False`")
     if model.env is not None and model.env.num_envs * model.n_steps < 2:
         refuse("n_steps", model.n_steps, f"{remedy}, and n_envs={model.env.num_envs}; raise one of the two")
+
+
+def _check_ranks(model: ConfiguredModel) -> None:
+    n_ranks = find_launch(model.distributed).size
+    if n_ranks == 1:
+        return
+    if model.batch_size % n_ranks > 0:
+        remedy = f"it is divided among the {n_ranks} processes of torchrun; give a multiple of {n_ranks}"
+        refuse("batch_size", model.batch_size, f'{remedy}, or `distributed="off"` to train independent models')
+    if model.accumulate_grad > 1 and model.priority_alpha > 0:
+        remedy = "with `priority_alpha`, the processes of torchrun get parts of different sizes of a minibatch"
+        refuse("accumulate_grad", model.accumulate_grad, f"{remedy}; give 1, and a smaller `batch_size`")
+    if model.rollout_buffer_class is not None and not knows_indices(model.rollout_buffer_class):
+        remedy = "it draws its own minibatches, which the processes of torchrun cannot share"
+        refuse("rollout_buffer_class", model.rollout_buffer_class, f'{remedy}; give None, or `distributed="off"`')
 
 
 def _check_policy(model: ConfiguredModel) -> None:

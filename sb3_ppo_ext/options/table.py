@@ -11,6 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 
 from sb3_ppo_ext.common.schedules import LrDecay, ScheduleLike, is_constant, value_of
+from sb3_ppo_ext.distributed.launch import Distributed
 from sb3_ppo_ext.distributions import ACTION_DISTS, ActionDist, DeterministicAction
 from sb3_ppo_ext.engines.registry import Backend
 from sb3_ppo_ext.options.row import READ, Change, Conflict, Need, When, differs, equals, has_schedule, option, rows_of
@@ -512,6 +513,13 @@ class PPOExtOptions:
             for name in ("native", "fused", "eager", "compile")
         ),
         change=Change(steps=("_setup_precision", "_setup_rollout_buffer", "_check_backend")),
+    )
+    distributed: Distributed = option(
+        "auto",
+        'Whether several processes that torchrun has started train one model together (`"auto"`), each with environments of '
+        'its own, or independent ones (`"off"`)',
+        group=ENGINE,
+        change=Change(remedy="the processes have been seeded; give it to the constructor, or to `load`"),
     )
 
 

@@ -15,7 +15,9 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, restored_if_refused
+from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
+from sb3_ppo_ext.rollout.shared_rollout import SharedRollout
 from sb3_ppo_ext.rollout.step_checks import StepChecks
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 from sb3_ppo_ext.update.bootstrap import Truncation
@@ -29,6 +31,9 @@ class RolloutCollector(OnPolicyAlgorithm):
 
     # Truncated episodes of the last rollout; None if they are not needed
     _truncations: list[Truncation] | None = None
+    # Ranks of a distributed training
+    ranks: Ranks = SINGLE
+    _shared_rollout: SharedRollout | None = None
     # Whether the policy samples latents of a bounded action distribution instead of actions
     _samples_latents = False
 
@@ -53,7 +58,10 @@ class RolloutCollector(OnPolicyAlgorithm):
         """
         start = time.perf_counter()
         with restored_if_refused(self):
+            self._shared_rollout = SharedRollout(self) if self.ranks.are_several else None
             go_on = self._collect(env, callback, rollout_buffer, n_rollout_steps)
+            if self._shared_rollout is not None:
+                go_on = self._shared_rollout.finish(go_on, n_rollout_steps)
         self.logger.record("time/rollout_seconds", time.perf_counter() - start)
         return go_on
 
@@ -87,7 +95,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             check_finite(self, "observation", new_obs, n_steps)
             check_finite(self, "reward", rewards, n_steps)
 
-            self.num_timesteps += env.num_envs
+            self.num_timesteps += env.num_envs * self.ranks.size
 
             callback.update_locals(locals())
             if not callback.on_step():
@@ -155,6 +163,8 @@ class RolloutCollector(OnPolicyAlgorithm):
         kept = [infos[index] for index in filled]
         try:
             super()._update_info_buffer(kept, None if dones is None else dones[filled])
+            if self._shared_rollout is not None and dones is not None:
+                self._shared_rollout.note(infos, dones)
         except AttributeError:
             StepChecks(self, self.rollout_buffer.pos).check_infos(infos)
             raise

@@ -151,7 +151,7 @@ class TensorCollection:
                 samples, values, log_probs = act(seen) if self.cached is None else self.cached(model.policy, step)
                 env_actions = self._for_env(samples)
             result = env.step_tensors(env_actions)
-            model.num_timesteps += env.num_envs
+            model.num_timesteps += env.num_envs * model.ranks.size
             shown = ShownStep(samples, env_actions, result, env, seen)
             variables = self._locals(step, seen, values, log_probs, shown)
             self.callback.update_locals(variables)
@@ -305,6 +305,9 @@ class TensorCollection:
         ended = ended.copy()
         ended[self.counted] = 0
         found = np.nonzero(ended)
+        shared = self.model._shared_rollout
+        if shared is not None:
+            shared.note_arrays(found, returns, lengths, successes if self.has_successes else None, self.env.seconds())
         buffer = self.model.ep_info_buffer
         for r, n in list(zip(returns[found].tolist(), lengths[found].tolist(), strict=True))[-buffer.maxlen :]:
             buffer.append({"r": r, "l": int(n), "t": self.env.seconds()})
@@ -338,7 +341,7 @@ class TensorCollection:
         """
         model, before = self.model, self.model.num_timesteps
         for step in range(self.n_steps + 1):
-            model.num_timesteps = before - (self.n_steps - step + 1) * self.env.num_envs
+            model.num_timesteps = before - (self.n_steps - step + 1) * self.env.num_envs * model.ranks.size
             row = step - 1  # of the step that returned the observations
             if step > 0:
                 self._check(model, "reward", self.buffer.tensors["rewards"][row], row)

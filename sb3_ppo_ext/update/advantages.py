@@ -6,6 +6,8 @@ import numpy as np
 import torch as th
 
 from sb3_ppo_ext.common.schedules import in_float32_range
+from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
+from sb3_ppo_ext.distributed.statistics import Moments
 
 
 def normalize(advantages: th.Tensor) -> th.Tensor:
@@ -18,7 +20,29 @@ def normalize(advantages: th.Tensor) -> th.Tensor:
     """
     if len(advantages) <= 1:
         return advantages
-    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    return standardize(advantages, advantages.mean(), advantages.std())
+
+
+def standardize(advantages: th.Tensor, mean: th.Tensor | float, std: th.Tensor | float) -> th.Tensor:
+    """
+    :param advantages: Advantages, shape ``(batch_size,)``
+    :param mean: Their mean
+    :param std: Their standard deviation
+    :return: Normalised advantages, shape ``(batch_size,)``
+    """
+    return (advantages - mean) / (std + 1e-8)
+
+
+def normalize_over(ranks: Ranks, advantages: th.Tensor) -> th.Tensor:
+    """
+    :param ranks: Ranks of the training
+    :param advantages: Advantages of this rank, shape ``(n,)``
+    :return: Advantages normalised with the statistics of all ranks, shape ``(n,)``
+    """
+    if not ranks.are_several:
+        return normalize(advantages)
+    moments = Moments.of(advantages, ranks)
+    return standardize(advantages, moments.mean, (moments.variance * moments.n / (moments.n - 1)) ** 0.5)
 
 
 def vtrace(
@@ -181,25 +205,45 @@ class AdvantageNormalizer:
         self._average = (0.0, 0.0) if warm_start else (0.0, 1.0)
         self._weight = 0.0
 
-    def observe(self, advantages: th.Tensor) -> None:
+    def observe(self, advantages: th.Tensor, ranks: Ranks = SINGLE) -> None:
         """
         Update the averages with a rollout, and set the statistics that :meth:`normalize` uses until the next one. A rollout
         that is not finite is ignored, since the averages would never recover from it.
 
         :param advantages: Raw advantages of a whole rollout, any shape
+        :param ranks: Ranks of the training, whose rollouts are observed together
         """
         advantages = advantages.detach().cpu().double()  # not every device has float64
-        if not th.isfinite(advantages).all():
+        if not self._are_finite(advantages, ranks):
             return
         if self.warm_start:
-            self._update(advantages.mean().item(), advantages.square().mean().item())
+            n, (mean, mean_square) = advantages.numel() * ranks.size, self._means(advantages, ranks)
+            self._update(mean, mean_square)
             first, second = (average / self._weight for average in self._average)
-            n = advantages.numel()
             self.mean, self.std = first, (max(second - first**2, 0.0) * n / max(n - 1, 1)) ** 0.5
         else:
             self.mean, self.std = self._average
             used = self._shift() + self._scale() * self.normalize(advantages)
-            self._update(used.mean().item(), used.std(correction=min(used.numel() - 1, 1)).item() + 1e-8)
+            self._update(*self._mean_and_std(used, ranks))
+
+    @staticmethod
+    def _are_finite(advantages: th.Tensor, ranks: Ranks) -> bool:
+        are_finite = bool(th.isfinite(advantages).all())
+        return are_finite if not ranks.are_several else all(ranks.gather(are_finite))
+
+    @staticmethod
+    def _means(advantages: th.Tensor, ranks: Ranks) -> tuple[float, float]:
+        """Mean, and mean of the squares."""
+        means = np.array([advantages.mean().item(), advantages.square().mean().item()])
+        first, second = (ranks.sums(means) / ranks.size).tolist()
+        return first, second
+
+    @staticmethod
+    def _mean_and_std(used: th.Tensor, ranks: Ranks) -> tuple[float, float]:
+        if not ranks.are_several:
+            return used.mean().item(), used.std(correction=min(used.numel() - 1, 1)).item() + 1e-8
+        moments = Moments.of(used, ranks)
+        return moments.mean, (moments.variance * moments.n / max(moments.n - 1, 1)) ** 0.5 + 1e-8
 
     def normalize(self, advantages: th.Tensor) -> th.Tensor:
         """

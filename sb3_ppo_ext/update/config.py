@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.policies.mixed_precision import LossScale
 from sb3_ppo_ext.update.losses import LossConfig
 from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
@@ -25,6 +26,7 @@ class UpdateConfig:
     :param extra_actor_loss: Loss that a subclass of ``PPOExt`` adds, ``None`` for none
     :param loss_scale: Factor of the loss with ``amp_dtype="float16"``, ``None`` for none
     :param num_timesteps: Number of timesteps trained so far, for messages
+    :param ranks: Ranks of a distributed training, to each of which ``batch_size`` samples of a minibatch belong
     """
 
     loss: LossConfig
@@ -49,6 +51,7 @@ class UpdateConfig:
     loss_scale: LossScale | None = None
     num_timesteps: int = 0
     verbose: int = 0
+    ranks: Ranks = SINGLE
 
     @property
     def step_size(self) -> int:

@@ -12,12 +12,12 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.distributions import parameters
 from sb3_ppo_ext.policies.actor_critic import evaluator
-from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize, vtrace
+from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize_over, vtrace
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import actions_of
-from sb3_ppo_ext.update.minibatches import PrioritizedSegments
+from sb3_ppo_ext.update.minibatches import PrioritizedSegments, SharedPrioritizedSegments
 from sb3_ppo_ext.update.rollout_data import Rollout
 
 
@@ -74,24 +74,31 @@ class Estimates:
         if config.vtrace or (config.normalize_advantage and config.advantage_norm != "minibatch"):
             self.advantages = self._normalized(self.rollout.buffer.to_torch(raw), epoch)
 
+    def advantages_to_normalize(self) -> th.Tensor:
+        """:return: Advantages of all samples, before minibatches are normalised, shape ``(n_samples,)``"""
+        return self.rollout.buffer.to_torch(self._raw_advantages()) if self.advantages is None else self.advantages
+
     def _raw_advantages(self) -> Any:
         return self.rollout.buffer.advantages.flatten()
 
     def _prioritized_segments(self, advantages: Any) -> Any:
         config = self.config
-        length = min(config.priority_segment, self.rollout.buffer.buffer_size, config.step_size)
+        length = min(config.priority_segment, self.rollout.buffer.buffer_size, config.step_size * config.ranks.size)
         by_time = self.rollout.time_major(advantages)
+        if config.ranks.are_several:
+            on_host = by_time.cpu().numpy() if isinstance(by_time, th.Tensor) else by_time
+            return SharedPrioritizedSegments(on_host, length, config.priority_alpha, config.priority_beta, config.ranks)
         return self.segments_class(by_time, length, config.priority_alpha, config.priority_beta)
 
     def _normalized(self, advantages: th.Tensor, epoch: int) -> th.Tensor:
         normalizer = self.normalizer
         if normalizer is not None:
             if epoch == 0:
-                normalizer.observe(advantages)
+                normalizer.observe(advantages, self.config.ranks)
                 self.metrics["adv/clamped_fraction"].append(normalizer.clamped_fraction(advantages))
             return normalizer.normalize(advantages)
         if self.config.normalize_advantage and self.config.advantage_norm == "rollout":
-            return normalize(advantages)
+            return normalize_over(self.config.ranks, advantages)
         return advantages
 
     def _vtrace(self) -> tuple[Any, Any]:

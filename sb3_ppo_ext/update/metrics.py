@@ -6,8 +6,12 @@ from collections import defaultdict
 import numpy as np
 import torch as th
 
+from sb3_ppo_ext.distributed.ranks import Ranks
+
 # Metrics of the last epoch alone, as in SB3
 OF_LAST_EPOCH = ("approx_kl", "kl", "ratio", "action_parameters")
+# Metrics with a value for each sample
+OF_SAMPLES = ("ratio", "action_parameters")
 # Metrics that are logged in other ways than as their mean under their own name
 LOGGED_OTHERWISE = {
     "entropy_loss",
@@ -87,6 +91,32 @@ class Metrics(defaultdict[str, list[th.Tensor]]):
         if len(values) == 1:
             return values[0]
         return th.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
+
+    def average(self, ranks: Ranks, counts: np.ndarray | None) -> None:
+        """
+        Replace each measurement of a minibatch or step by its mean over the ranks.
+
+        :param ranks: Ranks of the training
+        :param counts: Number of samples of this rank in each step of the update, shape ``(n_steps,)``; ``None`` if it is the
+            same on all ranks
+        """
+        names = [name for name, values in self.items() if values and name not in OF_SAMPLES]
+        own = {name: self.numbers(name).astype(np.float64) for name in names}
+        weights = {name: self._weights(numbers, counts) for name, numbers in own.items()}
+        found = ranks.gather((own, weights))
+        for name, numbers in own.items():
+            parts = [(each[0][name], each[1][name]) for each in found if len(each[0].get(name, ())) == len(numbers)]
+            total = np.sum([weight for _, weight in parts], axis=0)
+            with np.errstate(invalid="ignore"):
+                mean = np.sum([numbers * weight for numbers, weight in parts], axis=0) / total
+            self[name] = [th.from_numpy(mean.astype(np.float32))]
+
+    @staticmethod
+    def _weights(numbers: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
+        # Metrics of the last epoch alone, or of the whole rollout, have fewer values.
+        if counts is None or len(numbers) == 1 or len(counts) < len(numbers):
+            return np.ones(len(numbers))
+        return counts[len(counts) - len(numbers) :]
 
     def lengths(self) -> dict[str, int]:
         """:return: Number of values of each metric, for :meth:`bad_since` and :meth:`forget_since`"""

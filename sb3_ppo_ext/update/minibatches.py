@@ -1,11 +1,13 @@
 """Drawing minibatches from a rollout: shuffled, or as prioritised segments of trajectories."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
+
+from sb3_ppo_ext.distributed.ranks import Ranks
 
 # Indices of the samples of a minibatch in the flattened rollout (``env * n_steps + step``), and their importance weights
 Draw = tuple[np.ndarray, np.ndarray | None]
@@ -80,6 +82,8 @@ class PrioritizedSegments:
         sums = np.add.reduceat(np.abs(advantages), starts, axis=0).T.flatten().astype(np.float64)
         steps = np.minimum(starts + length, n_steps) - starts
         self.length, self.beta = length, beta
+        # Where random numbers come from
+        self.random: Any = np.random
         self.firsts = (np.arange(n_envs)[:, np.newaxis] * n_steps + starts).flatten()
         self.lengths = np.tile(steps, n_envs)
         self.probabilities = self._probabilities(sums, alpha)
@@ -104,7 +108,7 @@ class PrioritizedSegments:
         weights = inclusion_probabilities(self.probabilities, n_drawn) ** -self.beta
         for _ in range(-(-self.lengths.sum() // batch_size)):
             # The first arrivals of an exponential race are a sample without replacement (Efraimidis and Spirakis, 2006).
-            arrivals = np.random.exponential(size=n) / self.probabilities
+            arrivals = self.random.exponential(size=n) / self.probabilities
             drawn = np.argpartition(arrivals, n_drawn - 1)[:n_drawn]
             yield self._samples(drawn, weights[drawn])
 
@@ -113,6 +117,49 @@ class PrioritizedSegments:
         indices = np.concatenate([np.arange(first, first + n) for first, n in zip(self.firsts[drawn], lengths, strict=True)])
         weights = np.repeat(weights, lengths)
         return indices, (weights / weights.mean()).astype(np.float32)
+
+
+class SharedPrioritizedSegments(PrioritizedSegments):
+    """
+    :class:`PrioritizedSegments` of all ranks of a distributed training. Each rank makes the same draws and gets its own part
+    of them, so that a rank with larger advantages gets more samples.
+
+    :param advantages: Raw advantages of this rank, shape ``(n_steps, n_envs)``
+    :param length: Number of steps in a segment, at least 1
+    :param alpha: Exponent of the priorities
+    :param beta: Exponent of the importance weights
+    :param ranks: Ranks of the training
+    """
+
+    # Parts of draws are of any length.
+    is_even = False
+
+    def __init__(self, advantages: np.ndarray, length: int, alpha: float, beta: float, ranks: Ranks):
+        super().__init__(np.concatenate(ranks.gather(advantages), axis=1), length, alpha, beta)
+        self.ranks, self.n_own = ranks, advantages.size
+        self.random = np.random.RandomState(ranks.gather(np.random.randint(2**31))[0])
+
+    def epoch(self, batch_size: int) -> Iterator[Draw]:
+        """
+        :param batch_size: Number of samples of this rank in a minibatch, on average
+        :return: Draws of the epoch. One that has no sample of this rank is replaced by a sample with the weight 0
+        """
+        for indices, weights in super().epoch(batch_size * self.ranks.size):
+            assert weights is not None
+            own = indices // self.n_own == self.ranks.index
+            if own.any():
+                yield indices[own] - self.ranks.index * self.n_own, weights[own]
+            else:
+                yield np.zeros(1, indices.dtype), np.zeros(1, weights.dtype)
+
+
+def n_counted(indices: Any, weights: Any) -> int:
+    """
+    :param indices: Indices of a draw
+    :param weights: Weights of the draw, ``None`` for equal weights
+    :return: Number of its samples; 0 for a draw that stands for an empty one
+    """
+    return 0 if len(indices) == 1 and weights is not None and weights[0] == 0 else len(indices)
 
 
 def inclusion_probabilities(probabilities: np.ndarray, n_drawn: int) -> np.ndarray:

@@ -11,6 +11,8 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import explained_variance
 
+from sb3_ppo_ext.distributed.ranks import Ranks
+from sb3_ppo_ext.distributed.statistics import Moments
 from sb3_ppo_ext.distributions import BoundedDistribution
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.metrics import LOGGED_OTHERWISE, Metrics
@@ -74,7 +76,37 @@ def further_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: Rollout
         if name.endswith("grad_norm") and name != "muon_grad_norm":
             # In float64: `max_grad_norm` may be beyond the range of float32.
             logged[f"{name}_clipped"] = float(np.minimum(np.float64(metrics.numbers(name)), config.max_grad_norm).mean())
-    return logged | _action_statistics(metrics, policy, buffer, config) | _advantage_statistics(buffer)
+    return logged | action_statistics(metrics, policy, buffer, config) | _advantage_statistics(buffer)
+
+
+def statistics_over(ranks: Ranks, metrics: Metrics, buffer: RolloutBuffer, of_actions: Logged) -> Logged:
+    """
+    :param ranks: Several ranks of a training
+    :param metrics: Metrics of the update, averaged over the ranks
+    :param buffer: Buffer with the rollout of this rank
+    :param of_actions: Means over the actions of this rank, by name
+    :return: Values to log that are not means of minibatches, computed from the samples of all ranks, by name
+    """
+    values, returns, advantages = _estimated(buffer)
+    errors, of_returns = Moments.of(returns - values, ranks), Moments.of(returns, ranks)
+    logged = {"explained_variance": 1 - errors.variance / of_returns.variance if of_returns.variance > 0 else math.nan}
+    raw = Moments.of(advantages, ranks)
+    logged |= {"adv/raw_mean": raw.mean, "adv/raw_std": raw.variance**0.5, "adv/raw_min": raw.low, "adv/raw_max": raw.high}
+    if all(ranks.gather(bool(metrics["ratio"]))):
+        ratio = Moments.of(metrics.vector("ratio"), ranks)
+        logged |= {"ratio_mean": ratio.mean, "ratio_std": ratio.variance**0.5, "ratio_max": ratio.high}
+    gathered = ranks.gather(of_actions)
+    return logged | {name: float(np.mean([each[name] for each in gathered])) for name in of_actions}
+
+
+def _estimated(buffer: RolloutBuffer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values, returns and advantages in float64, each of shape ``(n_samples,)``."""
+    names = ("values", "returns", "advantages")
+    if isinstance(buffer, TensorRolloutBuffer):
+        values, returns, advantages = (buffer.tensors[name].flatten().cpu().double().numpy() for name in names)
+    else:
+        values, returns, advantages = (getattr(buffer, name).flatten().astype(np.float64) for name in names)
+    return values, returns, advantages
 
 
 def _advantage_statistics(buffer: RolloutBuffer) -> Logged:
@@ -88,7 +120,14 @@ def _advantage_statistics(buffer: RolloutBuffer) -> Logged:
     return {f"adv/raw_{name}": value for name, value in statistics.items()}
 
 
-def _action_statistics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuffer, config: UpdateConfig) -> Logged:
+def action_statistics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuffer, config: UpdateConfig) -> Logged:
+    """
+    :param metrics: Metrics of the update
+    :param policy: Policy after the update
+    :param buffer: Buffer with the rollout
+    :param config: Options of the update
+    :return: Means over the actions of the rollout, by name
+    """
     if metrics["action_parameters"] and isinstance(policy.action_dist, BoundedDistribution):
         return policy.action_dist.statistics(metrics.vector("action_parameters"))
     if config.loss.action_bounds is None or config.samples_latents:

@@ -28,6 +28,12 @@ class GradientSource(Protocol):
     def add(self, step: Any) -> None:
         """Store the gradient of the loss of a step in ``grad`` of the parameters, or in the memory of the stepper."""
 
+    def count(self, step: Any) -> int:
+        """:return: Number of samples in the step"""
+
+    def loss_of(self, step: Any) -> Any:
+        """:return: Loss of the step, or another number that is finite if the loss is: a number or a scalar tensor"""
+
     def approximate_kl(self, step: Any) -> float:
         """:return: Estimated KL divergence of the step, see :func:`sb3_ppo_ext.update.losses.approximate_kl`"""
 

@@ -78,12 +78,16 @@ class DeviceUpdate:
             if is_read and self.has_stopped.item():
                 break
         self._read()
+        if self.config.ranks.are_several:
+            self.result.metrics.average(self.config.ranks, None)
 
     def _step(self, step: Step, epoch: int) -> None:
         config, stepper = self.config, self.stepper
         stepper.zero_grad()
         measured = self.gradients.metrics = Metrics()
         self.gradients.add(step)
+        if config.ranks.are_several:
+            self._average(step, measured)
         is_before_stop, is_past = ~self.has_stopped, self.never
         if config.target_kl is not None:
             is_past = ~(measured.weighted("approx_kl", step.shares) <= 1.5 * config.target_kl)
@@ -108,6 +112,18 @@ class DeviceUpdate:
         stepper.step(goes_on & is_finite)
         self._record(epoch, measured, norms, [is_before_stop, is_past, is_finite, self.is_frozen, overflows])
         self.has_stopped = has_stopped
+
+    def _average(self, step: Step, measured: Metrics) -> None:
+        """Average the gradients and the metrics over the samples of all ranks, in one exchange."""
+        scalars = [(name, i) for name, values in measured.items() for i, value in enumerate(values) if value.ndim == 0]
+        gradients = self.stepper.gradients
+        numbers = [measured[name][i].detach().to(gradients) for name, i in scalars]
+        flat = th.cat([gradients, th.stack([*numbers, th.ones_like(numbers[0])])]) * step.n_samples
+        total = self.config.ranks.sum(flat)
+        total = total / total[-1]
+        gradients.copy_(total[: len(gradients)])
+        for (name, i), mean in zip(scalars, total[len(gradients) : -1], strict=True):
+            measured[name][i] = mean
 
     def _record(self, epoch: int, measured: Metrics, norms: dict[str, th.Tensor], flags: list[th.Tensor]) -> None:
         scalars = [(name, value) for name, values in measured.items() for value in values if value.ndim == 0]

@@ -157,6 +157,8 @@ class Measured(NamedTuple):
         """
         approx_kl = self._means(self.ratios - 1 - self.log_ratios)
         samples = np.repeat(self.kept, self.sizes)
+        if self.weights is not None:
+            samples &= self.weights > 0  # without a sample that stands for an empty minibatch
         if len(approx_kl):
             metrics["approx_kl"].append(th.from_numpy(approx_kl))
             metrics["ratio"].append(th.from_numpy(self.ratios[samples]))

@@ -16,13 +16,16 @@ import torch as th
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
+from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
 from sb3_ppo_ext.engines.native.epoch import FlatRollout, Measured, NativeMinibatches, normalize_each
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks
+from sb3_ppo_ext.update.advantages import standardize
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.losses import SURROGATES, active_auxiliary_losses, value_slope
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import actions_of
+from sb3_ppo_ext.update.minibatches import n_counted
 from sb3_ppo_ext.update.update import GradientSource
 
 # Number of samples with measurements that are kept before they are averaged
@@ -82,11 +85,31 @@ class AnalyticGradients(GradientSource):
             rollout = rollout._replace(returns=estimates.returns.numpy())
         samples = FlatRollout(*(array.take(order, axis=0) for array in rollout))
         if config.normalizes_minibatches:
-            samples = samples._replace(advantages=normalize_each(samples.advantages, sizes))
+            samples = samples._replace(advantages=self._normalized(samples.advantages, sizes, weights))
         # No step has more than `step_size` samples.
         split = sizes if config.accumulate_grad == 1 else _split(sizes, config.batch_size)
         self.minibatches = NativeMinibatches(order, samples, split, weights, self.distribution)
-        return self._steps(sizes.tolist())
+        # Parts of draws that are spread over the ranks may be larger than `batch_size`.
+        batch_size = config.batch_size if weights is None or not config.ranks.are_several else int(sizes.max())
+        return self._steps(sizes.tolist(), batch_size)
+
+    def _normalized(self, advantages: np.ndarray, sizes: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+        """Advantages, normalised in each step of the optimiser over the samples of all ranks."""
+        if not self.config.ranks.are_several:
+            return normalize_each(advantages, sizes)
+        counted = np.repeat(sizes > 0, sizes) if weights is None else weights > 0
+        values = th.from_numpy(np.where(counted, advantages, 0).astype(np.float64))
+        steps = th.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+
+        def sums(parts: th.Tensor) -> th.Tensor:
+            return th.zeros(len(sizes), dtype=th.float64).index_add_(0, steps, parts)
+
+        def squares(means: th.Tensor) -> th.Tensor:
+            return sums(th.from_numpy(counted) * (values - means[steps]).square())
+
+        given = th.stack([sums(th.from_numpy(counted.astype(np.float64))), sums(values)])
+        means, stds = mean_and_std_of_each(given, squares, self.config.ranks)
+        return standardize(th.from_numpy(advantages), means[steps], stds[steps]).numpy().astype(np.float32)
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Indices of the samples of an epoch, the number of samples in each step, and importance weights."""
@@ -98,8 +121,9 @@ class AnalyticGradients(GradientSource):
         indices, weights = zip(*rollout.draws(size, segments), strict=True)
         return np.concatenate(indices), np.array([len(part) for part in indices]), np.concatenate(weights)
 
-    def _steps(self, sizes: list[int]) -> Iterator[Step]:
-        batch_size, start = self.config.batch_size, 0
+    @staticmethod
+    def _steps(sizes: list[int], batch_size: int) -> Iterator[Step]:
+        start = 0
         for size in sizes:
             end = start + size
             if size <= batch_size:
@@ -185,6 +209,17 @@ class AnalyticGradients(GradientSource):
 
     # Metrics
 
+    def count(self, step: Step) -> int:
+        """:return: Number of samples in the step"""
+        part = _joined(step)
+        weights = None if self.minibatches.weights is None else self.minibatches.weights[part]
+        return n_counted(self.minibatches.order[part], weights) if self.config.ranks.are_several else part.stop - part.start
+
+    def loss_of(self, step: Step) -> float:
+        """:return: Sum of the squared errors of the values"""
+        errors = self.minibatches.errors[_joined(step)]
+        return float(np.vdot(errors, errors))
+
     def approximate_kl(self, step: Step) -> float:
         """:return: Estimated KL divergence over all samples of the step, in nats"""
         part = _joined(step)
@@ -201,8 +236,7 @@ class AnalyticGradients(GradientSource):
 
     def accept(self, step: Step, norms: dict[str, Any]) -> bool:
         # If the loss is not finite, its gradient is not either, except where errors of the values overflow when squared.
-        errors = self.minibatches.errors[_joined(step)]
-        if not math.isfinite(sum(norms.values()) + float(np.vdot(errors, errors))):
+        if not math.isfinite(sum(norms.values()) + self.loss_of(step)):
             return False
         for name, norm in norms.items():
             self.norms[name].append(float(norm))

@@ -1,0 +1,53 @@
+"""Detection of a distributed training: the environment variables of torchrun, or a process group of the user's."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch as th
+import torch.distributed as dist
+
+Distributed: TypeAlias = Literal["auto", "off"]
+
+
+class Launch(NamedTuple):
+    """
+    The place of this process among those that train one model.
+
+    :param rank: Rank, from 0
+    :param size: Number of ranks
+    :param local_rank: Rank among those on the same machine
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+
+def find_launch(distributed: str) -> Launch:
+    """
+    :param distributed: Option ``distributed``
+    :return: Rank of this process: that of the process group that the user has created, or else the one that torchrun has set;
+        a single one with ``"off"``, or if there is neither. Other launchers that set ``RANK`` and ``WORLD_SIZE`` are not
+        noticed, since their processes may have nothing to do with each other
+    """
+    if distributed == "off" or not dist.is_available():
+        return Launch()
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if dist.is_initialized():
+        return Launch(dist.get_rank(), dist.get_world_size(), local)
+    if not dist.is_torchelastic_launched():
+        return Launch()
+    return Launch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local)
+
+
+def own_device(device: th.device | str, launch: Launch) -> th.device | str:
+    """
+    :param device: Device that the user has given
+    :param launch: Place of this process
+    :return: The same; ``"cuda"`` without an index becomes the GPU of this rank, if there are several ranks
+    """
+    if launch.size == 1 or str(device) != "cuda" or not th.cuda.is_available():
+        return device
+    return th.device("cuda", launch.local_rank % th.cuda.device_count())

@@ -1,0 +1,158 @@
+"""Statistics over all ranks: moments of arrays, and the running statistics of ``VecNormalize``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.running_mean_std import RunningMeanStd
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
+
+
+class Moments(NamedTuple):
+    """
+    Statistics of numbers.
+
+    :param n: How many they are
+    :param mean: Mean
+    :param variance: Variance, with a divisor of ``n``
+    :param low: Smallest number
+    :param high: Largest number
+    """
+
+    n: float
+    mean: float
+    variance: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: np.ndarray | th.Tensor, ranks: Ranks) -> Moments:
+        """
+        :param values: Numbers of this rank, any shape; there may be none
+        :param ranks: Ranks of the training
+        :return: Statistics of the numbers of all ranks
+        """
+        array = np.asarray(values.detach().cpu() if isinstance(values, th.Tensor) else values).astype(np.float64).ravel()
+        bounds = (array.min(), array.max()) if array.size else (np.inf, -np.inf)
+        n, total = ranks.sums(np.array([array.size, array.sum()]))
+        mean = total / n
+        (squares,) = ranks.sums(np.array([np.square(array - mean).sum()]))
+        extremes = np.zeros((ranks.size, 2))
+        extremes[ranks.index] = bounds
+        # Infinity of other ranks would spoil a sum with zeros only where there are no numbers at all.
+        extremes = ranks.sums(np.nan_to_num(extremes, posinf=np.finfo(float).max, neginf=np.finfo(float).min))
+        return cls(n, mean, squares / n, extremes[:, 0].min(), extremes[:, 1].max())
+
+
+def mean_and_std_of_each(sums: th.Tensor, squares: Any, ranks: Ranks) -> tuple[th.Tensor, th.Tensor]:
+    """
+    Statistics of several groups of numbers, each of which is spread over the ranks.
+
+    :param sums: Number and sum of the numbers of this rank in each group, shape ``(2, n_groups)``
+    :param squares: Function from the means of the groups, shape ``(n_groups,)``, to the sums of the squared differences from
+        them, of the same shape
+    :param ranks: Ranks of the training
+    :return: Means and standard deviations (with a divisor of n - 1) of each group, both of shape ``(n_groups,)``
+    """
+    n, totals = ranks.sum(sums)
+    means = totals / n
+    return means, (ranks.sum(squares(means)) / (n - 1).clamp(min=1)).sqrt()
+
+
+class SharedMeanStd(RunningMeanStd):
+    """
+    SB3's ``RunningMeanStd``, updated with the numbers of all ranks, so that it is the same on each of them. Copies and pickles
+    are a ``RunningMeanStd``.
+
+    :param source: Statistics to begin with
+    :param ranks: Ranks of the training
+    """
+
+    def __init__(self, source: RunningMeanStd, ranks: Ranks):
+        self.mean, self.var, self.count = source.mean, source.var, source.count
+        self.ranks = ranks
+
+    def update(self, arr: np.ndarray) -> None:
+        """
+        :param arr: New rows of this rank, shape ``(n_rows, *shape)``
+        """
+        self._update(np.asarray(np.mean(arr, axis=0)), np.asarray(np.var(arr, axis=0)), arr.shape[0])
+
+    def update_with_nothing(self) -> None:
+        """Take part in an update of the other ranks, without rows of this one."""
+        self._update(np.zeros_like(self.mean), np.zeros_like(self.var), 0)
+
+    def _update(self, mean: np.ndarray, variance: np.ndarray, n: int) -> None:
+        # Squares of differences from the running mean, which is the same on all ranks, do not cancel as those from 0 would.
+        difference = np.ravel(mean - self.mean)
+        sums = self.ranks.sums(np.concatenate([[n], n * difference, n * (np.ravel(variance) + np.square(difference))]))
+        total, (firsts, seconds) = sums[0], sums[1:].reshape(2, -1) / max(sums[0], 1)
+        if total > 0:
+            shape = np.shape(self.mean)
+            of_batch = (seconds - np.square(firsts)).clip(min=0).reshape(shape)
+            self.update_from_moments(self.mean + firsts.reshape(shape), of_batch, float(total))
+
+    def __deepcopy__(self, memo: Any) -> RunningMeanStd:
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        plain = self.copy()
+        return object.__new__, (RunningMeanStd,), vars(plain)
+
+
+def _statistics(normalizer: VecNormalize) -> Iterator[tuple[Any, Any]]:
+    """Where a ``VecNormalize`` keeps running statistics, in the order in which it updates them: container and key."""
+    attributes = vars(normalizer)
+    if normalizer.norm_obs and "obs_rms" in attributes:
+        kept = attributes["obs_rms"]
+        yield from ((kept, key) for key in kept) if isinstance(kept, dict) else [(attributes, "obs_rms")]
+    yield attributes, "ret_rms"
+
+
+def share_statistics(normalizers: list[VecNormalize], ranks: Ranks) -> None:
+    """
+    Let normalisers update their running statistics with the numbers of all ranks. They begin with those of rank 0. Statistics
+    with an attribute ``ranks`` do so by themselves.
+
+    :param normalizers: Normalisers of the training
+    :param ranks: Ranks of the training
+    """
+    for container, key in (place for each in normalizers for place in _statistics(each)):
+        shared = container[key]
+        if type(shared) is RunningMeanStd:
+            shared = container[key] = SharedMeanStd(shared, ranks)
+        if shared.ranks is not ranks or isinstance(shared, SharedMeanStd):
+            shared.ranks = ranks
+            shared.mean, shared.var, shared.count = ranks.gather((shared.mean, shared.var, shared.count))[0]
+
+
+def unshare_statistics(normalizers: list[VecNormalize]) -> None:
+    """
+    Undo :func:`share_statistics`.
+
+    :param normalizers: Normalisers of the training
+    """
+    for container, key in (place for each in normalizers for place in _statistics(each)):
+        if isinstance(container[key], SharedMeanStd):
+            container[key] = container[key].copy()
+        elif hasattr(container[key], "ranks"):
+            container[key].ranks = SINGLE
+
+
+def update_with_nothing(normalizers: list[VecNormalize], n_steps: int) -> None:
+    """
+    Take part in the updates of the other ranks, after this one has stopped to step its environments.
+
+    :param normalizers: Normalisers of the training
+    :param n_steps: Number of steps that the other ranks make
+    """
+    # The innermost one is updated first.
+    training = [each for each in reversed(normalizers) if each.training]
+    for _ in range(n_steps):
+        for container, key in (place for each in training for place in _statistics(each)):
+            container[key].update_with_nothing()
