@@ -18,7 +18,7 @@ from sb3_ppo_ext.checkpoints.training_state import CheckpointPath, TrainingState
 from sb3_ppo_ext.common.guards import find_normalizers
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks, connect
-from sb3_ppo_ext.distributed.statistics import share_statistics
+from sb3_ppo_ext.distributed.statistics import share_statistics, unshare_statistics
 from sb3_ppo_ext.rollout.lazy_locals import LazyLocals
 
 SelfTrainingLoop = TypeVar("SelfTrainingLoop", bound="TrainingLoop")
@@ -140,8 +140,10 @@ class TrainingLoop(SavedState):
         for checkpoint in checkpoints:
             checkpoint.on_training_set_up(callback)
         state, self._interrupted = self._interrupted, None
+        unshare_statistics(find_normalizers(self.env))  # An environment may be reset on some of the ranks only.
         iteration = 0 if state is None else state.restore(self, callback)
-        share_statistics(find_normalizers(self.env), self.ranks)  # those that have been restored
+        if self.ranks.are_several:
+            share_statistics(find_normalizers(self.env), self.ranks)
         for checkpoint in checkpoints:
             checkpoint.on_iterations_start(callback)
         return iteration

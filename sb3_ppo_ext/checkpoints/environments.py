@@ -24,6 +24,8 @@ from sb3_ppo_ext.checkpoints.object_state import (
     is_ez_pickle,
     stateful_objects,
 )
+from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.distributed.statistics import FixedMeanStd, fixed_statistics, set_statistics
 
 # Number of steps that are checked, over all environments
 MAX_CHECKED = 1000
@@ -43,11 +45,13 @@ class Step(NamedTuple):
     :param actions: Actions as the environments got them
     :param outcome: Observations, rewards and ends of episodes
     :param generators: States of the global generators of Python and NumPy before the step; ``None`` if it does not use them
+    :param statistics: In a distributed training, statistics of the normalisers after the step, which depend on other ranks
     """
 
     actions: np.ndarray
     outcome: tuple[Any, np.ndarray, np.ndarray]
     generators: tuple[Any, Any] | None = None
+    statistics: list[FixedMeanStd] | None = None
 
 
 class FirstSteps:
@@ -75,7 +79,7 @@ class FirstSteps:
         """
         if len(self.steps) * self.env.num_envs >= MAX_CHECKED:
             return
-        self.has_gap |= self.model.num_timesteps != self.num_timesteps + self.env.num_envs
+        self.has_gap |= self.model.num_timesteps != self.num_timesteps + self.env.num_envs * self.model.ranks.size
         self.num_timesteps = self.model.num_timesteps
         if self.state is None:  # after the first step, so that it is in the middle of an episode
             self.state = state_of(self.env, self.model)
@@ -84,6 +88,9 @@ class FirstSteps:
             # Not `clipped_actions`, which an environment may have changed in place
             actions = self.model._actions_for_env(local_variables["samples"])
             self.steps.append(copy.deepcopy(Step(actions, outcome, self.generators)))
+            if self.model.ranks.are_several:
+                statistics = fixed_statistics(find_normalizers(self.env))
+                self.steps[-1] = self.steps[-1]._replace(statistics=statistics)
         self.read_generators()
 
     @property
@@ -184,6 +191,8 @@ def _difference(env: VecEnv, state: bytes, steps: list[Step], model: Any) -> str
         if step.generators is not None:
             random.setstate(step.generators[0])
             np.random.set_state(step.generators[1])
+        if step.statistics is not None:
+            set_statistics(find_normalizers(env), step.statistics)
         outcome = env.step(step.actions.copy())
         for index, name in enumerate(("observations", "rewards", "ends")):
             if not all(np.array_equal(*pair) for pair in _pairs(outcome[index], step.outcome[index])):

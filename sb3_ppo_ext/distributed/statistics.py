@@ -144,6 +144,47 @@ def unshare_statistics(normalizers: list[VecNormalize]) -> None:
             container[key].ranks = SINGLE
 
 
+class FixedMeanStd(RunningMeanStd):
+    """
+    Running statistics that are not updated.
+
+    :param source: Statistics, in NumPy or in tensors
+    """
+
+    def __init__(self, source: Any):
+        self.source: Any = source.clone() if hasattr(source, "clone") else None
+        self.mean, self.var, self.count = np.copy(source.mean), np.copy(source.var), float(source.count)
+
+    def update(self, arr: np.ndarray) -> None:
+        """Do nothing."""
+
+    def update_tensor(self, batch: th.Tensor) -> None:
+        """Do nothing."""
+
+    def normalized(self, *arguments: Any, **keywords: Any) -> th.Tensor:
+        """:return: Rows normalised by statistics in tensors"""
+        rows: th.Tensor = self.source.normalized(*arguments, **keywords)
+        return rows
+
+
+def fixed_statistics(normalizers: list[VecNormalize]) -> list[FixedMeanStd]:
+    """
+    :param normalizers: Normalisers
+    :return: Their statistics as they are
+    """
+    return [FixedMeanStd(container[key]) for each in normalizers for container, key in _statistics(each)]
+
+
+def set_statistics(normalizers: list[VecNormalize], statistics: list[FixedMeanStd]) -> None:
+    """
+    :param normalizers: Normalisers, which do not share their statistics
+    :param statistics: Statistics from :func:`fixed_statistics` for them
+    """
+    places = [place for each in normalizers for place in _statistics(each)]
+    for (container, key), each in zip(places, statistics, strict=True):
+        container[key] = each
+
+
 def update_with_nothing(normalizers: list[VecNormalize], n_steps: int) -> None:
     """
     Take part in the updates of the other ranks, after this one has stopped to step its environments.

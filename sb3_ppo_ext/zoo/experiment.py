@@ -27,15 +27,10 @@ from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
+from sb3_ppo_ext.zoo.distributed_runs import create_log_folder, launch_of, save_config, save_trained_model, share_run
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
-from sb3_ppo_ext.zoo.resuming import (
-    create_callbacks,
-    find_run,
-    keep_monitor_files,
-    load_pretrained_agent,
-    resumed_folder,
-    save_config,
-)
+from sb3_ppo_ext.zoo.resuming import create_callbacks, find_run, keep_monitor_files, load_pretrained_agent
+from sb3_ppo_ext.zoo.run_folder import resumed_folder
 from sb3_ppo_ext.zoo.tuning import is_history_based
 from sb3_ppo_ext.zoo.yaml_entries import TrialHyperparams, find_hyperparams, is_default_file, merge_trial, read_saved
 
@@ -135,6 +130,7 @@ def create_envs(
 ) -> VecEnv:
     """Step all copies of an environment of gymnax in one call, in a ``JaxVecEnv``."""
     token = _IS_EVAL.set(eval_env)
+    no_log = no_log or launch_of(experiment).rank > 0  # Ranks have no folders of their own.
     try:
         return theirs(n_envs, eval_env=eval_env, no_log=no_log)
     finally:
@@ -161,6 +157,7 @@ def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager")
     if experiment.env_name.gym_id.startswith(GYMNAX_PREFIX):
         copies: Any = functools.partial(_gymnax_copies, experiment, experiment.vec_env_class)
         experiment.vec_env_class = copies
+    share_run(experiment)
     find_run(experiment)
     results = theirs()
     experiment.callbacks.append(ProgressFile(experiment.save_path))
@@ -212,6 +209,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "create_envs": create_envs,
     "_load_pretrained_agent": load_pretrained_agent,
     "_save_config": save_config,
+    "create_log_folder": create_log_folder,
+    "save_trained_model": save_trained_model,
     "_maybe_normalize": maybe_normalize,
     "objective": objective,
     "hyperparameters_optimization": hyperparameters_optimization,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,8 @@ from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 from sb3_ppo_ext.checkpoints.training_state import is_checkpoint, read_checkpoint
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
+from sb3_ppo_ext.zoo.distributed_runs import create_zoo_callbacks
+from sb3_ppo_ext.zoo.run_folder import CHECKPOINTS, resumed_folder, set_resumed_folder
 from sb3_ppo_ext.zoo.yaml_entries import read_saved
 
 if TYPE_CHECKING:
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
 # Names of the algorithm in the Zoo; the second is the one that the Zoo derives from the class for the Hub.
 NAMES = ("ppo_ext", "ppoext")
-CHECKPOINTS = "checkpoints"
-# Folder of the run that is resumed in this process
-_FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
 # Arguments of the Zoo's `train` that are not given again: the file with the hyperparameters has what they led to.
 _NOT_REPEATED = {"hyperparams", "conf_file", "trial_id", "storage", "study_name", "uuid", "trained_agent"}
 _NOT_REPEATED |= {"truncate_last_trajectory", "command", "saved_hyperparams"}
@@ -47,7 +45,7 @@ def arguments_to_resume(folder: str | Path) -> list[str]:
         refuse("folder", str(folder), "only trainings of `ppo_ext` can be resumed")
     if not (folder / CHECKPOINTS).is_dir():
         refuse("folder", str(folder), "it has no checkpoint; `--save-freq` of `train` lets a training write them")
-    _FOLDER.set(folder)
+    set_resumed_folder(folder)
     _change_to_start(folder, arguments)
     return [word for name, value in arguments.items() if name not in _NOT_REPEATED for word in words_of(name, value)]
 
@@ -74,11 +72,6 @@ def words_of(name: str, value: Any) -> Iterator[str]:
         yield option
     elif value is not None and value is not False and value != "":
         yield f"{option}={value}"
-
-
-def resumed_folder() -> Path | None:
-    """:return: Folder of the run that is resumed in this process, ``None`` for a new run"""
-    return _FOLDER.get()
 
 
 def find_run(experiment: ExperimentManager) -> None:
@@ -108,7 +101,7 @@ def keep_monitor_files(experiment: ExperimentManager) -> None:
 
 def create_callbacks(theirs: Callable[[], None], experiment: ExperimentManager) -> None:
     """Files are written atomically. With ``--save-freq``, also write checkpoints from which the training can be resumed."""
-    theirs()
+    create_zoo_callbacks(theirs, experiment)
     make_atomic(experiment.callbacks)
     if experiment.save_freq > 0 and not experiment.optimize_hyperparameters:
         folder = Path(experiment.save_path) / CHECKPOINTS
@@ -136,9 +129,3 @@ def load_pretrained_agent(
             **given,
         )
     )
-
-
-def save_config(theirs: Callable[..., None], experiment: ExperimentManager, hyperparams: dict[str, Any]) -> None:
-    """A run that is resumed keeps the files that say how it was started."""
-    if resumed_folder() is None:
-        theirs(hyperparams)
