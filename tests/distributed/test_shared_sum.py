@@ -1,0 +1,125 @@
+"""Sums over ranks through shared memory, and their arguments."""
+
+import mmap
+import threading
+
+import numpy as np
+import pytest
+import torch as th
+from support.thread_ranks import on_ranks
+
+_shared_sum = pytest.importorskip("sb3_ppo_ext.distributed._shared_sum")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 7])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sums(size, dtype):
+    """Arrays of many lengths are added up in the order of the ranks: the sums are equal to the bit on all ranks."""
+    arrays = [np.random.default_rng(0).normal(size=(size, n)).astype(dtype) for n in (1, 3, 32, 33, 1000, 12345)]
+
+    def run(ranks):
+        return [ranks.sum(th.from_numpy(array[ranks.index].copy())).numpy() for array in arrays * 5]
+
+    expected = []
+    for array in arrays * 5:
+        total = array[0].copy()
+        for other in array[1:]:
+            total += other
+        expected.append(total)
+    for found in on_ranks(size, run):
+        for one, other in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_many_sums_of_ranks_at_different_speeds():
+    """No rank reads a summand of another sum, whichever of them is ahead."""
+
+    def run(ranks):
+        generator = np.random.default_rng(ranks.index)
+        totals = []
+        for number in range(3000):
+            if generator.random() < 0.01:
+                threading.Event().wait(generator.random() * 2e-3)
+            totals.append(float(ranks.sum(th.full((5,), float(number * (ranks.index + 1))))[4]))
+        return totals
+
+    for totals in on_ranks(3, run):
+        np.testing.assert_array_equal(totals, np.arange(3000) * 6.0)
+
+
+def test_numbers_that_are_not_finite():
+    """NaN and infinity of one rank reach all."""
+
+    def run(ranks):
+        return ranks.sum(th.tensor([np.nan if ranks.index else 1.0, np.inf, 1.0])).numpy()
+
+    for found in on_ranks(2, run):
+        np.testing.assert_array_equal(found, [np.nan, np.inf, 2.0])
+
+
+def reduction(size=2, capacity=100, index=0):
+    return _shared_sum.Reduction(mmap.mmap(-1, _shared_sum.size_of(size, capacity)), index, size, capacity)
+
+
+def test_a_rank_that_does_not_arrive():
+    """A rank that waits too long names the one that is missing."""
+    with pytest.raises(TimeoutError, match="rank 1 has not arrived"):
+        reduction().sum(np.zeros(3), 0.2)
+
+
+def test_a_rank_that_has_failed():
+    """A rank that waits for one that has failed raises an error at once."""
+
+    def run(ranks):
+        if ranks.index == 1:
+            raise KeyError("its own error")
+        return ranks.sum(th.zeros(3))
+
+    with pytest.raises((KeyError, RuntimeError)) as error:
+        on_ranks(2, run)
+    assert "its own error" in str(error.value) or "rank 1 has failed" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros(3, np.int64), "float32 or float64"),
+        (np.zeros(3, np.float16), "float32 or float64"),
+        (np.zeros(1000), "the memory is for"),
+    ],
+)
+def test_bad_arrays(array, message):
+    """Arrays of another type, or too large ones, are refused."""
+    with pytest.raises(ValueError, match=message):
+        reduction().sum(array, 1.0)
+
+
+def test_bad_buffers():
+    """Arrays that cannot be written to, or have gaps, are refused."""
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    for array in (frozen, np.zeros((4, 4))[:, 1], "text"):
+        with pytest.raises((ValueError, TypeError, BufferError)):
+            reduction().sum(array, 1.0)
+
+
+BAD_RANKS = [(2, 2, 10), (-1, 2, 10), (0, 0, 10), (0, 2, 0), (0, 2, 2**62), (0, 10**6, 1)]
+
+
+@pytest.mark.parametrize(("index", "size", "capacity"), BAD_RANKS)
+def test_bad_ranks(index, size, capacity):
+    """Ranks outside of the size, and sizes that do not fit, are refused."""
+    with pytest.raises(ValueError, match="give"):
+        _shared_sum.Reduction(mmap.mmap(-1, 4096), index, size, capacity)
+
+
+def test_bad_memory():
+    """Memory that is too small, not aligned, or not opened is refused."""
+    with pytest.raises(ValueError, match="smaller"):
+        _shared_sum.Reduction(bytearray(100), 0, 2, 1000)
+    with pytest.raises(ValueError, match="already open"):
+        reduction().__init__(mmap.mmap(-1, _shared_sum.size_of(2, 100)), 0, 2, 100)
+    with pytest.raises(ValueError, match="no shared memory"):
+        _shared_sum.Reduction.__new__(_shared_sum.Reduction).sum(np.zeros(1), 1.0)
+    with pytest.raises(ValueError, match="give"):
+        _shared_sum.size_of(0, 10)

@@ -1,0 +1,182 @@
+"""Trainings by several processes of torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.rank_cases import BACKENDS, OPTIONS
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("ranks")]
+SUPPORT = Path(__file__).parents[1] / "support"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+FEW = [
+    *(f"normalized/{backend}/default" for backend in BACKENDS),
+    *(
+        "plain/native/moving averages",
+        "plain/native/target_kl",
+        "plain/native/priority_alpha",
+        "plain/native/max_clip_fraction",
+    ),
+    *("plain/fused/one segment", "plain/eager/adaptive_lr_kl", "plain/eager/accumulate_grad", "plain/device/kl_coef"),
+    *("plain/eager/vtrace", "plain/native/uneven minibatches", "dict/fused/sgd", "tensors/device/default"),
+]
+ALL = [f"{env}/{backend}/{option}" for env in ("plain", "normalized") for backend in BACKENDS for option in OPTIONS]
+ALL += [f"tensors/{backend}/{option}" for backend in ("device", "eager") for option in OPTIONS]
+ALL += [f"dict/{backend}/sgd" for backend in ("eager", "fused", "device")]
+# Muon's steps are computed in bfloat16.
+TOLERANCES = {"muon": 2e-2}
+
+
+def run(command, timeout=900, **variables):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
+
+
+def assert_equal_one_process(folder, n_ranks, cases):
+    script = str(SUPPORT / "rank_cases.py")
+    run([*TORCHRUN, str(n_ranks), script, str(folder), *cases])
+    run([sys.executable, script, str(folder), *cases, "--all", str(n_ranks)])
+    expected = json.loads((folder / f"{n_ranks}_0.json").read_text())
+    ranks = [json.loads((folder / f"1_{rank}.json").read_text()) for rank in range(n_ranks)]
+    for case, one in expected.items():
+        tolerance = TOLERANCES.get(case.split("/")[-1], 1e-5)
+        first = ranks[0][case]
+        assert all(rank[case]["parameters"] == first["parameters"] for rank in ranks), case
+        for name, values in one["parameters"].items():
+            np.testing.assert_allclose(first["parameters"][name], values, rtol=0, atol=tolerance, err_msg=f"{case} {name}")
+        assert all(rank[case]["num_timesteps"] == one["num_timesteps"] for rank in ranks)
+        for rank in ranks:
+            np.testing.assert_allclose(rank[case]["episodes"], one["episodes"], rtol=1e-3, atol=1e-3, err_msg=case)
+            for values, other in zip(one["statistics"], rank[case]["statistics"], strict=True):
+                np.testing.assert_allclose(other, values, rtol=1e-4, atol=1e-5, err_msg=case)
+            assert rank[case]["logs"].keys() == one["logs"].keys()
+            for name, value in one["logs"].items():
+                np.testing.assert_allclose(rank[case]["logs"][name], value, rtol=1e-2, atol=1e-3, err_msg=f"{case} {name}")
+
+
+def test_ranks_equal_one_process(tmp_path):
+    """Two ranks compute what one process with the environments of both does, and log the same."""
+    assert_equal_one_process(tmp_path, 2, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_ranks_equal_one_process_with_every_option(tmp_path, n_ranks):
+    """As above, for every option on every backend, and for four ranks."""
+    assert_equal_one_process(tmp_path, n_ranks, ALL)
+
+
+SCENARIOS = ("plain", "seeds", "off", "differences", "bad_input", "stop", "changed_weights", "zips", "error")
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory):
+    """Results of the scenarios on both ranks, and their folder."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = run([*TORCHRUN, "2", str(SUPPORT / "rank_script.py"), str(folder), *SCENARIOS])
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return {name: [each[name] for each in found] for name in SCENARIOS} | {"folder": folder, "output": done.stdout}
+
+
+def test_an_ordinary_script(scenarios):
+    """Both ranks have the same policy, count the steps of all environments, and run the callbacks that they should."""
+    first, second = scenarios["plain"]
+    assert first["weights"] == second["weights"]
+    assert (first["steps"], second["steps"]) == (128, 128)
+    assert (first["user"], second["user"]) == (32, 32)
+    assert (first["evaluated"], first["saved"]) == (32, 32)
+    assert (second["evaluated"], second["saved"]) == (0, 0)
+    assert first["episodes"] == second["episodes"] > 20
+    assert first["ranks"] == 1, "after the training, each rank is by itself"
+
+
+def test_the_first_rank_logs(scenarios):
+    """One TensorBoard folder, one table for each iteration, the evaluations and checkpoints of rank 0."""
+    folder = scenarios["folder"]
+    assert [path.name for path in (folder / "tb").iterdir()] == ["PPOExt_1"]
+    assert len(list((folder / "tb" / "PPOExt_1").iterdir())) == 1
+    assert scenarios["output"].count("iterations") == 2
+    assert scenarios["output"].count("Using cpu device") == 1
+    assert (folder / "best" / "best_model.zip").exists()
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+    assert [each["verbose"] for each in scenarios["plain"]] == [1, 0]
+
+
+def test_seeds(scenarios):
+    """However generators and environments are seeded, each rank draws its own numbers, and all have the same policy."""
+    first, second = scenarios["seeds"]
+    for name, (drawn, weights, observation) in first.items():
+        other_drawn, other_weights, other_observation = second[name]
+        assert weights == other_weights, name
+        assert drawn[0] != other_drawn[0], name
+        assert drawn[1] != other_drawn[1], name
+        assert observation != other_observation, name
+
+
+def test_independent_models(scenarios):
+    """With ``distributed="off"``, each process trains a model of its own."""
+    (first, steps), (second, _) = scenarios["off"]
+    assert first != second
+    assert steps == 64
+
+
+def test_differences_are_refused(scenarios):
+    """All ranks refuse what is not the same on each of them, by its name."""
+    for found in scenarios["differences"]:
+        for name, message in found.items():
+            assert message.startswith(f"DisagreementError: `{name}"), message
+            assert "on rank 0" in message
+            assert "on rank 1" in message
+
+
+def test_options_that_ranks_cannot_share(scenarios):
+    """They are refused when the model is created."""
+    for found in scenarios["bad_input"]:
+        assert "`batch_size=15` is not valid" in found["batch_size"]
+        assert "multiple of 2" in found["batch_size"]
+        assert "`accumulate_grad=2` is not valid" in found["accumulate_grad"]
+
+
+def test_a_callback_ends_the_training(scenarios):
+    """A callback of either rank ends the training of both, which can go on, with the same policy and statistics."""
+    first, second = scenarios["stop"]
+    for rank in ("0", "1"):
+        assert first[rank] == second[rank]
+        stopped, steps, *_, count, is_plain = first[rank]
+        assert stopped == (16 + 5) * 2 * 2
+        assert steps == stopped + 128
+        assert count > stopped
+        assert is_plain
+    assert first["evaluation"] == second["evaluation"] == 8 * 2 * 2
+
+
+def test_parameters_that_a_callback_changes(scenarios):
+    """What a callback does to the policy on rank 0 alone reaches the other rank."""
+    first, second = scenarios["changed_weights"]
+    assert first == second
+
+
+def test_saved_models(scenarios):
+    """A model that rank 0 has saved is loaded by both, and trained on."""
+    first, second = scenarios["zips"]
+    assert first == second
+    assert first[1] == 128
+
+
+def test_an_error_on_one_rank(scenarios):
+    """It names the environment on the rank where it happens, and the rank on the other, which does not wait for ever."""
+    (of_first, weights), (of_second, other_weights) = scenarios["error"]
+    assert "reward" in of_second
+    assert "rank 1 has failed" in of_first
+    assert weights == other_weights
+
+
+def test_no_shared_memory_is_left(scenarios):
+    """The files of the shared memory are deleted as soon as they are open."""
+    assert not list(Path("/dev/shm").glob("sb3_ppo_ext_*"))
