@@ -1,6 +1,6 @@
 """
 Metadata lives in ``setup.cfg``; this file adds what cannot be declared there: the start-up hook for RL Zoo, and the extension
-module in C, which is left out where it does not compile.
+modules in C, which are left out where they do not compile.
 """
 
 import py_compile
@@ -27,6 +27,12 @@ MLP = Extension(
     extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"],
     optional=True,
 )
+FLAGS = Extension(
+    "sb3_ppo_ext.rollout.parallel._flags",
+    ["sb3_ppo_ext/rollout/parallel/csrc/flags.c"],
+    extra_compile_args=["-O3"],
+    optional=True,
+)
 
 
 class BuildWithStartupHook(build_py):
@@ -50,4 +56,4 @@ class BuildWithStartupHook(build_py):
 
 
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": BuildWithStartupHook}, ext_modules=[MLP])
+    setup(cmdclass={"build_py": BuildWithStartupHook}, ext_modules=[MLP, FLAGS])

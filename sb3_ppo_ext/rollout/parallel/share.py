@@ -1,0 +1,108 @@
+"""The environments that one process steps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+
+from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
+
+# Infos that are not as usual, and infos of new episodes, each by the index of the environment in its process
+StepInfos: TypeAlias = tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]
+# Types of values that nobody can change
+IMMUTABLE = frozenset((bool, int, float, str, bytes, type(None), np.bool_, np.float32, np.float64, np.int32, np.int64))
+
+
+class EnvironmentShare(FastDummyVecEnv):
+    """
+    Some of the environments of a :class:`~sb3_ppo_ext.ParallelVecEnv`. It writes what they return into memory that processes
+    share, and its methods are called in all processes alike.
+
+    :param env_fns: Functions that create the environments
+    :param first: Index of the first of them among all environments
+    :raises ValueError: if they return the same environment twice
+    """
+
+    def __init__(self, env_fns: list[Callable[[], gym.Env]], first: int):
+        super().__init__(env_fns)
+        self._first = first
+
+    def attach(self, arrays: SharedArrays) -> None:
+        """
+        :param arrays: Arrays to write into from now on
+        """
+        envs = slice(self._first, self._first + self.num_envs)
+        self.buf_obs = OrderedDict((key, array[envs]) for key, array in arrays.observations.items())
+        self.keys = list(self.buf_obs)
+        self._buffers = [(key, buffer, buffer.shape[1:]) for key, buffer in self.buf_obs.items()]
+        self.buf_rews, self.buf_dones = arrays.rewards[envs], arrays.dones[envs]
+
+    def step_infos(self, actions: Any) -> StepInfos | None:
+        """
+        Step all environments.
+
+        :param actions: Action for each environment
+        :return: What there is to say but numbers; ``None`` if there is nothing
+        """
+        infos = self.step_envs(actions)
+        # Whoever was truncated has a terminal observation as well.
+        unusual = {index: info for index, info in enumerate(infos) if len(info) > 1}
+        if not unusual:
+            return None
+        return unusual, {index: self.reset_infos[index] for index in unusual if self.buf_dones[index]}
+
+    def reset_envs(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """
+        Reset all environments.
+
+        :param seeds: Seed for each environment
+        :param options: Options for each environment, which are not passed on if they are empty
+        :return: Info of each environment
+        """
+        for index, env in enumerate(self.envs):
+            self._active = index
+            given = {"options": options[index]} if options[index] else {}
+            observation, self.reset_infos[index] = env.reset(seed=seeds[index], **given)
+            self._save_obs(index, observation)
+        return self.reset_infos
+
+    def render_envs(self, indices: Sequence[int]) -> list[Any]:
+        """
+        :param indices: Environments
+        :return: What ``render`` of each returns
+        """
+        return [self.envs[index].render() for index in indices]
+
+    def call(self, function: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """
+        :param function: Function that gets an environment and the arguments
+        :param args: Arguments for each environment
+        :return: What it returns for each environment
+        """
+        results = []
+        for index, env in enumerate(self.envs):
+            self._active = index
+            results.append(function(env, *args[index]))
+        return results
+
+    @property
+    def active(self) -> int:
+        """Index of the environment that was called last, among all environments."""
+        return self._first + self._active
+
+
+def detached(infos: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """
+    :param infos: Infos by the index of their environment
+    :return: The infos, without objects that the environments may still change
+    """
+    return {
+        index: info if all(type(value) in IMMUTABLE for value in info.values()) else deepcopy(info)
+        for index, info in infos.items()
+    }
