@@ -9,7 +9,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import cloudpickle
 import gymnasium as gym
@@ -20,6 +20,8 @@ from sb3_ppo_ext.rollout.parallel.flags import RUNG, flags_in
 from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
 from sb3_ppo_ext.rollout.parallel.worker import WAKE_UP, Job, Reply, work
 
+# Method of :class:`EnvironmentShare`, its arguments and its keyword arguments
+Command: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
 # Seconds in which a worker whose main process has gone may close its environments
 GRACE = 2.0
 
@@ -120,11 +122,11 @@ class WorkerPool:
         self.due = list(range(len(self.shares)))
         self.is_torn = False
 
-    def begin(self, commands: dict[int, tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+    def begin(self, commands: dict[int, Command]) -> None:
         """
         Send commands.
 
-        :param commands: Method of the environments, its arguments and keyword arguments, by the index of the worker
+        :param commands: Commands by the index of the worker
         """
         messages = {index: cloudpickle.dumps(command) for index, command in commands.items()}
         self.is_torn = True
@@ -152,9 +154,7 @@ class WorkerPool:
             self.due = []
             return [self.arrays.read_mail(index) for index in range(len(self.shares))]
         replies = [self.receive(index) for index in list(self.due)]
-        return [
-            self._value(index, reply) if reply else self.arrays.read_mail(index) for index, reply in enumerate(replies)
-        ]
+        return [self._value(index, reply) if reply else self.arrays.read_mail(index) for index, reply in enumerate(replies)]
 
     def value(self, index: int) -> Any:
         """
@@ -203,7 +203,7 @@ class WorkerPool:
         else:
             ready = poll.poll(None if rest is None else 1000 * rest)
         if not ready:
-            late = [self.name(each) for each in self.due if not self.connections[each].poll()]
+            late = [self.name(each) for each in self.due if self.inbox.doze(each) and not self.connections[each].poll()]
             self.fail(f"No answer in {self.timeout} seconds: {', '.join(late)}.")
 
     def _explain(self, index: int, error: Exception) -> NoReturn:

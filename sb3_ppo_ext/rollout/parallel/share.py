@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from typing import Any, TypeAlias
+from typing import Any
 
 import gymnasium as gym
-import numpy as np
 
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
-from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
-
-# Infos that are not as usual, and infos of new episodes, each by the index of the environment in its process
-StepInfos: TypeAlias = tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]
-# Types of values that nobody can change
-IMMUTABLE = frozenset((bool, int, float, str, bytes, type(None), np.bool_, np.float32, np.float64, np.int32, np.int64))
+from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays, Unpicklable, numbers_of
+from sb3_ppo_ext.rollout.parallel.step_infos import StepInfos
 
 
 class EnvironmentShare(FastDummyVecEnv):
@@ -26,22 +20,27 @@ class EnvironmentShare(FastDummyVecEnv):
 
     :param env_fns: Functions that create the environments
     :param first: Index of the first of them among all environments
-    :raises ValueError: if they return the same environment twice
+    :raises ValueError: if they return the same environment twice, or the observation space is not supported
     """
 
     def __init__(self, env_fns: list[Callable[[], gym.Env]], first: int):
-        super().__init__(env_fns)
         self._first = first
+        try:
+            super().__init__(env_fns)
+        except Exception:
+            if getattr(self, "envs", None):
+                numbers_of(self.envs[0].observation_space)
+            raise
 
     def attach(self, arrays: SharedArrays) -> None:
         """
         :param arrays: Arrays to write into from now on
         """
         envs = slice(self._first, self._first + self.num_envs)
-        self.buf_obs = OrderedDict((key, array[envs]) for key, array in arrays.observations.items())
+        self.buf_obs = OrderedDict((key, array[envs].view(Unpicklable)) for key, array in arrays.observations.items())
         self.keys = list(self.buf_obs)
         self._buffers = [(key, buffer, buffer.shape[1:]) for key, buffer in self.buf_obs.items()]
-        self.buf_rews, self.buf_dones = arrays.rewards[envs], arrays.dones[envs]
+        self.buf_rews, self.buf_dones = arrays.rewards[envs].view(Unpicklable), arrays.dones[envs].view(Unpicklable)
 
     def step_infos(self, actions: Any) -> StepInfos | None:
         """
@@ -95,14 +94,3 @@ class EnvironmentShare(FastDummyVecEnv):
     def active(self) -> int:
         """Index of the environment that was called last, among all environments."""
         return self._first + self._active
-
-
-def detached(infos: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """
-    :param infos: Infos by the index of their environment
-    :return: The infos, without objects that the environments may still change
-    """
-    return {
-        index: info if all(type(value) in IMMUTABLE for value in info.values()) else deepcopy(info)
-        for index, info in infos.items()
-    }

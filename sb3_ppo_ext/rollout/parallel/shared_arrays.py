@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing as mp
 import pickle
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from gymnasium import spaces
@@ -13,6 +13,7 @@ from stable_baselines3.common.vec_env.util import obs_space_info
 
 from sb3_ppo_ext.common.validation import UnsupportedSpaceError
 from sb3_ppo_ext.rollout.parallel.flags import STRIDE
+from sb3_ppo_ext.rollout.parallel.step_infos import StepInfos, pickled_infos, unpickled_infos
 
 # Bytes for the pickled infos of a step of one process; larger ones, as with terminal images, travel through the pipe.
 MAIL_SIZE = 1 << 16
@@ -44,7 +45,7 @@ class SharedArrays:
     """
 
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space, n_envs: int, n_workers: int):
-        keys, shapes, dtypes = _numbers_of(observation_space)
+        keys, shapes, dtypes = numbers_of(observation_space)
         self.places: dict[Any, _Place] = {}
         self.size = 0
         self._add("to_workers", (n_workers * STRIDE,), np.uint8)
@@ -55,7 +56,7 @@ class SharedArrays:
         self._add("dones", (n_envs,), np.bool_)
         for key in keys:
             self._add(("observation", key), (n_envs, *shapes[key]), dtypes[key])
-        self.action_shape = (n_envs, *action_space.shape) if _is_flat(action_space) else None
+        self.action_shape = (n_envs, *(action_space.shape or ())) if _is_flat(action_space) else None
         self._add("actions", (8 * int(np.prod(self.action_shape or 0)),), np.uint8)
         self._add("mail", (n_workers, MAIL_SIZE), np.uint8)
         # In a file without a name where it can be inherited. `fork` shares it as well.
@@ -116,34 +117,45 @@ class SharedArrays:
             self.action_views[number] = self._in_memory(place.start, self.action_shape, ACTION_DTYPES[number])
         return self.action_views[number]
 
-    def write_mail(self, index: int, value: Any) -> bytes:
+    def write_mail(self, index: int, value: StepInfos | None) -> bool:
         """
         :param index: Index of the worker
         :param value: Infos of a step; ``None`` for none
-        :return: The pickled infos if they do not fit into the memory, else nothing
+        :return: Whether they fit into the memory
         """
-        data = b"" if value is None else pickle.dumps(value, protocol=5)
+        data = b"" if value is None else pickled_infos(value)
         fits = len(data) <= MAIL_SIZE
         self.mail_sizes[index] = len(data) if fits else 0
         if fits:
             self.mail[index][: len(data)] = data
-            return b""
-        return data
+        return fits
 
-    def read_mail(self, index: int) -> Any:
+    def read_mail(self, index: int) -> StepInfos | None:
         """
         :param index: Index of the worker
         :return: Infos of a step, ``None`` if there are none in the memory
         """
         size = int(self.mail_sizes[index])
-        return pickle.loads(self.mail[index][:size]) if size else None
+        return unpickled_infos(self.mail[index][:size]) if size else None
+
+
+class Unpicklable(np.ndarray):
+    """An array that a checkpoint leaves out, as it would otherwise replace it by one that is not shared."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise pickle.PicklingError("A copy of a shared array would not be shared.")
 
 
 def _is_flat(space: spaces.Space) -> bool:
     return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
 
 
-def _numbers_of(space: spaces.Space) -> tuple[list[Any], dict[Any, tuple[int, ...]], dict[Any, np.dtype]]:
+def numbers_of(space: spaces.Space) -> tuple[list[Any], dict[Any, tuple[int, ...]], dict[Any, np.dtype]]:
+    """
+    :param space: Observation space
+    :return: Keys, shapes and dtypes of its parts, as SB3 gives them
+    :raises UnsupportedSpaceError: if observations are not arrays of numbers
+    """
     try:
         keys, shapes, dtypes = obs_space_info(space)
     except (AssertionError, NotImplementedError) as error:

@@ -20,9 +20,11 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 from sb3_ppo_ext.common.cores import available_cores
 from sb3_ppo_ext.common.guards import EnvironmentDataError
 from sb3_ppo_ext.common.validation import check_choice, check_number, refuse
-from sb3_ppo_ext.rollout.parallel.pool import WorkerPool
-from sb3_ppo_ext.rollout.parallel.share import EnvironmentShare, detached
+from sb3_ppo_ext.common.workers import WorkerError
+from sb3_ppo_ext.rollout.parallel.pool import Command, WorkerPool
+from sb3_ppo_ext.rollout.parallel.share import EnvironmentShare
 from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
+from sb3_ppo_ext.rollout.parallel.step_infos import detached
 
 # Seconds for which a process that has a core of its own waits actively. To be woken takes some 50 microseconds, and policies
 # act within less than this time, while an update takes longer.
@@ -80,10 +82,12 @@ class ParallelVecEnv(VecEnv):
         self._share.attach(arrays)
         self._arrays, spin = arrays, SPIN if n_workers < n_cores else 0.0
         self._pool = WorkerPool(self._shares[1:], arrays, timeout, spin)
+        self._errors_named = _ErrorsNamed(self._share, self._pool)
         # No worker may write into the memory after it has been freed.
         self._finalizer = weakref.finalize(self, self._pool.end)
         try:
             self._pool.start(start_method, env_fns)
+            self.processes = self._pool.processes
             super().__init__(len(env_fns), self._share.observation_space, self._share.action_space)
         except BaseException:
             self._pool.end()
@@ -94,11 +98,6 @@ class ParallelVecEnv(VecEnv):
     def n_workers(self) -> int:
         """Number of worker processes besides this one."""
         return len(self._pool.shares)
-
-    @property
-    def processes(self) -> list[Any]:
-        """The worker processes."""
-        return self._pool.processes
 
     def step_async(self, actions: np.ndarray) -> None:
         self._pool.prepare()
@@ -111,38 +110,30 @@ class ParallelVecEnv(VecEnv):
             self._pool.begin({index: ("step_infos", (part,), {}) for index, part in parts.items()})
 
     def step_wait(self) -> VecEnvStepReturn:
-        with self._errors_named():
-            own = self._share.step_infos(self.actions)
-        infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
-        if own is not None:
-            self._fill(infos, 0, (detached(own[0]), own[1]))
+        with self._errors_named:
+            infos = [detached(info) if len(info) > 1 else info for info in self._share.step_envs(self.actions)]
+        self.reset_infos[: len(infos)] = self._share.reset_infos
+        infos += [{"TimeLimit.truncated": False} for _ in range(self.num_envs - len(infos))]
         for share, answer in zip(self._pool.shares, self._pool.step_infos(), strict=True):
             if answer is not None:
-                self._fill(infos, share.start, answer)
+                self._fill(infos, share.start, *answer)
         return self._observations(), self._arrays.rewards.copy(), self._arrays.dones.copy(), infos
 
-    def _fill(self, infos: list[dict[str, Any]], first: int, answer: Any) -> None:
-        for index, info in answer[0].items():
+    def _fill(self, infos: list[Any], first: int, unusual: dict[int, Any], resets: dict[int, Any]) -> None:
+        for index, info in unusual.items():
             infos[first + index] = info
-        for index, info in answer[1].items():
+        for index, info in resets.items():
             self.reset_infos[first + index] = info
 
     def _observations(self) -> VecEnvObs:
         arrays = {key: array.copy() for key, array in self._arrays.observations.items()}
         return dict_to_obs(self.observation_space, arrays)
 
-    def _errors_named(self) -> _ErrorsNamed:
-        return _ErrorsNamed(self)
-
     def reset(self) -> VecEnvObs:
-        self._pool.prepare()
         given = [(self._seeds[share.start : share.stop], self._options[share.start : share.stop]) for share in self._shares]
-        self._pool.begin({index: ("reset_envs", part, {}) for index, part in enumerate(given[1:])})
-        with self._errors_named():
-            infos = list(self._share.reset_envs(*given[0]))
-        for index in range(self.n_workers):
-            infos += self._pool.value(index)
-        self.reset_infos = infos
+        with self._errors_named:
+            answers = self._answers({k: ("reset_envs", part, {}) for k, part in enumerate(given)})
+        self.reset_infos = [info for k in range(len(given)) for info in answers[k]]
         # Seeds and options are only used once
         self._reset_seeds()
         self._reset_options()
@@ -173,7 +164,9 @@ class ParallelVecEnv(VecEnv):
         """Set attribute inside vectorized environments (see base class)."""
         self._of_envs("set_attr", indices, attr_name, value)
 
-    def env_method(self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any) -> list[Any]:
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
+    ) -> list[Any]:
         """Call instance methods of vectorized environments."""
         return self._of_envs("env_method", indices, method_name, *method_args, **method_kwargs)
 
@@ -181,28 +174,43 @@ class ParallelVecEnv(VecEnv):
         """Check if worker environments are wrapped with a given wrapper"""
         return self._of_envs("env_is_wrapped", indices, wrapper_class)
 
-    def _of_envs(self, method: str, indices: VecEnvIndices, *args: Any, **kwargs: Any) -> list[Any]:
+    def _of_envs(self, method: str, indices: VecEnvIndices, /, *args: Any, **kwargs: Any) -> list[Any]:
         """
         Call a method of :class:`EnvironmentShare` in the processes of some environments.
 
         :param method: Name of the method, which takes ``indices``
         :param indices: Environments
-        :return: Result for each of them
+        :return: Result for each of them, ``None`` if there is none
         """
         chosen = [range(self.num_envs)[index] for index in self._get_indices(indices)]
-        places: list[list[int]] = [[i for i, index in enumerate(chosen) if index in share] for share in self._shares]
-        given = [{"indices": [chosen[i] - share.start for i in part]} for share, part in zip(self._shares, places, strict=True)]
+        results: list[Any] = [None] * len(chosen)
+        # For each process, where its results belong
+        places = [[place for place, index in enumerate(chosen) if index in share] for share in self._shares]
+        commands = {
+            k: (method, args, {"indices": [chosen[place] - self._shares[k].start for place in places[k]], **kwargs})
+            for k in range(len(places))
+            if places[k]
+        }
+        answers = self._answers(commands)
+        for k, values in answers.items():
+            for place, value in zip(places[k], values or (), strict=False):
+                results[place] = value
+        return results
+
+    def _answers(self, commands: dict[int, Command]) -> dict[int, Any]:
+        """
+        Call methods of :class:`EnvironmentShare` in several processes at once.
+
+        :param commands: For each process, 0 for this one
+        :return: Result of each process
+        """
         self._pool.prepare()
-        self._pool.begin({k - 1: (method, args, {**kwargs, **given[k]}) for k, part in enumerate(places) if part and k})
-        results = [getattr(self._share, method)(*args, **kwargs, **given[0])] if places[0] else [[]]
-        results += [self._pool.value(k - 1) if part else [] for k, part in enumerate(places) if k]
-        if method == "set_attr":
-            return []
-        in_order: list[Any] = [None] * len(chosen)
-        for part, values in zip(places, results, strict=True):
-            for place, value in zip(part, values, strict=True):
-                in_order[place] = value
-        return in_order
+        self._pool.begin({k - 1: command for k, command in commands.items() if k})
+        answers: dict[int, Any] = {}
+        if 0 in commands:
+            name, args, kwargs = commands[0]
+            answers[0] = getattr(self._share, name)(*args, **kwargs)
+        return answers | {k: self._pool.value(k - 1) for k in commands if k}
 
     def call_in_workers(self, function: Callable[..., Any], args_per_env: Iterable[tuple[Any, ...]]) -> list[Any]:
         """
@@ -217,12 +225,8 @@ class ParallelVecEnv(VecEnv):
         if len(given) != self.num_envs:
             refuse("args_per_env", given, f"give a tuple of arguments for each of {self.num_envs} environments")
         parts = [given[share.start : share.stop] for share in self._shares]
-        self._pool.prepare()
-        self._pool.begin({index: ("call", (function, part), {}) for index, part in enumerate(parts[1:])})
-        results = self._share.call(function, parts[0])
-        for index in range(self.n_workers):
-            results += self._pool.value(index)
-        return results
+        answers = self._answers({k: ("call", (function, part), {}) for k, part in enumerate(parts)})
+        return [result for k in range(len(parts)) for result in answers[k]]
 
     def __getstate__(self) -> NoReturn:
         raise pickle.PicklingError(
@@ -233,16 +237,15 @@ class ParallelVecEnv(VecEnv):
 class _ErrorsNamed:
     """Errors of an environment in this process are named as those of a worker."""
 
-    def __init__(self, env: ParallelVecEnv):
-        self.env = env
+    def __init__(self, share: EnvironmentShare, pool: WorkerPool):
+        self.share, self.pool = share, pool
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, EnvironmentDataError):
+        if isinstance(error, Exception) and not isinstance(error, EnvironmentDataError | WorkerError):
             text = "".join(traceback.format_exception(error))
-            index = self.env._share.active
-            self.env._pool.fail(f"Environment {index}, in the main process, has raised an error:\n\n{text}\n", error)
+            self.pool.fail(f"Environment {self.share.active}, in the main process, has raised an error:\n\n{text}\n", error)
 
 
 def _check_arguments(env_fns: Any, n_workers: Any, start_method: Any, timeout: Any) -> str:

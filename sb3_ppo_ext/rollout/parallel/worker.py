@@ -17,8 +17,8 @@ from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
 
 from sb3_ppo_ext.common.guards import EnvironmentDataError
 from sb3_ppo_ext.rollout.parallel.flags import RUNG, STRIDE, flags_in
-from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
 from sb3_ppo_ext.rollout.parallel.share import EnvironmentShare
+from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
 
 # Seconds between two looks whether the main process is still there, in case that another process keeps its pipe open
 ORPHAN_CHECK = 5.0
@@ -32,7 +32,7 @@ class Job(NamedTuple):
     """
     What a worker needs to know at its start.
 
-    :param index: Index of the worker, from 0
+    :param worker: Index of the worker, from 0
     :param first: Index of its first environment
     :param arrays: Shared memory
     :param connection: Its end of the pipe
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     :param spin: Seconds to wait actively for the next step
     """
 
-    index: int
+    worker: int
     first: int
     arrays: SharedArrays
     connection: Connection
@@ -85,7 +85,7 @@ def work(job: Job) -> None:
 class _Worker:
     def __init__(self, job: Job):
         self.job, self.arrays, self.connection = job, job.arrays, job.connection
-        flag = slice(job.index * STRIDE, (job.index + 1) * STRIDE)
+        flag = slice(job.worker * STRIDE, (job.worker + 1) * STRIDE)
         self.inbox, self.outbox = flags_in(self.arrays.to_workers[flag]), flags_in(self.arrays.from_workers[flag])
         self.parent = os.getppid()
         self.share: EnvironmentShare | None = None
@@ -102,7 +102,7 @@ class _Worker:
         while self.share is not None:
             data = self.receive()
             self.inbox.clear()
-            self.send(self.step() if not data else self.answer(lambda data=data: self.obey(data)))
+            self.send(self.answer(self.obey, data) if data else self.step())
 
     def create(self) -> None:
         """Create the environments."""
@@ -119,14 +119,13 @@ class _Worker:
             return self._refused(error, "step_infos")
 
     def _with_mail(self, infos: Any) -> bytes:
-        data = self.arrays.write_mail(self.job.index, infos)
-        return _pickled(Reply(infos)) if data else b""
+        return b"" if self.arrays.write_mail(self.job.worker, infos) else _pickled(Reply(infos))
 
-    def answer(self, function: Callable[[], Any]) -> bytes:
+    def answer(self, function: Callable[..., Any], *args: Any) -> bytes:
         """Call a function that may answer by itself."""
         self.command = "create"
         try:
-            result = function()
+            result = function(*args)
             return result if isinstance(result, _Answered) else _pickled(Reply(result))
         except BaseException as error:
             return self._refused(error, self.command)
