@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
-from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays, Unpicklable, numbers_of
+from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays, numbers_of
 from sb3_ppo_ext.rollout.parallel.step_infos import StepInfos
 
 
@@ -34,13 +34,16 @@ class EnvironmentShare(FastDummyVecEnv):
 
     def attach(self, arrays: SharedArrays) -> None:
         """
-        :param arrays: Arrays to write into from now on
+        :param arrays: Arrays to write into. A checkpoint that is restored replaces them by others
         """
+        if arrays.own_rewards is self.buf_rews:
+            return
         envs = slice(self._first, self._first + self.num_envs)
-        self.buf_obs = OrderedDict((key, array[envs].view(Unpicklable)) for key, array in arrays.observations.items())
+        self.buf_obs = OrderedDict((key, array[envs]) for key, array in arrays.observations.items())
         self.keys = list(self.buf_obs)
         self._buffers = [(key, buffer, buffer.shape[1:]) for key, buffer in self.buf_obs.items()]
-        self.buf_rews, self.buf_dones = arrays.rewards[envs].view(Unpicklable), arrays.dones[envs].view(Unpicklable)
+        self.buf_rews, self.buf_dones = arrays.rewards[envs], arrays.dones[envs]
+        arrays.own_rewards = self.buf_rews
 
     def step_infos(self, actions: Any) -> StepInfos | None:
         """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing as mp
-import pickle
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
@@ -70,6 +69,8 @@ class SharedArrays:
         self.memory = memory
         self.offset = -ctypes.addressof(memory) % STRIDE
         self.action_views: dict[int, np.ndarray] = {}
+        # The rewards that the environments of this process write
+        self.own_rewards: np.ndarray | None = None
         self.to_workers, self.from_workers = self._array("to_workers"), self._array("from_workers")
         self.action_dtype, self.mail_sizes = self._array("action_dtype"), self._array("mail_sizes")
         self.rewards, self.dones = self._array("rewards"), self._array("dones")
@@ -137,13 +138,6 @@ class SharedArrays:
         """
         size = int(self.mail_sizes[index])
         return unpickled_infos(self.mail[index][:size]) if size else None
-
-
-class Unpicklable(np.ndarray):
-    """An array that a checkpoint leaves out, as it would otherwise replace it by one that is not shared."""
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise pickle.PicklingError("A copy of a shared array would not be shared.")
 
 
 def _is_flat(space: spaces.Space) -> bool:

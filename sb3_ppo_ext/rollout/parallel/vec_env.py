@@ -101,6 +101,7 @@ class ParallelVecEnv(VecEnv):
 
     def step_async(self, actions: np.ndarray) -> None:
         self._pool.prepare()
+        self._share.attach(self._arrays)
         # Copied, since an environment may write into its action.
         self.actions = actions.copy() if isinstance(actions, np.ndarray) else actions
         if self._arrays.write_actions(actions):
@@ -130,6 +131,7 @@ class ParallelVecEnv(VecEnv):
         return dict_to_obs(self.observation_space, arrays)
 
     def reset(self) -> VecEnvObs:
+        self._share.attach(self._arrays)
         given = [(self._seeds[share.start : share.stop], self._options[share.start : share.stop]) for share in self._shares]
         with self._errors_named:
             answers = self._answers({k: ("reset_envs", part, {}) for k, part in enumerate(given)})
