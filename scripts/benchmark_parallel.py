@@ -3,8 +3,8 @@ How fast environments step, and PPOExt trains in them, on all cores of a machine
 
 The contenders have the same environments and hyperparameters, and run in turns in random order, with one thread of PyTorch
 each. A ratio is the median over the rounds, with its 95 % confidence interval (bootstrap). All cores take part, so that a turn
-waits until other programs use less than a tenth of a core, and is repeated if they have used more meanwhile. After some seconds
-(`--patience`) it is taken as it is, and the table says how many of the turns were such "loud" ones. The parts:
+waits until other programs use less than a tenth of a core, and is repeated if they have used more meanwhile. After
+`--patience` seconds it is taken as it is, and the table says how many of the turns were such "loud" ones. The parts:
 
 - training: steps per second of whole trainings, batches of 256, 10 epochs, networks of 64-64
 - environments: steps per second of the environments alone, among them images of 84 x 84 x 4, and environments that compute, or
