@@ -30,6 +30,7 @@ from support.toys import DICT, IMAGE, VECTOR, ToyEnv
 from support.vec_envs import Plain, Talkative, assert_same, rollout, without_clock
 
 from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, TrainingCheckpoint, WorkerError
+from sb3_ppo_ext.checkpoints.object_state import ObjectState, stateful_objects
 from sb3_ppo_ext.common import cores
 from sb3_ppo_ext.rollout.parallel import flags, shared_arrays
 
@@ -664,6 +665,16 @@ def test_a_training_resumes(tmp_path):
     with pytest.warns(UserWarning, match="from a reset of the environments"):
         resumed.learn(512)
     assert resumed.num_timesteps >= 512
+    env.close()
+
+
+def test_a_restored_state_leaves_the_shared_memory():
+    """A checkpoint that is written to the environments, as of a callback, does not take them out of the shared memory."""
+    env = ParallelVecEnv(env_fns(), n_workers=1, **FORK)
+    env.reset()
+    targets = stateful_objects(env)
+    ObjectState(targets).write(ObjectState(targets).read())
+    assert_same(without_clock(rollout(DummyVecEnv(env_fns()))), without_clock(rollout(env)))
     env.close()
 
 
