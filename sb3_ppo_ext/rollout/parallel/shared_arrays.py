@@ -59,7 +59,9 @@ class SharedArrays:
         self._add("actions", (8 * int(np.prod(self.action_shape or 0)),), np.uint8)
         self._add("mail", (n_workers, MAIL_SIZE), np.uint8)
         # In a file without a name where it can be inherited. `fork` shares it as well.
-        self._set_memory(mp.RawArray(ctypes.c_char, self.size + STRIDE))
+        memory = mp.RawArray(ctypes.c_char, self.size + STRIDE)
+        self.offset = -ctypes.addressof(memory) % STRIDE
+        self._set_memory(memory)
 
     def _add(self, name: Any, shape: tuple[int, ...], dtype: Any) -> None:
         self.places[name] = place = _Place(self.size, shape, np.dtype(dtype))
@@ -67,7 +69,6 @@ class SharedArrays:
 
     def _set_memory(self, memory: Any) -> None:
         self.memory = memory
-        self.offset = -ctypes.addressof(memory) % STRIDE
         self.action_views: dict[int, np.ndarray] = {}
         # The rewards that the environments of this process write
         self.own_rewards: np.ndarray | None = None
@@ -86,7 +87,7 @@ class SharedArrays:
 
     def __getstate__(self) -> dict[str, Any]:
         # The memory itself refuses to be pickled, unless a process is started with it.
-        return {name: getattr(self, name) for name in ("places", "size", "action_shape", "memory")}
+        return {name: getattr(self, name) for name in ("places", "size", "offset", "action_shape", "memory")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
