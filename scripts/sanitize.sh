@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the C extension modules with AddressSanitizer and UBSan, by each compiler that is installed, and run their tests with them:
+# Build the C extension modules with AddressSanitizer and UBSan, by each compiler that is installed, and run their tests:
 #
 #     scripts/sanitize.sh .venv/bin
 #
