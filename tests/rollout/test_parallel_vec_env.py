@@ -489,6 +489,45 @@ def test_close():
             use()
 
 
+class Closing(Failing):
+    """Leaves a file when it is closed."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def close(self):
+        self.path.write_text("closed")
+
+
+def test_all_environments_are_closed(tmp_path):
+    """Environments of all processes are closed, also after one of them has failed."""
+    env = ParallelVecEnv([lambda i=i: Closing(tmp_path / str(i)) for i in range(4)], n_workers=1, **FORK)
+    env.reset()
+    with pytest.raises(WorkerError, match="in the main process"):
+        steps(env, 5)
+    env.close()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="times are looked for in /proc")
+def test_workers_that_wait_use_no_core():
+    """Between two rollouts, the workers sleep."""
+    env = ParallelVecEnv([ToyEnv] * 3, n_workers=2, **FORK)
+    env.reset()
+    steps(env, 3)
+    time.sleep(0.1)
+    before = [processor_time(process.pid) for process in env.processes]
+    time.sleep(0.5)
+    assert [processor_time(process.pid) for process in env.processes] == before
+    env.close()
+
+
+def processor_time(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return [int(word) for word in file.read().rpartition(")")[2].split()[11:13]]
+
+
 def test_copies_are_refused():
     """It can be neither pickled nor copied."""
     env = ParallelVecEnv([ToyEnv] * 2, n_workers=1, **FORK)

@@ -8,6 +8,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -80,6 +81,7 @@ class ParallelVecEnv(VecEnv):
         self._share = EnvironmentShare([env_fns[index] for index in self._shares[0]], 0)
         arrays = SharedArrays(self._share.observation_space, self._share.action_space, len(env_fns), n_workers)
         self._share.attach(arrays)
+        self.closed = False
         self._arrays, spin = arrays, SPIN if n_workers < n_cores else 0.0
         self._pool = WorkerPool(self._shares[1:], arrays, timeout, spin)
         self._errors_named = _ErrorsNamed(self._share, self._pool)
@@ -91,6 +93,8 @@ class ParallelVecEnv(VecEnv):
             super().__init__(len(env_fns), self._share.observation_space, self._share.action_space)
         except BaseException:
             self._pool.end()
+            with suppress(Exception):
+                self._share.close()
             raise
         self.metadata = self._share.metadata
 
@@ -143,7 +147,8 @@ class ParallelVecEnv(VecEnv):
 
     def close(self) -> None:
         """Close the environments and end all workers, also those that do not answer within ``timeout``."""
-        if not self._pool.is_closed:
+        if not self.closed:
+            self.closed = True
             try:
                 self._share.close()
             finally:
