@@ -227,49 +227,73 @@ def take_turns(contenders: Mapping[str, Contender], rounds: int, patience: float
 # The model
 
 
-def fastest(function: Callable[[], Any], number_of_calls: int, repeats: int = 30) -> float:
-    """:return: Microseconds of a call, the smallest mean over the repeats"""
-    best = np.inf
-    for _ in range(repeats):
+def processor_time(function: Callable[[], Any], number_of_calls: int) -> float:
+    """:return: Microseconds of the processor for a call, which other programs hardly change"""
+    start = time.thread_time()
+    for _ in range(number_of_calls):
+        function()
+    return (time.thread_time() - start) / number_of_calls * 1e6
+
+
+def undisturbed(function: Callable[[], Any], number_of_calls: int = 4000) -> float:
+    """:return: Microseconds than which 2 % of the calls are faster: single calls are shorter than what disturbs them"""
+    times = []
+    for _ in range(number_of_calls):
         start = time.perf_counter()
-        for _ in range(number_of_calls):
-            function()
-        best = min(best, (time.perf_counter() - start) / number_of_calls)
-    return float(best) * 1e6
+        function()
+        times.append(time.perf_counter() - start)
+    return float(np.quantile(times, 0.02)) * 1e6
+
+
+def give_cores(*pids: int) -> None:
+    """Give each process a core of its own, as the scheduler does where no other program runs, or a single one all cores."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = range(os.cpu_count() or 1)
+        for number_of_process, pid in enumerate(pids):
+            os.sched_setaffinity(pid, {cores[number_of_process]} if len(pids) > 1 else cores)
 
 
 def parts_of(setting: tuple[Any, int, int]) -> dict[str, float]:
     """Microseconds of the parts of a training, in one process."""
     env_id, n_envs, n_steps = setting
     cls: Any = ParallelVecEnv
-    with_workers, one = (
+    with_worker, one = (
         make_vec_env(env_id, n_envs, seed=0, vec_env_cls=cls, vec_env_kwargs={"n_workers": n, **FORK}) for n in (1, 0)
     )
     actions = np.array([one.action_space.sample() for _ in range(n_envs)])
-    for env in (one, with_workers):
+    for env in (one, with_worker):
         env.reset()
-    half = fastest(lambda: with_workers.step(actions), 20)
-    step = fastest(lambda: one.step(actions), 20)
+    worker: int = vars(with_worker)["processes"][0].pid
+    give_cores(os.getpid(), worker)
+    # In turns, since processors change their speed
+    both = [(undisturbed(lambda: with_worker.step(actions)), undisturbed(lambda: one.step(actions))) for _ in range(3)]
+    give_cores(os.getpid())
+    step = processor_time(lambda: one.step(actions), 2000)
     model = PPOExt("MlpPolicy", one, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu")
     model.learn(n_steps * n_envs)
-    whole = fastest(lambda: model.learn(n_steps * n_envs, reset_num_timesteps=False), 1, 8) / n_steps
-    update = fastest(model.train, 1, 8) / n_steps
-    for env in (one, with_workers):
+    whole = processor_time(lambda: model.learn(n_steps * n_envs, reset_num_timesteps=False), 8) / n_steps
+    update = processor_time(model.train, 8) / n_steps
+    for env in (one, with_worker):
         env.close()
     return {
         "step of an environment": step / n_envs,
-        "wake-up of the processes, and infos": half - step / 2,
+        "wake-up of the processes, and infos": float(np.median([half - one_step / 2 for half, one_step in both])),
         "policy and the rest": whole - update - step,
         "update, for each step": update,
     }
 
 
-def on_cores(parts: Mapping[str, float], n_envs: int, n_cores: int) -> float:
-    """:return: Thousand steps per second on a machine with this number of cores"""
-    steps = parts["step of an environment"] * -(-n_envs // n_cores)
-    if n_cores > 1:
-        steps += parts["wake-up of the processes, and infos"]
-    return 1e3 * n_envs / (steps + parts["policy and the rest"] + parts["update, for each step"])
+def on_cores(parts: Mapping[str, float], measured: int, n_envs: int, n_cores: int) -> float:
+    """
+    :param parts: Times with the number of environments for which they were measured
+    :param measured: That number
+    :param n_envs: Number of environments. All that the main process does by itself grows with it
+    :param n_cores: Number of cores
+    :return: Thousand steps per second
+    """
+    infos = parts["wake-up of the processes, and infos"] * (n_envs - n_envs // n_cores) / (measured / 2)
+    rest = (parts["policy and the rest"] + parts["update, for each step"]) * n_envs / measured
+    return 1e3 * n_envs / (parts["step of an environment"] * -(-n_envs // n_cores) + infos + rest)
 
 
 def model() -> dict[str, Any]:
@@ -278,10 +302,10 @@ def model() -> dict[str, Any]:
         parts = parts_of(setting)
         found[name] = {f"{part}, µs": value for part, value in parts.items()}
         for n_cores in (1, 2, 4, 8, 16):
-            found[name][f"{n_cores} cores, thousand steps/s"] = on_cores(parts, setting[1], n_cores)
-        for n_envs in (32, 64):
-            larger = {**parts, "update, for each step": parts["update, for each step"] * n_envs / setting[1]}
-            found[name][f"16 cores, {n_envs} environments"] = on_cores(larger, n_envs, 16)
+            found[name][f"{n_cores} core{'s'[: n_cores > 1]}, thousand steps/s, computed"] = on_cores(
+                parts, setting[1], setting[1], n_cores
+            )
+        found[name]["16 cores, 64 environments, thousand steps/s, computed"] = on_cores(parts, setting[1], 64, 16)
     return found
 
 
