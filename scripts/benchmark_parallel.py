@@ -227,12 +227,22 @@ def take_turns(contenders: Mapping[str, Contender], rounds: int, patience: float
 # The model
 
 
-def processor_time(function: Callable[[], Any], number_of_calls: int) -> float:
-    """:return: Microseconds of the processor for a call, which other programs hardly change"""
-    start = time.thread_time()
-    for _ in range(number_of_calls):
-        function()
-    return (time.thread_time() - start) / number_of_calls * 1e6
+class Timed:
+    """
+    A function, and the seconds of the processor that it has taken, which other programs hardly change.
+
+    :param function: The function
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function, self.seconds = function, 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.thread_time()
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            self.seconds += time.thread_time() - start
 
 
 def undisturbed(function: Callable[[], Any], number_of_calls: int = 4000) -> float:
@@ -268,18 +278,20 @@ def parts_of(setting: tuple[Any, int, int]) -> dict[str, float]:
     # In turns, since processors change their speed
     both = [(undisturbed(lambda: with_worker.step(actions)), undisturbed(lambda: one.step(actions))) for _ in range(3)]
     give_cores(os.getpid())
-    step = processor_time(lambda: one.step(actions), 2000)
     model = PPOExt("MlpPolicy", one, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu")
     model.learn(n_steps * n_envs)
-    whole = processor_time(lambda: model.learn(n_steps * n_envs, reset_num_timesteps=False), 8) / n_steps
-    update = processor_time(model.train, 8) / n_steps
+    n_rollouts = 10
+    step, update, learn = Timed(one.step), Timed(model.train), Timed(model.learn)
+    vars(one)["step"], vars(model)["train"] = step, update
+    learn(n_rollouts * n_steps * n_envs, reset_num_timesteps=False)
     for env in (one, with_worker):
         env.close()
+    each = 1e6 / (n_rollouts * n_steps)
     return {
-        "step of an environment": step / n_envs,
+        "step of an environment": step.seconds * each / n_envs,
         "wake-up of the processes, and infos": float(np.median([half - one_step / 2 for half, one_step in both])),
-        "policy and the rest": whole - update - step,
-        "update, for each step": update,
+        "policy and the rest": (learn.seconds - update.seconds - step.seconds) * each,
+        "update, for each step": update.seconds * each,
     }
 
 
