@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-CSRC := $(wildcard sb3_ppo_ext/engines/native/csrc/*.[ch] sb3_ppo_ext/distributed/csrc/*.c)
+CSRC := $(wildcard sb3_ppo_ext/*/csrc/*.[ch] sb3_ppo_ext/*/*/csrc/*.[ch])
 # Two test processes on two cores: more threads in each would only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadgroup
 

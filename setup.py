@@ -34,6 +34,12 @@ SHARED_SUM = Extension(
     extra_compile_args=["-O3", "-std=c11", "-D_POSIX_C_SOURCE=200809L"],
     optional=True,
 )
+FLAGS = Extension(
+    "sb3_ppo_ext.rollout.parallel._flags",
+    ["sb3_ppo_ext/rollout/parallel/csrc/flags.c"],
+    extra_compile_args=["-O3"],
+    optional=True,
+)
 
 
 class BuildWithStartupHook(build_py):
@@ -57,4 +63,4 @@ class BuildWithStartupHook(build_py):
 
 
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": BuildWithStartupHook}, ext_modules=[MLP, SHARED_SUM])
+    setup(cmdclass={"build_py": BuildWithStartupHook}, ext_modules=[MLP, SHARED_SUM, FLAGS])

@@ -11,6 +11,7 @@ from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.rollout.last_reward_wrapper import LastRewardWrapper
+from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.rollout.vector_env_adapter import VectorEnvAdapter
 from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep, TensorVecEnv
@@ -37,6 +38,7 @@ __all__ = [
     "MultiInputPolicy",
     "MultiInputTransformerPolicy",
     "PPOExt",
+    "ParallelVecEnv",
     "TensorStep",
     "TensorVecEnv",
     "TensorVecNormalize",

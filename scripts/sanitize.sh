@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the C extension module with AddressSanitizer and UBSan, by each compiler that is installed, and run its tests with it:
+# Build the C extension modules with AddressSanitizer and UBSan, by each compiler that is installed, and run their tests:
 #
 #     scripts/sanitize.sh .venv/bin
 #
@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$(cd "${1:-.venv/bin}" && pwd)
-tests=(tests/engines -k "not compile and not gpu" -m "not slow" -n "${JOBS:-2}" --dist loadgroup -x -q -p no:cacheprovider)
+tests=(tests/engines tests/rollout/test_flags.py -k "not compile and not gpu" -m "not slow" -n "${JOBS:-2}" --dist loadgroup -x -q -p no:cacheprovider)
 found=0
 
 build() { # compiler, folder, further flags

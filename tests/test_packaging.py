@@ -90,6 +90,7 @@ def test_yaml_and_types(installation):
     assert "Pendulum-v1" in (package / "zoo" / "hyperparams" / "ppo_ext.yml").read_text()
     assert (package / "py.typed").exists()
     assert (package / "engines" / "native" / "_mlp.pyi").exists()
+    assert (package / "rollout" / "parallel" / "_flags.pyi").exists()
 
 
 def test_nothing_else_is_installed(installation):

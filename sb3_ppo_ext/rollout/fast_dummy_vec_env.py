@@ -26,14 +26,28 @@ class FastDummyVecEnv(DummyVecEnv):
     :raises ValueError: if they return the same environment twice
     """
 
+    # Index of the first environment among those of several processes, and of the one that steps, among those of this one
+    _first = _active = 0
+
     def __init__(self, env_fns: list[Callable[[], gym.Env]]):
         super().__init__(env_fns)
         self._buffers = [(key, buffer, buffer.shape[1:]) for key, buffer in self.buf_obs.items()]
 
     def step_wait(self) -> VecEnvStepReturn:
+        self.buf_infos = self.step_envs(self.actions)
+        return self._obs_from_buf(), self.buf_rews.copy(), self.buf_dones.copy(), self.buf_infos
+
+    def step_envs(self, actions: Any) -> list[dict[str, Any]]:
+        """
+        Step all environments, and write observations, rewards and ends of episodes into the buffers.
+
+        :param actions: Action for each environment
+        :return: Info of each environment
+        """
         infos = []
         for index, env in enumerate(self.envs):
-            observation, reward, terminated, truncated, info = env.step(self.actions[index])
+            self._active = index
+            observation, reward, terminated, truncated, info = env.step(actions[index])
             done = terminated or truncated
             # Copied, since an environment may return the same dictionary again.
             info = dict(info)
@@ -45,14 +59,14 @@ class FastDummyVecEnv(DummyVecEnv):
             self.buf_rews[index], self.buf_dones[index] = reward, done
             infos.append(info)
             self._save_obs(index, observation)
-        self.buf_infos = infos
-        return self._obs_from_buf(), self.buf_rews.copy(), self.buf_dones.copy(), infos
+        return infos
 
     def _save_obs(self, env_idx: int, obs: Any) -> None:
         for key, buffer, shape in self._buffers:
             part = obs if key is None else obs[key]
             if (type(part) is not np.ndarray or part.shape != shape) and np.size(part) != np.prod(shape):
-                where = f"Environment {env_idx}: the observation" if key is None else f"Environment {env_idx}: {key!r}"
+                env = f"Environment {self._first + env_idx}"
+                where = f"{env}: the observation" if key is None else f"{env}: {key!r}"
                 raise EnvironmentDataError(
                     f"{where} has the shape {np.shape(part)}, and must have {shape}, that of its space."
                 )

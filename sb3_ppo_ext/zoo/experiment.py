@@ -20,8 +20,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv,
 from sb3_ppo_ext.common.schedules import make_schedule
 from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.ppo_ext import PPOExt
-from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.tensor_envs.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorVecEnv
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # Hyperparameters as they are used, and as they are saved
 Hyperparams: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
-VEC_ENVS: dict[Any, Any] = {DummyVecEnv: FastDummyVecEnv, SubprocVecEnv: CheckedSubprocVecEnv}
+VEC_ENVS: dict[Any, Any] = {DummyVecEnv: FastDummyVecEnv, SubprocVecEnv: ParallelVecEnv}
 # The trial that runs in this thread (`--n-jobs`)
 _TRIAL: ContextVar[Any] = ContextVar("trial", default=None)
 # Whether the environments that are being created are for evaluation
@@ -150,7 +150,7 @@ def _gymnax_copies(experiment: Any, vec_env_class: Any, env_fns: list[Any], **kw
 
 def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager") -> Any:
     """
-    Use the vectorized environments that copy less and that name a worker that fails, write the log to ``progress.csv`` for
+    Use the vectorized environments that copy less and that use all cores, write the log to ``progress.csv`` for
     ``plot_run``, and let each trial keep the ``policy_kwargs`` of the hyperparameters that it starts from.
     """
     experiment.vec_env_class = VEC_ENVS.get(experiment.vec_env_class, experiment.vec_env_class)

@@ -1,7 +1,6 @@
 """Our vectorised environments say what SB3's say, step by step."""
 
 import sys
-from copy import deepcopy
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -12,76 +11,10 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
 from support.toys import DICT, IMAGE, VECTOR, ToyEnv
+from support.vec_envs import Plain, Talkative, as_floats, assert_same, rollout, without_clock
 
-from sb3_ppo_ext import CheckedSubprocVecEnv, FastDummyVecEnv, PPOExt, VectorEnvAdapter
+from sb3_ppo_ext import CheckedSubprocVecEnv, FastDummyVecEnv, ParallelVecEnv, PPOExt, VectorEnvAdapter
 from sb3_ppo_ext.zoo.experiment import setup_experiment
-
-
-class Talkative(ToyEnv):
-    """Its infos have numbers, arrays and words, not at every step; it writes its observations into one array."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        # Random numbers of its own, as in a process of its own
-        self.observation_space = deepcopy(self.observation_space)
-        self.info, self.array = {}, None
-
-    def reset(self, **kwargs):
-        observation, _ = super().reset(**kwargs)
-        return self._written(observation), {"start": float(self.np_random.random())}
-
-    def step(self, action):
-        observation, reward, terminated, truncated, _ = super().step(action)
-        self.info.clear()
-        self.info.update(t=self.t, half=np.full(2, self.t / 2), nested={"t": self.t})
-        if self.t % 3 == 0:
-            self.info["third"] = f"at {self.t}"
-        return self._written(observation), reward, terminated, truncated, self.info
-
-    def _written(self, observation):
-        if not isinstance(observation, np.ndarray):
-            return observation
-        self.array = observation.copy() if self.array is None else self.array
-        self.array[:] = observation
-        return self.array
-
-
-def rollout(env, n_steps=40):
-    """All that can be seen of an environment in some steps."""
-    env.action_space.seed(0)
-    env.seed(5)
-    seen = [env.reset(), [dict(info) for info in env.reset_infos]]
-    for _ in range(n_steps):
-        step = env.step(np.array([env.action_space.sample() for _ in range(env.num_envs)]))
-        seen += [*step, [dict(info) for info in env.reset_infos]]
-    return seen
-
-
-def without_clock(value):
-    if isinstance(value, dict):
-        return {key: without_clock(part) for key, part in value.items() if key != "t" or not isinstance(part, float)}
-    return [without_clock(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def assert_same(expected, actual, where=""):
-    if isinstance(expected, dict):
-        assert expected.keys() == actual.keys(), where
-        for key in expected:
-            assert_same(expected[key], actual[key], f"{where}.{key}")
-    elif isinstance(expected, list):
-        assert len(expected) == len(actual), where
-        for index, pair in enumerate(zip(expected, actual, strict=True)):
-            assert_same(*pair, f"{where}[{index}]")
-    else:
-        assert np.asarray(expected).dtype == np.asarray(actual).dtype, where
-        np.testing.assert_array_equal(expected, actual, err_msg=where)
-
-
-class Plain(Talkative):
-    """A new array for each observation: SB3 keeps a terminal one by reference until all copies have stepped."""
-
-    def _written(self, observation):
-        return observation
 
 
 @pytest.mark.parametrize("space", [VECTOR, IMAGE, DICT], ids=["vector", "image", "dict"])
@@ -120,7 +53,7 @@ def test_checked_is_subproc(space):
         seen.append(without_clock(rollout(env)))
         env.close()
     assert_same(*seen[:2])
-    assert_same(_plain(seen[1][2::5]), _plain(seen[2][2::5]))
+    assert_same(as_floats(seen[1][2::5]), as_floats(seen[2][2::5]))
 
 
 def test_ppo_ext_takes_it():
@@ -138,7 +71,7 @@ def test_adapter_is_dummy(vector_class, space, mode):
     adapter = VectorEnvAdapter(vector_class(fns, autoreset_mode=mode))
     expected, actual = (without_clock(rollout(env)) for env in (DummyVecEnv(fns), adapter))
     adapter.close()
-    assert_same(_plain(expected), _plain(actual))
+    assert_same(as_floats(expected), as_floats(actual))
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -174,16 +107,6 @@ def test_seeds_and_options_are_for_one_reset():
     env.set_options([{"level": 1}, {"level": 2}])
     with pytest.raises(ValueError, match=r"options=.*reset all copies with the same"):
         env.reset()
-
-
-def _plain(value):
-    """The same with numbers as arrays of float64: Gymnasium joins those of all copies in one array."""
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_plain(part) for part in value]
-    array = np.asarray(value)
-    return array.astype(np.float64) if array.dtype.kind in "fiu" else array.astype(str)
 
 
 def test_envpool():
@@ -305,7 +228,7 @@ def test_attributes_of_copies():
 
 def test_the_zoo_takes_it():
     """The Zoo takes our vectorised environments for `ppo_ext` in place of SB3's."""
-    for before, after in [(DummyVecEnv, FastDummyVecEnv), (SubprocVecEnv, CheckedSubprocVecEnv)]:
+    for before, after in [(DummyVecEnv, FastDummyVecEnv), (SubprocVecEnv, ParallelVecEnv)]:
         name = SimpleNamespace(gym_id="CartPole-v1")
         experiment = SimpleNamespace(env_name=name, vec_env_class=before, _hyperparams={}, callbacks=[], save_path="logs")
         assert setup_experiment(lambda: "results", experiment) == "results"

@@ -15,7 +15,7 @@ from support.engines import SMALL
 from support.parity import assert_equal
 from support.toys import ToyEnv
 
-from sb3_ppo_ext import CheckedSubprocVecEnv, PPOExt, VectorEnvAdapter, WorkerError
+from sb3_ppo_ext import CheckedSubprocVecEnv, ParallelVecEnv, PPOExt, VectorEnvAdapter, WorkerError
 
 pytestmark = [
     pytest.mark.integration,
@@ -102,20 +102,29 @@ def model():
 
 
 FAILURES = {
-    "raises": r"Worker 1 \(of 0 to 2\) has raised an error:(.|\n)*in fail\n(.|\n)*KeyError: 'broken'",
-    "raises EOFError": r"Worker 1 \(of 0 to 2\) has raised an error:\s*EOFError",
-    "is killed": r"Worker 1 \(of 0 to 2\) was killed by SIGKILL, perhaps .* memory",
-    "leaves": r"Worker 1 \(of 0 to 2\) has died with exit code 3",
+    "raises": r"Worker 1 \(of .* to 2.*\) has raised an error(.|\n)*in fail\n(.|\n)*KeyError: 'broken'",
+    "raises EOFError": r"Worker 1 \(of .* to 2.*\) has raised an error(.|\n)*EOFError",
+    "is killed": r"Worker 1 \(of .* to 2.*\) was killed by SIGKILL, perhaps .* memory",
+    "leaves": r"Worker 1 \(of .* to 2.*\) has died with exit code 3",
     "says goodbye": r"Worker 1 (.|\n)*SystemExit: goodbye",
     "answers with what cannot be pickled": r"Worker 1 (.|\n)*pickle",
     "no reset": r"Worker 1 (.|\n)*KeyError: 'cannot be reset'",
 }
 
 
+def parallel(env_fns, **kwargs):
+    """A `ParallelVecEnv` in whose main process is one environment, and one in each worker."""
+    return ParallelVecEnv(env_fns, n_workers=len(env_fns) - 1, **kwargs)
+
+
+CLASSES = pytest.mark.parametrize("cls", [CheckedSubprocVecEnv, parallel], ids=["checked", "parallel"])
+
+
+@CLASSES
 @pytest.mark.parametrize("how", FAILURES)
-def test_failure(how, model, tmp_path):
+def test_failure(how, cls, model, tmp_path):
     """The worker is named with its traceback or exit code, all others are ended, and the model can go on with others."""
-    env = make(CheckedSubprocVecEnv, how, 1)
+    env = make(cls, how, 1)
     assert_model_survives(model, env, FAILURES[how], tmp_path)
     assert_ended(env)
 
@@ -133,12 +142,17 @@ def test_hanging(model, tmp_path):
     assert_model_survives(model, make(CheckedSubprocVecEnv, "hangs", 0, timeout=0.5), "No answer .* Worker 0", tmp_path)
 
 
-def test_constructor():
+@CLASSES
+def test_constructor(cls):
     """An environment that cannot be made is named, and no process is left."""
     before = multiprocessing.active_children()
     with pytest.raises(WorkerError, match=r"Worker 2 (.|\n)*KeyError: 'cannot be made'"):
-        make(CheckedSubprocVecEnv, "no constructor", 2)
+        make(cls, "no constructor", 2)
     assert multiprocessing.active_children() == before
+
+
+def test_bad_arguments():
+    """Bad arguments are named with their value."""
     with pytest.raises(ValueError, match=r"`env_fns=\[\]`"):
         CheckedSubprocVecEnv([])
     for timeout in (0, -1.0, "1", float("nan")):
@@ -170,9 +184,10 @@ def test_workers_of_gymnasium(tmp_path):
     env.venv.close(terminate=True)
 
 
-def test_errors_that_are_not_of_a_worker():
+@CLASSES
+def test_errors_that_are_not_of_a_worker(cls):
     """An error of a file in a callback passes, since all workers are alive."""
-    env = CheckedSubprocVecEnv([ToyEnv], start_method="fork")
+    env = cls([ToyEnv] * 2, start_method="fork")
 
     def callback(local, _):
         raise FileNotFoundError("no such file")

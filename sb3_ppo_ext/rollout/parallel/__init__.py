@@ -1,0 +1,1 @@
+"""Environments in few processes, with many environments each."""

@@ -1,0 +1,99 @@
+"""The environments that one process steps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+
+from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays, numbers_of
+from sb3_ppo_ext.rollout.parallel.step_infos import StepInfos
+
+
+class EnvironmentShare(FastDummyVecEnv):
+    """
+    Some of the environments of a :class:`~sb3_ppo_ext.ParallelVecEnv`. It writes what they return into memory that processes
+    share, and its methods are called in all processes alike.
+
+    :param env_fns: Functions that create the environments
+    :param first: Index of the first of them among all environments
+    :raises ValueError: if they return the same environment twice, or the observation space is not supported
+    """
+
+    def __init__(self, env_fns: list[Callable[[], gym.Env]], first: int):
+        self._first = first
+        try:
+            super().__init__(env_fns)
+        except Exception:
+            if getattr(self, "envs", None):
+                numbers_of(self.envs[0].observation_space)
+            raise
+
+    def attach(self, arrays: SharedArrays) -> None:
+        """
+        :param arrays: Arrays to write into. A checkpoint that is restored replaces them by others
+        """
+        if arrays.own_rewards is self.buf_rews:
+            return
+        envs = slice(self._first, self._first + self.num_envs)
+        self.buf_obs = OrderedDict((key, array[envs]) for key, array in arrays.observations.items())
+        self.keys = list(self.buf_obs)
+        self._buffers = [(key, buffer, buffer.shape[1:]) for key, buffer in self.buf_obs.items()]
+        self.buf_rews, self.buf_dones = arrays.rewards[envs], arrays.dones[envs]
+        arrays.own_rewards = self.buf_rews
+
+    def step_infos(self, actions: Any) -> StepInfos | None:
+        """
+        Step all environments.
+
+        :param actions: Action for each environment
+        :return: What there is to say but numbers; ``None`` if there is nothing
+        """
+        infos = self.step_envs(actions)
+        # Whoever was truncated has a terminal observation as well.
+        unusual = {index: info for index, info in enumerate(infos) if len(info) > 1}
+        if not unusual:
+            return None
+        return unusual, {index: self.reset_infos[index] for index in unusual if self.buf_dones[index]}
+
+    def reset_envs(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """
+        Reset all environments.
+
+        :param seeds: Seed for each environment
+        :param options: Options for each environment, which are not passed on if they are empty
+        :return: Info of each environment
+        """
+        for index, env in enumerate(self.envs):
+            self._active = index
+            given = {"options": options[index]} if options[index] else {}
+            observation, self.reset_infos[index] = env.reset(seed=seeds[index], **given)
+            self._save_obs(index, observation)
+        return self.reset_infos
+
+    def render_envs(self, indices: Sequence[int]) -> list[Any]:
+        """
+        :param indices: Environments
+        :return: What ``render`` of each returns
+        """
+        return [self.envs[index].render() for index in indices]
+
+    def call(self, function: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """
+        :param function: Function that gets an environment and the arguments
+        :param args: Arguments for each environment
+        :return: What it returns for each environment
+        """
+        results = []
+        for index, env in enumerate(self.envs):
+            self._active = index
+            results.append(function(env, *args[index]))
+        return results
+
+    @property
+    def active(self) -> int:
+        """Index of the environment that was called last, among all environments."""
+        return self._first + self._active

@@ -1,0 +1,62 @@
+"""Infos of a step on their way between two processes."""
+
+from __future__ import annotations
+
+import pickle
+from array import array
+from copy import deepcopy
+from typing import Any, TypeAlias
+
+import numpy as np
+
+# Infos with more in them than whether the episode was truncated, and infos of new episodes, each by the index of the
+# environment in its process
+StepInfos: TypeAlias = tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]
+# Types of values that nobody can change
+IMMUTABLE = frozenset((bool, int, float, str, bytes, type(None), np.bool_, np.float32, np.float64, np.int32, np.int64))
+# Types of numbers that are exact as a double, and a letter for each. To pickle NumPy's takes ten times as long.
+LETTERS: dict[Any, str] = {float: "p", bool: "b", np.float64: "d", np.float32: "f", np.bool_: "?"}
+TYPES: dict[str, Any] = {letter: kind for kind, letter in LETTERS.items()}
+
+
+def pickled_infos(infos: StepInfos) -> bytes:
+    """
+    :param infos: Infos of a step
+    :return: The infos, pickled. Those of numbers with the same keys and types are in one array
+    """
+    groups: dict[tuple[tuple[str, ...], tuple[type, ...]], list[int]] = {}
+    for index, info in infos[0].items():
+        groups.setdefault((tuple(info), tuple(map(type, info.values()))), []).append(index)
+    numbers, others = [], {}
+    for (keys, types), indices in groups.items():
+        if LETTERS.keys() >= set(types):
+            values = array("d")
+            for index in indices:
+                values.extend(infos[0][index].values())
+            numbers.append((keys, "".join([LETTERS[kind] for kind in types]), indices, values.tobytes()))
+        else:
+            others.update({index: infos[0][index] for index in indices})
+    return pickle.dumps((numbers, others, infos[1]), protocol=5)
+
+
+def unpickled_infos(data: Any) -> StepInfos:
+    """
+    :param data: What :func:`pickled_infos` returns, or a ``memoryview`` of it
+    :return: The infos
+    """
+    numbers, infos, resets = pickle.loads(data)
+    for keys, letters, indices, values in numbers:
+        types = [TYPES[letter] for letter in letters]
+        rest = iter(memoryview(values).cast("d").tolist())
+        for index in indices:
+            # `rest` comes last, since `zip` takes from each before it finds that one has ended.
+            infos[index] = {key: kind(value) for key, kind, value in zip(keys, types, rest, strict=False)}
+    return infos, resets
+
+
+def detached(info: dict[str, Any]) -> dict[str, Any]:
+    """
+    :param info: Info of a step
+    :return: The info, without objects that the environment may still change
+    """
+    return info if IMMUTABLE.issuperset(map(type, info.values())) else deepcopy(info)

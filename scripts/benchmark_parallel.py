@@ -1,0 +1,383 @@
+"""
+How fast environments step, and PPOExt trains in them, on all cores of a machine: `ParallelVecEnv` and its alternatives.
+
+The contenders have the same environments and hyperparameters, and run in turns in random order, with one thread of PyTorch
+each. There are two ratios: that of the fastest turns, which other programs have disturbed least, and the median over the
+rounds, with its 95 % confidence interval (bootstrap). All cores take part, so that a turn waits until other programs use less
+than a tenth of a core, and is repeated if they have used more meanwhile. After `--patience` seconds it is taken as it is, and
+the table says how many of the turns were such "loud" ones. The parts:
+
+- training: steps per second of whole trainings, batches of 256, 10 epochs, networks of 64-64
+- environments: steps per second of the environments alone, among them images of 84 x 84 x 4, and environments that compute, or
+  wait, for 5 ms
+- growth: as environments, with 0, 1, 3, ... workers
+- model: the times of which a training consists, and the speed on more cores that follows from them
+
+Run it: python scripts/benchmark_parallel.py (about 8 minutes; `--parts`, `--rounds`)
+It writes docs/performance/parallel.json. With `--markdown` it measures nothing and prints the tables of docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import gymnasium as gym
+import numpy as np
+import torch as th
+from benchmark_speed import Frames, ratios
+from benchmark_tables import number, table, transposed
+from gymnasium import spaces
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
+
+from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt
+from sb3_ppo_ext.common.cores import available_cores
+
+PATH = Path(__file__).parents[1] / "docs" / "performance" / "parallel.json"
+PARTS = ("training", "environments", "growth", "model")
+# Processes start faster, and step as fast.
+FORK: dict[str, Any] = {"start_method": "fork"} if "fork" in mp.get_all_start_methods() else {}
+# Share of a core that other programs may use during a turn
+QUIET = 0.1
+
+
+class Delayed(gym.Env):
+    """Takes 5 ms for a step: computes, or waits as for a server."""
+
+    observation_space = spaces.Box(-1, 1, (8,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, waits: bool):
+        self.waits, self.seconds, self.t = waits, 0.005, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        self.t = 0
+        return np.zeros(8, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.t += 1
+        if self.waits:
+            time.sleep(self.seconds)
+        else:
+            end = time.thread_time() + self.seconds
+            while time.thread_time() < end:
+                pass
+        return np.zeros(8, np.float32), 1.0, False, self.t >= 100, {}
+
+
+def waiting() -> gym.Env:
+    return Delayed(waits=True)
+
+
+def computing() -> gym.Env:
+    return Delayed(waits=False)
+
+
+TRAINING: dict[str, tuple[Any, int, int]] = {"HalfCheetah-v5, 8 x 256": ("HalfCheetah-v5", 8, 256)}
+TRAINING["CartPole-v1, 16 x 128"] = ("CartPole-v1", 16, 128)
+# Environment, number of copies, steps of a turn
+ENVIRONMENTS: dict[str, tuple[Any, int, int]] = {
+    "HalfCheetah-v5, 8": ("HalfCheetah-v5", 8, 300),
+    "CartPole-v1, 2": ("CartPole-v1", 2, 3000),
+    "CartPole-v1, 16": ("CartPole-v1", 16, 1000),
+    "images, 16": (Frames, 16, 300),
+    "computes for 5 ms, 64": (computing, 64, 2),
+    "waits for 5 ms, 64": (waiting, 64, 2),
+}
+WAITING_WORKERS = (0, 1, 7, 31)
+
+
+class Contender:
+    """
+    What is measured in turns.
+
+    :param turn: Function that takes a turn
+    :param n_steps: Environment steps of a turn
+    :param env: Its environments, with their processes
+    """
+
+    def __init__(self, turn: Callable[[], Any], n_steps: int, env: VecEnv):
+        self.turn, self.n_steps, self.env, self.n_loud = turn, n_steps, env, 0
+        processes = getattr(env, "processes", [])
+        self.pids = [os.getpid(), *(process.pid for process in processes)]
+
+    def seconds(self, patience: float) -> float:
+        """
+        :param patience: Seconds to wait for a turn without other programs
+        :return: Time of a turn
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            while self._load(lambda: time.sleep(0.3))[1] > QUIET and time.monotonic() < deadline:
+                pass
+            seconds, load = self._load(self.turn)
+            if load <= QUIET or time.monotonic() > deadline:
+                self.n_loud += load > QUIET
+                return seconds
+
+    def _load(self, function: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds that a function takes, and the number of cores that other programs have used meanwhile."""
+        start, others = time.perf_counter(), self._time_of_others()
+        function()
+        seconds = time.perf_counter() - start
+        return seconds, (self._time_of_others() - others) / seconds
+
+    def _time_of_others(self) -> float:
+        """Seconds for which other programs have used a core since the machine was started; 0 where it is not known."""
+        try:
+            all_of_them = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+            # user, nice, system, interrupts
+            busy = sum(int(all_of_them[i]) for i in (0, 1, 2, 5, 6))
+            own = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in self.pids]
+        except (OSError, IndexError):
+            return 0.0
+        return (busy - sum(int(ticks) for pair in own for ticks in pair)) / os.sysconf("SC_CLK_TCK")
+
+
+def trainer(algorithm: Any, setting: tuple[Any, int, int], vec_env_cls: Any, **vec_env_kwargs: Any) -> Contender:
+    env_id, n_envs, n_steps = setting
+    env = make_vec_env(env_id, n_envs, seed=0, vec_env_cls=vec_env_cls, vec_env_kwargs=vec_env_kwargs)
+    model = algorithm("MlpPolicy", env, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu")
+    steps = n_envs * n_steps
+    return Contender(lambda: model.learn(steps, reset_num_timesteps=False), steps, env)
+
+
+def stepper(setting: tuple[Any, int, int], vec_env_cls: Any, **vec_env_kwargs: Any) -> Contender:
+    env_id, n_envs, n_steps = setting
+    env = make_vec_env(env_id, n_envs, seed=0, vec_env_cls=vec_env_cls, vec_env_kwargs=vec_env_kwargs)
+    actions = [np.array([env.action_space.sample() for _ in range(n_envs)]) for _ in range(20)]
+    env.reset()
+
+    def turn() -> None:
+        for t in range(n_steps):
+            env.step(actions[t % 20])
+
+    return Contender(turn, n_steps * n_envs, env)
+
+
+def training(setting: tuple[Any, int, int]) -> dict[str, Contender]:
+    return {
+        "PPOExt, FastDummyVecEnv": trainer(PPOExt, setting, FastDummyVecEnv),
+        "PPOExt, ParallelVecEnv": trainer(PPOExt, setting, ParallelVecEnv, **FORK),
+        "PPOExt, SubprocVecEnv": trainer(PPOExt, setting, SubprocVecEnv, **FORK),
+        "SB3, DummyVecEnv": trainer(PPO, setting, DummyVecEnv),
+        "SB3, SubprocVecEnv": trainer(PPO, setting, SubprocVecEnv, **FORK),
+    }
+
+
+def environments(setting: tuple[Any, int, int]) -> dict[str, Contender]:
+    return {
+        "FastDummyVecEnv": stepper(setting, FastDummyVecEnv),
+        "ParallelVecEnv": stepper(setting, ParallelVecEnv, **FORK),
+        "SubprocVecEnv": stepper(setting, SubprocVecEnv, **FORK),
+    }
+
+
+def growth(name: str, setting: tuple[Any, int, int]) -> dict[str, Contender]:
+    n_cores = available_cores()
+    numbers = WAITING_WORKERS if name.startswith("waits") else [n - 1 for n in (1, 2, 4, 8, 16, 32) if n <= 2 * n_cores]
+    return {f"{n} workers": stepper(setting, ParallelVecEnv, n_workers=n, **FORK) for n in numbers if n < setting[1]}
+
+
+def contests(part: str) -> Iterator[tuple[str, Callable[[], dict[str, Contender]]]]:
+    if part == "training":
+        yield from ((name, lambda setting=setting: training(setting)) for name, setting in TRAINING.items())
+    elif part == "environments":
+        yield from ((name, lambda setting=setting: environments(setting)) for name, setting in ENVIRONMENTS.items())
+    elif part == "growth":
+        yield from ((name, lambda name=name, s=setting: growth(name, s)) for name, setting in ENVIRONMENTS.items())
+
+
+def take_turns(contenders: Mapping[str, Contender], rounds: int, patience: float) -> dict[str, Any]:
+    """
+    :return: For each contender its thousand steps per second in its fastest turn, the ratio of these and of all turns to those
+        of the first contender, the latter with an interval, and the number of turns that were not quiet
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    rng = np.random.default_rng(0)
+    for contender in contenders.values():
+        contender.turn()
+    for _ in range(rounds):
+        for name in rng.permutation(list(contenders)).tolist():
+            times[name].append(contenders[name].seconds(patience) / contenders[name].n_steps)
+    reference = next(iter(contenders))
+    found = ratios(times, reference)
+    return {
+        name: {
+            "speed": 1e-3 / min(times[name]),
+            "fastest": min(times[reference]) / min(times[name]),
+            **{key: found.get(name, {}).get(key, 1.0) for key in ("ratio", "low", "high")},
+            "loud": contender.n_loud,
+        }
+        for name, contender in contenders.items()
+    }
+
+
+# The model
+
+
+class Timed:
+    """
+    A function, and the seconds of the processor that it has taken, which other programs hardly change.
+
+    :param function: The function
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function, self.seconds = function, 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.thread_time()
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            self.seconds += time.thread_time() - start
+
+
+def undisturbed(function: Callable[[], Any], number_of_calls: int = 4000) -> float:
+    """:return: Microseconds than which 2 % of the calls are faster: single calls are shorter than what disturbs them"""
+    times = []
+    for _ in range(number_of_calls):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return float(np.quantile(times, 0.02)) * 1e6
+
+
+def give_cores(*pids: int) -> None:
+    """Give each process a core of its own, as the scheduler does where no other program runs, or a single one all cores."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = range(os.cpu_count() or 1)
+        for number_of_process, pid in enumerate(pids):
+            os.sched_setaffinity(pid, {cores[number_of_process]} if len(pids) > 1 else cores)
+
+
+def parts_of(setting: tuple[Any, int, int]) -> dict[str, float]:
+    """Microseconds of the parts of a training, in one process."""
+    env_id, n_envs, n_steps = setting
+    cls: Any = ParallelVecEnv
+    with_worker, one = (
+        make_vec_env(env_id, n_envs, seed=0, vec_env_cls=cls, vec_env_kwargs={"n_workers": n, **FORK}) for n in (1, 0)
+    )
+    actions = np.array([one.action_space.sample() for _ in range(n_envs)])
+    for env in (one, with_worker):
+        env.reset()
+    worker: int = vars(with_worker)["processes"][0].pid
+    give_cores(os.getpid(), worker)
+    # In turns, since processors change their speed
+    both = [(undisturbed(lambda: with_worker.step(actions)), undisturbed(lambda: one.step(actions))) for _ in range(3)]
+    give_cores(os.getpid())
+    model = PPOExt("MlpPolicy", one, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu")
+    model.learn(n_steps * n_envs)
+    n_rollouts = 10
+    step, update, learn = Timed(one.step), Timed(model.train), Timed(model.learn)
+    vars(one)["step"], vars(model)["train"] = step, update
+    learn(n_rollouts * n_steps * n_envs, reset_num_timesteps=False)
+    for env in (one, with_worker):
+        env.close()
+    each = 1e6 / (n_rollouts * n_steps)
+    return {
+        "step of an environment": step.seconds * each / n_envs,
+        "wake-up of the processes, and infos": float(np.median([half - one_step / 2 for half, one_step in both])),
+        "policy and the rest": (learn.seconds - update.seconds - step.seconds) * each,
+        "update, for each step": update.seconds * each,
+    }
+
+
+def on_cores(parts: Mapping[str, float], measured: int, n_envs: int, n_cores: int) -> float:
+    """
+    :param parts: Times with the number of environments for which they were measured
+    :param measured: That number
+    :param n_envs: Number of environments. All that the main process does by itself grows with it
+    :param n_cores: Number of cores
+    :return: Thousand steps per second
+    """
+    infos = parts["wake-up of the processes, and infos"] * (n_envs - n_envs // n_cores) / (measured / 2)
+    rest = (parts["policy and the rest"] + parts["update, for each step"]) * n_envs / measured
+    return 1e3 * n_envs / (parts["step of an environment"] * -(-n_envs // n_cores) + infos + rest)
+
+
+def model() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, setting in TRAINING.items():
+        parts = parts_of(setting)
+        found[name] = {f"{part}, µs": value for part, value in parts.items()}
+        for n_cores in (1, 2, 4, 8, 16):
+            found[name][f"{n_cores} core{'s'[: n_cores > 1]}, thousand steps/s, computed"] = on_cores(
+                parts, setting[1], setting[1], n_cores
+            )
+        found[name]["16 cores, 64 environments, thousand steps/s, computed"] = on_cores(parts, setting[1], 64, 16)
+    return found
+
+
+# Tables
+
+
+def cell(result: Mapping[str, float]) -> str:
+    ratios_of_all = f"{result['ratio']:.2f} ({result['low']:.2f} to {result['high']:.2f})"
+    loud = f", {result['loud']:.0f} loud" if result["loud"] else ""
+    return f"{number(result['speed'])}; {result['fastest']:.2f}; {ratios_of_all}{loud}"
+
+
+def tables(results: Mapping[str, Any]) -> Iterator[str]:
+    """
+    :param results: Results by part; parts may be missing
+    :return: The table of each part
+    """
+    corner = "thousand steps/s in the fastest turn; ratio of these to the first row; ratio of all turns"
+    for part in ("training", "environments"):
+        if part in results:
+            yield table(corner, results[part], cell)
+    if "growth" in results:
+        yield table("as above; ratio to 0 workers", results["growth"], cell)
+    if "model" in results:
+        yield table("", transposed(transposed(results["model"])), number)
+
+
+def measure(part: str, rounds: int, patience: float) -> dict[str, Any]:
+    if part == "model":
+        return model()
+    found = {}
+    for name, make in contests(part):
+        contenders = make()
+        found[name] = take_turns(contenders, rounds, patience)
+        print(part, name, {each: cell(result) for each, result in found[name].items()}, flush=True)
+        for contender in contenders.values():
+            contender.env.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each contender (default: %(default)s)")
+    parser.add_argument("--patience", type=float, default=20, help="seconds to wait for a quiet turn (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=PATH, help="file of the results (default: %(default)s)")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of what was measured before")
+    arguments = parser.parse_args()
+    results = json.loads(arguments.out.read_text())["results"] if arguments.out.exists() else {}
+    if not arguments.markdown:
+        th.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        for part in arguments.parts:
+            results[part] = measure(part, arguments.rounds, arguments.patience)
+            results = {each: results[each] for each in PARTS if each in results}
+            machine = {"cores": available_cores(), "system": os.uname().sysname if hasattr(os, "uname") else os.name}
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+    print(*tables(results), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

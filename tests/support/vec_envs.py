@@ -1,0 +1,83 @@
+"""What vectorised environments say, step by step, and environments that say much."""
+
+from copy import deepcopy
+
+import numpy as np
+from support.toys import ToyEnv
+
+
+class Talkative(ToyEnv):
+    """Its infos have numbers, arrays and words, not at every step; it writes its observations into one array."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        # Random numbers of its own, as in a process of its own
+        self.observation_space = deepcopy(self.observation_space)
+        self.info, self.array = {}, None
+
+    def reset(self, **kwargs):
+        observation, _ = super().reset(**kwargs)
+        return self._written(observation), {"start": float(self.np_random.random())}
+
+    def step(self, action):
+        observation, reward, terminated, truncated, _ = super().step(action)
+        self.info.clear()
+        self.info.update(t=self.t, half=np.full(2, self.t / 2), nested={"t": self.t})
+        if self.t % 3 == 0:
+            self.info["third"] = f"at {self.t}"
+        return self._written(observation), reward, terminated, truncated, self.info
+
+    def _written(self, observation):
+        if not isinstance(observation, np.ndarray):
+            return observation
+        self.array = observation.copy() if self.array is None else self.array
+        self.array[:] = observation
+        return self.array
+
+
+def rollout(env, n_steps=40):
+    """All that can be seen of an environment in some steps."""
+    env.action_space.seed(0)
+    env.seed(5)
+    seen = [env.reset(), [dict(info) for info in env.reset_infos]]
+    for _ in range(n_steps):
+        step = env.step(np.array([env.action_space.sample() for _ in range(env.num_envs)]))
+        seen += [*step, [dict(info) for info in env.reset_infos]]
+    return seen
+
+
+def without_clock(value):
+    if isinstance(value, dict):
+        return {key: without_clock(part) for key, part in value.items() if key != "t" or not isinstance(part, float)}
+    return [without_clock(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def assert_same(expected, actual, where=""):
+    if isinstance(expected, dict):
+        assert expected.keys() == actual.keys(), where
+        for key in expected:
+            assert_same(expected[key], actual[key], f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(expected) == len(actual), where
+        for index, pair in enumerate(zip(expected, actual, strict=True)):
+            assert_same(*pair, f"{where}[{index}]")
+    else:
+        assert np.asarray(expected).dtype == np.asarray(actual).dtype, where
+        np.testing.assert_array_equal(expected, actual, err_msg=where)
+
+
+class Plain(Talkative):
+    """A new array for each observation: SB3 keeps a terminal one by reference until all copies have stepped."""
+
+    def _written(self, observation):
+        return observation
+
+
+def as_floats(value):
+    """The same with numbers as arrays of float64: Gymnasium joins those of all copies in one array."""
+    if isinstance(value, dict):
+        return {key: as_floats(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [as_floats(part) for part in value]
+    array = np.asarray(value)
+    return array.astype(np.float64) if array.dtype.kind in "fiu" else array.astype(str)
