@@ -3,8 +3,8 @@ How fast several processes of torchrun train one model, compared with one proces
 
 In each round, rank 0 first trains alone, while the others sleep, and then all ranks train together: with as many samples per
 rank in each minibatch as alone, and with the same batch size. A ratio is the environment steps per second of all ranks over
-those of rank 0 alone, the median over the rounds with its 95 % confidence interval (bootstrap). The transport is timed, too: the
-sum of a gradient over all ranks, by shared memory and by gloo.
+those of rank 0 alone, the median over the rounds with its 95 % confidence interval (bootstrap). The transport is timed, too:
+the sum of a gradient over all ranks, by shared memory and by gloo.
 
 Run it: torchrun --nproc-per-node 2 scripts/benchmark_ranks.py (about five minutes; `--rounds`)
 It prints the tables of docs/scaling.md.
@@ -28,7 +28,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext import FastDummyVecEnv, PPOExt
-from sb3_ppo_ext.distributed.launch import find_launch
+from sb3_ppo_ext.distributed.launch import Distributed, find_launch
 from sb3_ppo_ext.distributed.ranks import ProcessGroup, connect
 
 CASES: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 GRADIENTS = {"64-64": 11_000, "256-256": 143_000}
 
 
-def make_model(case: dict[str, Any], batch_size: int, distributed: str) -> PPOExt:
+def make_model(case: dict[str, Any], batch_size: int, distributed: Distributed) -> PPOExt:
     env: Any = make_vec_env(case["env"], case["n_envs"], vec_env_cls=FastDummyVecEnv)
     if case.get("normalize"):
         env = VecNormalize(env)
