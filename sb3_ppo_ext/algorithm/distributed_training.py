@@ -75,7 +75,8 @@ def training_of(model: Any, **arguments: Any) -> Iterator[Ranks]:
 
 
 def _silence(model: Any) -> None:
-    """Replace the logger by one without outputs."""
+    """Replace the logger by one without outputs. A model that was loaded has the verbosity of the one that was saved."""
+    model.verbose = 0
     model.set_logger(Logger(folder=None, output_formats=[]))
 
 

@@ -68,8 +68,7 @@ def further_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: Rollout
     :return: Values that SB3 does not log, by name; a name without a slash belongs under ``train/``
     """
     logged: Logged = {}
-    if metrics["ratio"]:
-        ratio = metrics.vector("ratio")
+    if metrics["ratio"] and len(ratio := metrics.vector("ratio")):
         logged |= {"ratio_mean": ratio.mean(), "ratio_std": ratio.std(correction=0), "ratio_max": ratio.max()}
     for name in (name for name, values in metrics.items() if values and name not in LOGGED_OTHERWISE):
         logged[name] = metrics.mean(name)
@@ -92,11 +91,13 @@ def statistics_over(ranks: Ranks, metrics: Metrics, buffer: RolloutBuffer, of_ac
     logged = {"explained_variance": 1 - errors.variance / of_returns.variance if of_returns.variance > 0 else math.nan}
     raw = Moments.of(advantages, ranks)
     logged |= {"adv/raw_mean": raw.mean, "adv/raw_std": raw.variance**0.5, "adv/raw_min": raw.low, "adv/raw_max": raw.high}
-    if all(ranks.gather(bool(metrics["ratio"]))):
-        ratio = Moments.of(metrics.vector("ratio"), ranks)
+    if any(ranks.gather(bool(metrics["ratio"]))):
+        # With prioritised segments, a rank may have had no samples.
+        ratio = Moments.of(metrics.vector("ratio") if metrics["ratio"] else np.zeros(0), ranks)
         logged |= {"ratio_mean": ratio.mean, "ratio_std": ratio.variance**0.5, "ratio_max": ratio.high}
     gathered = ranks.gather(of_actions)
-    return logged | {name: float(np.mean([each[name] for each in gathered])) for name in of_actions}
+    names = {name for each in gathered for name in each}
+    return logged | {name: float(np.nanmean([each.get(name, np.nan) for each in gathered])) for name in sorted(names)}
 
 
 def _estimated(buffer: RolloutBuffer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -129,7 +130,8 @@ def action_statistics(metrics: Metrics, policy: ActorCriticPolicy, buffer: Rollo
     :return: Means over the actions of the rollout, by name
     """
     if metrics["action_parameters"] and isinstance(policy.action_dist, BoundedDistribution):
-        return policy.action_dist.statistics(metrics.vector("action_parameters"))
+        described = metrics.vector("action_parameters")
+        return policy.action_dist.statistics(described) if len(described) else {}
     if config.loss.action_bounds is None or config.samples_latents:
         return {}
     # Fraction of the action components that are at or beyond a bound, where the environment receives the bound

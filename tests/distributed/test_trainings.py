@@ -180,3 +180,25 @@ def test_an_error_on_one_rank(scenarios):
 def test_no_shared_memory_is_left(scenarios):
     """The files of the shared memory are deleted as soon as they are open."""
     assert not list(Path("/dev/shm").glob("sb3_ppo_ext_*"))
+
+
+ZOO = ["-m", "rl_zoo3.train", "--algo", "ppo_ext", "--env", "CartPole-v1", "--device", "cpu", "--verbose", "0"]
+
+
+def test_the_zoo(tmp_path):
+    """All ranks train one model of the Zoo; rank 0 writes one run, with evaluations at the given numbers of steps."""
+    arguments = [*ZOO, "-n", "2048", "--eval-freq", "1024", "--eval-episodes", "1", "-f", str(tmp_path / "logs")]
+    run([*TORCHRUN, "2", *arguments, "-params", "n_envs:4", "n_steps:64", "normalize:True"])
+    (folder,) = (tmp_path / "logs" / "ppo_ext").iterdir()
+    assert len(list(folder.glob("*.monitor.csv"))) == 4
+    assert np.load(folder / "evaluations.npz")["timesteps"].tolist() == [1024, 2048]
+    assert (folder / "CartPole-v1.zip").exists()
+    assert (folder / "CartPole-v1" / "vecnormalize.pkl").exists()
+
+
+def test_the_zoo_does_not_tune(tmp_path):
+    """``-optimize`` is refused with a remedy: ranks train one model."""
+    arguments = [*ZOO, "-optimize", "--n-trials", "1", "-f", str(tmp_path / "logs")]
+    done = subprocess.run([*TORCHRUN, "2", *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "torchrun trains one model" in done.stderr + done.stdout
