@@ -19,7 +19,7 @@ from sb3_ppo_ext.common.validation import (
     keywords_of,
     refuse,
 )
-from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
+from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
 from sb3_ppo_ext.options.table import ALL_OPTIONS, ActionDist, AdvantageNorm, DeterministicAction, OptimizerName
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, check_action_distribution, with_action_distributions
@@ -166,7 +166,7 @@ def _check_buffer(model: ConfiguredModel) -> None:
     _check_buffer_class(buffer_class, usual)
     given_to_buffer = ("buffer_size", "observation_space", "action_space", "device", "gamma", "gae_lambda", "n_envs")
     check_kwargs("rollout_buffer_kwargs", model.rollout_buffer_kwargs or {}, buffer_class, given_to_buffer)
-    reads_sequences = isinstance(model.policy_class, type) and issubclass(model.policy_class, TransformerPolicyMixin)
+    reads_sequences = isinstance(model.policy_class, type) and issubclass(model.policy_class, HistoryPolicy)
     if reads_sequences and buffer_class not in (RolloutBuffer, DictRolloutBuffer):
         remedy = f"{model.policy_class.__name__} has a buffer of its own; give None"
         refuse("rollout_buffer_class", buffer_class, remedy)
