@@ -1,14 +1,14 @@
-"""Recurrent networks over sequences of samples: step by step, packed, and padded as sb3-contrib's RecurrentPPO pads them."""
+"""Recurrent networks over sequences of samples: step by step, in few calls, or padded as RecurrentPPO pads them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch as th
 from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 
 # Hidden state, and cell state of an LSTM, each of shape (n_layers, n_sequences, hidden_size)
 State: TypeAlias = tuple[th.Tensor, ...]
@@ -38,6 +38,7 @@ class RecurrentSequences(NamedTuple):
     :param states: States before the first sample of each sequence
     :param is_padded: Whether the sequences are to be padded for the networks, as RecurrentPPO does. The results are the same
         up to rounding; without padding, they are computed several times faster
+    :param plan: Plan for the calls of the networks, ``None`` if the sequences are padded or have one sample each
     """
 
     observations: PyTorchObs
@@ -45,6 +46,7 @@ class RecurrentSequences(NamedTuple):
     starts: th.Tensor
     states: RecurrentStates
     is_padded: bool = False
+    plan: Plan | None = None
 
 
 def padded(observations: Any) -> Any:
@@ -103,27 +105,83 @@ def step(network: nn.RNNBase, features: th.Tensor, state: State) -> tuple[th.Ten
     return outputs.squeeze(0), state
 
 
-def over_packed(network: nn.RNNBase, features: th.Tensor, lengths: np.ndarray, state: State) -> th.Tensor:
+class Window(NamedTuple):
     """
-    Run a network over sequences of any lengths in one call.
+    Successive steps of the sequences that are long enough, for one call of a network. Sequences that end in a window go on to
+    its end, with outputs that are not used.
+
+    :param rows: Index of the sample of each step and sequence, flattened, shape ``(n_steps * n_sequences,)``
+    :param n_sequences: Number of sequences
+    """
+
+    rows: th.Tensor
+    n_sequences: int
+
+
+class Plan(NamedTuple):
+    """
+    Division of sequences of different lengths into few calls of a network, with little padding.
+
+    :param order: Indices of the sequences, the longest first, shape ``(n_sequences,)``
+    :param windows: Windows, one after the other in time
+    :param outputs: Index of the output of each sample among the outputs of all windows, shape ``(n_samples,)``
+    """
+
+    order: th.Tensor
+    windows: list[Window]
+    outputs: th.Tensor
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, rows_of_call: float, device: th.device) -> Plan:
+        """
+        :param lengths: Number of samples of each sequence, shape ``(n_sequences,)``
+        :param rows_of_call: Number of steps of one sequence that take as long as one more call
+        :param device: Device of the result
+        :return: Plan for these sequences
+        """
+        order = np.argsort(-lengths, kind="stable")
+        firsts, lasts = (np.cumsum(lengths) - lengths)[order], (np.cumsum(lengths) - 1)[order]
+        n_going_on = np.searchsorted(-lengths[order], -np.arange(lengths.max()), side="left")
+        windows, outputs, n_rows = [], np.empty(lengths.sum(), np.int64), 0
+        for start, end in _split(n_going_on, 0, len(n_going_on), rows_of_call):
+            n = n_going_on[start]
+            steps = firsts[:n] + np.arange(start, end)[:, np.newaxis]
+            is_sample = steps <= lasts[:n]
+            outputs[steps[is_sample]] = n_rows + np.flatnonzero(is_sample)
+            windows.append(Window(th.from_numpy(np.minimum(steps, lasts[:n]).flatten()).to(device), int(n)))
+            n_rows += steps.size
+        return cls(th.from_numpy(order).to(device), windows, th.from_numpy(outputs).to(device))
+
+
+def _split(n_going_on: np.ndarray, start: int, end: int, rows_of_call: float) -> Iterator[tuple[int, int]]:
+    """Split a window where that saves the most padding, as long as it saves more than the time of a call."""
+    saved = (n_going_on[start] - n_going_on[start:end]) * np.arange(end - start, 0, -1)
+    best = int(saved.argmax())
+    if saved[best] <= rows_of_call:
+        yield start, end
+        return
+    yield from _split(n_going_on, start, start + best, rows_of_call)
+    yield from _split(n_going_on, start + best, end, rows_of_call)
+
+
+def over_windows(network: nn.RNNBase, features: th.Tensor, plan: Plan, state: State) -> th.Tensor:
+    """
+    Run a network over sequences of any lengths, in a call for each window. PyTorch's calls for packed sequences of different
+    lengths take several times as long.
 
     :param network: LSTM or GRU
     :param features: Features of all sequences, one sequence after the other, shape ``(n_samples, features_dim)``
-    :param lengths: Number of samples of each sequence, shape ``(n_sequences,)``
+    :param plan: Plan for the lengths of the sequences
     :param state: State before the first sample of each sequence
     :return: Outputs in the order of the features, shape ``(n_samples, hidden_size)``
     """
-    order = np.argsort(-lengths, kind="stable")
-    firsts, steps = (np.cumsum(lengths) - lengths)[order], np.arange(lengths.max())[:, np.newaxis]
-    is_sample = steps < lengths[order]
-    rows = (firsts + steps)[is_sample]
-    back = np.empty_like(rows)
-    back[rows] = np.arange(len(rows))
-    device = features.device
-    to_packed, from_packed, sorted_first = (th.from_numpy(part).to(device) for part in (rows, back, order))
-    packed = PackedSequence(features[to_packed], th.from_numpy(is_sample.sum(axis=1)))
-    outputs, _ = _call(network, packed, tuple(part[:, sorted_first] for part in state))
-    return outputs.data[from_packed]
+    state = tuple(part.index_select(1, plan.order) for part in state)
+    outputs = []
+    for rows, n in plan.windows:
+        inputs = features.index_select(0, rows).unflatten(0, (-1, n))
+        of_window, state = _call(network, inputs, tuple(part[:, :n].contiguous() for part in state))
+        outputs.append(of_window.flatten(0, 1))
+    return th.cat(outputs).index_select(0, plan.outputs)
 
 
 def over_padded(network: nn.RNNBase, features: th.Tensor, n_sequences: int, has_starts: bool, state: State) -> th.Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch as th
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
 
@@ -133,9 +132,12 @@ class RecurrentBufferMixin(HistoryBuffer):
         return RecurrentSequences(observations, np.ones(len(steps), np.int64), self.to_torch(starts).float(), states)
 
     def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> RolloutBufferSamples:
+        actions = self.actions[batch_inds]
+        if actions.dtype != np.float64:  # which RecurrentPPO computes with
+            actions = actions.astype(np.float32, copy=False)
         return RolloutBufferSamples(
             self.sequences_of(batch_inds),  # type: ignore[arg-type]
-            th.as_tensor(self.actions[batch_inds], device=self.device),
+            self.to_torch(actions, copy=False),
             *(
                 self.to_torch(array[batch_inds].flatten())
                 for array in (self.values, self.log_probs, self.advantages, self.returns)

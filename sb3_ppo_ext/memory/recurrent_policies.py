@@ -30,11 +30,12 @@ from sb3_ppo_ext.common.validation import (
 from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.recurrence import (
     Padding,
+    Plan,
     RecurrentSequences,
     RecurrentStates,
     State,
-    over_packed,
     over_padded,
+    over_windows,
     step,
     without_memory,
 )
@@ -42,6 +43,8 @@ from sb3_ppo_ext.memory.recurrent_buffers import RecurrentDictRolloutBuffer, Rec
 
 Rnn = Literal["lstm", "gru"]
 NETWORKS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
+# Products of a weight and a number that a network on the CPU computes in the time of a call
+OPERATIONS_OF_CALL = 2**19
 # Outputs of the networks for actor and critic, with one row for each row of features
 Latents = tuple[th.Tensor, th.Tensor]
 
@@ -127,7 +130,9 @@ class RecurrentPolicyMixin(HistoryPolicy):
 
     def _make_network(self) -> nn.RNNBase:
         make: Any = NETWORKS[self.rnn]
-        network: nn.RNNBase = make(self.features_dim, self.lstm_hidden_size, num_layers=self.n_lstm_layers, **self.lstm_kwargs)
+        network: nn.RNNBase = make(
+            int(self.features_dim), self.lstm_hidden_size, num_layers=self.n_lstm_layers, **self.lstm_kwargs
+        )
         return network
 
     @property
@@ -169,9 +174,21 @@ class RecurrentPolicyMixin(HistoryPolicy):
         state = without_memory(state, starts)
         if sequences.is_padded:
             return over_padded(network, features, len(lengths), bool((starts != 0).any()), state)
-        if len(features) == len(lengths):
-            return step(network, features, state)[0]
-        return over_packed(network, features, lengths, state)
+        if sequences.plan is not None:
+            return over_windows(network, features, sequences.plan, state)
+        return step(network, features, state)[0]
+
+    def _planned(self, sequences: Any) -> RecurrentSequences:
+        """The sequences with a plan, if one is needed."""
+        if not isinstance(sequences, RecurrentSequences):
+            raise BadArgumentError(
+                f"A {type(self).__name__} reads `RecurrentSequences`, which PPOExt's rollout buffer returns; single "
+                "observations lack the states: use `predict` with its `state`."
+            )
+        if sequences.is_padded or sequences.lengths.max() == 1:
+            return sequences
+        rows_of_call = OPERATIONS_OF_CALL / self.lstm_hidden_size / (self.lstm_hidden_size + self.features_dim)
+        return sequences._replace(plan=Plan.of(sequences.lengths, rows_of_call, self.device))
 
     def _latents(self, sequences: RecurrentSequences) -> Latents:
         """Inputs of the output layers of actor and critic."""
@@ -191,7 +208,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :param samples: Samples of the policy, shape ``(n_samples, action_dim)``
         :return: Estimated values, log probabilities of the actions, and entropies of the action distributions
         """
-        sequences = _checked(self, obs)
+        sequences = self._planned(obs)
         if sequences.is_padded:
             return self._evaluate_padded(sequences, samples)
         return self._evaluate_latents(self._latents(_in_channels_last(sequences)), samples)
@@ -222,7 +239,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :param obs: Sequences
         :return: Action distribution of the samples
         """
-        sequences = _checked(self, obs)
+        sequences = self._planned(obs)
         features = BasePolicy.extract_features(self, sequences.observations, self.pi_features_extractor)  # type: ignore[arg-type]
         latent_pi = self._of_actor(features, sequences)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
@@ -232,7 +249,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :param obs: Sequences
         :return: Estimated values of the samples, shape ``(n_samples, 1)``
         """
-        sequences = _checked(self, obs)
+        sequences = self._planned(obs)
         features = BasePolicy.extract_features(self, sequences.observations, self.vf_features_extractor)  # type: ignore[arg-type]
         latent_vf = self._of_actor(features, sequences) if self.shared_lstm else self._of_critic(features, sequences)
         return self.value_net(self.mlp_extractor.forward_critic(latent_vf))
@@ -328,15 +345,6 @@ def check_lstm_kwargs(lstm_kwargs: Any) -> None:
             check_number("lstm_kwargs['dropout']", value, 0.0, 1.0)
         else:
             refuse("lstm_kwargs", lstm_kwargs, f"{name!r} is not supported; give `bias` or `dropout`")
-
-
-def _checked(policy: BasePolicy, sequences: Any) -> RecurrentSequences:
-    if not isinstance(sequences, RecurrentSequences):
-        raise BadArgumentError(
-            f"A {type(policy).__name__} reads `RecurrentSequences`, which PPOExt's rollout buffer returns; single observations "
-            "lack the states: use `predict` with its `state`."
-        )
-    return sequences
 
 
 def _in_channels_last(sequences: RecurrentSequences) -> RecurrentSequences:

@@ -49,7 +49,7 @@ class LossConfig:
     :param bounds_limit: Absolute value of the mean action above which the bounds loss acts, in units of the bounds
     :param action_bounds: Lower and upper bounds of the actions in the buffer, both of shape ``(action_dim,)``; ``None`` for
         actions without bounds
-    :param as_recurrent_ppo: Whether the order of operations is that of sb3-contrib's RecurrentPPO, where it is another than SB3's
+    :param as_recurrent_ppo: Whether the order of operations is that of RecurrentPPO, where it is another than PPO's
     :param auxiliary: Coefficients of the active auxiliary losses, by their name in :data:`AUXILIARY_LOSSES`
     """
 

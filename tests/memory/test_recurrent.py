@@ -7,6 +7,7 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from sb3_contrib import RecurrentPPO
+from support.engines import assert_same_update
 from support.parity import assert_equal, assert_equal_runs, train
 from support.toys import DICT, IMAGE, ToyEnv, make_toys
 
@@ -37,9 +38,7 @@ CASES = {
     "box in float64": Case(dict(action_space=spaces.Box(-2.0, 2.0, (2,), np.float64))),
     "discrete": Case(dict(action_space=spaces.Discrete(4))),
     "multi-discrete": Case(dict(action_space=spaces.MultiDiscrete([3, 2]))),
-    "multi-binary": Case(dict(action_space=spaces.MultiBinary(3))),
     "discrete observations": Case(dict(observation_space=spaces.Discrete(5))),
-    "multi-discrete observations": Case(dict(observation_space=spaces.MultiDiscrete([4, 3]))),
     "multi-binary observations": Case(dict(observation_space=spaces.MultiBinary(4))),
     "float64 observations": Case(dict(observation_space=spaces.Box(-1.0, 1.0, (3,), np.float64))),
     "images": Case(dict(observation_space=IMAGE), "CnnLstmPolicy", timesteps=64),
@@ -87,3 +86,47 @@ def test_toys_are_truncated():
     env = ToyEnv()
     env.reset(seed=0)
     assert any(env.step(env.action_space.sample())[3] for _ in range(7))
+
+
+# Engines
+
+GRU = dict(rnn="gru")
+LSTM = dict(policy="MlpLstmPolicy", policy_kwargs=SIZES, rtol=1e-4)
+
+
+def of(env=None, keywords=None, **options):
+    return {**LSTM, "env": env, "policy_kwargs": {**SIZES, **(keywords or {})}, **options}
+
+
+UPDATES = {
+    "box": of(),
+    "discrete": of(dict(action_space=spaces.Discrete(4)), ent_coef=0.1),
+    "multi-binary": of(dict(action_space=spaces.MultiBinary(3))),
+    "multi-discrete observations": of(dict(observation_space=spaces.MultiDiscrete([4, 3]))),
+    "box in float64": of(dict(action_space=spaces.Box(-2.0, 2.0, (2,), np.float64))),
+    "images": of(dict(observation_space=IMAGE), policy="CnnLstmPolicy"),
+    "dict": of(dict(observation_space=DICT), policy="MultiInputLstmPolicy"),
+    "one environment": of(dict(n_envs=1)),
+    "never ended": of(dict(length=10**6, p_end=0.0)),
+    "a remainder": of(batch_size=7),
+    "two layers": of(keywords=dict(n_lstm_layers=2)),
+    "shared": of(keywords=dict(shared_lstm=True, enable_critic_lstm=False)),
+    "critic without memory": of(keywords=dict(enable_critic_lstm=False)),
+    "GRU": of(keywords=GRU),
+    "GRU, two layers, shared": of(keywords=dict(GRU, n_lstm_layers=2, shared_lstm=True, enable_critic_lstm=False)),
+    "gSDE": of(use_sde=True, ent_coef=0.1),
+    "Beta, KL": of(action_dist="beta", kl_coef=0.5, ent_coef=0.1),
+    "squashed, bounds": of(action_dist="squashed_gaussian", bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5),
+    "all losses": of(bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, dual_clip=3.0, ent_coef=0.01, clip_range_vf=0.1),
+    "SPO": of(surrogate="spo", learning_rate=1e-3, clip_range=0.05),
+    "segments, EMA, V-trace": of(priority_alpha=0.6, priority_segment=4, advantage_norm="ema", vtrace=True),
+    "Muon, own critic": of(optimizer="muon", critic_learning_rate=1e-3, rtol=1e-3),
+    "accumulated": of(accumulate_grad=2, batch_size=5),
+    "max_clip_fraction": of(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_fused_updates(name):
+    """From the same rollout, the fused engine, which packs sequences, makes the update of the eager one, which pads them."""
+    assert_same_update(other="fused", **UPDATES[name])
