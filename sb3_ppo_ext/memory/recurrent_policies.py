@@ -18,6 +18,7 @@ from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
+from sb3_ppo_ext.common.saved_models import OF_RECURRENT_PPO
 from sb3_ppo_ext.common.validation import (
     BadArgumentError,
     check_choice,
@@ -43,8 +44,9 @@ from sb3_ppo_ext.memory.recurrent_buffers import RecurrentDictRolloutBuffer, Rec
 
 Rnn = Literal["lstm", "gru"]
 NETWORKS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
-# Products of a weight and a number that a network on the CPU computes in the time of a call
-OPERATIONS_OF_CALL = 2**19
+# What one more call of an LSTM costs on the CPU, as a number of rows: so many at least, as its weights are rearranged, and as
+# many as there are in this number of products
+ROWS_OF_CALL, PRODUCTS_OF_CALL = 64, 2**19
 # Outputs of the networks for actor and critic, with one row for each row of features
 Latents = tuple[th.Tensor, th.Tensor]
 
@@ -187,7 +189,8 @@ class RecurrentPolicyMixin(HistoryPolicy):
             )
         if sequences.is_padded or sequences.lengths.max() == 1:
             return sequences
-        rows_of_call = OPERATIONS_OF_CALL / self.lstm_hidden_size / (self.lstm_hidden_size + self.features_dim)
+        size = self.lstm_hidden_size
+        rows_of_call = ROWS_OF_CALL + PRODUCTS_OF_CALL / (size * (size + self.features_dim))
         return sequences._replace(plan=Plan.of(sequences.lengths, rows_of_call, self.device))
 
     def _latents(self, sequences: RecurrentSequences) -> Latents:
@@ -328,6 +331,32 @@ class RecurrentPolicyMixin(HistoryPolicy):
                 "state", found, f"give what `predict` has returned, {self.n_states} of shape {shape}, or None to start anew"
             )
         return tuple(th.tensor(part, dtype=th.float32, device=self.device) for part in state)
+
+
+def with_own_recurrence(policy_class: Any) -> Any:
+    """
+    :param policy_class: Policy class
+    :return: The class of this package for one of RecurrentPPO's; other classes are returned unchanged
+    """
+    names = {MlpLstmPolicy.__name__: MlpLstmPolicy, CnnLstmPolicy.__name__: CnnLstmPolicy}
+    names[MultiInputLstmPolicy.__name__] = MultiInputLstmPolicy
+    return names.get(_our_name(policy_class), policy_class)
+
+
+def check_recurrence(policy_class: Any) -> None:
+    """
+    :param policy_class: Policy class
+    :raises ValueError: if it inherits a class of RecurrentPPO, whose methods have other arguments
+    """
+    for parent in getattr(policy_class, "__mro__", ()):
+        if (name := _our_name(parent)) is not None:
+            refuse(
+                "policy", policy_class, f"it inherits RecurrentPPO's {parent.__name__}; let it inherit `sb3_ppo_ext.{name}`"
+            )
+
+
+def _our_name(policy_class: Any) -> Any:
+    return OF_RECURRENT_PPO.get((getattr(policy_class, "__module__", ""), getattr(policy_class, "__name__", "")))
 
 
 def check_lstm_kwargs(lstm_kwargs: Any) -> None:

@@ -36,7 +36,6 @@ from sb3_ppo_ext.zoo.resuming import (
     resumed_folder,
     save_config,
 )
-from sb3_ppo_ext.zoo.tuning import is_history_based
 from sb3_ppo_ext.zoo.yaml_entries import TrialHyperparams, find_hyperparams, is_default_file, merge_trial, read_saved
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def _choose_entry(experiment: "ExperimentManager") -> None:
     env_id = experiment.env_name.gym_id
     zoo_file = Path(experiment.config).with_name("ppo.yml")
     policy = (experiment.custom_hyperparams or {}).get("policy")
-    path, key = find_hyperparams(env_id, experiment.entry_point(env_id), zoo_file, is_history_based(policy))
+    path, key = find_hyperparams(env_id, experiment.entry_point(env_id), zoo_file, policy)
     experiment.config = str(path)
     if key != env_id:
         print(f"No hyperparameters for {env_id}, using those of {key}")
