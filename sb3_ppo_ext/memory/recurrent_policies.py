@@ -243,7 +243,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :return: Action distribution of the samples
         """
         sequences = self._planned(obs)
-        features = BasePolicy.extract_features(self, sequences.observations, self.pi_features_extractor)  # type: ignore[arg-type]
+        features = BasePolicy.extract_features(self, sequences.observations, self.pi_features_extractor)
         latent_pi = self._of_actor(features, sequences)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
 
@@ -253,7 +253,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :return: Estimated values of the samples, shape ``(n_samples, 1)``
         """
         sequences = self._planned(obs)
-        features = BasePolicy.extract_features(self, sequences.observations, self.vf_features_extractor)  # type: ignore[arg-type]
+        features = BasePolicy.extract_features(self, sequences.observations, self.vf_features_extractor)
         latent_vf = self._of_actor(features, sequences) if self.shared_lstm else self._of_critic(features, sequences)
         return self.value_net(self.mlp_extractor.forward_critic(latent_vf))
 

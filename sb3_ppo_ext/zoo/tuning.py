@@ -167,8 +167,8 @@ def _learning_rate(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory(given: dict[str, Any]) -> dict[str, Any]:
-    names = ("d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor")
-    names += ("rnn", "lstm_hidden_size", "enable_critic_lstm")
+    of_transformer = ("d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor")
+    names = (*of_transformer, "rnn", "lstm_hidden_size", "enable_critic_lstm")
     context = {"context_length": 2 ** given.pop("context_length_pow")} if "context_length_pow" in given else {}
     return {**context, **{name: given.pop(name) for name in names if name in given}}
 
