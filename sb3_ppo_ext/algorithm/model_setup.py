@@ -24,7 +24,7 @@ from sb3_ppo_ext.distributions import ACTION_DISTS, BoundedDistribution
 from sb3_ppo_ext.distributions.on_device import on_device
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
-from sb3_ppo_ext.memory.history import HistoryPolicy
+from sb3_ppo_ext.memory.history import HistoryBuffer, HistoryPolicy
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
@@ -90,9 +90,12 @@ class ModelSetup(PolicyUpdater):
             self.loss_scale = _continued(LossScale().to(self.device), before)
 
     def _setup_rollout_buffer(self) -> None:
-        """Create the rollout buffer anew."""
+        """Create the rollout buffer anew. A history-based policy goes on with what it remembers."""
+        before = self.rollout_buffer
         self._create_rollout_buffer()
         self._adapt_rollout_buffer()
+        if isinstance(before, HistoryBuffer) and isinstance(self.rollout_buffer, type(before)):
+            self.rollout_buffer.set_memory(before.memory())
         self._setup_tensor_buffer()
 
     def _create_rollout_buffer(self) -> None:
