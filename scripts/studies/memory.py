@@ -1,6 +1,6 @@
 """
-Which policy solves partially observable tasks: PPO, PPO on stacked frames, RecurrentPPO (an LSTM), a transformer, or an LSTM or
-GRU in PPOExt.
+Which policy solves partially observable tasks: PPO, PPO on stacked frames, RecurrentPPO (an LSTM), a transformer, or an LSTM
+or GRU in PPOExt.
 
 The tasks are two T-mazes and RepeatPrevious (see memory_tasks.py), and control tasks without velocities. In the control tasks,
 PPO with and without stacked frames, RecurrentPPO and the LSTM and GRU use the hyperparameters that RL Zoo tuned for
