@@ -10,6 +10,8 @@ import torch as th
 from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
+from sb3_ppo_ext.memory import gru
+
 # Hidden state, and cell state of an LSTM, each of shape (n_layers, n_sequences, hidden_size)
 State: TypeAlias = tuple[th.Tensor, ...]
 
@@ -179,7 +181,12 @@ def over_windows(network: nn.RNNBase, features: th.Tensor, plan: Plan, state: St
     outputs = []
     for rows, n in plan.windows:
         inputs = features.index_select(0, rows).unflatten(0, (-1, n))
-        of_window, state = _call(network, inputs, tuple(part[:, :n].contiguous() for part in state))
+        before = tuple(part[:, :n].contiguous() for part in state)
+        if gru.is_faster(network):
+            of_window, hidden = gru.over_time(network, inputs, before[0])
+            state = (hidden,)
+        else:
+            of_window, state = _call(network, inputs, before)
         outputs.append(of_window.flatten(0, 1))
     return th.cat(outputs).index_select(0, plan.outputs)
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from support.toys import DICT, IMAGE, ToyEnv, make_toys
 import sb3_ppo_ext
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.observations import stack
+from sb3_ppo_ext.memory import gru
 from sb3_ppo_ext.memory.recurrence import Plan
 
 SIZES = dict(lstm_hidden_size=8, net_arch=[8])
@@ -389,3 +391,31 @@ def test_single_observations_are_refused():
     """`evaluate_actions` says what it reads."""
     with pytest.raises(ValueError, match="use `predict` with its `state`"):
         of_kind("lstm").policy.predict_values(th.zeros(2, 3))
+
+
+# GRU
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_gru_over_time(bias, n_layers):
+    """Outputs, states and all gradients are those of PyTorch's GRU."""
+    th.manual_seed(0)
+    network = th.nn.GRU(3, 4, n_layers, bias=bias).double()
+    inputs, hidden = th.randn(7, 5, 3).double().requires_grad_(), th.randn(n_layers, 5, 4).double().requires_grad_()
+    weights = th.randn(7, 5, 4).double(), th.randn(n_layers, 5, 4).double()
+    gradients = []
+    for function in (network, partial(gru.over_time, network)):
+        outputs, last = function(inputs, hidden)
+        loss = (outputs * weights[0]).sum() + (last * weights[1]).sum()
+        gradients.append([outputs, last, *th.autograd.grad(loss, [inputs, hidden, *network.parameters()])])
+    for expected, actual in zip(*gradients, strict=True):
+        th.testing.assert_close(actual, expected)
+
+
+def test_gru_of_large_numbers():
+    """Gates saturate where numbers are large, without warnings."""
+    network, inputs = th.nn.GRU(1, 2), th.tensor([-1e30, 1e30, 0.0]).reshape(3, 1, 1)
+    with np.errstate(all="raise", under="ignore"):
+        outputs, _ = gru.over_time(network, inputs, th.zeros(1, 1, 2))
+    th.testing.assert_close(outputs, network(inputs)[0])
