@@ -25,4 +25,5 @@ class EagerEngine(Engine):
         return TorchStepper(self.policy)
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
-        return AutogradGradients(BackwardLoss(self.policy, config), config, estimates, metrics, prepare=padded)
+        prepare = padded if self.policy.device.type == "cpu" else None
+        return AutogradGradients(BackwardLoss(self.policy, config), config, estimates, metrics, prepare)

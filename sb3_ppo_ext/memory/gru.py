@@ -48,9 +48,7 @@ class _OverTime(th.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, from_inputs: th.Tensor, hidden: th.Tensor, weight: th.Tensor, bias: th.Tensor | None
-    ) -> th.Tensor:
+    def forward(ctx: Any, from_inputs: th.Tensor, hidden: th.Tensor, weight: th.Tensor, bias: th.Tensor | None) -> th.Tensor:
         x, w = from_inputs.detach().numpy(), np.ascontiguousarray(weight.detach().numpy().T)
         n_steps, n_sequences, _ = x.shape
         size = hidden.shape[1]
@@ -81,7 +79,7 @@ class _OverTime(th.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_outputs: th.Tensor) -> tuple[th.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_outputs: th.Tensor) -> tuple[th.Tensor | None, ...]:
         states, gates, candidates, products = ctx.arrays
         (weight,) = ctx.saved_tensors
         w, outer = weight.detach().numpy(), d_outputs.contiguous().numpy()

@@ -18,6 +18,7 @@ from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
+from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.saved_models import OF_RECURRENT_PPO
 from sb3_ppo_ext.common.validation import (
     BadArgumentError,
@@ -105,7 +106,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
             refuse("shared_lstm", shared_lstm, "the features extractors are not shared; give `shared_lstm=False`")
         self.lstm_hidden_size, self.n_lstm_layers, self.rnn = int(lstm_hidden_size), int(n_lstm_layers), rnn
         self.shared_lstm, self.enable_critic_lstm = bool(shared_lstm), bool(enable_critic_lstm)
-        self.lstm_kwargs = lstm_kwargs or {}
+        self.lstm_kwargs = python_numbers(lstm_kwargs or {})
         self.lstm_output_dim = self.lstm_hidden_size
         # Shape of a state of one environment, for `predict`
         self.lstm_hidden_state_shape = (self.n_lstm_layers, 1, self.lstm_hidden_size)

@@ -28,7 +28,7 @@ SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
 
 
 class Case:
-    def __init__(self, env=None, policy="MlpLstmPolicy", timesteps=96, stop_at=None, keywords=None, **options):
+    def __init__(self, env=None, policy="MlpLstmPolicy", timesteps=64, stop_at=None, keywords=None, **options):
         self.env, self.policy, self.timesteps, self.stop_at = env or {}, policy, timesteps, stop_at
         self.options = {**SMALL, "policy_kwargs": {**SIZES, **(keywords or {})}, **options}
 
@@ -283,6 +283,17 @@ def test_callbacks_read_the_names_of_recurrent_ppo():
         readers.append(Reader())
         CASES["box"].make(algorithm).learn(32, callback=readers[-1])
     assert_equal(readers[0].seen, readers[1].seen, "locals")
+
+
+def test_changed_rollouts_go_on_from_the_states():
+    """If the length of rollouts or the backend is changed within an episode, the states are kept."""
+    model = of_kind("lstm", backend="eager")
+    model.learn(32)
+    states, model.n_steps, model.backend = [*model._last_lstm_states], 8, "fused"
+    model._apply_changed_options()
+    assert model.rollout_buffer.buffer_size == 8
+    assert_equal(states, [*model._last_lstm_states], "states")
+    model.learn(32, reset_num_timesteps=False)
 
 
 def test_engines():
