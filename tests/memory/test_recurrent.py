@@ -14,6 +14,7 @@ from sb3_contrib.ppo_recurrent import CnnLstmPolicy, MlpLstmPolicy, MultiInputLs
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from support.engines import assert_same_update
+from support.options import SINGLE
 from support.parity import assert_equal, assert_equal_runs, train
 from support.toys import DICT, IMAGE, ToyEnv, make_toys
 
@@ -22,6 +23,7 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.observations import stack
 from sb3_ppo_ext.memory import gru
 from sb3_ppo_ext.memory.recurrence import Plan
+from sb3_ppo_ext.update.optimizers import critic_parameters
 
 SIZES = dict(lstm_hidden_size=8, net_arch=[8])
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
@@ -430,3 +432,42 @@ def test_gru_of_large_numbers():
     with np.errstate(all="raise", under="ignore"):
         outputs, _ = gru.over_time(network, inputs, th.zeros(1, 1, 2))
     th.testing.assert_close(outputs, network(inputs)[0])
+
+
+# Options
+
+EACH = [each for each in SINGLE if not each.keys() & {"backend", "amp_dtype"}]
+
+
+@pytest.mark.parametrize("number", range(len(EACH)), ids=[str(each) for each in EACH])
+def test_each_option(number, tmp_path):
+    """
+    Each option changes what the actor learns or leaves it, with finite numbers; a model that was saved trains on as it does.
+    """
+    options = {**SMALL, "n_steps": 8, "n_epochs": 2, **EACH[number]}
+    rnn = ("lstm", "gru")[number % 2]
+    model = PPOExt("MlpLstmPolicy", make_toys(length=5), policy_kwargs=dict(SIZES, rnn=rnn), **options).learn(32)
+    model.save(tmp_path / "model")
+    after = []
+    for each in (model, PPOExt.load(tmp_path / "model", env=model.env, device="cpu")):
+        each.set_random_seed(5)
+        each.learn(16)
+        assert all(np.isfinite(value) for value in each.logger.name_to_value.values())
+        after.append(each.policy.state_dict())
+    assert_equal(*after, "policy")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "of_critic"),
+    [
+        ({}, {"lstm_critic", "mlp_extractor.value_net", "value_net"}),
+        (dict(enable_critic_lstm=False), {"critic", "mlp_extractor.value_net", "value_net"}),
+        (dict(enable_critic_lstm=False, shared_lstm=True), {"mlp_extractor.value_net", "value_net"}),
+    ],
+)
+def test_parameters_of_the_critic(keywords, of_critic):
+    """The critic's optimiser has the parameters of its recurrent network, and none that the actor uses."""
+    policy = PPOExt("MlpLstmPolicy", make_toys(), policy_kwargs={**SIZES, **keywords}).policy
+    found = critic_parameters(policy)
+    names = {name for name, parameter in policy.named_parameters() if parameter in found}
+    assert {next(of for of in of_critic if name.startswith(f"{of}.")) for name in names} == of_critic
