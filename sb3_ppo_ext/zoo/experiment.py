@@ -36,7 +36,15 @@ from sb3_ppo_ext.zoo.resuming import (
     resumed_folder,
     save_config,
 )
-from sb3_ppo_ext.zoo.yaml_entries import TrialHyperparams, find_hyperparams, is_default_file, merge_trial, read_saved
+from sb3_ppo_ext.zoo.yaml_entries import (
+    DEFAULTS_OF_RECURRENT_PPO,
+    OF_RECURRENT_PPO,
+    TrialHyperparams,
+    find_hyperparams,
+    is_default_file,
+    merge_trial,
+    read_saved,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -67,6 +75,10 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         hyperparams, saved_hyperparams = theirs()
     finally:
         experiment.env_name, experiment.trial_id = env_name, trial_id
+    if Path(experiment.config).name == OF_RECURRENT_PPO:
+        # Its entries leave out what is the default of RecurrentPPO.
+        hyperparams = {**DEFAULTS_OF_RECURRENT_PPO, **hyperparams}
+        saved_hyperparams = OrderedDict(sorted({**DEFAULTS_OF_RECURRENT_PPO, **saved_hyperparams}.items()))
 
     if trial_id is not None:
         hyperparams = merge_trial(experiment, hyperparams, trial_id)

@@ -10,6 +10,8 @@ from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
 
+# The Zoo's file for its RecurrentPPO, and the defaults of that algorithm that are others than PPO's
+OF_RECURRENT_PPO, DEFAULTS_OF_RECURRENT_PPO = "ppo_lstm.yml", {"n_steps": 128, "batch_size": 128}
 HYPERPARAMS = Path(__file__).parent / "hyperparams" / "ppo_ext.yml"
 
 
@@ -34,7 +36,7 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, policy: Any 
     if is_transformer(policy) and not is_transformer(own):
         return HYPERPARAMS, "memory"
     if is_recurrent(policy) and not is_recurrent(own):
-        recurrent_file = zoo_file.with_name("ppo_lstm.yml")
+        recurrent_file = zoo_file.with_name(OF_RECURRENT_PPO)
         key = "atari" if "AtariEnv" in entry_point else env_id
         listed = yaml.safe_load(recurrent_file.read_text(encoding="utf-8"))
         return (recurrent_file, key) if is_recurrent(listed.get(key, {}).get("policy")) else (HYPERPARAMS, "recurrent")

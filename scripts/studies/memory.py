@@ -54,6 +54,7 @@ from torch import nn
 
 import sb3_ppo_ext
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.zoo.yaml_entries import DEFAULTS_OF_RECURRENT_PPO
 
 # The recurrent arms of PPOExt and their networks
 RECURRENT = {"LSTM in PPOExt": "lstm", "GRU in PPOExt": "gru"}
@@ -117,6 +118,7 @@ def hyperparameters(task: str, arm: str) -> dict[str, Any]:
     if arm == "RecurrentPPO":
         entry |= {"policy": "MlpLstmPolicy", "policy_kwargs": policy_kwargs or LSTM}
     elif arm in RECURRENT:
+        entry = {**DEFAULTS_OF_RECURRENT_PPO, **entry}
         entry |= {"policy": "MlpLstmPolicy", "policy_kwargs": {**(policy_kwargs or LSTM), "rnn": RECURRENT[arm]}}
     elif arm == "transformer":
         entry |= {"policy": "MlpTransformerPolicy", "policy_kwargs": policy_kwargs or TASKS[task].transformer}

@@ -470,6 +470,15 @@ def test_recurrent_policy(tmp_path, train_here, enjoy_here, capsys):
     assert "Mean reward" in enjoy_here("CartPoleNoVel-v1", 600)
 
 
+def test_defaults_of_recurrent_ppo(tmp_path):
+    """Where an entry of RecurrentPPO relies on the defaults of that algorithm, PPOExt has the same, unless they are given."""
+    given = dict(policy="MlpLstmPolicy")
+    for hyperparams, batch_size in ((given, 128), (dict(given, batch_size=256), 256)):
+        experiment = manager(env_id="PendulumNoVel-v1", folder=tmp_path, eval_freq=-1, hyperparams=hyperparams)
+        model, saved_hyperparams = experiment.setup_experiment()
+        assert (model.n_steps, model.batch_size, saved_hyperparams["batch_size"]) == (1024, batch_size, batch_size)
+
+
 def test_recurrent_policy_without_an_entry(tmp_path, train_here):
     """The entry `recurrent` builds a model."""
     train_here("--env", "Acrobot-v1", "-n", "256", "-params", "policy:'MlpLstmPolicy'", "n_steps:32", "n_epochs:1", "n_envs:2")
