@@ -6,6 +6,7 @@ from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, LinearToZero
 from sb3_ppo_ext.common.workers import WorkerError
 from sb3_ppo_ext.memory.policies import CnnTransformerPolicy, MlpTransformerPolicy, MultiInputTransformerPolicy
+from sb3_ppo_ext.memory.recurrent_policies import CnnLstmPolicy, MlpLstmPolicy, MultiInputLstmPolicy
 from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy, TransformerExtractor
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
@@ -25,6 +26,7 @@ except PackageNotFoundError:  # run from a checkout that is not installed
 
 __all__ = [
     "CheckedSubprocVecEnv",
+    "CnnLstmPolicy",
     "CnnPolicy",
     "CnnTransformerPolicy",
     "DecaySchedule",
@@ -33,8 +35,10 @@ __all__ = [
     "KLAdaptive",
     "LastRewardWrapper",
     "LinearToZero",
+    "MlpLstmPolicy",
     "MlpPolicy",
     "MlpTransformerPolicy",
+    "MultiInputLstmPolicy",
     "MultiInputPolicy",
     "MultiInputTransformerPolicy",
     "PPOExt",

@@ -43,6 +43,7 @@ from sb3_ppo_ext.memory.policies import (
     MlpTransformerPolicy,
     MultiInputTransformerPolicy,
 )
+from sb3_ppo_ext.memory.recurrent_policies import CnnLstmPolicy, MlpLstmPolicy, MultiInputLstmPolicy
 from sb3_ppo_ext.options import OWN_OPTIONS, check_arguments, check_options, convert_options
 from sb3_ppo_ext.options.policy_kwargs import check_observations
 from sb3_ppo_ext.options.table import (
@@ -199,6 +200,9 @@ class PPOExt(TrainingLoop, ModelSetup):
         "MlpTransformerPolicy": MlpTransformerPolicy,
         "CnnTransformerPolicy": CnnTransformerPolicy,
         "MultiInputTransformerPolicy": MultiInputTransformerPolicy,
+        "MlpLstmPolicy": MlpLstmPolicy,
+        "CnnLstmPolicy": CnnLstmPolicy,
+        "MultiInputLstmPolicy": MultiInputLstmPolicy,
     }
 
     def __init__(

@@ -25,8 +25,8 @@ from sb3_ppo_ext.distributions import ACTION_DISTS, BoundedDistribution
 from sb3_ppo_ext.distributions.on_device import on_device
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
+from sb3_ppo_ext.memory.history import HistoryBuffer, HistoryPolicy
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
-from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, MlpPolicy, with_action_distributions
@@ -92,9 +92,12 @@ class ModelSetup(PolicyUpdater):
             self.loss_scale = _continued(LossScale().to(self.device), before)
 
     def _setup_rollout_buffer(self) -> None:
-        """Create the rollout buffer anew."""
+        """Create the rollout buffer anew. A history-based policy goes on with what it remembers."""
+        before = self.rollout_buffer
         self._create_rollout_buffer()
         self._adapt_rollout_buffer()
+        if isinstance(before, HistoryBuffer) and isinstance(self.rollout_buffer, type(before)):
+            self.rollout_buffer.set_memory(before.memory())
         self._setup_tensor_buffer()
 
     def _create_rollout_buffer(self) -> None:
@@ -132,7 +135,7 @@ class ModelSetup(PolicyUpdater):
             return
         policy, buffer_class, kwargs = self.policy, TensorRolloutBuffer, {}
         if isinstance(policy, TransformerPolicyMixin):
-            buffer_class, kwargs = TensorSequenceBuffer, _memory_of(policy)
+            buffer_class, kwargs = TensorSequenceBuffer, policy.buffer_kwargs
         with self._memory_errors():
             self.rollout_buffer = buffer_class(
                 self.n_steps,
@@ -146,22 +149,23 @@ class ModelSetup(PolicyUpdater):
             )
 
     def _setup_memory(self) -> None:
-        """Create the rollout buffer for a history-based policy, which reads sequences."""
+        """Create the rollout buffer of a history-based policy."""
         policy = self.policy
-        if not isinstance(policy, TransformerPolicyMixin):
+        if not isinstance(policy, HistoryPolicy):
             return
-        is_dict = isinstance(self.observation_space, spaces.Dict)
-        buffer_class: Any = SequenceDictRolloutBuffer if is_dict else SequenceRolloutBuffer
-        self.rollout_buffer = buffer_class(
+        space, own = self.observation_space, policy.buffer_classes[0].keeps_float32
+        self.rollout_buffer = policy.make_buffer(
             self.n_steps,
-            in_float32(self.observation_space),
+            in_float32(space) if own or self._keeps_float32() else space,
             self.action_space,
             device=self.device,
             gamma=self.gamma,
             gae_lambda=self.gae_lambda,
             n_envs=self.n_envs,
-            **_memory_of(policy),
         )
+
+    def _keeps_float32(self) -> bool:
+        return self.backend == "auto" or ENGINES[self.backend].keeps_float32
 
     def _setup_observations(self) -> None:
         """Store float64 observations in float32 as the policy reads them, unless the backend keeps SB3's dtype."""
@@ -169,8 +173,7 @@ class ModelSetup(PolicyUpdater):
         if not hasattr(buffer, "compute_returns_and_advantage"):
             remedy = f"it returns {described(buffer)}; give a class that inherits SB3's `RolloutBuffer`, or None"
             refuse("rollout_buffer_class", self.rollout_buffer_class, remedy)
-        keeps_float32 = self.backend == "auto" or ENGINES[self.backend].keeps_float32
-        if keeps_float32 and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
+        if self._keeps_float32() and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
             buffer.observation_space = in_float32(self.observation_space)
             buffer.reset()
 
@@ -366,15 +369,6 @@ class ModelSetup(PolicyUpdater):
                 f" Raise n_epochs={self.n_epochs}, or lower batch_size={self.batch_size}.",
                 stacklevel=3,
             )
-
-
-def _memory_of(policy: TransformerPolicyMixin) -> dict[str, Any]:
-    """What a rollout buffer keeps for a history-based policy."""
-    return {
-        "context_length": policy.context_length,
-        "n_action_features": policy.n_action_features,
-        "keeps_rewards": policy.use_last_reward,
-    }
 
 
 def _continued(adaptive: Any, before: Any) -> Any:

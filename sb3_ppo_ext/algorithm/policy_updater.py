@@ -17,6 +17,7 @@ from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.engine import Act, Engine, Setup
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
+from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.policies.mixed_precision import LossScale
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
@@ -163,6 +164,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             vf_clip_mode=self.vf_clip_mode,
             bounds_limit=in_float32_range(self.bounds_limit),
             action_bounds=self._action_bounds(),
+            as_recurrent_ppo=isinstance(self.rollout_buffer, RecurrentBufferMixin),
             auxiliary={name: value for name, value in coefficients.items() if value != 0},
         )
 

@@ -74,7 +74,8 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         **kwargs: Any,
     ) -> SelfSavedState:
         """
-        Load the model from a zip-file, saved by ``PPOExt`` or by ``stable_baselines3.PPO``.
+        Load the model from a zip-file, saved by ``PPOExt``, ``stable_baselines3.PPO``, or
+        ``sb3_contrib.RecurrentPPO`` (which need not be installed).
         Warning: ``load`` re-creates the model from scratch, it does not update it in-place!
         For an in-place load use ``set_parameters`` instead.
 
@@ -127,8 +128,8 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         trusted: bool = True,
     ) -> None:
         """
-        Load parameters from a zip-file of ``PPOExt`` or ``stable_baselines3.PPO``, or from a nested dictionary
-        (see ``get_parameters``). If they are refused, the model is as before.
+        Load parameters from a zip-file of ``PPOExt``, ``stable_baselines3.PPO`` or ``sb3_contrib.RecurrentPPO``, or from a
+        nested dictionary (see ``get_parameters``). If they are refused, the model is as before.
 
         :param load_path_or_dict: Location of the saved data (path or file-like, see ``save``), or a dictionary that
             maps the names of objects to their state-dictionaries

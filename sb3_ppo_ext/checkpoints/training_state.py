@@ -36,7 +36,7 @@ from sb3_ppo_ext.checkpoints.object_state import (
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.distributed.ranks import Ranks
-from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
+from sb3_ppo_ext.memory.history import HistoryBuffer
 from sb3_ppo_ext.rollout.user_code import is_user_class
 from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
 
@@ -106,7 +106,7 @@ class TrainingState(NamedTuple):
             list(ObjectState(stateful_objects(model.env)).targets),
             objects.read(select if why_reset is None else _without_episodes(select)),
             LogFiles(model.logger, list(objects.targets.values())).read(),
-            buffer.memory() if isinstance(buffer, SequenceBufferMixin | TensorSequenceBuffer) else None,
+            buffer.memory() if isinstance(buffer, HistoryBuffer | TensorSequenceBuffer) else None,
             why_reset,
         )
 

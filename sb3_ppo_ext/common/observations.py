@@ -35,6 +35,14 @@ def in_channels_last(images: Any) -> Any:
     return images.contiguous(memory_format=th.channels_last)
 
 
+def images_in_channels_last(observations: Any) -> Any:
+    """
+    :param observations: Tensor or dictionary of tensors
+    :return: The same, with images as :func:`in_channels_last` returns them
+    """
+    return map_observations(in_channels_last, observations)
+
+
 def stack(observations: Sequence[Any]) -> Any:
     """
     :param observations: Observations of single environments

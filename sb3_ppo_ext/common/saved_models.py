@@ -32,6 +32,15 @@ _VARIABLES = ("pytorch_variables.pth", "tensors.pth")
 _MEMBERS = {_DATA, _PLAIN, "_stable_baselines3_version", "system_info.txt"}
 # Attributes that only one algorithm has -> that algorithm
 _ALGORITHM_OF_ATTRIBUTE = {"_last_lstm_states": "RecurrentPPO", "cg_max_steps": "TRPO"}
+# Algorithms whose models PPOExt loads
+_LOADED = ("PPO", "RecurrentPPO")
+# Classes of sb3-contrib, which need not be installed -> our classes of the same parameters
+_MODULE_OF_RECURRENT_PPO = "sb3_contrib.common.recurrent.policies"
+OF_RECURRENT_PPO = {
+    (_MODULE_OF_RECURRENT_PPO, "RecurrentActorCriticPolicy"): "MlpLstmPolicy",
+    (_MODULE_OF_RECURRENT_PPO, "RecurrentActorCriticCnnPolicy"): "CnnLstmPolicy",
+    (_MODULE_OF_RECURRENT_PPO, "RecurrentMultiInputActorCriticPolicy"): "MultiInputLstmPolicy",
+}
 # Part of the name of the policy's module in SB3 and SB3-Contrib -> the algorithm that uses such a policy
 _ALGORITHM_OF_POLICY = {
     "recurrent": "RecurrentPPO",
@@ -132,9 +141,9 @@ def read_model(path: SavedModel, own_policies: Iterable[type] = ()) -> ModelFile
         with refused_if_damaged(name):
             model = _model_file(name, read_members(file, _is_read))
             algorithm = _algorithm(model.data, {policy.__module__ for policy in own_policies})
-            if algorithm != "PPO":
+            if algorithm not in _LOADED:
                 raise BadArgumentError(
-                    f"The model in {name} was saved by {algorithm}, not by PPOExt or PPO: "
+                    f"The model in {name} was saved by {algorithm}, not by PPOExt, PPO or RecurrentPPO: "
                     "load it with the `load` of that class."
                 )
             if missing := _STATES - model.others.keys():
@@ -212,9 +221,14 @@ def read_policy_kwargs(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that finds classes of this package by their public name if they have moved to another module."""
+    """
+    Unpickler that finds classes of this package by their public name if they have moved to another module, and ours in place
+    of those of RecurrentPPO.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in OF_RECURRENT_PPO:
+            return super().find_class("sb3_ppo_ext", OF_RECURRENT_PPO[module, name])
         try:
             return super().find_class(module, name)
         except (ModuleNotFoundError, AttributeError):
@@ -225,7 +239,7 @@ class _Unpickler(pickle.Unpickler):
 
 def read_renamed(saved: dict[str, Any]) -> dict[str, Any]:
     """
-    Read saved attributes that refer to classes or values by names of an earlier version, which SB3 could not load.
+    Read saved attributes that refer to classes or values by names of an earlier version or of RecurrentPPO.
 
     :param saved: Saved attributes, as in :class:`ModelFile`
     :return: Attributes that have changed, to be passed as ``custom_objects`` to SB3's ``load``
@@ -233,7 +247,8 @@ def read_renamed(saved: dict[str, Any]) -> dict[str, Any]:
     renamed: dict[str, Any] = {}
     for name, value in saved.items():
         pickled = base64.b64decode(value.get(_PICKLED, "")) if isinstance(value, dict) else b""
-        if b"sb3_ppo_ext." in pickled:  # the current `__module__` of public classes is the package itself
+        # The current `__module__` of public classes is the package itself.
+        if b"sb3_ppo_ext." in pickled or _MODULE_OF_RECURRENT_PPO.encode() in pickled:
             with contextlib.suppress(Exception):  # SB3 reports the error, unless the user replaces the attribute
                 renamed[name] = _Unpickler(io.BytesIO(pickled)).load()
     if saved.get("backend") == "lean":

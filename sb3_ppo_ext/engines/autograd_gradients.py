@@ -11,7 +11,6 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
-from sb3_ppo_ext.common.observations import in_channels_last, map_observations
 from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
 from sb3_ppo_ext.update.advantages import normalize, standardize
 from sb3_ppo_ext.update.config import UpdateConfig
@@ -86,7 +85,7 @@ class AutogradGradients(GradientSource):
     :param config: Options of the update
     :param estimates: Advantages, returns and priorities of the rollout
     :param metrics: Metrics that measurements are added to
-    :param channels_last: Whether images are converted to the memory format that makes convolutions faster on the CPU
+    :param prepare: Function of the observations of a minibatch that brings them into the form that the engine evaluates
     """
 
     def __init__(
@@ -95,10 +94,10 @@ class AutogradGradients(GradientSource):
         config: UpdateConfig,
         estimates: Estimates,
         metrics: Metrics,
-        channels_last: bool = False,
+        prepare: Callable[[Any], Any] | None = None,
     ):
         self.differentiate, self.config, self.estimates, self.metrics = differentiate, config, estimates, metrics
-        self.channels_last = channels_last
+        self.prepare = prepare
         self.lengths_before: dict[str, int] = {}
 
     # Minibatches
@@ -144,8 +143,8 @@ class AutogradGradients(GradientSource):
     def _gather(self, indices: np.ndarray) -> Minibatch:
         estimates = self.estimates
         data: Any = estimates.rollout.samples(indices)
-        if self.channels_last:
-            data = data._replace(observations=map_observations(in_channels_last, data.observations))
+        if self.prepare is not None:
+            data = data._replace(observations=self.prepare(data.observations))
         if estimates.advantages is not None:
             data = data._replace(advantages=estimates.advantages[indices])
         if estimates.returns is not None:

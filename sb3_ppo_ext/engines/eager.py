@@ -1,10 +1,11 @@
-"""``backend="eager"``: PyTorch's eager mode, equal to SB3's PPO bit for bit."""
+"""``backend="eager"``: PyTorch's eager mode, equal to SB3's PPO and sb3-contrib's RecurrentPPO bit for bit."""
 
 from __future__ import annotations
 
 from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.optimizer_steps import TorchStepper
+from sb3_ppo_ext.memory.recurrence import padded
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.metrics import Metrics
@@ -24,4 +25,5 @@ class EagerEngine(Engine):
         return TorchStepper(self.policy)
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
-        return AutogradGradients(BackwardLoss(self.policy, config), config, estimates, metrics)
+        prepare = padded if self.policy.device.type == "cpu" else None
+        return AutogradGradients(BackwardLoss(self.policy, config), config, estimates, metrics, prepare)

@@ -10,8 +10,7 @@ import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 
-from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
-from sb3_ppo_ext.rollout.actors import Actor, HistoryActor, PolicyActor, RolloutConfig
+from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig, make_actor
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
@@ -94,7 +93,7 @@ class Engine(ABC):
         :param config: Options of the rollout
         :return: Actor that chooses actions and records transitions while the rollout is collected
         """
-        return HistoryActor(buffer, config) if isinstance(buffer, SequenceBufferMixin) else PolicyActor(buffer, config)
+        return make_actor(buffer, config)
 
     def make_act(self) -> Act:
         """

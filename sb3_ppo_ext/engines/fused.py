@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
+from sb3_ppo_ext.common.observations import images_in_channels_last
 from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native import extension
@@ -42,4 +43,6 @@ class FusedEngine(Engine):
         return TorchStepper(self.policy)
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
-        return AutogradGradients(BackwardLoss(self.policy, config), config, estimates, metrics, channels_last=True)
+        return AutogradGradients(
+            BackwardLoss(self.policy, config), config, estimates, metrics, prepare=images_in_channels_last
+        )

@@ -38,7 +38,7 @@ class ContextWatch:
                 f"In the rollout after {num_timesteps} timesteps, {n_longer} of {len(lengths)} finished episodes were longer "
                 f"than context_length={self.context_length}, the longest one {lengths.max()} steps: the policy does not see "
                 "what came before. If it has to remember that, give a larger `context_length` in `policy_kwargs`, or train an "
-                "LSTM (`RecurrentPPO` of sb3-contrib). Otherwise ignore this warning, which is not repeated.",
+                "LSTM (`MlpLstmPolicy`). Otherwise ignore this warning, which is not repeated.",
                 UserWarning,
                 stacklevel=2,
             )

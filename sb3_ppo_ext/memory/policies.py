@@ -24,9 +24,9 @@ from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
 from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
 from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
-from sb3_ppo_ext.memory.sequence_buffers import Sequences
+from sb3_ppo_ext.memory.history import HistoryPolicy
+from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer, Sequences
 from sb3_ppo_ext.memory.transformer import Cache, Transformer
-from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
 
 # Number of observations that are preprocessed at once where no gradient is needed
 MAX_IMAGES = 64
@@ -86,7 +86,7 @@ class Memory(NamedTuple):
         return self._replace(last_rewards=last_rewards)
 
 
-class TransformerPolicyMixin(ActionDistributionMixin):
+class TransformerPolicyMixin(HistoryPolicy):
     """
     Mixin that makes an actor-critic policy of SB3 history-based; it comes before that policy among the base classes. A
     transformer reads the features of the last observations of the episode, and its outputs go to the networks of actor and
@@ -117,6 +117,8 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         ``share_features_extractor=False``, actor and critic have separate transformers
     :raises ValueError: if a keyword is not valid
     """
+
+    buffer_classes = (SequenceRolloutBuffer, SequenceDictRolloutBuffer)
 
     def __init__(
         self,
@@ -167,6 +169,15 @@ class TransformerPolicyMixin(ActionDistributionMixin):
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         return {**super()._get_constructor_parameters(), **self.memory_kwargs}
+
+    @property
+    def buffer_kwargs(self) -> dict[str, Any]:
+        """What the rollout buffer keeps for the policy."""
+        return {
+            "context_length": self.context_length,
+            "n_action_features": self.n_action_features,
+            "keeps_rewards": self.use_last_reward,
+        }
 
     # From sequences to features
 
@@ -325,13 +336,6 @@ class TransformerPolicyMixin(ActionDistributionMixin):
         memory = memory._replace(known_steps=known_steps)
         memory = self._forget_oldest(memory, actions)
         return (actions if is_vectorized else actions.squeeze(axis=0)), memory
-
-    def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
-        """Unscale or clip the actions as SB3's ``predict`` does."""
-        space = self.action_space
-        if not isinstance(space, spaces.Box):
-            return actions
-        return self.unscale_action(actions) if self.squash_output else np.clip(actions, space.low, space.high)
 
     def _empty_memory(self, now: Any, n_envs: int) -> Memory:
         n_before = self.context_length - 1

@@ -14,9 +14,13 @@ from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSampl
 
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.memory.context_watch import ContextWatch
+from sb3_ppo_ext.memory.history import HistoryBuffer
 
 # Size of the observations that are copied at once to fill the caches of a policy, in bytes
 MAX_BYTES = 2**23
+# Number of consecutive steps that a history-based policy draws together. Successive steps are alike, so that long segments
+# leave few independent samples in a minibatch. The steps that the policy sees before each segment are cheap, unless images.
+SEGMENT, SEGMENT_OF_IMAGES = 8, 32
 
 
 class Sequences(NamedTuple):
@@ -45,7 +49,7 @@ class Sequences(NamedTuple):
     samples: th.Tensor | None = None
 
 
-class SequenceBufferMixin(RolloutBuffer):
+class SequenceBufferMixin(HistoryBuffer):
     """
     A rollout buffer that also keeps the last ``context_length - 1`` steps before the rollout, and returns :class:`Sequences`
     as observations. Samples that are successive steps of one environment share a sequence.
@@ -58,6 +62,8 @@ class SequenceBufferMixin(RolloutBuffer):
     :param keeps_rewards: Whether the policy sees the last reward
     :param kwargs: Keyword arguments of ``RolloutBuffer``
     """
+
+    keeps_float32 = True
 
     def __init__(
         self, *args: Any, context_length: int, n_action_features: int = 0, keeps_rewards: bool = False, **kwargs: Any
@@ -158,6 +164,14 @@ class SequenceBufferMixin(RolloutBuffer):
 
     # Sequences for the policy
 
+    def draws(self, step_size: int) -> Iterator[np.ndarray]:
+        """
+        :param step_size: Number of samples in one step of the optimiser
+        :return: Indices of the samples of each step in one epoch
+        """
+        length = min(segment_length(self.observation_space), self.buffer_size, step_size)
+        return shuffled_segments(self.buffer_size, self.n_envs, length, step_size)
+
     def sequences_of(self, indices: np.ndarray) -> Sequences:
         """
         :param indices: Indices of samples in the flattened rollout, ``env * buffer_size + step``, shape ``(n_samples,)``
@@ -244,6 +258,31 @@ class SequenceBufferMixin(RolloutBuffer):
                 for array in (self.values, self.log_probs, self.advantages, self.returns)
             ),
         )
+
+
+def segment_length(observation_space: spaces.Space[Any]) -> int:
+    """
+    :param observation_space: Observation space of a history-based policy
+    :return: Number of consecutive steps that are drawn together
+    """
+    parts = [*observation_space.values()] if isinstance(observation_space, spaces.Dict) else [observation_space]
+    has_images = any(len(part.shape or ()) == 3 for part in parts)
+    return SEGMENT_OF_IMAGES if has_images else SEGMENT
+
+
+def shuffled_segments(n_steps: int, n_envs: int, length: int, batch_size: int) -> Iterator[np.ndarray]:
+    """
+    Draw the minibatches of one epoch as segments of consecutive steps, with every sample once.
+
+    :param n_steps: Number of steps of the rollout in each environment
+    :param n_envs: Number of environments
+    :param length: Number of consecutive steps of an environment in a segment; the last segment of a rollout may be shorter
+    :param batch_size: Number of samples in a minibatch, which consists of as many whole segments as fit, at least one
+    :return: Indices of the samples of each minibatch
+    """
+    starts = np.random.permutation(np.add.outer(np.arange(n_envs) * n_steps, np.arange(0, n_steps, length)).flatten())
+    for drawn in np.array_split(starts, -(-len(starts) // max(batch_size // length, 1))):
+        yield np.concatenate([np.arange(first, first + min(length, n_steps - first % n_steps)) for first in drawn])
 
 
 class SequenceRolloutBuffer(SequenceBufferMixin, RolloutBuffer):

@@ -20,7 +20,8 @@ from sb3_ppo_ext.common.validation import (
     refuse,
 )
 from sb3_ppo_ext.distributed.launch import Distributed, find_launch
-from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
+from sb3_ppo_ext.memory.history import HistoryPolicy
+from sb3_ppo_ext.memory.recurrent_policies import check_recurrence, with_own_recurrence
 from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
 from sb3_ppo_ext.options.table import ALL_OPTIONS, ActionDist, AdvantageNorm, DeterministicAction, OptimizerName
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, check_action_distribution, with_action_distributions
@@ -56,12 +57,14 @@ class ConfiguredModel(Protocol):
 
 def convert_options(model: ConfiguredModel) -> None:
     """
-    Replace NumPy's numbers in the options of a model by Python's, so that what is saved can be read.
+    Replace NumPy's numbers in the options of a model by Python's, so that what is saved can be read, and the policies of
+    RecurrentPPO by ours.
 
     :param model: ``PPOExt``, with or without its environment
     """
     for name in (*(option.attribute for option in ALL_OPTIONS.values()), *_FURTHER_NUMBERS):
         setattr(model, name, python_numbers(getattr(model, name)))
+    model.policy_class = with_own_recurrence(model.policy_class)
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -144,6 +147,7 @@ def _check_policy(model: ConfiguredModel) -> None:
             remedy = "it is an argument of the algorithm, so that tuning cannot drop it; give it there, not in `policy_kwargs`"
             refuse(name, model.policy_kwargs[name], remedy)
     policy_class = with_action_distributions(model.policy_class)
+    check_recurrence(policy_class)
     _check_keywords(model, policy_class)
     if issubclass(policy_class, ActionDistributionMixin):  # Keywords of other classes may mean something else.
         check_action_distribution(
@@ -186,7 +190,7 @@ def _check_buffer(model: ConfiguredModel) -> None:
     _check_buffer_class(buffer_class, usual)
     given_to_buffer = ("buffer_size", "observation_space", "action_space", "device", "gamma", "gae_lambda", "n_envs")
     check_kwargs("rollout_buffer_kwargs", model.rollout_buffer_kwargs or {}, buffer_class, given_to_buffer)
-    reads_sequences = isinstance(model.policy_class, type) and issubclass(model.policy_class, TransformerPolicyMixin)
+    reads_sequences = isinstance(model.policy_class, type) and issubclass(model.policy_class, HistoryPolicy)
     if reads_sequences and buffer_class not in (RolloutBuffer, DictRolloutBuffer):
         remedy = f"{model.policy_class.__name__} has a buffer of its own; give None"
         refuse("rollout_buffer_class", buffer_class, remedy)

@@ -16,6 +16,8 @@ from stable_baselines3.common.utils import obs_as_tensor
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
+from sb3_ppo_ext.memory.recurrence import RecurrentStates
+from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.memory.transformer import Cache
 from sb3_ppo_ext.update.bootstrap import Truncation, last_values, terminal_values
@@ -114,6 +116,10 @@ class Actor(Protocol):
         :param dones: Whether the last step ended an episode, shape ``(n_envs,)``
         :return: Values of these observations, shape ``(n_envs, 1)``
         """
+
+    def further_locals(self) -> dict[str, Any]:
+        """:return: Further variables that callbacks find in their ``locals`` after :meth:`act`, by name"""
+        return {}
 
 
 class PolicyActor(Actor):
@@ -243,6 +249,46 @@ class HistoryActor(PolicyActor):
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
         self.buffer.context_watch.note(self.buffer.episode_starts, dones, self.config.num_timesteps)
         return super().finish(policy, observations, dones)
+
+
+class RecurrentActor(PolicyActor):
+    """
+    Passes the states of a recurrent policy from step to step, and keeps them in the buffer.
+
+    :param buffer: Buffer to fill, with the states before the first step
+    :param config: Options of the rollout
+    """
+
+    buffer: RecurrentBufferMixin
+
+    def __init__(self, buffer: RolloutBuffer, config: RolloutConfig):
+        super().__init__(buffer, config)
+        self.states: RecurrentStates = self.buffer.states_before(0)
+        self.starts: th.Tensor | None = None
+
+    def _evaluate(
+        self, policy: ActorCriticPolicy, obs_tensor: Any, starts: np.ndarray, step: int
+    ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        recurrent: Any = policy
+        self.starts = th.tensor(starts, dtype=th.float32, device=self.config.device)
+        actions, values, log_probs, self.states = recurrent(obs_tensor, self.states, self.starts)
+        self.buffer.keep_states(step + 1, self.states)
+        return actions, values, log_probs
+
+    def further_locals(self) -> dict[str, Any]:
+        """:return: States after the step and starts of episodes, with the names of RecurrentPPO"""
+        return {"lstm_states": self.states, "episode_starts": self.starts}
+
+
+def make_actor(buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
+    """
+    :param buffer: Buffer to fill
+    :param config: Options of the rollout
+    :return: Actor that calls the policy of this buffer at each step
+    """
+    if isinstance(buffer, RecurrentBufferMixin):
+        return RecurrentActor(buffer, config)
+    return HistoryActor(buffer, config) if isinstance(buffer, SequenceBufferMixin) else PolicyActor(buffer, config)
 
 
 def note_truncations(

@@ -37,6 +37,11 @@ class RolloutCollector(OnPolicyAlgorithm):
     # Whether the policy samples latents of a bounded action distribution instead of actions
     _samples_latents = False
 
+    @property
+    def _last_lstm_states(self) -> Any:
+        """States of a recurrent policy after the last step, under the name of RecurrentPPO; ``None`` for other policies."""
+        return getattr(self.rollout_buffer, "last_states", None)
+
     def collect_rollouts(
         self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
     ) -> bool:
@@ -97,7 +102,7 @@ class RolloutCollector(OnPolicyAlgorithm):
 
             self.num_timesteps += env.num_envs * self.ranks.size
 
-            callback.update_locals(locals())
+            callback.update_locals({**locals(), **actor.further_locals()})
             if not callback.on_step():
                 return False
 
@@ -117,7 +122,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         if isinstance(self.action_space, spaces.Discrete):
             actions = actions.reshape(-1, 1)  # as SB3 leaves them
 
-        callback.update_locals(locals())
+        callback.update_locals({**locals(), **actor.further_locals()})
         callback.on_rollout_end()
 
         return True

@@ -12,7 +12,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.observations import stack
-from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
+from sb3_ppo_ext.memory.history import HistoryBuffer
 
 
 class Truncation(NamedTuple):
@@ -93,6 +93,6 @@ def change_of_terminal_values(
 
 def _after(buffer: RolloutBuffer, observations: Any, steps: Any, environments: Any, starts: Any) -> Any:
     """Inputs of the policy for observations that follow the given steps of the given environments."""
-    if not isinstance(buffer, SequenceBufferMixin):
+    if not isinstance(buffer, HistoryBuffer):
         return observations
     return buffer.sequences_after(np.array(steps), np.array(environments), observations, np.array(starts, bool))

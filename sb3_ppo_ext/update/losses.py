@@ -49,6 +49,7 @@ class LossConfig:
     :param bounds_limit: Absolute value of the mean action above which the bounds loss acts, in units of the bounds
     :param action_bounds: Lower and upper bounds of the actions in the buffer, both of shape ``(action_dim,)``; ``None`` for
         actions without bounds
+    :param as_recurrent_ppo: Whether the order of operations is that of RecurrentPPO, where it is another than PPO's
     :param auxiliary: Coefficients of the active auxiliary losses, by their name in :data:`AUXILIARY_LOSSES`
     """
 
@@ -61,6 +62,7 @@ class LossConfig:
     vf_clip_mode: VfClipMode = "clip"
     bounds_limit: float = 1.1
     action_bounds: tuple[th.Tensor, th.Tensor] | None = None
+    as_recurrent_ppo: bool = False
     auxiliary: Mapping[str, Coefficient] = field(default_factory=dict)
 
     def with_tensors(self, device: th.device) -> LossConfig:
@@ -245,7 +247,7 @@ def value_loss(
         clipped = old_values + th.clamp(values - old_values, -limit, limit)
         if config.vf_clip_mode == "max":
             return _mean(th.max((returns - values).square(), (returns - clipped).square()), weights)
-    if weights is None:
+    if weights is None and not config.as_recurrent_ppo:
         return F.mse_loss(returns, clipped)
     return _mean((returns - clipped).square(), weights)
 

@@ -41,21 +41,6 @@ def shuffled(n_samples: int, batch_size: int) -> Iterator[Draw]:
         yield indices[start : start + batch_size], None
 
 
-def shuffled_segments(n_steps: int, n_envs: int, length: int, batch_size: int) -> Iterator[Draw]:
-    """
-    Draw the minibatches of one epoch as segments of consecutive steps, with every sample once.
-
-    :param n_steps: Number of steps of the rollout in each environment
-    :param n_envs: Number of environments
-    :param length: Number of consecutive steps of an environment in a segment; the last segment of a rollout may be shorter
-    :param batch_size: Number of samples in a minibatch, which consists of as many whole segments as fit, at least one
-    :return: Draws of the epoch, without weights
-    """
-    starts = np.random.permutation(np.add.outer(np.arange(n_envs) * n_steps, np.arange(0, n_steps, length)).flatten())
-    for drawn in np.array_split(starts, -(-len(starts) // max(batch_size // length, 1))):
-        yield np.concatenate([np.arange(first, first + min(length, n_steps - first % n_steps)) for first in drawn]), None
-
-
 class PrioritizedSegments:
     """
     Draws segments of trajectories, those with large advantages more often.

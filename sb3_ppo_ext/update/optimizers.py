@@ -175,8 +175,8 @@ def critic_parameters(policy: ActorCriticPolicy) -> set[th.Tensor]:
     :param policy: Actor-critic policy
     :return: Parameters that only the critic uses; those that it shares belong to the actor
     """
-    of_critic = ("value_net", "mlp_extractor.value_net", "vf_features_extractor", "vf_transformer")
-    of_actor = ("action_net", "mlp_extractor.policy_net", "pi_features_extractor", "pi_transformer")
+    of_critic = ("value_net", "mlp_extractor.value_net", "vf_features_extractor", "vf_transformer", "lstm_critic", "critic")
+    of_actor = ("action_net", "mlp_extractor.policy_net", "pi_features_extractor", "pi_transformer", "lstm_actor")
     return _parameters(policy, *of_critic) - _parameters(policy, *of_actor)
 
 
@@ -192,8 +192,8 @@ def hidden_matrices(policy: ActorCriticPolicy) -> set[th.Tensor]:
     readers = ("pi_features_extractor", "vf_features_extractor", "pi_transformer", "vf_transformer")
     extractors = [_layers(policy, name) for name in readers]
     networks = [_layers(policy, f"mlp_extractor.{name}") for name in ("policy_net", "value_net")]
-    if not any(extractors):
-        # Without layers in the extractors, the networks read the observation.
+    if not any(extractors) and not _parameters(policy, "lstm_actor"):
+        # Without layers in front of them, the networks read the observation.
         networks = [layers[1:] for layers in networks]
     hidden = [layer for layers in [*(layers[1:] for layers in extractors), *networks] for layer in layers]
     return {layer.weight for layer in hidden if isinstance(layer, nn.Linear)}

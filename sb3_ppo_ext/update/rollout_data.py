@@ -7,21 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch as th
-from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.common.observations import map_observations
-from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
+from sb3_ppo_ext.memory.history import HistoryBuffer
 from sb3_ppo_ext.update.bootstrap import Truncation, change_of_terminal_values, last_values
-from sb3_ppo_ext.update.minibatches import Draw, PrioritizedSegments, shuffled, shuffled_segments
+from sb3_ppo_ext.update.minibatches import Draw, PrioritizedSegments, shuffled
 
 # Number of samples that are evaluated at once without gradients
 EVALUATION_BATCH = 1024
-# Number of consecutive steps that a history-based policy draws together. Successive steps are alike, so that long segments
-# leave few independent samples in a minibatch. The steps that the policy sees before each segment are cheap, unless images.
-SEGMENT, SEGMENT_OF_IMAGES = 8, 32
 
 
 class Rollout:
@@ -59,7 +55,7 @@ class Rollout:
 
     def copy_to_device(self) -> None:
         """Copy all samples to the device of the policy at once. Sequences are not copied, since they overlap."""
-        if self.is_indexable and not isinstance(self.buffer, SequenceBufferMixin):
+        if self.is_indexable and not isinstance(self.buffer, HistoryBuffer):
             self.samples = SamplesOnDevice(self.buffer)
 
     def draws(self, step_size: int, segments: PrioritizedSegments | None = None) -> Iterator[Draw]:
@@ -71,9 +67,8 @@ class Rollout:
         if segments is not None:
             return segments.epoch(step_size)
         buffer = self.buffer
-        if isinstance(buffer, SequenceBufferMixin):
-            length = min(segment_length(buffer.observation_space), buffer.buffer_size, step_size)
-            return shuffled_segments(buffer.buffer_size, buffer.n_envs, length, step_size)
+        if isinstance(buffer, HistoryBuffer):
+            return ((indices, None) for indices in buffer.draws(step_size))
         return shuffled(self.n_samples, step_size)
 
     def evaluate(self, function: Callable[[RolloutBufferSamples], th.Tensor | None]) -> th.Tensor | None:
@@ -85,8 +80,10 @@ class Rollout:
         """
         indices = np.arange(self.n_samples)
         parts = []
-        for start in range(0, len(indices), EVALUATION_BATCH):
-            part = function(self.samples(indices[start : start + EVALUATION_BATCH]))
+        whole = self.buffer.n_evaluated if isinstance(self.buffer, HistoryBuffer) else 1
+        size = max(EVALUATION_BATCH // whole, 1) * whole
+        for start in range(0, len(indices), size):
+            part = function(self.samples(indices[start : start + size]))
             if part is None:
                 return None
             parts.append(part)
@@ -141,16 +138,6 @@ class SamplesOnDevice:
         return type(self.samples)(*parts)
 
 
-def segment_length(observation_space: spaces.Space[Any]) -> int:
-    """
-    :param observation_space: Observation space of a history-based policy
-    :return: Number of consecutive steps that are drawn together
-    """
-    parts = [*observation_space.values()] if isinstance(observation_space, spaces.Dict) else [observation_space]
-    has_images = any(len(part.shape or ()) == 3 for part in parts)
-    return SEGMENT_OF_IMAGES if has_images else SEGMENT
-
-
 def knows_indices(buffer_class: object) -> bool:
     """
     :param buffer_class: Class of a rollout buffer
@@ -168,8 +155,8 @@ def flatten(buffer: RolloutBuffer) -> None:
     """
     if buffer.generator_ready:
         return
-    names = ("actions", "values", "log_probs", "advantages", "returns")
-    for name in names if isinstance(buffer, SequenceBufferMixin) else ("observations", *names):
+    names = buffer.flattened if isinstance(buffer, HistoryBuffer) else ("observations", *HistoryBuffer.flattened)
+    for name in names:
         array = getattr(buffer, name)
         if isinstance(array, dict):
             flat: Any = {key: buffer.swap_and_flatten(part) for key, part in array.items()}

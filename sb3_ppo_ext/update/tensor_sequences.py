@@ -13,9 +13,9 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.memory.context_watch import ContextWatch
-from sb3_ppo_ext.memory.sequence_buffers import MAX_BYTES, Sequences, joined
+from sb3_ppo_ext.memory.sequence_buffers import MAX_BYTES, Sequences, joined, segment_length
 from sb3_ppo_ext.update import tensor_rollout
-from sb3_ppo_ext.update.rollout_data import EVALUATION_BATCH, segment_length
+from sb3_ppo_ext.update.rollout_data import EVALUATION_BATCH
 from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer
 
 

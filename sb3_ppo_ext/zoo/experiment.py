@@ -31,8 +31,15 @@ from sb3_ppo_ext.zoo.distributed_runs import create_log_folder, launch_of, save_
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 from sb3_ppo_ext.zoo.resuming import create_callbacks, find_run, keep_monitor_files, load_pretrained_agent
 from sb3_ppo_ext.zoo.run_folder import resumed_folder
-from sb3_ppo_ext.zoo.tuning import is_history_based
-from sb3_ppo_ext.zoo.yaml_entries import TrialHyperparams, find_hyperparams, is_default_file, merge_trial, read_saved
+from sb3_ppo_ext.zoo.yaml_entries import (
+    DEFAULTS_OF_RECURRENT_PPO,
+    OF_RECURRENT_PPO,
+    TrialHyperparams,
+    find_hyperparams,
+    is_default_file,
+    merge_trial,
+    read_saved,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -63,6 +70,10 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         hyperparams, saved_hyperparams = theirs()
     finally:
         experiment.env_name, experiment.trial_id = env_name, trial_id
+    if Path(experiment.config).name == OF_RECURRENT_PPO:
+        # Its entries leave out what is the default of RecurrentPPO.
+        hyperparams = {**DEFAULTS_OF_RECURRENT_PPO, **hyperparams}
+        saved_hyperparams = OrderedDict(sorted({**DEFAULTS_OF_RECURRENT_PPO, **saved_hyperparams}.items()))
 
     if trial_id is not None:
         hyperparams = merge_trial(experiment, hyperparams, trial_id)
@@ -79,7 +90,7 @@ def _choose_entry(experiment: "ExperimentManager") -> None:
     env_id = experiment.env_name.gym_id
     zoo_file = Path(experiment.config).with_name("ppo.yml")
     policy = (experiment.custom_hyperparams or {}).get("policy")
-    path, key = find_hyperparams(env_id, experiment.entry_point(env_id), zoo_file, is_history_based(policy))
+    path, key = find_hyperparams(env_id, experiment.entry_point(env_id), zoo_file, policy)
     experiment.config = str(path)
     if key != env_id:
         print(f"No hyperparameters for {env_id}, using those of {key}")

@@ -29,7 +29,7 @@ def sample_ppo_ext_params(
     """
     Sample PPO's hyperparameters and those of PPOExt: the action distribution (for a ``Box``), the normalization of advantages,
     the control of the KL divergence, a decay of the learning rate, a separate learning rate of the critic, and for
-    history-based policies the size of the transformer. No minibatch is larger than a rollout.
+    history-based policies the size of the transformer, LSTM or GRU. No minibatch is larger than a rollout.
 
     :param trial: Trial that samples. Two of its user attributes are used if they are set: ``policy``, the name of the policy,
         and ``n_timesteps``, the length of the training
@@ -46,8 +46,10 @@ def sample_ppo_ext_params(
         _suggest_action_distribution(trial)
     trial.suggest_categorical("net_arch", list(NETWORKS))
     trial.suggest_categorical("activation_fn", list(ACTIVATIONS))
-    if is_history_based(policy):
+    if is_transformer(policy):
         _suggest_transformer(trial)
+    if is_recurrent(policy):
+        _suggest_recurrence(trial)
     hyperparams = convert_ppo_ext_params(trial.params)
     for name in ("n_steps", "batch_size", "gamma", "gae_lambda"):  # the sampled numbers are not easy to read
         trial.set_user_attr(name, hyperparams[name])
@@ -105,6 +107,12 @@ def _suggest_transformer(trial: "optuna.Trial") -> None:
     trial.suggest_categorical("share_features_extractor", [False, True])
 
 
+def _suggest_recurrence(trial: "optuna.Trial") -> None:
+    trial.suggest_categorical("rnn", ["lstm", "gru"])
+    trial.suggest_categorical("lstm_hidden_size", [16, 32, 64, 128, 256])
+    trial.suggest_categorical("enable_critic_lstm", [False, True])
+
+
 def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
     """
     Convert the numbers of a trial to hyperparameters. Of options that exclude each other, those that are off are returned as
@@ -118,7 +126,7 @@ def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
     policy_kwargs = {
         "net_arch": {"pi": NETWORKS[network], "vf": NETWORKS[network]},
         "activation_fn": ACTIVATIONS[activation],
-        **_transformer(given),
+        **_memory(given),
     }
     hyperparams = {
         **_rollout(given),
@@ -158,15 +166,24 @@ def _learning_rate(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _transformer(given: dict[str, Any]) -> dict[str, Any]:
-    names = ("d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor")
+def _memory(given: dict[str, Any]) -> dict[str, Any]:
+    of_transformer = ("d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor")
+    names = (*of_transformer, "rnn", "lstm_hidden_size", "enable_critic_lstm")
     context = {"context_length": 2 ** given.pop("context_length_pow")} if "context_length_pow" in given else {}
     return {**context, **{name: given.pop(name) for name in names if name in given}}
 
 
-def is_history_based(policy: Any) -> bool:
+def is_transformer(policy: Any) -> bool:
     """
     :param policy: Name or class of a policy
-    :return: Whether the policy acts on the history of observations, for partially observable tasks (POMDPs)
+    :return: Whether the policy is a transformer over the last observations
     """
     return getattr(policy, "__name__", str(policy)).endswith("TransformerPolicy")
+
+
+def is_recurrent(policy: Any) -> bool:
+    """
+    :param policy: Name or class of a policy
+    :return: Whether the policy has an LSTM or GRU
+    """
+    return getattr(policy, "__name__", str(policy)).endswith("LstmPolicy")

@@ -5,15 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sb3_ppo_ext.zoo.tuning import is_history_based
+from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 
 if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
 
+# The Zoo's file for its RecurrentPPO, and the defaults of that algorithm that are others than PPO's
+OF_RECURRENT_PPO, DEFAULTS_OF_RECURRENT_PPO = "ppo_lstm.yml", {"n_steps": 128, "batch_size": 128}
 HYPERPARAMS = Path(__file__).parent / "hyperparams" / "ppo_ext.yml"
 
 
-def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, history_based: bool = False) -> tuple[Path, str]:
+def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, policy: Any = None) -> tuple[Path, str]:
     """
     Find the entry for an environment. Our file takes precedence over the Zoo's for PPO, which has MuJoCo's environments up to
     version 4 only.
@@ -21,16 +23,23 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, history_base
     :param env_id: Gymnasium's id of the environment
     :param entry_point: Gymnasium's entry point of the environment, by which Atari is recognized
     :param zoo_file: Path of the Zoo's ``ppo.yml``
-    :param history_based: Whether the user asks for a history-based policy; our entry ``memory`` is for these, unless the
-        environment's own entry has such a policy too
+    :param policy: Name or class of the policy that the user asks for, ``None`` for that of the entry. Unless our own entry of
+        the environment has such a policy, a transformer takes our entry ``memory``, and a recurrent policy the Zoo's entry
+        for its RecurrentPPO, or else our entry ``recurrent``
     :return: File to read and key of the entry in it; for an environment without an entry, our ``default`` or the
         Zoo's ``atari``
     """
     import yaml  # comes with the Zoo; `register` must be able to report that the Zoo is missing
 
     entries = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (HYPERPARAMS, zoo_file)}
-    if history_based and not is_history_based(entries[HYPERPARAMS].get(env_id, {}).get("policy")):
+    own = entries[HYPERPARAMS].get(env_id, {}).get("policy")
+    if is_transformer(policy) and not is_transformer(own):
         return HYPERPARAMS, "memory"
+    if is_recurrent(policy) and not is_recurrent(own):
+        recurrent_file = zoo_file.with_name(OF_RECURRENT_PPO)
+        key = "atari" if "AtariEnv" in entry_point else env_id
+        listed = yaml.safe_load(recurrent_file.read_text(encoding="utf-8"))
+        return (recurrent_file, key) if is_recurrent(listed.get(key, {}).get("policy")) else (HYPERPARAMS, "recurrent")
     for path, listed in entries.items():
         if env_id in listed:
             return path, env_id

@@ -1,14 +1,16 @@
 """
-Which policy solves partially observable tasks: PPO, PPO on stacked frames, RecurrentPPO (an LSTM), or a transformer.
+Which policy solves partially observable tasks: PPO, PPO on stacked frames, RecurrentPPO (an LSTM), a transformer, or an LSTM
+or GRU in PPOExt.
 
 The tasks are two T-mazes and RepeatPrevious (see memory_tasks.py), and control tasks without velocities. In the control tasks,
-PPO with and without stacked frames and RecurrentPPO use the hyperparameters that RL Zoo tuned for RecurrentPPO, and the
-transformer uses its entry in ppo_ext.yml. In the other tasks, all four use the same hyperparameters. The deterministic policy
-is evaluated.
+PPO with and without stacked frames, RecurrentPPO and the LSTM and GRU use the hyperparameters that RL Zoo tuned for
+RecurrentPPO, and the transformer uses its entry in ppo_ext.yml. In the other tasks, all use the same hyperparameters. The
+deterministic policy is evaluated.
 
 Run it: python scripts/studies/memory.py (hours on two cores, most of them for RecurrentPPO; it needs RL Zoo and sb3-contrib)
 It writes docs/studies/memory.csv after each task, and docs/studies/memory.png. With `--tasks` and `--arms` it runs some of
-them and keeps the rows of the others. `--times` measures the CPU time per step instead, with the four in turns in one process.
+them and keeps the rows of the others. `--times` measures the CPU time per step instead, with all arms in turns in one process,
+and `--lstm-times` that of RecurrentPPO and of LSTM and GRU in PPOExt with the rollouts of the Zoo's entries.
 """
 
 import importlib.util
@@ -52,9 +54,12 @@ from torch import nn
 
 import sb3_ppo_ext
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.zoo.yaml_entries import DEFAULTS_OF_RECURRENT_PPO
 
-ARMS = ("PPO", "PPO, frames", "RecurrentPPO", "transformer")
-COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0"), strict=True))
+# The recurrent arms of PPOExt and their networks
+RECURRENT = {"LSTM in PPOExt": "lstm", "GRU in PPOExt": "gru"}
+ARMS = ("PPO", "PPO, frames", "RecurrentPPO", "transformer", *RECURRENT)
+COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0", "C3", "C4"), strict=True))
 N_EVALUATIONS, EVALUATION_SEED = 10, 1000
 # For the tasks that the Zoo does not have
 OWN = dict(n_envs=8, n_steps=128, batch_size=256, n_epochs=10, learning_rate="lin_1e-3", gamma=0.99, ent_coef=0.01)
@@ -112,6 +117,9 @@ def hyperparameters(task: str, arm: str) -> dict[str, Any]:
         policy_kwargs = eval(policy_kwargs, {"nn": nn, "dict": dict})
     if arm == "RecurrentPPO":
         entry |= {"policy": "MlpLstmPolicy", "policy_kwargs": policy_kwargs or LSTM}
+    elif arm in RECURRENT:
+        entry = {**DEFAULTS_OF_RECURRENT_PPO, **entry}
+        entry |= {"policy": "MlpLstmPolicy", "policy_kwargs": {**(policy_kwargs or LSTM), "rnn": RECURRENT[arm]}}
     elif arm == "transformer":
         entry |= {"policy": "MlpTransformerPolicy", "policy_kwargs": policy_kwargs or TASKS[task].transformer}
     else:
@@ -121,6 +129,10 @@ def hyperparameters(task: str, arm: str) -> dict[str, Any]:
         if isinstance(entry.get(name), str) and arm != "transformer":
             entry[name] = linear(float(entry[name].removeprefix("lin_")))
     return entry
+
+
+def algorithm_of(arm: str) -> Any:
+    return RecurrentPPO if arm == "RecurrentPPO" else PPOExt if arm in (*RECURRENT, "transformer") else PPO
 
 
 def linear(start: float) -> Callable[[float], float]:
@@ -140,9 +152,8 @@ def make_model(name: str, arm: str, seed: int, n_eval: int | None = None) -> tup
     normalize: dict[str, Any] | None = {"gamma": entry["gamma"]} if entry.pop("normalize", False) else None
     frozen = None if normalize is None else {"norm_reward": False, "training": False}
     n_frames = task.n_frames if arm == "PPO, frames" else None
-    algorithm: Any = {"RecurrentPPO": RecurrentPPO, "transformer": PPOExt}.get(arm, PPO)
     env = make_envs(task, n_envs, seed, normalize, n_frames)
-    model = algorithm(env=env, seed=seed, device="cpu", **entry)
+    model = algorithm_of(arm)(env=env, seed=seed, device="cpu", **entry)
     return model, make_envs(task, n_eval or 10, EVALUATION_SEED, frozen, n_frames)
 
 
@@ -219,8 +230,7 @@ def measure_times(task: str = "CartPoleNoVel-v1", n_rounds: int = 7) -> None:
     for arm in ARMS:
         entry = hyperparameters(task, arm)
         env = make_envs(TASKS[task], 8, 0, None, 4 if arm == "PPO, frames" else None)
-        algorithm: Any = {"RecurrentPPO": RecurrentPPO, "transformer": PPOExt}.get(arm, PPO)
-        models[arm] = algorithm(entry["policy"], env, policy_kwargs=entry["policy_kwargs"], device="cpu", **loop)
+        models[arm] = algorithm_of(arm)(entry["policy"], env, policy_kwargs=entry["policy_kwargs"], device="cpu", **loop)
     for _ in range(n_rounds + 1):
         for arm, model in models.items():
             start = time.process_time()
@@ -233,7 +243,29 @@ def measure_times(task: str = "CartPoleNoVel-v1", n_rounds: int = 7) -> None:
     print_table(f"{task}, ms per 1000 steps", ["", "ms", "speed-up over RecurrentPPO"], lines)
 
 
+def measure_lstm_times(n_rounds: int = 5) -> None:
+    """Print the CPU time per step with the networks and rollouts of the Zoo's entries for RecurrentPPO."""
+    lines = []
+    for task in ("CartPoleNoVel-v1", "PendulumNoVel-v1", "MountainCarContinuousNoVel-v0"):
+        models = {arm: make_model(task, arm, seed=0, n_eval=1)[0] for arm in ("RecurrentPPO", *RECURRENT)}
+        times: dict[str, list[float]] = {arm: [] for arm in models}
+        for _ in range(n_rounds + 1):
+            for arm, model in models.items():
+                timesteps = max(model.n_steps * model.n_envs, 1024)  # type: ignore[attr-defined]
+                start = time.process_time()
+                model.learn(timesteps, reset_num_timesteps=False)
+                times[arm].append(1e6 * (time.process_time() - start) / timesteps)
+        reference = np.array(times["RecurrentPPO"][1:])
+        for arm, of in times.items():
+            lines.append([task, arm, f"{np.median(of[1:]):.0f}", f"{np.median(reference / np.array(of[1:])):.1f}"])
+    print_table("ms per 1000 steps", ["", "", "ms", "speed-up over RecurrentPPO"], lines)
+
+
 def main() -> None:
+    if "--lstm-times" in sys.argv:
+        th.set_num_threads(1)
+        measure_lstm_times()
+        return
     if "--times" in sys.argv:
         th.set_num_threads(1)
         measure_times()

@@ -29,6 +29,9 @@ CONFIGURATIONS = {
         policy="MlpTransformerPolicy",
         policy_kwargs=dict(context_length=8, d_model=16, use_last_action=True),
     ),
+    "LSTM": dict(policy="MlpLstmPolicy", policy_kwargs=dict(lstm_hidden_size=8)),
+    "GRU, V-trace": dict(policy="MlpLstmPolicy", policy_kwargs=dict(lstm_hidden_size=8, rnn="gru"), vtrace=True),
+    "LSTM, eager": dict(policy="MlpLstmPolicy", policy_kwargs=dict(lstm_hidden_size=8), backend="eager"),
     "V-trace with segments": dict(vtrace=True, priority_alpha=0.6, priority_segment=8),
     "linear schedules": dict(learning_rate="lin_1e-3", clip_range="lin_0.2", ent_coef="lin_0.01", lr_warmup=0),
     "one environment, not normalized": dict(n_envs=1, normalize=False, env_id="CartPole-v1"),
@@ -350,11 +353,15 @@ def test_tensorboard_hides_what_is_repeated(tmp_path):
     assert sorted(path.name for path in logs.iterdir()) == ["PPOExt_1", "PPOExt_2"]
 
 
-def test_memory_of_a_policy_goes_on(tmp_path):
+@pytest.mark.parametrize(
+    ("policy", "keywords"),
+    [("MlpTransformerPolicy", dict(context_length=6, d_model=8, n_heads=2)), ("MlpLstmPolicy", dict(lstm_hidden_size=8))],
+)
+def test_memory_of_a_policy_goes_on(policy, keywords, tmp_path):
     """The first values of the resumed rollout depend on observations before the checkpoint."""
-    options = dict(policy_kwargs=dict(context_length=6, d_model=8, n_heads=2))
+    options = dict(policy_kwargs=keywords)
     long = dict(length=100, p_end=0.0)
-    model = PPOExt("MlpTransformerPolicy", make_toys(**long), **{**OPTIONS, **options})
+    model = PPOExt(policy, make_toys(**long), **{**OPTIONS, **options})
     path = checkpoints_of(model, tmp_path, timesteps=128)[-1]
     plain = PPOExt.resume(path, make_toys(**long)).learn(192)
     forgetful = PPOExt.resume(path, make_toys(**long))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from sb3_contrib import ARS, QRDQN, TQC, TRPO, CrossQ, MaskablePPO, RecurrentPPO
+from sb3_contrib import ARS, QRDQN, TQC, TRPO, CrossQ, MaskablePPO
 from stable_baselines3 import A2C, DDPG, DQN, PPO, SAC, TD3
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -547,7 +547,6 @@ class MaskedToy(ToyEnv):
 OTHERS = {
     A2C: "A2C",
     TRPO: "TRPO",
-    RecurrentPPO: "RecurrentPPO",
     MaskablePPO: "MaskablePPO",
     ARS: "ARS",
     DQN: "DQN",
@@ -564,9 +563,8 @@ OTHERS = {
 def test_zip_of_another_algorithm(algorithm, tmp_path):
     """The algorithm that saved the zip is named, and nothing of the zip is unpickled."""
     discrete = dict(action_space=spaces.Discrete(2)) if algorithm in (DQN, QRDQN, MaskablePPO) else {}
-    policy = "MlpLstmPolicy" if algorithm is RecurrentPPO else "MlpPolicy"
     path = tmp_path / "other.zip"
-    algorithm(policy, MaskedToy(**discrete)).save(path)
+    algorithm("MlpPolicy", MaskedToy(**discrete)).save(path)
     for load in (PPOExt.load, PPOExt("MlpPolicy", ToyEnv(**discrete)).set_parameters):
         with pytest.raises(ValueError, match=re.escape(f"{path} was saved by {OTHERS[algorithm]}, not by")):
             load(str(path))

@@ -35,6 +35,14 @@ POLICIES = [
     ("CnnTransformerPolicy", dict(observation_space=IMAGE), dict(policy_kwargs=dict(context_length=6))),
     ("MultiInputTransformerPolicy", dict(observation_space=DICT), dict(policy_kwargs=dict(share_features_extractor=False))),
 ]
+RECURRENT = [
+    ("MlpLstmPolicy", {}, dict(policy_kwargs=dict(lstm_hidden_size=8))),
+    (
+        "MultiInputLstmPolicy",
+        dict(observation_space=DICT),
+        dict(policy_kwargs=dict(lstm_hidden_size=8, rnn="gru"), vtrace=True),
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +57,7 @@ def devices(model):
     return {tensor.device.type for tensor in tensors}
 
 
-@pytest.mark.parametrize(("policy", "spaces", "options"), POLICIES)
+@pytest.mark.parametrize(("policy", "spaces", "options"), POLICIES + RECURRENT)
 def test_train_save_and_load_on_the_cpu(policy, spaces, options, tmp_path):
     """Parameters and optimiser are on the GPU; the zip goes on wherever it is loaded."""
     model = PPOExt(policy, make_toys(n_envs=3, p_end=0.0, **spaces), device="cuda", **SMALL, **options).learn(96)

@@ -41,7 +41,7 @@ def test_one_warning(tmp_path):
     (message,) = messages(lambda: model.learn(96))
     assert "after 0 timesteps, 4 of 4 finished episodes" in message
     assert "context_length=5, the longest one 7 steps" in message
-    assert "RecurrentPPO" in message
+    assert "MlpLstmPolicy" in message
     assert not messages(lambda: model.learn(32))
     model.save(tmp_path / "model")
     loaded = PPOExt.load(tmp_path / "model", env=model.env)

@@ -16,11 +16,10 @@ from support.toys import VECTOR, ToyEnv, make_toys
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.memory.policies import Memory
-from sb3_ppo_ext.memory.sequence_buffers import Sequences
+from sb3_ppo_ext.memory.sequence_buffers import Sequences, shuffled_segments
 from sb3_ppo_ext.memory.transformer import Block, Cache, GRUGate, Transformer
 from sb3_ppo_ext.rollout import actors
 from sb3_ppo_ext.update import minibatch_loss
-from sb3_ppo_ext.update.minibatches import shuffled_segments
 
 # The network
 
@@ -449,7 +448,7 @@ def test_options(name, tmp_path):
 def test_every_sample_once():
     """An epoch draws each sample once, in whole segments."""
     for n_steps, n_envs, length, size in [(16, 2, 4, 16), (10, 3, 4, 8), (7, 1, 16, 7), (5, 4, 2, 3)]:
-        draws = [indices for indices, _ in shuffled_segments(n_steps, n_envs, length, size)]
+        draws = [*shuffled_segments(n_steps, n_envs, length, size)]
         assert sorted(np.concatenate(draws)) == list(range(n_steps * n_envs))
         assert all(len(draw) <= max(size, length) for draw in draws)
 

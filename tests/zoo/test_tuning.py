@@ -39,7 +39,13 @@ def sample(seed, n_actions=1, n_envs=4, **attributes):
 
 @pytest.mark.parametrize("n_envs", [1, 6, 16, 4096])
 @pytest.mark.parametrize(
-    ("env_id", "policy"), [("CartPole-v1", "MlpPolicy"), ("Pendulum-v1", "MlpPolicy"), ("Pendulum-v1", "MlpTransformerPolicy")]
+    ("env_id", "policy"),
+    [
+        ("CartPole-v1", "MlpPolicy"),
+        ("Pendulum-v1", "MlpPolicy"),
+        ("Pendulum-v1", "MlpTransformerPolicy"),
+        ("Pendulum-v1", "MlpLstmPolicy"),
+    ],
 )
 def test_samples_are_legal(env_id, policy, n_envs):
     """Samples are legal for any number of environments, and `--trial-id` finds the same again."""
@@ -95,6 +101,13 @@ def test_size_of_the_transformer_is_sampled(policy):
     _, sampled = sample(0, policy=policy)
     of_transformer = {"context_length", "d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor"}
     assert of_transformer & sampled["policy_kwargs"].keys() == (of_transformer if policy == "MlpTransformerPolicy" else set())
+
+
+def test_size_of_the_lstm_is_sampled():
+    """The kind and size of the recurrent network is sampled for policies that have one."""
+    _, sampled = sample(0, policy="MlpLstmPolicy")
+    assert sampled["policy_kwargs"].keys() > {"rnn", "lstm_hidden_size", "enable_critic_lstm"}
+    assert "rnn" not in sample(0)[1]["policy_kwargs"]
 
 
 def entries():

@@ -362,7 +362,21 @@ def test_find_hyperparams(env_id, entry_point, expected):
 )
 def test_find_hyperparams_of_history_based_policies(env_id, key):
     """Entries of other policies are not taken for history-based ones."""
-    assert find_hyperparams(env_id, "", ZOO_FILE, history_based=True) == (HYPERPARAMS, key)
+    assert find_hyperparams(env_id, "", ZOO_FILE, "MlpTransformerPolicy") == (HYPERPARAMS, key)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "entry_point", "expected"),
+    [
+        ("CartPoleNoVel-v1", "", (ZOO_FILE.with_name("ppo_lstm.yml"), "CartPoleNoVel-v1")),
+        ("ALE/Pong-v5", "ale_py.env:AtariEnv", (ZOO_FILE.with_name("ppo_lstm.yml"), "atari")),
+        ("Nothing-v0", "", (HYPERPARAMS, "recurrent")),
+        ("default", "", (HYPERPARAMS, "recurrent")),
+    ],
+)
+def test_find_hyperparams_of_recurrent_policies(env_id, entry_point, expected):
+    """A recurrent policy takes the Zoo's entry for its RecurrentPPO, or else ours."""
+    assert find_hyperparams(env_id, entry_point, ZOO_FILE, "MlpLstmPolicy") == expected
 
 
 class Mixed(gym.Env):
@@ -431,7 +445,7 @@ def test_tasks_without_velocities():
 @pytest.mark.integration  # importing MuJoCo's windows starts a process
 def test_every_entry_is_legal(tmp_path):
     """Each entry of our YAML builds a model."""
-    for env_id in yaml.safe_load(HYPERPARAMS.read_text()).keys() - {"memory", "default", "shared"}:
+    for env_id in yaml.safe_load(HYPERPARAMS.read_text()).keys() - {"memory", "recurrent", "default", "shared"}:
         model, _ = manager(env_id=env_id, folder=tmp_path, eval_freq=-1).setup_experiment()
         assert type(model) is PPOExt
 
@@ -445,6 +459,31 @@ def test_history_based_policy(tmp_path, train_here, enjoy_here, capsys):
     model = PPOExt.load(saved(tmp_path, "Acrobot-v1"))
     assert (model.policy.context_length, model.n_envs, model.batch_size) == (32, 8, 256)
     assert "Mean reward" in enjoy_here("Acrobot-v1", 600)
+
+
+def test_recurrent_policy(tmp_path, train_here, enjoy_here, capsys):
+    """A recurrent policy is trained with the Zoo's hyperparameters for RecurrentPPO, and watched."""
+    train_here("--env", "CartPoleNoVel-v1", "-n", "512", "-params", "policy:'MlpLstmPolicy'", "n_epochs:1")
+    assert "No hyperparameters" not in capsys.readouterr().out
+    model = PPOExt.load(saved(tmp_path, "CartPoleNoVel-v1"))
+    assert (model.policy.lstm_hidden_size, model.n_envs, model.n_steps, model.gae_lambda) == (64, 8, 32, 0.8)
+    assert "Mean reward" in enjoy_here("CartPoleNoVel-v1", 600)
+
+
+def test_defaults_of_recurrent_ppo(tmp_path):
+    """Where an entry of RecurrentPPO relies on the defaults of that algorithm, PPOExt has the same, unless they are given."""
+    given = dict(policy="MlpLstmPolicy")
+    for hyperparams, batch_size in ((given, 128), (dict(given, batch_size=256), 256)):
+        experiment = manager(env_id="PendulumNoVel-v1", folder=tmp_path, eval_freq=-1, hyperparams=hyperparams)
+        model, saved_hyperparams = experiment.setup_experiment()
+        assert (model.n_steps, model.batch_size, saved_hyperparams["batch_size"]) == (1024, batch_size, batch_size)
+
+
+def test_recurrent_policy_without_an_entry(tmp_path, train_here):
+    """The entry `recurrent` builds a model."""
+    train_here("--env", "Acrobot-v1", "-n", "256", "-params", "policy:'MlpLstmPolicy'", "n_steps:32", "n_epochs:1", "n_envs:2")
+    train_here("--env", "CartPole-v1", "-n", "128", "-params", "policy:'MlpLstmPolicy'", "n_steps:32", "n_epochs:1")
+    assert PPOExt.load(saved(tmp_path, "CartPole-v1")).policy.lstm_hidden_size == 64
 
 
 def test_trials_of_history_based_policies(tmp_path, monkeypatch):

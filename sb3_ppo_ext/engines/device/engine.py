@@ -11,6 +11,7 @@ from sb3_ppo_ext.engines.device.update import DeviceUpdate
 from sb3_ppo_ext.engines.engine import Setup
 from sb3_ppo_ext.engines.fused import FusedEngine
 from sb3_ppo_ext.engines.optimizer_steps import GradientMemory
+from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
@@ -39,6 +40,8 @@ class DeviceEngine(FusedEngine):
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
+        if isinstance(setup.buffer, RecurrentBufferMixin):
+            return f"{type(setup.policy).__name__} is recurrent"
         if type(setup.buffer) not in KNOWN_BUFFERS:
             return f"the rollout buffer is a {type(setup.buffer).__name__}"
         if len({parameter.dtype for parameter in setup.policy.parameters()}) != 1:

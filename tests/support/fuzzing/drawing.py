@@ -99,9 +99,13 @@ RARE_ACTIONS = (
     "spaces.Text(3)",
 )
 POLICIES = {
-    "vector": ("'MlpPolicy'",) * 4 + ("'MlpTransformerPolicy'", "ActorCriticPolicy", "MlpPolicy", "OwnPolicy"),
-    "image": ("'CnnPolicy'", "'CnnPolicy'", "'CnnTransformerPolicy'", "'MlpPolicy'", "CnnPolicy"),
-    "dict": ("'MultiInputPolicy'",) * 3 + ("'MultiInputTransformerPolicy'", "MultiInputPolicy", "MultiInputActorCriticPolicy"),
+    "vector": ("'MlpPolicy'",) * 4
+    + ("'MlpTransformerPolicy'", "'MlpLstmPolicy'", "ActorCriticPolicy", "MlpPolicy", "OwnPolicy"),
+    "image": ("'CnnPolicy'", "'CnnPolicy'", "'CnnTransformerPolicy'", "'CnnLstmPolicy'", "'MlpPolicy'", "CnnPolicy"),
+    "dict": (
+        *("'MultiInputPolicy'",) * 3,
+        *("'MultiInputTransformerPolicy'", "'MultiInputLstmPolicy'", "MultiInputPolicy", "MultiInputActorCriticPolicy"),
+    ),
 }
 RARE_POLICIES = (
     "'Nope'",
@@ -114,7 +118,12 @@ RARE_POLICIES = (
     "'MlpPolicy'",
     "MultiInputPolicy",
 )
-RARE_POLICIES += ("'CnnTransformerPolicy'", "'MultiInputTransformerPolicy'", "'MlpTransformerPolicy'")
+RARE_POLICIES += (
+    "'CnnTransformerPolicy'",
+    "'MultiInputTransformerPolicy'",
+    "'MlpTransformerPolicy'",
+    "'MultiInputLstmPolicy'",
+)
 OTHERS = {
     "sde_sample_freq": ("-1", "1", "3", "'x'", "float('nan')", "0", "None", "10**400"),
     "rollout_buffer_class": ("RolloutBuffer", "OwnBuffer", "DictRolloutBuffer", "ReplayBuffer", "5", "int", "dict"),
@@ -300,8 +309,8 @@ def _shown(value):
 
 
 def _policy_kwargs(rng, policy, kind, has_box, options):
-    is_transformer, uses_sde = "Transformer" in policy, "True" in options.get("use_sde", "")
-    keywords = policy_keywords.drawn(rng, is_transformer, has_box, uses_sde, kind)
+    memory, uses_sde = policy_keywords.memory_of(policy), "True" in options.get("use_sde", "")
+    keywords = policy_keywords.drawn(rng, memory, has_box, uses_sde, kind)
     if "action_dist" in options and rng.random() < 0.9:
         for name in ("mean_tanh", "learn_std", "log_std_init"):
             keywords.pop(name, None)

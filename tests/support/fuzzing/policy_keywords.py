@@ -55,6 +55,13 @@ _JUNK = (
     "int",
     "nn.Tanh()",
 )
+OF_LSTM = {
+    "n_lstm_layers": ("1", "2"),
+    "shared_lstm": ("False", "True"),
+    "enable_critic_lstm": ("True", "False"),
+    "lstm_kwargs": ("None", "{}", "dict(bias=False)"),
+    "rnn": ("'lstm'", "'gru'"),
+}
 RUBBISH = {
     "net_arch": ("[0]", "[-1]", "['x']", "5", "'x'", "[4.5]", "dict(qf=[4])", "[[4]]", "dict(pi=4)", "{'pi': None}", "[True]"),
     "activation_fn": ("th.tanh", "'tanh'", "nn.Tanh()", "None", "nn.Linear", "nn.PReLU", "lambda: nn.Tanh()", "int", "nn.GLU"),
@@ -93,16 +100,28 @@ RUBBISH = {
     "n_heads": ("0", "3", "-1", "None", "100"),
     "ffn_dim": ("0", "-1", "2.5", "10**400", "'x'"),
     "n_layers": ("0", "-1", "None", "0.5"),
+    "lstm_hidden_size": ("0", "-1", "2.5", "10**400", "'5'", "True", "None"),
+    "n_lstm_layers": ("0", "-1", "None", "0.5"),
+    "shared_lstm": ("True", "None", "1", "'x'"),
+    "lstm_kwargs": ("5", "dict(bidirectional=True)", "dict(proj_size=1)", "dict(dropout=2)", "dict(bias=None)"),
+    "rnn": ("'rnn'", "None", "5", "nn.GRU"),
     "observation_space": ("None", "spaces.Discrete(2)"),
     "use_sde": ("True",),
     "nope": ("1",),
 }
 
 
-def drawn(rng, is_transformer, has_box, uses_sde, obs_kind):
+def memory_of(policy):
+    """What a policy remembers with."""
+    return next((memory for memory in ("Transformer", "Lstm") if memory in policy), None)
+
+
+def drawn(rng, memory, has_box, uses_sde, obs_kind):
     """Legal ``policy_kwargs`` for a policy."""
     given = {"net_arch": rng.choice(NETWORK)}
-    if is_transformer:
+    if memory == "Lstm":
+        given |= {"lstm_hidden_size": rng.choice(("1", "4", "np.int64(5)"))}
+    if memory == "Transformer":
         given |= {
             "d_model": "8",
             "n_heads": "2",
@@ -112,10 +131,11 @@ def drawn(rng, is_transformer, has_box, uses_sde, obs_kind):
     choices = dict(LEGAL) if has_box else {name: LEGAL[name] for name in LEGAL if name not in ("mean_tanh", "learn_std")}
     if uses_sde:
         choices = {name: choices[name] for name in choices if name not in ("mean_tanh", "learn_std")} | OF_SDE
-    if is_transformer:
-        choices |= OF_TRANSFORMER
+    choices |= {"Transformer": OF_TRANSFORMER, "Lstm": OF_LSTM}.get(memory, {})
     for name in rng.sample(sorted(choices), rng.choice([0, 0, 1, 2, 3])):
         given[name] = rng.choice(choices[name])
+    if given.get("shared_lstm") == "True":
+        given |= {"enable_critic_lstm": "False", "share_features_extractor": "True"}
     if given.get("squash_output") == "True":
         given["log_std_init"] = "-2.0"
     if obs_kind in EXTRACTORS and (obs_kind == "image" or rng.random() < 0.2):

@@ -28,6 +28,7 @@ MODELS = {
     "learning": ("MlpPolicy", VECTOR, BOX, dict(policy_kwargs=NET, **LEARNING)),
     "schedules": ("MlpPolicy", VECTOR, BOX, dict(policy_kwargs=NET, **SCHEDULES)),
     "transformer": ("MlpTransformerPolicy", VECTOR, BOX, dict(policy_kwargs=TRANSFORMER)),
+    "recurrent": ("MlpLstmPolicy", VECTOR, BOX, dict(policy_kwargs=dict(net_arch=[4], lstm_hidden_size=4))),
     "dictionary": ("MultiInputPolicy", spaces.Dict(a=VECTOR, b=spaces.Discrete(3)), BOX, dict(policy_kwargs=NET)),
 }
 WAYS = ["", ", trusted=False"] if "trusted" in inspect.signature(PPOExt.load).parameters else [""]
