@@ -27,8 +27,8 @@ FEW = [
 ALL = [f"{env}/{backend}/{option}" for env in ("plain", "normalized") for backend in BACKENDS for option in OPTIONS]
 ALL += [f"tensors/{backend}/{option}" for backend in ("device", "eager") for option in OPTIONS]
 ALL += [f"dict/{backend}/sgd" for backend in ("eager", "fused", "device")]
-# Muon's steps are computed in bfloat16.
-TOLERANCES = {"muon": 2e-2}
+# Muon's steps are computed in bfloat16. Together, the other options amplify rounding.
+TOLERANCES = {"muon": 2e-2, "priorities with moving averages and V-trace": 2e-4}
 
 
 def run(command, timeout=900, **variables):
@@ -72,7 +72,7 @@ def test_ranks_equal_one_process_with_every_option(tmp_path, n_ranks):
     assert_equal_one_process(tmp_path, n_ranks, ALL)
 
 
-SCENARIOS = ("plain", "seeds", "off", "differences", "bad_input", "stop", "changed_weights", "zips", "error")
+SCENARIOS = ("plain", "seeds", "off", "differences", "bad_input", "stop", "changed_weights", "memory", "zips", "error")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_an_ordinary_script(scenarios):
     assert (first["user"], second["user"]) == (32, 32)
     assert (first["evaluated"], first["saved"]) == (32, 32)
     assert (second["evaluated"], second["saved"]) == (0, 0)
-    assert first["episodes"] == second["episodes"] > 20
+    assert first["episodes"] == second["episodes"] > 12
     assert first["ranks"] == 1, "after the training, each rank is by itself"
 
 
@@ -160,6 +160,13 @@ def test_parameters_that_a_callback_changes(scenarios):
     """What a callback does to the policy on rank 0 alone reaches the other rank."""
     first, second = scenarios["changed_weights"]
     assert first == second
+
+
+def test_history_based_policies(scenarios):
+    """Transformers and recurrent policies are trained by both ranks together."""
+    first, second = scenarios["memory"]
+    assert first == second
+    assert [steps for _, steps in first.values()] == [128] * 4
 
 
 def test_saved_models(scenarios):

@@ -166,6 +166,16 @@ def changed_weights(folder):
     return weights(model)
 
 
+def memory(folder):
+    """History-based policies: transformers and recurrent ones, with options that read whole rollouts."""
+    results = {}
+    for policy in ("MlpTransformerPolicy", "MlpLstmPolicy"):
+        for options in ({}, {"vtrace": True, "priority_alpha": 0.5, "kl_coef": 0.1}):
+            model = PPOExt(policy, VecNormalize(make_toys()), **SMALL, **options).learn(128)
+            results[f"{policy}, {len(options)} options"] = [weights(model), model.num_timesteps]
+    return results
+
+
 def zips(folder):
     """A model that was saved in a distributed training is loaded and trained on."""
     model = PPOExt("MlpPolicy", make_toys(), kl_coef=0.1, kl_target=0.01, **SMALL).learn(64)
