@@ -1,10 +1,11 @@
 """
 How fast several processes of torchrun train one model, compared with one process.
 
-In each round, rank 0 first trains alone, while the others sleep, and then all ranks train together: with as many samples per
-rank in each minibatch as alone, and with the same batch size. A ratio is the environment steps per second of all ranks over
-those of rank 0 alone, the median over the rounds with its 95 % confidence interval (bootstrap). The transport is timed, too:
-the sum of a gradient over all ranks, by shared memory and by gloo.
+In each round, rank 0 first trains alone, while the others sleep. Then each rank trains a model of its own at the same time,
+which is what the machine can do, and all ranks train one model: with as many samples per rank in each minibatch as alone, and
+with the same batch size. A ratio is the environment steps per second of all ranks over those of rank 0 alone, the median over
+the rounds with its 95 % confidence interval (bootstrap). The transport is timed, too: the sum of a gradient over all ranks, by
+shared memory and by gloo.
 
 Run it: torchrun --nproc-per-node 2 scripts/benchmark_ranks.py (about five minutes; `--rounds`)
 It prints the tables of docs/scaling.md.
@@ -36,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "the same with VecNormalize": dict(env="HalfCheetah-v5", n_envs=8, n_steps=256, batch_size=256, normalize=True),
     "CartPole-v1, 16 x 128, batch 256, 10 epochs": dict(env="CartPole-v1", n_envs=16, n_steps=128, batch_size=256),
 }
+# Number of rollouts in a turn
+N_ROLLOUTS = 12
 # Number of parameters of two networks of 64-64 and of 256-256 for HalfCheetah
 GRADIENTS = {"64-64": 11_000, "256-256": 143_000}
 
@@ -55,16 +58,20 @@ def speed_of(model: PPOExt, steps: int) -> float:
 
 
 def measure(case: dict[str, Any], n_rounds: int, ranks: Any) -> list[list[float]]:
-    """Steps per second in each round: alone, together with larger batches, and together with the same batch size."""
+    """
+    Steps per second in each round: alone, each rank by itself at the same time, which is what the machine can do, together
+    with larger batches, and together with the same batch size.
+    """
     n_own = case["n_envs"] * case["n_steps"]
     alone = make_model(case, case["batch_size"], "off")
     weak = make_model(case, case["batch_size"] * ranks.size, "auto")
     same = make_model(case, case["batch_size"], "auto")
     rows = []
     for number in range(n_rounds + 1):
-        row = [speed_of(alone, 4 * n_own) if ranks.is_first else 0.0]
+        row = [speed_of(alone, N_ROLLOUTS * n_own) if ranks.is_first else 0.0]
         ranks.gather(None)  # The others have waited here.
-        row += [speed_of(model, 4 * n_own * ranks.size) for model in (weak, same)]
+        row.append(sum(ranks.gather(speed_of(alone, N_ROLLOUTS * n_own))))
+        row += [speed_of(model, N_ROLLOUTS * n_own * ranks.size) for model in (weak, same)]
         if number > 0:  # The first round warms up.
             rows.append(row)
     return rows
@@ -87,11 +94,12 @@ def main() -> None:
     th.set_num_threads(1)
     ranks = connect(find_launch("auto"))
     assert isinstance(ranks, ProcessGroup), "run it with torchrun"
-    lines = [f"| {ranks.size} ranks over one | batch size times {ranks.size} | same batch size |", "| --- | --- | --- |"]
+    columns = ("independent trainings", f"batch size times {ranks.size}", "same batch size")
+    lines = [f"| {ranks.size} ranks over one | {' | '.join(columns)} |", "| --- | --- | --- | --- |"]
     for name, case in CASES.items():
         speeds = np.array(measure(case, arguments.rounds, ranks))
         if ranks.is_first:
-            times = {name: (1 / column).tolist() for name, column in zip(("alone", "weak", "same"), speeds.T, strict=True)}
+            times = {name: (1 / column).tolist() for name, column in zip(("alone", *columns), speeds.T, strict=True)}
             cells = ratios(times, "alone").values()
             texts = [f"{cell['ratio']:.2f} ({cell['low']:.2f} to {cell['high']:.2f})" for cell in cells]
             lines.append(f"| {name} | {' | '.join(texts)} |")

@@ -27,50 +27,51 @@ class GradientAverage:
     def __init__(self, policy: nn.Module, ranks: Ranks):
         self.ranks = ranks
         self.learned = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        self.sizes = [parameter.numel() for parameter in self.learned]
-        self.flat: th.Tensor | None = None
+        # What is exchanged: gradients, numbers, whether each parameter has a gradient, and 1; allocated at the first call
+        self.flat = th.zeros(0)
+        self.views: list[th.Tensor] = []
 
     def __call__(self, n_samples: int, numbers: list[float]) -> list[float]:
         """
         Set ``grad`` of the parameters to the averages.
 
         :param n_samples: Number of samples of this rank
-        :param numbers: Means over these samples
+        :param numbers: Means over these samples, as many in each call
         :return: Means over the samples of all ranks
         """
+        if not self.views:
+            self._allocate(len(numbers))
+        *views, tail = self.views
         gradients = [parameter.grad for parameter in self.learned]
         has_gradient = [float(gradient is not None) for gradient in gradients]
-        flat, views, tail = self._memory(len(numbers))
-        present = [(view, g) for view, g in zip(views, gradients, strict=True) if g is not None]
+        present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
         if len(present) < len(views):
-            flat.zero_()
+            self.flat.zero_()
         if present:
-            th._foreach_copy_([view for view, _ in present], [g.view(-1) for _, g in present])
-        tail.copy_(th.tensor([*numbers, *has_gradient, 1.0], dtype=flat.dtype))
-        flat.mul_(n_samples)
-        total = self.ranks.sum(flat)
-        total.div_(float(total[-1]))
-        views, tail = self._parts(total)
-        results = tail.tolist()
-        of_all = results[len(numbers) : -1]
-        if all(has_gradient):
-            th._foreach_copy_([g for _, g in present], [view.view_as(p) for view, p in zip(views, self.learned, strict=True)])
+            th._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+        tail.copy_(th.tensor([*numbers, *has_gradient, 1.0]))
+        self.flat.mul_(n_samples)
+        self.flat.copy_(self.ranks.sum(self.flat))
+        *means, weight = tail.tolist()
+        self.flat.mul_(1 / weight)
+        if len(present) == len(views):
+            th._foreach_copy_([gradient for _, gradient in present], views)
         else:
-            for parameter, view, share in zip(self.learned, views, of_all, strict=True):
-                # A parameter that no loss depends on has no gradient on any rank, and its optimiser leaves it as it is.
-                parameter.grad = view.view_as(parameter).clone() if share > 0 else None
-        return results[: len(numbers)]
+            self._set(views, means[len(numbers) :])
+        return [mean / weight for mean in means[: len(numbers)]]
 
-    def _memory(self, n_numbers: int) -> tuple[th.Tensor, list[th.Tensor], th.Tensor]:
-        if self.flat is None:
-            dtype = th.float64 if any(p.dtype == th.float64 for p in self.learned) else th.float32
-            n = sum(self.sizes) + n_numbers + len(self.sizes) + 1
-            self.flat = th.zeros(n, dtype=dtype, device=self.learned[0].device)
-        return (self.flat, *self._parts(self.flat))
+    def _set(self, views: list[th.Tensor], n_gradients: list[float]) -> None:
+        for parameter, view, n in zip(self.learned, views, n_gradients, strict=True):
+            # A parameter that no loss depends on has no gradient on any rank, and its optimiser leaves it as it is.
+            parameter.grad = view.clone() if n > 0 else None
 
-    def _parts(self, flat: th.Tensor) -> tuple[list[th.Tensor], th.Tensor]:
-        *views, tail = flat.split([*self.sizes, len(flat) - sum(self.sizes)])
-        return views, tail
+    def _allocate(self, n_numbers: int) -> None:
+        dtype = th.float64 if any(p.dtype == th.float64 for p in self.learned) else th.float32
+        sizes = [parameter.numel() for parameter in self.learned]
+        n_tail = n_numbers + len(sizes) + 1
+        self.flat = th.zeros(sum(sizes) + n_tail, dtype=dtype, device=self.learned[0].device)
+        *parts, tail = self.flat.split([*sizes, n_tail])
+        self.views = [*(part.view_as(p) for part, p in zip(parts, self.learned, strict=True)), tail]
 
 
 class SharedGradients(GradientSource):
