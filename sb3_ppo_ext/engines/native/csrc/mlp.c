@@ -189,8 +189,7 @@ static int get_floats(PyObject *array, Py_buffer *view, int ndim, const Py_ssize
     return get_array(array, view, writable, what) < 0 ? -1 : check_floats(view, ndim, shape, what);
 }
 
-/* target (columns x rows, leading dimension ldt) = transpose of source (rows x columns, leading dimension lds) */
-static void transpose(const float *source, long lds, long rows, long columns, float *target, long ldt)
+static void transpose_block(const float *source, long lds, long rows, long columns, float *target, long ldt)
 {
     typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
     typedef int four_of __attribute__((vector_size(16)));
@@ -225,6 +224,17 @@ static void transpose(const float *source, long lds, long rows, long columns, fl
     for (; i < rows; i++)
         for (long j = 0; j < columns; j++)
             target[j * ldt + i] = source[i * lds + j];
+}
+
+/* target (columns x rows, leading dimension ldt) = transpose of source (rows x columns, leading dimension lds) */
+static void transpose(const float *source, long lds, long rows, long columns, float *target, long ldt)
+{
+    /* Blocks that stay in the cache: rows a power of two apart compete for the same places there. */
+    const long block = 16;
+    for (long i = 0; i < rows; i += block)
+        for (long j = 0; j < columns; j += block)
+            transpose_block(source + i * lds + j, lds, rows - i < block ? rows - i : block,
+                            columns - j < block ? columns - j : block, target + j * ldt + i, ldt);
 }
 
 static void copy_rows(const float *source, long lds, float *target, long ldt, long rows, long columns)
