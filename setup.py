@@ -22,7 +22,7 @@ PTH_LINE = (
 MLP = Extension(
     "sb3_ppo_ext.engines.native._mlp",
     ["sb3_ppo_ext/engines/native/csrc/mlp.c"],
-    depends=["sb3_ppo_ext/engines/native/csrc/kernels.h"],
+    depends=["sb3_ppo_ext/engines/native/csrc/kernels.h", "sb3_ppo_ext/engines/native/csrc/pool.h"],
     # Without errno and traps, square roots and comparisons can be vectorized; NaN and infinity are still respected.
     extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"],
     optional=True,
