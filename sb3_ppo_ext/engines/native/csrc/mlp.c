@@ -348,18 +348,15 @@ static int find_activation(PyObject *name, enum activation *activation)
     return 0;
 }
 
-static void pack_layer(struct layer *layer, int is_first)
-{
-    transpose(layer->weight.buf, layer->n_in, layer->n_out, layer->n_in, layer->transposed, layer->ld_out);
-    memcpy(layer->padded_bias, layer->bias.buf, layer->n_out * sizeof(float));
-    if (!is_first && layer->ld_in != layer->n_in)
-        copy_rows(layer->weight.buf, layer->n_in, layer->rows, layer->ld_in, layer->n_out, layer->n_in);
-}
-
 static void pack(Network *self)
 {
-    for (int i = 0; i < self->n_layers; i++)
-        pack_layer(&self->layers[i], i == 0);
+    for (int i = 0; i < self->n_layers; i++) {
+        struct layer *layer = &self->layers[i];
+        transpose(layer->weight.buf, layer->n_in, layer->n_out, layer->n_in, layer->transposed, layer->ld_out);
+        memcpy(layer->padded_bias, layer->bias.buf, layer->n_out * sizeof(float));
+        if (i > 0 && layer->ld_in != layer->n_in)
+            copy_rows(layer->weight.buf, layer->n_in, layer->rows, layer->ld_in, layer->n_out, layer->n_in);
+    }
 }
 
 static PyObject *network_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -708,10 +705,9 @@ static int check_part(struct call *call, struct part *part)
     network->is_busy = 1, call->n_busy++;
     if (call->n_arrays == 1)
         return check_floats(&part->arrays[0], 2, SHAPE(network->n_kept, last->n_out), "d_out");
-    if (call->n_arrays == 2 && (check_floats(&part->arrays[0], 2, SHAPE(-1, network->layers[0].n_in), "x") < 0 ||
-                                check_floats(&part->arrays[1], 2, SHAPE(part->arrays[0].shape[0], last->n_out), "out") < 0))
+    if (check_floats(&part->arrays[0], 2, SHAPE(-1, network->layers[0].n_in), "x") < 0)
         return -1;
-    return 0;
+    return check_floats(&part->arrays[1], 2, SHAPE(part->arrays[0].shape[0], last->n_out), "out");
 }
 
 static int reserve_part(struct call *call, struct part *part)
@@ -879,14 +875,6 @@ static void gradient_task(void *argument, int number)
         }
 }
 
-static void pack_task(void *argument, int number)
-{
-    struct part *part = ((struct call *)argument)->parts;
-    for (; number >= part->network->n_layers; part++)
-        number -= part->network->n_layers;
-    pack_layer(&part->network->layers[number], number == 0);
-}
-
 /* Tasks that are too many for the pool, or too small to be worth it, are done by the caller. */
 static void share(Threads *self, void (*task)(void *, int), struct call *call, long n_tasks, int is_worth_it)
 {
@@ -897,21 +885,16 @@ static void do_call(Threads *self, struct call *call)
 {
     double work = work_of(call);
     int is_worth_it = work >= MIN_WORK;
-    long n = 0;
+    long n = 0, n_tasks = 0;
     for (int i = 0; i < call->n_parts; i++)
-        n += call->n_arrays ? n_rows(call, &call->parts[i]) : call->parts[i].network->n_layers;
-    if (!call->n_arrays) {
-        share(self, pack_task, call, n, 1);
-        return;
-    }
+        n += n_rows(call, &call->parts[i]);
     /* A few tasks for each thread, of whole tiles of a product */
     long rows = n / (2 * self->n_threads);
     call->rows = rows >= CHUNK ? CHUNK : (rows / 12 + 1) * 12;
     call->work = (long)(work / (4 * self->n_threads));
-    n = 0;
     for (int i = 0; i < call->n_parts; i++)
-        n += n_chunks(call, &call->parts[i]);
-    share(self, call->n_arrays == 2 ? forward_task : delta_task, call, n, is_worth_it);
+        n_tasks += n_chunks(call, &call->parts[i]);
+    share(self, call->n_arrays == 2 ? forward_task : delta_task, call, n_tasks, is_worth_it);
     if (call->n_arrays == 1)
         share(self, gradient_task, call, n_gradient_tasks(call), is_worth_it);
 }
@@ -932,12 +915,6 @@ static PyObject *make_call(Threads *self, PyObject *parts, int n_arrays, int add
     return close_call(&call, failed);
 }
 
-PyDoc_STRVAR(threads_pack_doc, "pack(parts)\n\n`Network.pack` of several networks. Each part is a tuple of a network.");
-static PyObject *threads_pack(Threads *self, PyObject *parts)
-{
-    return make_call(self, parts, 0, 0);
-}
-
 PyDoc_STRVAR(threads_forward_doc,
              "forward(parts)\n\n`Network.forward` of several networks. Each part is a tuple of a network, x and out.");
 static PyObject *threads_forward(Threads *self, PyObject *parts)
@@ -956,7 +933,6 @@ static PyObject *threads_backward(Threads *self, PyObject *const *args, Py_ssize
 }
 
 static PyMethodDef threads_methods[] = {
-    {"pack", (PyCFunction)threads_pack, METH_O, threads_pack_doc},
     {"forward", (PyCFunction)threads_forward, METH_O, threads_forward_doc},
     {"backward", (PyCFunction)(void (*)(void))threads_backward, METH_FASTCALL, threads_backward_doc},
     {NULL},
