@@ -624,6 +624,8 @@ static PyType_Spec network_spec = {"sb3_ppo_ext.engines.native._mlp.Network", si
 /* ---- Threads ---- */
 
 #define MAX_PARTS 8
+/* Number of rows whose gradients are computed at a time, so that they stay in the cache */
+#define WINDOW 256
 
 /* What is computed with one network: x and out of `forward`, or d_out of `backward` */
 struct part {
@@ -636,7 +638,9 @@ struct call {
     PyObject *held;
     struct part parts[MAX_PARTS];
     int n_parts, n_arrays, n_busy, add;
-    /* Numbers of rows of a minibatch, and of multiplications, in a task */
+    /* Rows of the minibatch that are computed at present: the first one, and their largest number */
+    long start, window;
+    /* Numbers of rows, and of multiplications, in a task */
     long rows, work;
 };
 
@@ -713,7 +717,8 @@ static int check_part(struct call *call, struct part *part)
 static int reserve_part(struct call *call, struct part *part)
 {
     if ((call->n_arrays == 2 && reserve(part->network, part->arrays[0].shape[0]) < 0) ||
-        (call->n_arrays == 1 && reserve_deltas(part->network, part->network->n_kept) < 0)) {
+        (call->n_arrays == 1 &&
+         reserve_deltas(part->network, part->network->n_kept < WINDOW ? part->network->n_kept : WINDOW) < 0)) {
         PyErr_NoMemory();
         return -1;
     }
@@ -761,52 +766,58 @@ static long n_rows(const struct call *call, const struct part *part)
     return call->n_arrays == 2 ? part->arrays[0].shape[0] : part->network->n_kept;
 }
 
-static long n_chunks(const struct call *call, const struct part *part)
+static long n_in_window(const struct call *call, const struct part *part)
 {
-    return (n_rows(call, part) + call->rows - 1) / call->rows;
+    long n = n_rows(call, part) - call->start;
+    return n < 0 ? 0 : n < call->window ? n : call->window;
 }
 
-/* Number of multiplications of a pass through all networks */
-static double work_of(const struct call *call)
+/* Number of multiplications for a row in all layers */
+static double work_of(const Network *network)
 {
     double work = 0;
-    for (const struct part *part = call->parts; part < call->parts + call->n_parts; part++)
-        for (int i = 0; i < part->network->n_layers; i++)
-            work += (double)n_rows(call, part) * part->network->layers[i].n_in * part->network->layers[i].ld_out;
+    for (int i = 0; i < network->n_layers; i++)
+        work += (double)network->layers[i].n_in * network->layers[i].ld_out;
     return work;
 }
 
-/* The part of a task, whose index becomes the one within the part */
-static struct part *find_chunk(struct call *call, long *index)
+static long n_chunks(const struct call *call, const struct part *part)
+{
+    return (n_in_window(call, part) + call->rows - 1) / call->rows;
+}
+
+/* The part of a task, with its first row and its number of rows in the window */
+static struct part *find_chunk(struct call *call, int number, long *start, long *rows)
 {
     struct part *part = call->parts;
-    for (; *index >= n_chunks(call, part); part++)
-        *index -= n_chunks(call, part);
+    for (; number >= n_chunks(call, part); part++)
+        number -= n_chunks(call, part);
+    *start = number * call->rows;
+    *rows = n_in_window(call, part) - *start < call->rows ? n_in_window(call, part) - *start : call->rows;
     return part;
 }
 
 static void forward_task(void *argument, int number)
 {
     struct call *call = argument;
-    long index = number;
-    struct part *part = find_chunk(call, &index);
-    long start = index * call->rows, rest = n_rows(call, part) - start;
-    forward_rows(part->network, part->arrays[0].buf, part->arrays[1].buf, start, rest < call->rows ? rest : call->rows);
+    long start, rows;
+    struct part *part = find_chunk(call, number, &start, &rows);
+    forward_rows(part->network, part->arrays[0].buf, part->arrays[1].buf, call->start + start, rows);
 }
 
 static void delta_task(void *argument, int number)
 {
     struct call *call = argument;
-    long index = number;
-    struct part *part = find_chunk(call, &index);
+    long start, rows;
+    struct part *part = find_chunk(call, number, &start, &rows);
     Network *self = part->network;
     struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
-    long start = index * call->rows, rest = n_rows(call, part) - start, rows = rest < call->rows ? rest : call->rows;
-    copy_rows((float *)part->arrays[0].buf + start * last->n_out, last->n_out, last->delta + start * last->ld_out,
-              last->ld_out, rows, last->n_out);
+    const float *d_out = (float *)part->arrays[0].buf + (call->start + start) * last->n_out;
+    copy_rows(d_out, last->n_out, last->delta + start * last->ld_out, last->ld_out, rows, last->n_out);
     for (struct layer *layer = last; layer > first; layer--)
-        differentiate_layer(self, layer, layer->delta + start * layer->ld_out, layer[-1].output + start * layer->ld_in,
-                            layer[-1].delta + start * layer->ld_in, rows);
+        differentiate_layer(self, layer, layer->delta + start * layer->ld_out,
+                            layer[-1].output + (call->start + start) * layer->ld_in, layer[-1].delta + start * layer->ld_in,
+                            rows);
 }
 
 static long rows_of_d_weight(const struct layer *layer)
@@ -814,46 +825,45 @@ static long rows_of_d_weight(const struct layer *layer)
     return layer->is_d_weight_transposed ? layer->n_in : layer->n_out;
 }
 
-/* Number of rows of `d_weight` in a task: whole cache lines of a transposed gradient, and whole tiles of a product */
-static long rows_of_band(const struct call *call, const Network *network, const struct layer *layer)
+static long columns_of_d_weight(const struct layer *layer)
 {
-    double work = (double)network->n_kept * (layer->is_d_weight_transposed ? layer->ld_out : layer->ld_in);
-    double rows = call->work / (work > 1 ? work : 1);
+    return layer->is_d_weight_transposed ? layer->ld_out : layer->ld_in;
+}
+
+/* Number of rows of `d_weight` in a task: whole cache lines of a transposed gradient, and whole tiles of a product */
+static long rows_of_band(const struct call *call, const struct part *part, const struct layer *layer)
+{
+    double rows = call->work / (1.0 + n_in_window(call, part) * (double)columns_of_d_weight(layer));
     return rows > rows_of_d_weight(layer) ? rows_of_d_weight(layer) : ((long)rows / 48 + 1) * 48;
 }
 
-static long n_bands(const struct call *call, const Network *network, const struct layer *layer)
+static long n_bands(const struct call *call, const struct part *part, const struct layer *layer)
 {
-    long rows = rows_of_band(call, network, layer);
+    long rows = rows_of_band(call, part, layer);
     return (rows_of_d_weight(layer) + rows - 1) / rows;
 }
 
-static long n_gradient_tasks(const struct call *call)
-{
-    long n = 0;
-    for (const struct part *part = call->parts; part < call->parts + call->n_parts; part++)
-        for (int i = 0; i < part->network->n_layers; i++)
-            n += n_bands(call, part->network, &part->network->layers[i]);
-    return n;
-}
-
 /* Some rows of the gradient of a weight, and the gradient of the bias with the first ones */
-static void gradient_band(struct call *call, Network *self, struct layer *layer, long band)
+static void gradient_band(struct call *call, struct part *part, struct layer *layer, long band)
 {
-    long rows = rows_of_band(call, self, layer), first = band * rows, rest = rows_of_d_weight(layer) - first;
-    rows = rest < rows ? rest : rows;
-    const float *input = layer > self->layers ? layer[-1].output : self->input;
-    long columns = layer->is_d_weight_transposed ? layer->ld_out : layer->ld_in;
-    memset(layer->d_weight + first * columns, 0, rows * columns * sizeof(float));
-    if (!band)
+    Network *self = part->network;
+    long rows = rows_of_band(call, part, layer), first = band * rows, n = n_in_window(call, part);
+    rows = rows_of_d_weight(layer) - first < rows ? rows_of_d_weight(layer) - first : rows;
+    const float *input = (layer > self->layers ? layer[-1].output : self->input) + call->start * layer->ld_in;
+    long columns = columns_of_d_weight(layer);
+    if (!call->start)
+        memset(layer->d_weight + first * columns, 0, rows * columns * sizeof(float));
+    if (!call->start && !band)
         memset(layer->d_bias, 0, layer->ld_out * sizeof(float));
-    for (long start = 0; start < self->n_kept; start += CHUNK) {
-        long n = self->n_kept - start < CHUNK ? self->n_kept - start : CHUNK;
+    for (long start = 0; start < n; start += CHUNK) {
+        long chunk = n - start < CHUNK ? n - start : CHUNK;
         const float *delta = layer->delta + start * layer->ld_out;
-        add_d_weight(layer, first, rows, input + start * layer->ld_in, delta, n);
+        add_d_weight(layer, first, rows, input + start * layer->ld_in, delta, chunk);
         if (!band)
-            kernels->add_rows(delta, n, layer->ld_out, layer->ld_out, layer->d_bias);
+            kernels->add_rows(delta, chunk, layer->ld_out, layer->ld_out, layer->d_bias);
     }
+    if (call->start + call->window < self->n_kept || (call->start && !n))
+        return;
     write_d_weight(layer, first, rows, call->add);
     if (!band)
         write_d_bias(layer, call->add);
@@ -862,41 +872,50 @@ static void gradient_band(struct call *call, Network *self, struct layer *layer,
 static void gradient_task(void *argument, int number)
 {
     struct call *call = argument;
-    long index = number;
     for (struct part *part = call->parts;; part++)
         for (int i = 0; i < part->network->n_layers; i++) {
             struct layer *layer = &part->network->layers[i];
-            long n = n_bands(call, part->network, layer);
-            if (index < n) {
-                gradient_band(call, part->network, layer, index);
+            long n = n_bands(call, part, layer);
+            if (number < n) {
+                gradient_band(call, part, layer, number);
                 return;
             }
-            index -= n;
+            number -= n;
         }
 }
 
-/* Tasks that are too many for the pool, or too small to be worth it, are done by the caller. */
-static void share(Threads *self, void (*task)(void *, int), struct call *call, long n_tasks, int is_worth_it)
+/* Compute a window. A few tasks for each thread, of whole tiles of a product; what is too small is left to the caller. */
+static void do_window(Threads *self, struct call *call)
 {
-    do_tasks(is_worth_it && n_tasks <= MAX_TASKS ? self->pool : NULL, task, call, (int)n_tasks);
+    double work = 0;
+    long n = 0, n_tasks = 0, n_gradients = 0;
+    for (struct part *part = call->parts; part < call->parts + call->n_parts; part++) {
+        n += n_in_window(call, part);
+        work += n_in_window(call, part) * work_of(part->network);
+    }
+    long rows = n / (2 * self->n_threads);
+    call->rows = rows >= CHUNK ? CHUNK : (rows / 12 + 1) * 12;
+    call->work = (long)(work / (4 * self->n_threads));
+    for (struct part *part = call->parts; part < call->parts + call->n_parts; part++) {
+        n_tasks += n_chunks(call, part);
+        for (int i = 0; i < part->network->n_layers; i++)
+            n_gradients += n_bands(call, part, &part->network->layers[i]);
+    }
+    struct pool *pool = work >= MIN_WORK ? self->pool : NULL;
+    do_tasks(pool, call->n_arrays == 2 ? forward_task : delta_task, call, n_tasks);
+    if (call->n_arrays == 1)
+        do_tasks(pool, gradient_task, call, n_gradients);
 }
 
 static void do_call(Threads *self, struct call *call)
 {
-    double work = work_of(call);
-    int is_worth_it = work >= MIN_WORK;
-    long n = 0, n_tasks = 0;
-    for (int i = 0; i < call->n_parts; i++)
-        n += n_rows(call, &call->parts[i]);
-    /* A few tasks for each thread, of whole tiles of a product */
-    long rows = n / (2 * self->n_threads);
-    call->rows = rows >= CHUNK ? CHUNK : (rows / 12 + 1) * 12;
-    call->work = (long)(work / (4 * self->n_threads));
-    for (int i = 0; i < call->n_parts; i++)
-        n_tasks += n_chunks(call, &call->parts[i]);
-    share(self, call->n_arrays == 2 ? forward_task : delta_task, call, n_tasks, is_worth_it);
-    if (call->n_arrays == 1)
-        share(self, gradient_task, call, n_gradient_tasks(call), is_worth_it);
+    long n = 0;
+    for (struct part *part = call->parts; part < call->parts + call->n_parts; part++)
+        n = n_rows(call, part) > n ? n_rows(call, part) : n;
+    call->window = call->n_arrays == 1 ? WINDOW : n;
+    do
+        do_window(self, call);
+    while ((call->start += call->window) < n);
 }
 
 static PyObject *make_call(Threads *self, PyObject *parts, int n_arrays, int add)

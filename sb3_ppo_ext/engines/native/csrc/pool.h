@@ -153,9 +153,9 @@ static void close_pool(struct pool *pool)
 }
 
 /* Do all tasks of a job, by one caller at a time. The results must not depend on who does which task, and when. */
-static void do_tasks(struct pool *pool, void (*task)(void *, int), void *job, int n_tasks)
+static void do_tasks(struct pool *pool, void (*task)(void *, int), void *job, long n_tasks)
 {
-    if (!pool || !pool->n_workers || n_tasks < 2) {
+    if (!pool || !pool->n_workers || n_tasks < 2 || n_tasks > MAX_TASKS) {
         for (int i = 0; i < n_tasks; i++)
             task(job, i);
         return;
