@@ -704,6 +704,11 @@ static int check_part(struct call *call, struct part *part)
 {
     Network *network = part->network;
     struct layer *last = &network->layers[network->n_layers - 1];
+    for (struct part *other = call->parts; other < part; other++)
+        if (other->network == network) {
+            PyErr_SetString(PyExc_ValueError, "each part must have a network of its own");
+            return -1;
+        }
     if (refuse_if_busy(network) < 0)
         return -1;
     network->is_busy = 1, call->n_busy++;
