@@ -44,7 +44,9 @@ from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter
 
 OUT = Path(__file__).parents[1] / "docs" / "performance"
 # The compiler comes last, because it slows the process down once it is loaded.
-PARTS = ("main", "policies", "growth", "startup", "profile", "threads", "compile")
+PARTS = ("main", "policies", "growth", "startup", "profile", "compile")
+# Needs two cores, is measured if it is named, and is only printed
+THREADS_PART = "threads"
 IN_RATIOS = ("main", "policies", "growth", "compile")
 
 
@@ -320,9 +322,6 @@ def contests(part: str) -> Iterator[tuple[str, Mapping[str, Callable[[], None] |
             both = {"SB3": trainer(PPO, setting, setting.make_env()), "PPOExt": trainer(PPOExt, setting, setting.make_env())}
             fast = trainer(PPOExt, setting, setting.make_env(FastDummyVecEnv))
             yield f"{setting.n_envs} environments", {**both, "PPOExt, FastDummyVecEnv": fast}
-    elif part == "threads":
-        for name, setting, updates in THREADS:
-            yield name, {f"{n} threads": trainer_in_threads(setting, updates, native_threads=n) for n in (1, 2)}
     elif part == "compile":
         for name, setting in COMPILED.items():
             both = {"SB3": trainer(PPO, setting, setting.make_env()), "PPOExt": trainer(PPOExt, setting, setting.make_env())}
@@ -330,13 +329,17 @@ def contests(part: str) -> Iterator[tuple[str, Mapping[str, Callable[[], None] |
 
 
 def measure(parts: list[str], rounds: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for part in (part for part in PARTS if part in parts):
+    for part in (part for part in (*PARTS, THREADS_PART) if part in parts):
         if part == "startup":
             yield from (("startup", what, found) for what, found in startup().items())
         elif part == "profile":
             yield from (("profile", name, found) for name, found in profiles(rounds // 2 + 1))
+        elif part == THREADS_PART:
+            for name, setting, updates in THREADS:
+                turns = {f"{n} threads": trainer_in_threads(setting, updates, native_threads=n) for n in (1, 2)}
+                yield part, name, ratios(take_turns(turns, rounds), "1 threads")
         for name, contenders in contests(part):
-            yield part, name, ratios(take_turns(contenders, rounds), "1 threads" if part == "threads" else "SB3")
+            yield part, name, ratios(take_turns(contenders, rounds))
 
 
 def profiles(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -394,7 +397,7 @@ def startup(repeats: int = 5) -> dict[str, Any]:
 
 def show(part: str, name: str, results: dict[str, Any]) -> None:
     print(f"\n{part}, {name}", flush=True)
-    if part in (*IN_RATIOS, "threads"):
+    if part in (*IN_RATIOS, THREADS_PART):
         for contender, result in results.items():
             print(f"  {contender}: {result['ratio']:.2f} ({result['low']:.2f} to {result['high']:.2f})", flush=True)
     else:
@@ -427,7 +430,7 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, THREADS_PART), default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=12, help="number of turns of each contender (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=OUT, help="output folder (default: docs/performance)")
     parser.add_argument("--markdown", action="store_true", help="print the tables of docs/performance.md without measuring")
