@@ -22,9 +22,10 @@ PTH_LINE = (
 MLP = Extension(
     "sb3_ppo_ext.engines.native._mlp",
     ["sb3_ppo_ext/engines/native/csrc/mlp.c"],
-    depends=["sb3_ppo_ext/engines/native/csrc/kernels.h"],
+    depends=[f"sb3_ppo_ext/engines/native/csrc/{name}.h" for name in ("kernels", "pool")],
     # Without errno and traps, square roots and comparisons can be vectorized; NaN and infinity are still respected.
-    extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"],
+    extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-pthread"],
+    extra_link_args=["-pthread"],
     optional=True,
 )
 # For POSIX; elsewhere it does not compile, and torch adds up instead.

@@ -184,6 +184,8 @@ class PPOExt(TrainingLoop, ModelSetup):
         uses ``torch.compile``; ``"auto"`` is the first of native, device (on a GPU, or with tensor environments), fused and
         eager that supports the policy and the options. ``docs/options.md`` says what each engine supports, and how equal the
         results are
+    :param native_threads: Number of threads that compute large networks in updates with ``backend="native"``; it changes the
+        speed alone, and has no effect with another engine. Results are equal to the bit for every number of threads
     :param amp_dtype: Type in which the networks compute, ``"bfloat16"`` or ``"float16"``, for GPUs; action distributions,
         losses, parameters and the optimiser stay in float32; ``None`` for float32 everywhere. With ``"float16"``, the loss is
         scaled by a factor that adapts (https://arxiv.org/abs/1710.03740)
@@ -267,6 +269,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         accumulate_grad: int = 1,
         bad_gradients: BadGradients = "raise",
         backend: Backend = "auto",
+        native_threads: int = 1,
         amp_dtype: AmpDtype | None = None,
         distributed: Distributed = "auto",
         **unknown_options: NoReturn,

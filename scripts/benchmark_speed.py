@@ -45,6 +45,8 @@ from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter
 OUT = Path(__file__).parents[1] / "docs" / "performance"
 # The compiler comes last, because it slows the process down once it is loaded.
 PARTS = ("main", "policies", "growth", "startup", "profile", "compile")
+# Needs two cores, is measured if it is named, and is only printed
+THREADS_PART = "threads"
 IN_RATIOS = ("main", "policies", "growth", "compile")
 
 
@@ -130,6 +132,16 @@ COMPILED = {
 }
 
 
+# Updates alone, as many in a turn as stated, and whole trainings for 0
+THREADS: list[tuple[str, Setting, int]] = [
+    (f"{net}-{net}, batches of {size}, updates", Setting("HalfCheetah-v5", 1, 2048, options=options), 4)
+    for net in (64, 256)
+    for size in (64, 256, 2048)
+    for options in [dict(n_steps=2048, batch_size=size, policy_kwargs=dict(net_arch=[net, net]))]
+]
+THREADS += [(f"{name}, training", POLICIES[name][0], 0) for name in ("256-256, a", "256-256, b", "256-256, c")]
+
+
 def growing(n_envs: int) -> Setting:
     return Setting("CartPole-v1", n_envs, 4096, options=dict(n_steps=2048 // n_envs, batch_size=256, n_epochs=4))
 
@@ -144,6 +156,20 @@ def make(algorithm: type, setting: Setting, env: VecEnv, **options: Any) -> Any:
 def trainer(algorithm: type, setting: Setting, env: VecEnv, **options: Any) -> Callable[[], None]:
     model = make(algorithm, setting, env, **options)
     return lambda: model.learn(setting.steps, reset_num_timesteps=False)
+
+
+def trainer_in_threads(setting: Setting, updates: int, **options: Any) -> Callable[[], None]:
+    """A turn is a number of updates from one rollout, with 0 a training."""
+    model = make(PPOExt, setting, setting.make_env(), backend="native", **options)
+    model.learn(setting.steps)
+    if not updates:
+        return lambda: model.learn(setting.steps, reset_num_timesteps=False)
+
+    def update() -> None:
+        for _ in range(updates):
+            model.train()
+
+    return update
 
 
 def all_in_one_call(setting: Setting) -> VecEnv:
@@ -303,11 +329,15 @@ def contests(part: str) -> Iterator[tuple[str, Mapping[str, Callable[[], None] |
 
 
 def measure(parts: list[str], rounds: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for part in (part for part in PARTS if part in parts):
+    for part in (part for part in (*PARTS, THREADS_PART) if part in parts):
         if part == "startup":
             yield from (("startup", what, found) for what, found in startup().items())
         elif part == "profile":
             yield from (("profile", name, found) for name, found in profiles(rounds // 2 + 1))
+        elif part == THREADS_PART:
+            for name, setting, updates in THREADS:
+                turns = {f"{n} threads": trainer_in_threads(setting, updates, native_threads=n) for n in (1, 2)}
+                yield part, name, ratios(take_turns(turns, rounds), "1 threads")
         for name, contenders in contests(part):
             yield part, name, ratios(take_turns(contenders, rounds))
 
@@ -367,7 +397,7 @@ def startup(repeats: int = 5) -> dict[str, Any]:
 
 def show(part: str, name: str, results: dict[str, Any]) -> None:
     print(f"\n{part}, {name}", flush=True)
-    if part in IN_RATIOS:
+    if part in (*IN_RATIOS, THREADS_PART):
         for contender, result in results.items():
             print(f"  {contender}: {result['ratio']:.2f} ({result['low']:.2f} to {result['high']:.2f})", flush=True)
     else:
@@ -400,7 +430,7 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, THREADS_PART), default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=12, help="number of turns of each contender (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=OUT, help="output folder (default: docs/performance)")
     parser.add_argument("--markdown", action="store_true", help="print the tables of docs/performance.md without measuring")

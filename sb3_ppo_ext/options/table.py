@@ -501,6 +501,14 @@ class PPOExtOptions:
         group=ENGINE,
         change=Change(steps=("_setup_rollout_buffer", "_check_backend")),
     )
+    native_threads: int = option(
+        1,
+        'Number of threads that compute large networks in updates with `backend="native"`; it changes the speed alone, and '
+        "has no effect with another engine",
+        group=ENGINE,
+        accepted=Number(1, 256, integer=True),
+        example=2,
+    )
     amp_dtype: AmpDtype | None = option(
         None,
         'Type in which the networks compute, `"bfloat16"` or `"float16"`, for GPUs; action distributions, losses, parameters '

@@ -39,6 +39,7 @@ class UpdateConfig:
     target_kl: float | None = None
     max_clip_fraction: float | None = None
     bad_gradients: BadGradients = "raise"
+    native_threads: int = 1
     vtrace: bool = False
     vtrace_rho: float = 1.0
     vtrace_c: float = 1.0

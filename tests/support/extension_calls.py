@@ -91,6 +91,7 @@ class Entries:
         self.network.forward(self.array(self.n, self.sizes[0]), self.array(self.n, self.sizes[-1]))
         self.tensors = [tuple(self.array(*shape) for _ in range(4)) for shape in [(3, 2), (7,), (0,), ()]]
         self.adam = module.Adam(self.tensors)
+        self.threads = module.Threads(rng.randint(1, 3))
 
     def layer(self, n_in, n_out):
         array = self.guarded.array
@@ -110,6 +111,11 @@ class Entries:
         yield "Network.forward", network.forward, (x, out), (read(x), written(out))
         yield "Network.latents", network.latents, (latents,), (written(latents),)
         yield "Network.backward", network.backward, (out, False), (read(out), [Refusing(), np.ones(2)])
+        threads, forth, back = self.threads, (network, x, out), (network, out)
+        yield "Threads", self.module.Threads, (2,), ([*number, 0, -1, 257],)
+        yield "Threads.forward", threads.forward, ([forth],), (list(self.wrong_parts(forth, [read(x), written(out)])),)
+        wrong_backward = (list(self.wrong_parts(back, [read(out)])), [Refusing(), np.ones(2)])
+        yield "Threads.backward", threads.backward, ([back], False), wrong_backward
         yield "Adam", self.module.Adam, (self.tensors,), (self.wrong_tensors(),)
         yield "Adam.norm", adam.norm, (), ()
         betas = [*number, -0.1, 1.0, 2]
@@ -132,6 +138,16 @@ class Entries:
             for wrong in wrong_arrays(right, writable=i > 1):
                 yield [(*first[:i], wrong, *first[i + 1 :]), *rest]
                 yield [*self.layers, (*first[:i], wrong, *first[i + 1 :])]
+
+    @staticmethod
+    def wrong_parts(right, wrong):
+        """For a part of a call of several threads, and the wrong values of each of its arrays."""
+        network, *arrays = right
+        yield from (None, 5, (), (right,), {}, "word", [None], [5], [()], [right[:-1]], [list(right)], [right, right])
+        yield from ([(*right, arrays[0])], [(arrays[0], *arrays)], [(None, *arrays)], [(type(network), *arrays)], [right] * 9)
+        for i, values in enumerate(wrong):
+            for value in values:
+                yield [(network, *arrays[:i], value, *arrays[i + 1 :])]
 
     def wrong_tensors(self):
         first, rest = self.tensors[0], self.tensors[1:]
@@ -165,7 +181,8 @@ def call_wrongly(module, rng):
             for value in values:
                 attempt(f"{name}, argument {i}", function, (*right[:i], value, *right[i + 1 :]))
         function(*right)
-    for cls, right in ((module.Network, (entries.layers, "tanh")), (module.Adam, (entries.tensors,))):
+    classes = ((module.Network, (entries.layers, "tanh")), (module.Adam, (entries.tensors,)), (module.Threads, (2,)))
+    for cls, right in classes:
         made = cls(*right)
         attempt("new", cls.__new__, (cls,))
         attempt("new of object", object.__new__, (cls,))
@@ -233,6 +250,10 @@ def call_again_within(module, rng):
         attempt("latents", network.latents, (within[2],), must_raise=False)
         network.forward(x, out)
         attempt("backward", network.backward, (within[1], within[1]), must_raise=False)
+        threads = entries.threads
+        attempt("Threads.forward", threads.forward, ([(network, within[0], within[1])],), must_raise=False)
+        attempt("Threads.backward", threads.backward, ([(network, out)], within[1]), must_raise=False)
+        attempt("Threads.backward", threads.backward, ([(network, within[1])], within[1]), must_raise=False)
         layers = [entries.layer(3, 4), entries.layer(4, 5)]
         layers[0] = (Reentrant(entries, layers[0][0], other, layers), *layers[0][1:])
         attempt("Network", module.Network, (layers, "tanh"), must_raise=False)
@@ -255,7 +276,8 @@ def run_out_of_memory(module, rng):
     wide = [tuple(np.zeros(shape, np.float32) for shape in ((4000, 3000), 4000, (4000, 3000), 4000))]
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**28, limits[1]))
-    for name, function, args in (("Network", module.Network, (wide, "tanh")), ("forward", network.forward, (x, out))):
+    calls = [("Network", module.Network, (wide, "tanh")), ("forward", network.forward, (x, out))]
+    for name, function, args in [*calls, ("Threads.forward", entries.threads.forward, ([(network, x, out)],))]:
         print(name, "without memory", flush=True)
         try:
             function(*args)

@@ -143,8 +143,8 @@ class NativeActor(Actor):
         actions = buffer.actions[steps].reshape(len(features), -1).astype(np.float32, copy=False)
         values, log_probs = np.empty((2, len(features)), np.float32)
         for rows in blocks(0, len(features)):
-            values[rows] = native.critic(features[rows]).ravel()
-            log_probs[rows] = native.distribution.log_prob(native.actor(features[rows]), actions[rows])
+            outputs, values[rows] = native.evaluate(features[rows])
+            log_probs[rows] = native.distribution.log_prob(outputs, actions[rows])
         buffer.values[steps], buffer.log_probs[steps] = values.reshape(shape), log_probs.reshape(shape)
         self._bootstrap()
 

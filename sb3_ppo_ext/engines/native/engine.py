@@ -52,4 +52,6 @@ class NativeEngine(Engine):
         return TorchStepper(self.policy)
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
+        # The next rollout is evaluated by these threads as well.
+        self.native.use_threads(config.native_threads)
         return AnalyticGradients(self.native, config, estimates, metrics, shows_gradients=isinstance(stepper, TorchStepper))

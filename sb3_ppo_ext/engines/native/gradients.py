@@ -159,16 +159,14 @@ class AnalyticGradients(GradientSource):
         :return: Descriptions of the distributions, shape ``(n_samples, n)``
         """
         m, samples, distribution = self.minibatches, self.minibatches.samples, self.distribution
-        actor, critic = self.native.networks
-        features, advantages = samples.features[part], samples.advantages[part]
-        outputs = actor(features)
+        advantages = samples.advantages[part]
+        outputs, values = self.native.evaluate(samples.features[part])
         log_prob = distribution.log_prob(outputs, samples.actions[part])
         described = distribution.described(outputs)
         log_ratio = np.subtract(log_prob, samples.log_probs[part], out=m.log_ratios[part])
         ratio = np.exp(log_ratio, out=m.ratios[part])
         m.objectives[part], d_log_prob = self.slope(advantages, ratio, self.loss)
         d_log_prob *= np.float32(-1 / size)
-        values = critic(features).ravel()
         m.errors[part], d_errors = value_slope(values, samples.values[part], samples.returns[part], self.loss)
         d_values = d_errors * np.float32(2 * self.loss.vf_coef / size)
         if m.weights is not None:
@@ -178,8 +176,7 @@ class AnalyticGradients(GradientSource):
         if self.auxiliary:
             inputs = NativeInputs(self, outputs, values, part)
             m.auxiliary[len(m.described)] = self._add_auxiliary(inputs, d_outputs, d_values, share)
-        actor.network.backward(d_outputs, accumulate)
-        critic.network.backward(d_values[:, None], accumulate)
+        self.native.backward(d_outputs, d_values, accumulate)
         return described
 
     def _add_auxiliary(self, inputs: NativeInputs, d_outputs: np.ndarray, d_values: np.ndarray, share: float) -> float:

@@ -67,11 +67,25 @@ class Perceptron:
         :param features: Features of the observations, float32 of shape ``(n, n_features)``
         :return: Outputs, shape ``(n, n_outputs)``, or outputs and latents, shape ``(n, n_outputs + n_latents)``
         """
-        outputs = np.empty((len(features), self.n_outputs), np.float32)
+        outputs = self.empty(features)
         self.network.forward(features, outputs)
+        return self.complete(outputs)
+
+    def empty(self, features: np.ndarray) -> np.ndarray:
+        """
+        :param features: Features of the observations, shape ``(n, n_features)``
+        :return: Array for the outputs, shape ``(n, n_outputs)``
+        """
+        return np.empty((len(features), self.n_outputs), np.float32)
+
+    def complete(self, outputs: np.ndarray) -> np.ndarray:
+        """
+        :param outputs: Outputs of the last forward pass, shape ``(n, n_outputs)``
+        :return: Outputs, with the latents if these are needed
+        """
         if not self.with_latents:
             return outputs
-        latents = np.empty((len(features), self.n_latents), np.float32)
+        latents = np.empty((len(outputs), self.n_latents), np.float32)
         self.network.latents(latents)
         return np.concatenate([outputs, latents], axis=1)
 
@@ -90,6 +104,9 @@ class NativePolicy:
         self.actor = Perceptron(policy.mlp_extractor.policy_net, last, self.distribution.needs_latents)
         self.critic = Perceptron(policy.mlp_extractor.value_net, policy.value_net)
         self.networks = (self.actor, self.critic)
+        # Threads that compute both networks; `None` for the thread of the caller alone
+        self.threads: Any = None
+        self.n_threads = 1
         space = policy.observation_space
         # Whether features are flattened float32 observations, without any other preprocessing
         self._is_flat = isinstance(space, spaces.Box) and not (policy.normalize_images and is_image_space(space))
@@ -140,6 +157,40 @@ class NativePolicy:
             yield from network.parameters()
         if self.distribution.log_std is not None and self.distribution.log_std.requires_grad:
             yield self.distribution.log_std, self.distribution.d_log_std
+
+    def use_threads(self, n: int) -> None:
+        """
+        :param n: Number of threads that compute :meth:`evaluate` and :meth:`backward`. Results are equal to the bit
+        """
+        if n != self.n_threads:
+            self.threads = None if n == 1 else extension.module.Threads(n)
+            self.n_threads = n
+
+    def evaluate(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """
+        :param features: Features of the observations, float32 of shape ``(n, n_features)``
+        :return: Outputs of the actor, see :meth:`Perceptron.__call__`, and values, shape ``(n,)``
+        """
+        if self.threads is None:
+            return self.actor(features), self.critic(features).ravel()
+        outputs, values = self.actor.empty(features), self.critic.empty(features)
+        self.threads.forward([(self.actor.network, features, outputs), (self.critic.network, features, values)])
+        return self.actor.complete(outputs), values.ravel()
+
+    def backward(self, d_outputs: np.ndarray, d_values: np.ndarray, accumulate: bool) -> None:
+        """
+        Write the gradients of the parameters of both networks, for the samples of the last :meth:`evaluate`.
+
+        :param d_outputs: Gradients of the outputs of the actor, without latents, shape ``(n, n_outputs)``
+        :param d_values: Gradients of the values, shape ``(n,)``
+        :param accumulate: Whether to add to the gradients that are there
+        """
+        actor, critic = self.actor.network, self.critic.network
+        if self.threads is None:
+            actor.backward(d_outputs, accumulate)
+            critic.backward(d_values[:, None], accumulate)
+        else:
+            self.threads.backward([(actor, d_outputs), (critic, d_values[:, None])], accumulate)
 
     def pack(self) -> None:
         """Load the values of the parameters. To be called after they have changed."""

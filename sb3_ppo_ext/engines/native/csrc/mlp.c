@@ -1,6 +1,7 @@
 /*
- * Multilayer perceptrons, Adam and GAE on one thread, without the overhead per operation that PyTorch and NumPy have, which
- * dominates for small networks. All data are float32 arrays of the caller; parameters have the layout of `torch.nn.Linear`.
+ * Multilayer perceptrons, Adam and GAE on one thread or several, without the overhead per operation that PyTorch and NumPy
+ * have, which dominates for small networks. All data are float32 arrays of the caller; parameters have the layout of
+ * `torch.nn.Linear`.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -9,6 +10,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "pool.h"
 
 #if !defined(__GNUC__)
 #error "needs the vector extensions of GCC or Clang; without this module, the package works with PyTorch alone"
@@ -20,6 +23,8 @@ _Static_assert(sizeof(long) >= sizeof(Py_ssize_t), "sizes of arrays are kept in 
 #define MAX_LAYERS 16
 /* Number of rows that pass through all layers together, so that they stay in the cache */
 #define CHUNK 64
+/* Number of multiplications that are worth several threads */
+#define MIN_WORK 100000
 
 enum activation { TANH, RELU };
 
@@ -189,8 +194,7 @@ static int get_floats(PyObject *array, Py_buffer *view, int ndim, const Py_ssize
     return get_array(array, view, writable, what) < 0 ? -1 : check_floats(view, ndim, shape, what);
 }
 
-/* target (columns x rows, leading dimension ldt) = transpose of source (rows x columns, leading dimension lds) */
-static void transpose(const float *source, long lds, long rows, long columns, float *target, long ldt)
+static void transpose_block(const float *source, long lds, long rows, long columns, float *target, long ldt)
 {
     typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
     typedef int four_of __attribute__((vector_size(16)));
@@ -227,6 +231,17 @@ static void transpose(const float *source, long lds, long rows, long columns, fl
             target[j * ldt + i] = source[i * lds + j];
 }
 
+/* target (columns x rows, leading dimension ldt) = transpose of source (rows x columns, leading dimension lds) */
+static void transpose(const float *source, long lds, long rows, long columns, float *target, long ldt)
+{
+    /* Blocks that stay in the cache: rows a power of two apart compete for the same places there. */
+    const long block = 16;
+    for (long i = 0; i < rows; i += block)
+        for (long j = 0; j < columns; j += block)
+            transpose_block(source + i * lds + j, lds, rows - i < block ? rows - i : block,
+                            columns - j < block ? columns - j : block, target + j * ldt + i, ldt);
+}
+
 static void copy_rows(const float *source, long lds, float *target, long ldt, long rows, long columns)
 {
     if (!rows)
@@ -250,8 +265,8 @@ struct layer {
     /* padded gradients of the parameters; that of the weight is transposed if this needs less padding */
     float *d_weight, *d_bias;
     int is_d_weight_transposed;
-    /* outputs for the last minibatch, in padded rows */
-    float *output;
+    /* outputs for the last minibatch, in padded rows, and their gradients, if several threads compute them */
+    float *output, *delta;
 };
 
 typedef struct {
@@ -260,7 +275,9 @@ typedef struct {
     enum activation activation;
     struct layer layers[MAX_LAYERS];
     float *input, *chunk[2];
-    long capacity, n_kept;
+    long capacity, delta_capacity, n_kept;
+    /* Whether threads compute with it, while the thread that has called them has released the lock of the interpreter */
+    int is_busy;
 } Network;
 
 static int open_layer(Network *self, PyObject *arrays)
@@ -372,7 +389,7 @@ static void network_dealloc(Network *self)
         PyBuffer_Release(&layer->weight), PyBuffer_Release(&layer->bias);
         PyBuffer_Release(&layer->weight_gradient), PyBuffer_Release(&layer->bias_gradient);
         free(layer->transposed), free(layer->rows), free(layer->padded_bias);
-        free(layer->d_weight), free(layer->d_bias), free(layer->output);
+        free(layer->d_weight), free(layer->d_bias), free(layer->output), free(layer->delta);
     }
     free(self->input), free(self->chunk[0]), free(self->chunk[1]);
     PyTypeObject *type = Py_TYPE(self);
@@ -397,11 +414,50 @@ static int reserve(Network *self, long n)
     return 0;
 }
 
+static int reserve_deltas(Network *self, long n)
+{
+    if (n <= self->delta_capacity)
+        return 0;
+    self->delta_capacity = 0;
+    for (int i = 0; i < self->n_layers; i++) {
+        free(self->layers[i].delta);
+        if (!(self->layers[i].delta = allocate(n, self->layers[i].ld_out)))
+            return -1;
+    }
+    self->delta_capacity = n;
+    return 0;
+}
+
+static int refuse_if_busy(Network *self)
+{
+    if (self->is_busy)
+        PyErr_SetString(PyExc_RuntimeError, "another thread computes with this network");
+    return self->is_busy ? -1 : 0;
+}
+
 PyDoc_STRVAR(pack_doc, "pack()\n\nLoad the values of the parameters, after they have changed.");
 static PyObject *network_pack(Network *self, PyObject *nothing)
 {
+    if (refuse_if_busy(self) < 0)
+        return NULL;
     pack(self);
     Py_RETURN_NONE;
+}
+
+static void forward_rows(Network *self, const float *x, float *out, long start, long rows)
+{
+    struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
+    float *input = self->input + start * first->ld_in;
+    copy_rows(x + start * first->n_in, first->n_in, input, first->ld_in, rows, first->n_in);
+    for (struct layer *layer = first; layer <= last; layer++) {
+        float *output = layer->output + start * layer->ld_out;
+        kernels->product(rows, layer->ld_out, layer->n_in, input, layer->ld_in, 1, layer->transposed, layer->ld_out, output,
+                         layer->ld_out, layer->padded_bias, 0);
+        if (layer < last)
+            kernels->activate(self->activation, output, rows * layer->ld_out);
+        input = output;
+    }
+    copy_rows(input, last->ld_out, out + start * last->n_out, last->n_out, rows, last->n_out);
 }
 
 PyDoc_STRVAR(forward_doc, "forward(x, out)\n\nWrite the outputs for the rows of x, and keep what `backward` needs.");
@@ -418,27 +474,17 @@ static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_
         PyBuffer_Release(&x);
         return NULL;
     }
-    if (reserve(self, n) < 0) {
-        PyBuffer_Release(&x), PyBuffer_Release(&out);
-        return PyErr_NoMemory();
+    int failed = refuse_if_busy(self);
+    if (!failed && reserve(self, n) < 0) {
+        PyErr_NoMemory();
+        failed = -1;
     }
-    copy_rows(x.buf, first->n_in, self->input, first->ld_in, n, first->n_in);
-    for (long start = 0; start < n; start += CHUNK) {
-        long rows = n - start < CHUNK ? n - start : CHUNK;
-        const float *input = self->input + start * first->ld_in;
-        for (struct layer *layer = first; layer <= last; layer++) {
-            float *output = layer->output + start * layer->ld_out;
-            kernels->product(rows, layer->ld_out, layer->n_in, input, layer->ld_in, 1, layer->transposed, layer->ld_out,
-                             output, layer->ld_out, layer->padded_bias, 0);
-            if (layer < last)
-                kernels->activate(self->activation, output, rows * layer->ld_out);
-            input = output;
-        }
-    }
-    copy_rows(last->output, last->ld_out, out.buf, last->n_out, n, last->n_out);
-    self->n_kept = n;
+    for (long start = 0; start < n && !failed; start += CHUNK)
+        forward_rows(self, x.buf, out.buf, start, n - start < CHUNK ? n - start : CHUNK);
+    if (!failed)
+        self->n_kept = n;
     PyBuffer_Release(&x), PyBuffer_Release(&out);
-    Py_RETURN_NONE;
+    return failed ? NULL : Py_NewRef(Py_None);
 }
 
 /* Get an array with a row for each one of the last `forward`: code that provides the array may call it, too. */
@@ -446,6 +492,10 @@ static int get_rows(Network *self, PyObject *array, Py_buffer *view, long column
 {
     if (get_array(array, view, writable, what) < 0)
         return -1;
+    if (refuse_if_busy(self) < 0) {
+        PyBuffer_Release(view);
+        return -1;
+    }
     return check_floats(view, 2, SHAPE(self->n_kept, columns), what);
 }
 
@@ -460,6 +510,54 @@ static PyObject *network_latents(Network *self, PyObject *array)
     copy_rows(latents, last->ld_in, out.buf, last->n_in, self->n_kept, last->n_in);
     PyBuffer_Release(&out);
     Py_RETURN_NONE;
+}
+
+/* Write or add so many rows of `d_weight` to the gradient. */
+static void write_d_weight(struct layer *layer, long first, long rows, int add)
+{
+    int is_transposed = layer->is_d_weight_transposed;
+    float *weight = (float *)layer->weight_gradient.buf + first * (is_transposed ? 1 : layer->n_in);
+    const float *own = layer->d_weight + first * (is_transposed ? layer->ld_out : layer->ld_in);
+    if (!add && is_transposed)
+        transpose(own, layer->ld_out, rows, layer->n_out, weight, layer->n_in);
+    else if (!add)
+        copy_rows(own, layer->ld_in, weight, layer->n_in, rows, layer->n_in);
+    else if (is_transposed)
+        for (long i = 0; i < layer->n_out; i++)
+            for (long j = 0; j < rows; j++)
+                weight[i * layer->n_in + j] += own[j * layer->ld_out + i];
+    else
+        for (long i = 0; i < rows; i++)
+            for (long j = 0; j < layer->n_in; j++)
+                weight[i * layer->n_in + j] += own[i * layer->ld_in + j];
+}
+
+static void write_d_bias(struct layer *layer, int add)
+{
+    float *bias = layer->bias_gradient.buf;
+    for (long i = 0; i < layer->n_out; i++)
+        bias[i] = add ? bias[i] + layer->d_bias[i] : layer->d_bias[i];
+}
+
+/* Add so many rows of `d_weight`, for so many rows of the minibatch. */
+static void add_d_weight(struct layer *layer, long first, long bands, const float *input, const float *delta, long rows)
+{
+    if (layer->is_d_weight_transposed)
+        kernels->product(bands, layer->ld_out, rows, input + first, 1, layer->ld_in, delta, layer->ld_out,
+                         layer->d_weight + first * layer->ld_out, layer->ld_out, NULL, 1);
+    else
+        kernels->product(bands, layer->ld_in, rows, delta + first, 1, layer->ld_out, input, layer->ld_in,
+                         layer->d_weight + first * layer->ld_in, layer->ld_in, NULL, 1);
+}
+
+/* Write the gradients of the inputs of a layer, which are outputs of the one before. */
+static void differentiate_layer(Network *self, struct layer *layer, const float *delta, const float *input, float *next,
+                                long rows)
+{
+    const float *weight = layer->ld_in == layer->n_in ? layer->weight.buf : layer->rows;
+    kernels->product(rows, layer->ld_in, layer->n_out, delta, layer->ld_out, 1, weight, layer->ld_in, next, layer->ld_in, NULL,
+                     0);
+    kernels->differentiate(self->activation, next, input, rows * layer->ld_in);
 }
 
 PyDoc_STRVAR(backward_doc,
@@ -485,41 +583,18 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
         for (struct layer *layer = last; layer >= first; layer--) {
             const float *input = layer > first ? layer[-1].output : self->input;
             input += start * layer->ld_in;
-            if (layer->is_d_weight_transposed)
-                kernels->product(layer->n_in, layer->ld_out, rows, input, 1, layer->ld_in, delta, layer->ld_out,
-                                 layer->d_weight, layer->ld_out, NULL, 1);
-            else
-                kernels->product(layer->n_out, layer->ld_in, rows, delta, 1, layer->ld_out, input, layer->ld_in,
-                                 layer->d_weight, layer->ld_in, NULL, 1);
+            add_d_weight(layer, 0, layer->is_d_weight_transposed ? layer->n_in : layer->n_out, input, delta, rows);
             kernels->add_rows(delta, rows, layer->ld_out, layer->ld_out, layer->d_bias);
             if (layer == first)
                 break;
-            const float *weight = layer->ld_in == layer->n_in ? layer->weight.buf : layer->rows;
-            kernels->product(rows, layer->ld_in, layer->n_out, delta, layer->ld_out, 1, weight, layer->ld_in, next,
-                             layer->ld_in, NULL, 0);
-            kernels->differentiate(self->activation, next, input, rows * layer->ld_in);
+            differentiate_layer(self, layer, delta, input, next, rows);
             float *swap = delta;
             delta = next, next = swap;
         }
     }
     for (struct layer *layer = first; layer <= last; layer++) {
-        float *weight = layer->weight_gradient.buf, *bias = layer->bias_gradient.buf;
-        if (add) {
-            long row = layer->ld_in, column = 1;
-            if (layer->is_d_weight_transposed)
-                row = 1, column = layer->ld_out;
-            for (long i = 0; i < layer->n_out; i++)
-                for (long j = 0; j < layer->n_in; j++)
-                    weight[i * layer->n_in + j] += layer->d_weight[i * row + j * column];
-            for (long i = 0; i < layer->n_out; i++)
-                bias[i] += layer->d_bias[i];
-        } else {
-            if (layer->is_d_weight_transposed)
-                transpose(layer->d_weight, layer->ld_out, layer->n_in, layer->n_out, weight, layer->n_in);
-            else
-                copy_rows(layer->d_weight, layer->ld_in, weight, layer->n_in, layer->n_out, layer->n_in);
-            memcpy(bias, layer->d_bias, layer->n_out * sizeof(float));
-        }
+        write_d_weight(layer, 0, layer->is_d_weight_transposed ? layer->n_in : layer->n_out, add);
+        write_d_bias(layer, add);
     }
     PyBuffer_Release(&d_out);
     Py_RETURN_NONE;
@@ -545,6 +620,360 @@ static PyType_Slot network_slots[] = {
 };
 static PyType_Spec network_spec = {"sb3_ppo_ext.engines.native._mlp.Network", sizeof(Network), 0,
                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, network_slots};
+
+/* ---- Threads ---- */
+
+#define MAX_PARTS 8
+/* Number of rows whose gradients are computed at a time, so that they stay in the cache */
+#define WINDOW 256
+
+/* What is computed with one network: x and out of `forward`, or d_out of `backward` */
+struct part {
+    Network *network;
+    Py_buffer arrays[2];
+};
+
+/* A call, whose tasks the threads share. Each number is computed as on one thread, and thus is equal to the bit. */
+struct call {
+    PyObject *held;
+    struct part parts[MAX_PARTS];
+    int n_parts, n_arrays, n_busy, add;
+    /* Rows of the minibatch that are computed at present: the first one, and their largest number */
+    long start, window;
+    /* Numbers of rows, and of multiplications, in a task */
+    long rows, work;
+};
+
+typedef struct {
+    PyObject_HEAD
+    int n_threads, is_busy;
+    struct pool *pool;
+} Threads;
+
+static PyObject *threads_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"n", NULL};
+    int n;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i:Threads", keywords, &n))
+        return NULL;
+    if (n < 1 || n > MAX_THREADS)
+        return PyErr_Format(PyExc_ValueError, "there can be 1 to %d threads, not %d", MAX_THREADS, n);
+    Threads *self = (Threads *)type->tp_alloc(type, 0);
+    if (self)
+        self->n_threads = n;
+    return (PyObject *)self;
+}
+
+static void threads_dealloc(Threads *self)
+{
+    close_pool(self->pool);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+/* Start the threads, in a child after a fork again. */
+static int start(Threads *self)
+{
+    if (self->n_threads == 1 || (self->pool && self->pool->pid == getpid()))
+        return 0;
+    close_pool(self->pool);
+    if ((self->pool = open_pool(self->n_threads - 1)))
+        return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+static int open_part(struct call *call, PyObject *given)
+{
+    struct part *part = &call->parts[call->n_parts++];
+    if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 1 + call->n_arrays ||
+        Py_TYPE(PyTuple_GET_ITEM(given, 0))->tp_dealloc != (destructor)network_dealloc) {
+        PyErr_Format(PyExc_TypeError, "a part must be a tuple of a Network and %d arrays", call->n_arrays);
+        return -1;
+    }
+    part->network = (Network *)PyTuple_GET_ITEM(given, 0);
+    for (int i = 0; i < call->n_arrays; i++)
+        if (get_array(PyTuple_GET_ITEM(given, 1 + i), &part->arrays[i], i == 1, i ? "out" : "an array of rows") < 0)
+            return -1;
+    return 0;
+}
+
+/* To be called once all arrays are open, since opening them may run code of Python. */
+static int check_part(struct call *call, struct part *part)
+{
+    Network *network = part->network;
+    struct layer *last = &network->layers[network->n_layers - 1];
+    for (struct part *other = call->parts; other < part; other++)
+        if (other->network == network) {
+            PyErr_SetString(PyExc_ValueError, "each part must have a network of its own");
+            return -1;
+        }
+    if (refuse_if_busy(network) < 0)
+        return -1;
+    network->is_busy = 1, call->n_busy++;
+    if (call->n_arrays == 1)
+        return check_floats(&part->arrays[0], 2, SHAPE(network->n_kept, last->n_out), "d_out");
+    if (check_floats(&part->arrays[0], 2, SHAPE(-1, network->layers[0].n_in), "x") < 0)
+        return -1;
+    return check_floats(&part->arrays[1], 2, SHAPE(part->arrays[0].shape[0], last->n_out), "out");
+}
+
+static int reserve_part(struct call *call, struct part *part)
+{
+    if ((call->n_arrays == 2 && reserve(part->network, part->arrays[0].shape[0]) < 0) ||
+        (call->n_arrays == 1 &&
+         reserve_deltas(part->network, part->network->n_kept < WINDOW ? part->network->n_kept : WINDOW) < 0)) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+static int open_call(Threads *self, struct call *call, PyObject *parts)
+{
+    if (!PyList_Check(parts)) {
+        PyErr_Format(PyExc_TypeError, "parts must be a list, not %.200s", Py_TYPE(parts)->tp_name);
+        return -1;
+    }
+    /* The list could change while its arrays are opened. */
+    if (!(call->held = PyList_AsTuple(parts)))
+        return -1;
+    if (PyTuple_GET_SIZE(call->held) > MAX_PARTS) {
+        PyErr_Format(PyExc_ValueError, "there can be %d parts, not %zd", MAX_PARTS, PyTuple_GET_SIZE(call->held));
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(call->held); i++)
+        if (open_part(call, PyTuple_GET_ITEM(call->held, i)) < 0)
+            return -1;
+    if (self->is_busy) {
+        PyErr_SetString(PyExc_RuntimeError, "another thread uses these threads");
+        return -1;
+    }
+    for (int i = 0; i < call->n_parts; i++)
+        if (check_part(call, &call->parts[i]) < 0 || reserve_part(call, &call->parts[i]) < 0)
+            return -1;
+    return start(self);
+}
+
+static PyObject *close_call(struct call *call, int failed)
+{
+    for (int i = 0; i < call->n_busy; i++)
+        call->parts[i].network->is_busy = 0;
+    for (int i = 0; i < call->n_parts; i++)
+        PyBuffer_Release(&call->parts[i].arrays[0]), PyBuffer_Release(&call->parts[i].arrays[1]);
+    Py_XDECREF(call->held);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+static long n_rows(const struct call *call, const struct part *part)
+{
+    return call->n_arrays == 2 ? part->arrays[0].shape[0] : part->network->n_kept;
+}
+
+static long n_in_window(const struct call *call, const struct part *part)
+{
+    long n = n_rows(call, part) - call->start;
+    return n < 0 ? 0 : n < call->window ? n : call->window;
+}
+
+/* Number of multiplications for a row in all layers */
+static double work_of(const Network *network)
+{
+    double work = 0;
+    for (int i = 0; i < network->n_layers; i++)
+        work += (double)network->layers[i].n_in * network->layers[i].ld_out;
+    return work;
+}
+
+static long n_chunks(const struct call *call, const struct part *part)
+{
+    return (n_in_window(call, part) + call->rows - 1) / call->rows;
+}
+
+/* The part of a task, with its first row and its number of rows in the window */
+static struct part *find_chunk(struct call *call, int number, long *start, long *rows)
+{
+    struct part *part = call->parts;
+    for (; number >= n_chunks(call, part); part++)
+        number -= n_chunks(call, part);
+    *start = number * call->rows;
+    *rows = n_in_window(call, part) - *start < call->rows ? n_in_window(call, part) - *start : call->rows;
+    return part;
+}
+
+static void forward_task(void *argument, int number)
+{
+    struct call *call = argument;
+    long start, rows;
+    struct part *part = find_chunk(call, number, &start, &rows);
+    forward_rows(part->network, part->arrays[0].buf, part->arrays[1].buf, call->start + start, rows);
+}
+
+static void delta_task(void *argument, int number)
+{
+    struct call *call = argument;
+    long start, rows;
+    struct part *part = find_chunk(call, number, &start, &rows);
+    Network *self = part->network;
+    struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
+    const float *d_out = (float *)part->arrays[0].buf + (call->start + start) * last->n_out;
+    copy_rows(d_out, last->n_out, last->delta + start * last->ld_out, last->ld_out, rows, last->n_out);
+    for (struct layer *layer = last; layer > first; layer--)
+        differentiate_layer(self, layer, layer->delta + start * layer->ld_out,
+                            layer[-1].output + (call->start + start) * layer->ld_in, layer[-1].delta + start * layer->ld_in,
+                            rows);
+}
+
+static long rows_of_d_weight(const struct layer *layer)
+{
+    return layer->is_d_weight_transposed ? layer->n_in : layer->n_out;
+}
+
+static long columns_of_d_weight(const struct layer *layer)
+{
+    return layer->is_d_weight_transposed ? layer->ld_out : layer->ld_in;
+}
+
+/* Number of rows of `d_weight` in a task: whole cache lines of a transposed gradient, and whole tiles of a product */
+static long rows_of_band(const struct call *call, const struct part *part, const struct layer *layer)
+{
+    double rows = call->work / (1.0 + n_in_window(call, part) * (double)columns_of_d_weight(layer));
+    return rows > rows_of_d_weight(layer) ? rows_of_d_weight(layer) : ((long)rows / 48 + 1) * 48;
+}
+
+static long n_bands(const struct call *call, const struct part *part, const struct layer *layer)
+{
+    long rows = rows_of_band(call, part, layer);
+    return (rows_of_d_weight(layer) + rows - 1) / rows;
+}
+
+/* Some rows of the gradient of a weight, and the gradient of the bias with the first ones */
+static void gradient_band(struct call *call, struct part *part, struct layer *layer, long band)
+{
+    Network *self = part->network;
+    long rows = rows_of_band(call, part, layer), first = band * rows, n = n_in_window(call, part);
+    rows = rows_of_d_weight(layer) - first < rows ? rows_of_d_weight(layer) - first : rows;
+    const float *input = (layer > self->layers ? layer[-1].output : self->input) + call->start * layer->ld_in;
+    long columns = columns_of_d_weight(layer);
+    if (!call->start)
+        memset(layer->d_weight + first * columns, 0, rows * columns * sizeof(float));
+    if (!call->start && !band)
+        memset(layer->d_bias, 0, layer->ld_out * sizeof(float));
+    for (long start = 0; start < n; start += CHUNK) {
+        long chunk = n - start < CHUNK ? n - start : CHUNK;
+        const float *delta = layer->delta + start * layer->ld_out;
+        add_d_weight(layer, first, rows, input + start * layer->ld_in, delta, chunk);
+        if (!band)
+            kernels->add_rows(delta, chunk, layer->ld_out, layer->ld_out, layer->d_bias);
+    }
+    if (call->start + call->window < self->n_kept || (call->start && !n))
+        return;
+    write_d_weight(layer, first, rows, call->add);
+    if (!band)
+        write_d_bias(layer, call->add);
+}
+
+static void gradient_task(void *argument, int number)
+{
+    struct call *call = argument;
+    for (struct part *part = call->parts;; part++)
+        for (int i = 0; i < part->network->n_layers; i++) {
+            struct layer *layer = &part->network->layers[i];
+            long n = n_bands(call, part, layer);
+            if (number < n) {
+                gradient_band(call, part, layer, number);
+                return;
+            }
+            number -= n;
+        }
+}
+
+/* Compute a window. A few tasks for each thread, of whole tiles of a product; what is too small is left to the caller. */
+static void do_window(Threads *self, struct call *call)
+{
+    double work = 0;
+    long n = 0, n_tasks = 0, n_gradients = 0;
+    for (struct part *part = call->parts; part < call->parts + call->n_parts; part++) {
+        n += n_in_window(call, part);
+        work += n_in_window(call, part) * work_of(part->network);
+    }
+    long rows = n / (2 * self->n_threads);
+    call->rows = rows >= CHUNK ? CHUNK : (rows / 12 + 1) * 12;
+    call->work = (long)(work / (4 * self->n_threads));
+    for (struct part *part = call->parts; part < call->parts + call->n_parts; part++) {
+        n_tasks += n_chunks(call, part);
+        for (int i = 0; i < part->network->n_layers; i++)
+            n_gradients += n_bands(call, part, &part->network->layers[i]);
+    }
+    struct pool *pool = work >= MIN_WORK ? self->pool : NULL;
+    do_tasks(pool, call->n_arrays == 2 ? forward_task : delta_task, call, n_tasks);
+    if (call->n_arrays == 1)
+        do_tasks(pool, gradient_task, call, n_gradients);
+}
+
+static void do_call(Threads *self, struct call *call)
+{
+    long n = 0;
+    for (struct part *part = call->parts; part < call->parts + call->n_parts; part++)
+        n = n_rows(call, part) > n ? n_rows(call, part) : n;
+    call->window = call->n_arrays == 1 ? WINDOW : n;
+    do
+        do_window(self, call);
+    while ((call->start += call->window) < n);
+}
+
+static PyObject *make_call(Threads *self, PyObject *parts, int n_arrays, int add)
+{
+    struct call call = {.n_arrays = n_arrays, .add = add};
+    int failed = open_call(self, &call, parts);
+    if (!failed) {
+        self->is_busy = 1;
+        Py_BEGIN_ALLOW_THREADS;
+        do_call(self, &call);
+        Py_END_ALLOW_THREADS;
+        self->is_busy = 0;
+        for (int i = 0; i < call.n_parts && n_arrays == 2; i++)
+            call.parts[i].network->n_kept = n_rows(&call, &call.parts[i]);
+    }
+    return close_call(&call, failed);
+}
+
+PyDoc_STRVAR(threads_forward_doc,
+             "forward(parts)\n\n`Network.forward` of several networks. Each part is a tuple of a network, x and out.");
+static PyObject *threads_forward(Threads *self, PyObject *parts)
+{
+    return make_call(self, parts, 2, 0);
+}
+
+PyDoc_STRVAR(threads_backward_doc,
+             "backward(parts, add)\n\n`Network.backward` of several networks. Each part is a tuple of a network and d_out.");
+static PyObject *threads_backward(Threads *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    if (n_args != 2)
+        return PyErr_Format(PyExc_TypeError, "backward takes parts and add, not %zd arguments", n_args);
+    int add = PyObject_IsTrue(args[1]);
+    return add < 0 ? NULL : make_call(self, args[0], 1, add);
+}
+
+static PyMethodDef threads_methods[] = {
+    {"forward", (PyCFunction)threads_forward, METH_O, threads_forward_doc},
+    {"backward", (PyCFunction)(void (*)(void))threads_backward, METH_FASTCALL, threads_backward_doc},
+    {NULL},
+};
+
+PyDoc_STRVAR(threads_doc,
+             "Threads(n)\n\nThreads that compute with networks as one thread does, to the bit. They start when they "
+             "are first needed, and release the lock of the interpreter while they compute.");
+static PyType_Slot threads_slots[] = {
+    {Py_tp_new, threads_new},
+    {Py_tp_dealloc, threads_dealloc},
+    {Py_tp_methods, threads_methods},
+    {Py_tp_doc, (void *)threads_doc},
+    {0, NULL},
+};
+static PyType_Spec threads_spec = {"sb3_ppo_ext.engines.native._mlp.Threads", sizeof(Threads), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, threads_slots};
 
 /* ---- Adam ---- */
 
@@ -746,9 +1175,10 @@ static int exec_module(PyObject *module)
         if (is_supported(instruction_sets[i].name))
             kernels = instruction_sets[i].kernels;
     PyObject *network = PyType_FromSpec(&network_spec), *adam = PyType_FromSpec(&adam_spec);
-    int failed = !network || !adam || PyModule_AddObjectRef(module, "Network", network) < 0 ||
-                 PyModule_AddObjectRef(module, "Adam", adam) < 0;
-    Py_XDECREF(network), Py_XDECREF(adam);
+    PyObject *threads = PyType_FromSpec(&threads_spec);
+    int failed = !network || !adam || !threads || PyModule_AddObjectRef(module, "Network", network) < 0 ||
+                 PyModule_AddObjectRef(module, "Adam", adam) < 0 || PyModule_AddObjectRef(module, "Threads", threads) < 0;
+    Py_XDECREF(network), Py_XDECREF(adam), Py_XDECREF(threads);
     return failed ? -1 : 0;
 }
 
@@ -759,8 +1189,8 @@ static PyMethodDef functions[] = {
     {NULL},
 };
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_mlp", "Multilayer perceptrons, Adam and GAE on one thread.", 0, functions, module_slots};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_mlp", "Multilayer perceptrons, Adam and GAE.", 0, functions,
+                                        module_slots};
 
 PyMODINIT_FUNC PyInit__mlp(void)
 {
