@@ -50,7 +50,9 @@ def main() -> None:
         "n_epochs": tune.choice([5, 10, 20]),
         "timesteps": arguments.timesteps,
     }
-    scheduler = tune.schedulers.ASHAScheduler(time_attr="timesteps", max_t=arguments.timesteps, grace_period=arguments.timesteps // 10)
+    scheduler = tune.schedulers.ASHAScheduler(
+        time_attr="timesteps", max_t=arguments.timesteps, grace_period=arguments.timesteps // 10
+    )
     config = tune.TuneConfig(metric="mean_return", mode="max", num_samples=arguments.samples, scheduler=scheduler)
     best = tune.Tuner(train, param_space=space, tune_config=config).fit().get_best_result()
     print(f"Best mean return: {best.metrics['mean_return']:.1f} with {best.config}")

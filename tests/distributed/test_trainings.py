@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch as th
 from support.rank_cases import BACKENDS, OPTIONS
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("ranks")]
@@ -38,9 +39,9 @@ def run(command, timeout=900, **variables):
     return done
 
 
-def assert_equal_one_process(folder, n_ranks, cases):
+def assert_equal_one_process(folder, n_ranks, cases, *flags):
     script = str(SUPPORT / "rank_cases.py")
-    run([*TORCHRUN, str(n_ranks), script, str(folder), *cases])
+    run([*TORCHRUN, str(n_ranks), script, str(folder), *cases, *flags])
     run([sys.executable, script, str(folder), *cases, "--all", str(n_ranks)])
     expected = json.loads((folder / f"{n_ranks}_0.json").read_text())
     ranks = [json.loads((folder / f"1_{rank}.json").read_text()) for rank in range(n_ranks)]
@@ -63,6 +64,22 @@ def assert_equal_one_process(folder, n_ranks, cases):
 def test_ranks_equal_one_process(tmp_path):
     """Two ranks compute what one process with the environments of both does, and log the same."""
     assert_equal_one_process(tmp_path, 2, FEW)
+
+
+ON_DEVICE = [f"plain/device/{name}" for name in ("default", "target_kl", "kl_coef", "priority_alpha", "accumulate_grad")]
+ON_DEVICE += ["plain/device/max_clip_fraction", "tensors/device/default", "normalized/device/default"]
+
+
+def test_updates_on_a_device_without_shared_memory(tmp_path):
+    """The same on a simulated device, where decisions are made on the device, with gloo, as between machines."""
+    assert_equal_one_process(tmp_path, 2, ON_DEVICE, "--device", "simulated", "--gloo")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not th.cuda.is_available(), reason="needs CUDA")
+def test_ranks_on_a_gpu(tmp_path):
+    """The same on CUDA, where two ranks share a GPU."""
+    assert_equal_one_process(tmp_path, 2, ON_DEVICE, "--device", "cuda")
 
 
 @pytest.mark.slow

@@ -19,10 +19,12 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from support.simulated_device import simulated_device
 from support.torch_envs import TorchPendulum
 from support.toys import BOX_ACTION, DICT, VECTOR, ToyEnv
 
 from sb3_ppo_ext import PPOExt, TensorVecNormalize, TorchVecEnv
+from sb3_ppo_ext.distributed import ranks
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.update import minibatches, rollout_data, tensor_rollout
 from sb3_ppo_ext.update.tensor_estimates import TensorEstimates
@@ -104,6 +106,9 @@ def same_draws(draws, batch_size):
     def of_tensors(n, device):
         return th.from_numpy(draws.permutation(n, batch_size)).to(device)
 
+    def standard_normal(shape, dtype, device):
+        return draws.normal(shape, 0).to(device)
+
     segments = minibatches.PrioritizedSegments
     make = segments.__init__
 
@@ -120,7 +125,7 @@ def same_draws(draws, batch_size):
     return (
         mock.patch.object(TensorEstimates, "segments_class", HostSegments),
         mock.patch.object(th, "randn", lambda *shape, **_: draws.normal(shape, 1)),
-        mock.patch("torch.distributions.normal._standard_normal", lambda shape, dtype, device: draws.normal(shape, 0)),
+        mock.patch("torch.distributions.normal._standard_normal", standard_normal),
         mock.patch.object(rollout_data, "shuffled", shuffled_at_once),
         mock.patch.object(tensor_rollout, "permutation", of_tensors),
         mock.patch.object(segments, "__init__", with_same_draws),
@@ -134,13 +139,13 @@ class Pendulum(TorchPendulum):
     first = 0
 
     def first_states(self):
-        numbers = self.first + th.arange(self.num_envs)
+        numbers = self.first + th.arange(self.num_envs, device=self.device)
         return th.stack([th.sin(1.0 + numbers + k) for k in range(self.n_states)]).to(self.state)
 
 
-def make_env(name, n_envs, first):
+def make_env(name, n_envs, first, device):
     if name == "tensors":
-        pendulum = Pendulum(n_envs, "cpu", max_episode_steps=7)
+        pendulum = Pendulum(n_envs, device, max_episode_steps=7, has_own_generator=False)
         pendulum.first = first
         return TensorVecNormalize(TorchVecEnv(pendulum))
 
@@ -154,19 +159,19 @@ def make_env(name, n_envs, first):
     return VecNormalize(env, norm_obs_keys=["joints"]) if name == "dict" else env
 
 
-def run(name, launch, n_parts):
+def run(name, launch, n_parts, device):
     """Train one case, and return what it has learned and logged."""
     env_name, backend, option = name.split("/")
     options = {**SMALL, **OPTIONS[option]}
     n_envs = 2 * n_parts
     draws = SameDraws(launch.rank, launch.size, n_parts)
     policy = "MultiInputPolicy" if env_name == "dict" else "MlpPolicy"
-    env = make_env(env_name, n_envs, launch.rank * n_envs)
-    model = PPOExt(policy, env, backend=backend, device="cpu", verbose=0, **options)
+    env = make_env(env_name, n_envs, launch.rank * n_envs, device)
+    model = PPOExt(policy, env, backend=backend, device=device, verbose=0, **options)
     th.manual_seed(0)
     with th.no_grad():
         for parameter in model.policy.parameters():
-            parameter.add_(0.1 * th.randn_like(parameter))
+            parameter.add_(0.1 * th.randn(parameter.shape).to(parameter.device))
     patches = same_draws(draws, options["batch_size"])
     for patch in patches:
         patch.start()
@@ -179,7 +184,7 @@ def run(name, launch, n_parts):
     normalizer = model.get_vec_normalize_env()
     statistics = [] if normalizer is None else [np.ravel(v).tolist() for v in _statistics(normalizer)]
     return {
-        "parameters": {key: value.tolist() for key, value in model.policy.state_dict().items()},
+        "parameters": {key: value.cpu().tolist() for key, value in model.policy.state_dict().items()},
         "logs": {k: float(v) for k, v in model.logger.name_to_value.items() if not k.startswith("time/")},
         "num_timesteps": model.num_timesteps,
         "episodes": [[float(e["r"]), int(e["l"])] for e in model.ep_info_buffer],
@@ -198,12 +203,18 @@ def main():
     parser.add_argument("output", type=Path)
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--all", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--gloo", action="store_true", help="without shared memory, as on several machines")
     arguments = parser.parse_args()
     th.set_num_threads(1)
     launch = find_launch("auto")
+    if arguments.device == "simulated":
+        arguments.device = simulated_device().name
+    if arguments.gloo:
+        ranks.on_one_machine = lambda group, size: False
     results = {}
     for name in arguments.cases:
-        results[name] = run(name, launch, arguments.all)
+        results[name] = run(name, launch, arguments.all, arguments.device)
     (arguments.output / f"{arguments.all}_{launch.rank}.json").write_text(json.dumps(results))
 
 

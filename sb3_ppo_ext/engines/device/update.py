@@ -13,7 +13,7 @@ from sb3_ppo_ext.engines.autograd_gradients import LOSS_TERMS, AutogradGradients
 from sb3_ppo_ext.engines.device.steppers import MaskedStepper
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
-from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.metrics import OF_SAMPLES, Metrics
 from sb3_ppo_ext.update.update import UpdateResult
 
 N_FLAGS, FROZEN = 5, 3
@@ -124,6 +124,9 @@ class DeviceUpdate:
         gradients.copy_(total[: len(gradients)])
         for (name, i), mean in zip(scalars, total[len(gradients) : -1], strict=True):
             measured[name][i] = mean
+        if step.n_samples == 0:  # a sample that stands for an empty minibatch
+            for name in OF_SAMPLES:
+                measured[name].clear()
 
     def _record(self, epoch: int, measured: Metrics, norms: dict[str, th.Tensor], flags: list[th.Tensor]) -> None:
         scalars = [(name, value) for name, values in measured.items() for value in values if value.ndim == 0]
