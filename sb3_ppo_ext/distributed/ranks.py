@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import pickle
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -146,7 +147,11 @@ def _initialize(launch: Launch) -> None:
     # NCCL refuses two ranks on one GPU.
     has_own_gpu = launch.local_rank < n_gpus and dist.is_nccl_available()
     device: Any = th.device("cuda", launch.local_rank) if has_own_gpu else None
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_own_gpu else "gloo", device_id=device)
+    backend = "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo"
+    store, rank, size = next(dist.rendezvous("env://"))
+    # torchrun keeps the store when it starts the ranks again: without a prefix, they would try to reach those that have died.
+    store = dist.PrefixStore(f"sb3_ppo_ext/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
     atexit.register(_disconnect)
 
 

@@ -661,6 +661,11 @@ def is_alive(pid):
         return False
 
 
+def listen_to_ctrl_c():
+    """What a shell starts in the background ignores SIGINT, and so do its children, unless they are told not to."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="processes are looked for in /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
@@ -672,7 +677,8 @@ def test_the_main_process_ends(arguments, number, tmp_path):
     path.write_text(textwrap.dedent(SCRIPT))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(path), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=environment, preexec_fn=listen_to_ctrl_c, **pipes) as process:
         pids = [int(word) for word in process.stdout.readline().split()]
         assert len(pids) == 2
         time.sleep(0.1)
