@@ -26,7 +26,8 @@ def launch_of(experiment: ExperimentManager) -> Launch:
     :param experiment: Experiment
     :return: Place of this process among those that train one model
     """
-    return find_launch((experiment.custom_hyperparams or {}).get("distributed", "auto"))
+    given = getattr(experiment, "custom_hyperparams", None) or {}
+    return find_launch(given.get("distributed", "auto"))
 
 
 def share_run(experiment: ExperimentManager) -> None:
