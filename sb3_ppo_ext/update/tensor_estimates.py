@@ -41,7 +41,7 @@ class TensorPrioritizedSegments:
         largest, n = sums.max(), len(sums)
         # Sums are scaled first so that the power cannot overflow. They are ignored if all are 0, or one is not finite.
         is_usable = (largest > 0) & th.isfinite(largest)
-        priorities = th.where(is_usable, (sums / largest) ** alpha, 1.0)
+        priorities = th.where(is_usable, (sums / largest) ** float(alpha), 1.0)
         uniform = PrioritizedSegments.UNIFORM
         return (1 - uniform) * priorities / priorities.sum() + uniform / n
 
