@@ -32,12 +32,14 @@ MLP = Extension(
 SHARED_SUM = Extension(
     "sb3_ppo_ext.distributed._shared_sum",
     ["sb3_ppo_ext/distributed/csrc/shared_sum.c"],
+    depends=["sb3_ppo_ext/common/csrc/waiting.h"],
     extra_compile_args=["-O3", "-std=c11", "-D_POSIX_C_SOURCE=200809L"],
     optional=True,
 )
 FLAGS = Extension(
     "sb3_ppo_ext.rollout.parallel._flags",
     ["sb3_ppo_ext/rollout/parallel/csrc/flags.c"],
+    depends=["sb3_ppo_ext/common/csrc/waiting.h"],
     extra_compile_args=["-O3"],
     optional=True,
 )

@@ -358,5 +358,5 @@ def check_ranks(path: pathlib.Path, ranks: Ranks) -> None:
     if n_ranks != ranks.size:
         raise ValueError(
             f"{path} was written by {n_ranks} processes that trained together, and there are {ranks.size} now: start as many "
-            "with torchrun, or read the model with `load`."
+            'with torchrun, give `distributed="off"` for a training of one process, or read the model with `load`.'
         )

@@ -64,6 +64,20 @@ def mean_and_std_of_each(sums: th.Tensor, squares: Any, ranks: Ranks) -> tuple[t
     return means, (ranks.sum(squares(means)) / (n - 1).clamp(min=1)).sqrt()
 
 
+def rows_of_all(ranks: Ranks, n_rows: int, delta: th.Tensor, var: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+    """
+    :param ranks: Ranks of the training
+    :param n_rows: Number of rows of this rank
+    :param delta: Mean of the rows, as the difference from a point that is the same on all ranks, any shape
+    :param var: Variance of the rows, of the same shape
+    :return: The same for the rows of all ranks
+    """
+    parts = [n_rows * delta, n_rows * (var + delta.square())]
+    sums = ranks.sum(th.cat([delta.new_full((1,), float(n_rows)), *(part.reshape(-1) for part in parts)]))
+    n, (first, second) = sums[0], (sums[1:] / sums[0].clamp(min=1)).view(2, *delta.shape)
+    return n, first, (second - first.square()).clamp(min=0)
+
+
 class SharedMeanStd(RunningMeanStd):
     """
     SB3's ``RunningMeanStd``, updated with the numbers of all ranks, so that it is the same on each of them. Copies and pickles
@@ -87,15 +101,12 @@ class SharedMeanStd(RunningMeanStd):
         """Take part in an update of the other ranks, without rows of this one."""
         self._update(np.zeros_like(self.mean), np.zeros_like(self.var), 0)
 
-    def _update(self, mean: np.ndarray, variance: np.ndarray, n: int) -> None:
-        # Squares of differences from the running mean, which is the same on all ranks, do not cancel as those from 0 would.
-        difference = np.ravel(mean - self.mean)
-        sums = self.ranks.sums(np.concatenate([[n], n * difference, n * (np.ravel(variance) + np.square(difference))]))
-        total, (firsts, seconds) = sums[0], sums[1:].reshape(2, -1) / max(sums[0], 1)
-        if total > 0:
-            shape = np.shape(self.mean)
-            of_batch = (seconds - np.square(firsts)).clip(min=0).reshape(shape)
-            self.update_from_moments(self.mean + firsts.reshape(shape), of_batch, float(total))
+    def _update(self, mean: np.ndarray, variance: np.ndarray, n_rows: int) -> None:
+        # Differences from the running mean, which is the same on all ranks: their squares do not cancel as those from 0 would.
+        delta = th.from_numpy(np.asarray(mean - self.mean, np.float64))
+        n, delta, variances = rows_of_all(self.ranks, n_rows, delta, th.from_numpy(np.asarray(variance, np.float64)))
+        if n > 0:
+            self.update_from_moments(self.mean + delta.numpy(), variances.numpy(), float(n))
 
     def __deepcopy__(self, memo: Any) -> RunningMeanStd:
         return self.copy()

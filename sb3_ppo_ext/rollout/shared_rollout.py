@@ -10,6 +10,7 @@ import numpy as np
 import torch as th
 
 from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.common.validation import described
 from sb3_ppo_ext.distributed.ranks import Ranks
 from sb3_ppo_ext.distributed.statistics import update_with_nothing
 
@@ -32,8 +33,8 @@ def check_agreement(ranks: Ranks, settings: dict[str, Any]) -> None:
         for index, other in enumerate(found):
             if other.get(name) != value:
                 raise DisagreementError(
-                    f"`{name}` is {value} on rank 0 and {other.get(name)} on rank {index}: give all ranks of a distributed "
-                    'training the same, or `distributed="off"` to train independent models.'
+                    f"`{name}` is {described(value)} on rank 0 and {described(other.get(name))} on rank {index}: give all "
+                    'ranks of a distributed training the same, or `distributed="off"` to train independent models.'
                 )
 
 

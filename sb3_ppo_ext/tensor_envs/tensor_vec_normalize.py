@@ -14,6 +14,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
+from sb3_ppo_ext.distributed.statistics import rows_of_all
 from sb3_ppo_ext.tensor_envs.tensor_spaces import map_tensors
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
 
@@ -76,7 +77,7 @@ class TensorMeanStd(RunningMeanStd):
     def _add(self, n_rows: Any, delta: th.Tensor, var: th.Tensor) -> None:
         """Add rows, given their number, the difference of their mean from the present one, and their variance."""
         if self.ranks.are_several:
-            n_rows, delta, var = over_ranks(self.ranks, n_rows, delta, var)
+            n_rows, delta, var = rows_of_all(self.ranks, n_rows, delta, var)
         total = self._count + n_rows
         self._var.mul_(self._count).add_(var * n_rows).add_(delta.square() * (self._count * n_rows / total))
         self._var.div_(total)
@@ -105,20 +106,6 @@ class TensorMeanStd(RunningMeanStd):
     def __deepcopy__(self, memo: Any) -> RunningMeanStd:
         # SB3's `sync_envs_normalization` assigns copies, also to a `VecNormalize`.
         return self.copy()
-
-
-def over_ranks(ranks: Ranks, n_rows: int, delta: th.Tensor, var: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-    """
-    :param ranks: Ranks of the training
-    :param n_rows: Number of rows of this rank
-    :param delta: Mean of the rows, as the difference from a point that is the same on all ranks, any shape
-    :param var: Variance of the rows, of the same shape
-    :return: The same for the rows of all ranks
-    """
-    parts = [n_rows * delta, n_rows * (var + delta.square())]
-    sums = ranks.sum(th.cat([delta.new_full((1,), float(n_rows)), *(part.reshape(-1) for part in parts)]))
-    n, (first, second) = sums[0], (sums[1:] / sums[0].clamp(min=1)).view(2, *delta.shape)
-    return n, first, (second - first.square()).clamp(min=0)
 
 
 class TensorVecNormalize(VecNormalize):

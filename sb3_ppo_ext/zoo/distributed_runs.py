@@ -24,32 +24,43 @@ MARKER = "torchrun.json"
 def launch_of(experiment: ExperimentManager) -> Launch:
     """
     :param experiment: Experiment
-    :return: Place of this process among those that train one model
+    :return: Place of this process among those that train one model; a single one before :func:`share_run`
     """
-    given = getattr(experiment, "custom_hyperparams", None) or {}
-    return find_launch(given.get("distributed", "auto"))
+    launch: Launch = getattr(experiment, "launch", Launch())
+    return launch
 
 
-def share_run(experiment: ExperimentManager) -> None:
+def find_interrupted_run(experiment: ExperimentManager) -> None:
     """
-    Let all ranks use the folder of rank 0. If torchrun has started the processes again after one of them had died, that is the
-    folder of the run that was interrupted, if it has a checkpoint.
+    Go on in the folder of the run that was interrupted, if torchrun has started the processes again after one of them had
+    died, and there is a checkpoint.
 
     :param experiment: Experiment before its setup
+    """
+    launch = find_launch("auto")
+    if launch.size == 1 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0 or resumed_folder() is not None:
+        return
+    if (folder := connect(launch).gather(_interrupted(Path(experiment.log_path)))[0]) is not None:
+        set_resumed_folder(folder)
+
+
+def share_run(experiment: ExperimentManager, distributed: str) -> None:
+    """
+    Let all ranks use the folder of rank 0.
+
+    :param experiment: Experiment that has read its hyperparameters
+    :param distributed: Option ``distributed`` among them
     :raises ValueError: if hyperparameters are to be optimised
     """
-    launch = launch_of(experiment)
+    launch = find_launch(distributed)
     if launch.size == 1:
         return
     if experiment.optimize_hyperparameters:
         remedy = "torchrun trains one model; start several processes without it, with a `--storage` that they share"
         refuse("optimize_hyperparameters", True, remedy)
     ranks = connect(launch)
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    interrupted = _interrupted(Path(experiment.log_path)) if is_restart and resumed_folder() is None else None
-    interrupted, experiment.save_path = ranks.gather((interrupted, experiment.save_path))[0]
-    if interrupted is not None:
-        set_resumed_folder(interrupted)
+    experiment.launch = launch  # type: ignore[attr-defined]
+    experiment.save_path = ranks.gather(experiment.save_path)[0]
     experiment.params_path = f"{experiment.save_path}/{experiment.env_name}"
     # They count the steps of all ranks.
     experiment.eval_freq, experiment.save_freq = (

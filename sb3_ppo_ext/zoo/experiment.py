@@ -27,7 +27,14 @@ from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
-from sb3_ppo_ext.zoo.distributed_runs import create_log_folder, launch_of, save_config, save_trained_model, share_run
+from sb3_ppo_ext.zoo.distributed_runs import (
+    create_log_folder,
+    find_interrupted_run,
+    launch_of,
+    save_config,
+    save_trained_model,
+    share_run,
+)
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 from sb3_ppo_ext.zoo.resuming import create_callbacks, find_run, keep_monitor_files, load_pretrained_agent
 from sb3_ppo_ext.zoo.run_folder import resumed_folder
@@ -98,7 +105,8 @@ def _choose_entry(experiment: "ExperimentManager") -> None:
 
 
 def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
-    """Refuse invalid options before the Zoo writes its log folder."""
+    """Refuse invalid options before the Zoo writes its log folder, which the processes of torchrun share."""
+    share_run(experiment, hyperparams.get("distributed", "auto"))
     for name in ("learning_rate", "clip_range", "clip_range_vf"):
         # The Zoo accepts any prefix in place of "lin".
         if isinstance(hyperparams.get(name), str):
@@ -168,7 +176,7 @@ def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager")
     if experiment.env_name.gym_id.startswith(GYMNAX_PREFIX):
         copies: Any = functools.partial(_gymnax_copies, experiment, experiment.vec_env_class)
         experiment.vec_env_class = copies
-    share_run(experiment)
+    find_interrupted_run(experiment)
     find_run(experiment)
     results = theirs()
     experiment.callbacks.append(ProgressFile(experiment.save_path))

@@ -11,6 +11,8 @@ import pytest
 import torch as th
 from support.rank_cases import BACKENDS, OPTIONS
 
+from sb3_ppo_ext import PPOExt
+
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("ranks")]
 SUPPORT = Path(__file__).parents[1] / "support"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
@@ -218,6 +220,15 @@ def test_the_zoo(tmp_path):
     assert np.load(folder / "evaluations.npz")["timesteps"].tolist() == [1024, 2048]
     assert (folder / "CartPole-v1.zip").exists()
     assert (folder / "CartPole-v1" / "vecnormalize.pkl").exists()
+
+
+def test_the_zoo_trains_independently(tmp_path):
+    """With ``distributed: "off"`` in the YAML file, each process trains a model of its own, in a folder of its own."""
+    config = tmp_path / "ppo_ext.yml"
+    config.write_text('CartPole-v1: {policy: MlpPolicy, n_envs: 2, n_steps: 32, n_timesteps: 128, distributed: "off"}')
+    run([*TORCHRUN, "2", *ZOO, "--conf-file", str(config), "--uuid", "-f", str(tmp_path / "logs")])
+    models = [PPOExt.load(path, device="cpu") for path in (tmp_path / "logs").rglob("CartPole-v1.zip")]
+    assert [model.num_timesteps for model in models] == [128, 128]
 
 
 def test_the_zoo_does_not_tune(tmp_path):

@@ -1,16 +1,9 @@
 """Environments in few processes with many each say what DummyVecEnv says, whatever happens."""
 
 import gc
-import multiprocessing as mp
 import os
-import pickle
-import signal
-import subprocess
 import sys
-import textwrap
 import threading
-import time
-from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -24,12 +17,11 @@ from stable_baselines3.common.vec_env import (
     VecNormalize,
     VecTransposeImage,
 )
-from support.engines import SMALL
 from support.parity import assert_equal
 from support.toys import DICT, IMAGE, VECTOR, ToyEnv
-from support.vec_envs import Plain, Talkative, assert_same, rollout, without_clock
+from support.vec_envs import FORK, Asked, Plain, Slow, Talkative, assert_same, nothing_is_left, rollout, without_clock
 
-from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, TrainingCheckpoint, WorkerError
+from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, TrainingCheckpoint
 from sb3_ppo_ext.checkpoints.object_state import ObjectState, stateful_objects
 from sb3_ppo_ext.common import cores
 from sb3_ppo_ext.rollout.parallel import flags, shared_arrays
@@ -38,7 +30,6 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(sys.platform == "win32", reason="workers are forked, which is faster"),
 ]
-FORK = dict(start_method="fork")
 SPACES = {
     "vector": VECTOR,
     "image": IMAGE,
@@ -65,15 +56,7 @@ def env_fns(space=VECTOR, n_envs=5, cls=Plain, **kwargs):
     return [lambda: Monitor(cls(observation_space=space, **kwargs))] * n_envs
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left():
-    """No process and no shared memory outlives a test."""
-    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    yield
-    if mp.active_children():
-        gc.collect()
-    assert not mp.active_children()
-    assert not os.path.isdir("/dev/shm") or set(os.listdir("/dev/shm")) <= before
+_nothing_is_left = pytest.fixture(autouse=True)(nothing_is_left)
 
 
 def same_as_dummy(fns, n_steps=40, **kwargs):
@@ -172,14 +155,6 @@ def test_slow_answers():
     same_as_dummy([Slow] * 3, n_steps=10, n_workers=2, **FORK)
 
 
-class Slow(Plain):
-    delay = 0.01
-
-    def step(self, action):
-        time.sleep(self.delay)
-        return super().step(action)
-
-
 def test_what_a_step_returns_stays():
     """Environments that write their observations and infos in place change nothing that was returned, in any process."""
     seen = [rollout(ParallelVecEnv(env_fns(cls=cls, n_envs=4), n_workers=1, **FORK)) for cls in (Talkative, Plain)]
@@ -207,18 +182,6 @@ def test_environments_that_write_into_actions():
         env.step(actions)
     assert (actions == 0).all()
     env.close()
-
-
-class Asked(ToyEnv):
-    """Remembers with what it was reset."""
-
-    def __init__(self):
-        super().__init__()
-        self.asked = []
-
-    def reset(self, *, seed=None, options=None):
-        self.asked.append((seed, options))
-        return super().reset(seed=seed)
 
 
 def test_seeds_and_options():
@@ -372,171 +335,6 @@ def test_make_vec_env_with_monitor_files(tmp_path):
         assert len((tmp_path / f"{index}.monitor.csv").read_text().splitlines()) > 5
 
 
-# Errors
-
-
-class Failing(ToyEnv):
-    """Fails in its fifth step."""
-
-    def __init__(self, how="raises"):
-        super().__init__(p_end=0)  # At the end of an episode, the first observation of the next one takes its place.
-        self.how, self.age = how, 0
-
-    def step(self, action):
-        observation, *rest = super().step(action)
-        self.age += 1
-        if self.age == 5:
-            if isinstance(self.how, str):
-                raise KeyError("broken")
-            observation = self.how
-        return observation, *rest
-
-
-def steps(env, n):
-    for _ in range(n):
-        env.step(np.zeros((env.num_envs, 2), np.float32))
-
-
-@pytest.mark.parametrize("index", range(4))
-def test_an_error_names_its_environment(index):
-    """Whether it is in this process or in another one, an error of an environment is a WorkerError that names it."""
-    fns = [ToyEnv] * 4
-    fns[index] = Failing
-    env = ParallelVecEnv(fns, n_workers=1, **FORK)
-    env.reset()
-    where = f"Environment {index}, in the main process," if index < 2 else f"Worker 1 .* in environment {index}:"
-    with pytest.raises(WorkerError, match=rf"{where}(.|\n)*in step\n(.|\n)*KeyError: 'broken'"):
-        steps(env, 5)
-    with pytest.raises(WorkerError, match="closed"):
-        env.reset()
-    env.close()
-
-
-@pytest.mark.parametrize("index", [0, 3])
-@pytest.mark.parametrize("observation", [np.zeros(2), np.zeros((2, 3)), 5.0], ids=["short", "long", "number"])
-def test_observations_of_another_shape(index, observation):
-    """An observation of another shape is refused with its environment, in any process, and a reset goes on."""
-    fns = [ToyEnv] * 4
-    fns[index] = lambda: Failing(observation)
-    env = ParallelVecEnv(fns, n_workers=1, **FORK)
-    env.reset()
-    with pytest.raises(ValueError, match=rf"Environment {index}: the observation has the shape .*must have \(3,\)"):
-        steps(env, 5)
-    env.reset()
-    steps(env, 3)
-    env.close()
-
-
-def test_no_observations_that_are_not_finite():
-    """PPOExt names the environment and the step of NaN, in any process."""
-    for index in (0, 3):
-        fns = [ToyEnv] * 4
-        fns[index] = lambda: Failing(np.full(3, np.nan, np.float32))
-        env = ParallelVecEnv(fns, n_workers=1, **FORK)
-        with pytest.raises(ValueError, match=rf"Environment {index}: the observation is not finite .* at step 4"):
-            PPOExt("MlpPolicy", env, **SMALL).learn(64)
-        env.close()
-
-
-def test_the_same_environment_twice():
-    """Functions that return the same environment are refused as by DummyVecEnv, in any process."""
-    one = ToyEnv()
-    with pytest.raises(ValueError, match="same instance"):
-        ParallelVecEnv([lambda: one] * 4, n_workers=1, **FORK)
-    fns = [ToyEnv, ToyEnv, lambda: one, lambda: one]
-    with pytest.raises(WorkerError, match="same instance"):
-        ParallelVecEnv(fns, n_workers=1, **FORK)
-
-
-ARGUMENTS = [
-    ("env_fns", dict(env_fns=[])),
-    ("env_fns", dict(env_fns=ToyEnv)),
-    ("env_fns", dict(env_fns=[ToyEnv()])),
-    *(("n_workers", dict(n_workers=value)) for value in (-1, 1.5, True, "2")),
-    *(("timeout", dict(timeout=value)) for value in (0, -1.0, "1", float("nan"))),
-    *(("start_method", dict(start_method=value)) for value in ("thread", 5)),
-]
-
-
-@pytest.mark.parametrize(("name", "kwargs"), ARGUMENTS)
-def test_bad_arguments(name, kwargs):
-    """Bad arguments are named with their value."""
-    with pytest.raises(ValueError, match=f"`{name}="):
-        ParallelVecEnv(**{"env_fns": [ToyEnv] * 2, **kwargs})
-
-
-@pytest.mark.parametrize(
-    "space",
-    [spaces.Text(5), spaces.Sequence(VECTOR), spaces.Dict({"a": DICT}), spaces.Graph(VECTOR, None)],
-    ids=lambda space: type(space).__name__,
-)
-def test_unknown_spaces(space):
-    """Observations that are no arrays of numbers are refused."""
-    with pytest.raises(ValueError, match="observation space"):
-        ParallelVecEnv([lambda: ToyEnv(observation_space=space)] * 2, n_workers=1, **FORK)
-
-
-def test_close():
-    """It can be closed twice, with a step under way, and is then refused; its environments are closed."""
-    env = ParallelVecEnv([Slow] * 3, n_workers=2, **FORK)
-    env.reset()
-    env.step_async(np.zeros((3, 2), np.float32))
-    env.close()
-    env.close()
-    assert [process.exitcode for process in env.processes] == [0, 0]
-    for use in (env.reset, lambda: env.get_attr("t"), lambda: steps(env, 1)):
-        with pytest.raises(WorkerError, match="closed"):
-            use()
-
-
-class Closing(Failing):
-    """Leaves a file when it is closed."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path = path
-
-    def close(self):
-        self.path.write_text("closed")
-
-
-def test_all_environments_are_closed(tmp_path):
-    """Environments of all processes are closed, also after one of them has failed."""
-    env = ParallelVecEnv([lambda i=i: Closing(tmp_path / str(i)) for i in range(4)], n_workers=1, **FORK)
-    env.reset()
-    with pytest.raises(WorkerError, match="in the main process"):
-        steps(env, 5)
-    env.close()
-    assert len(list(tmp_path.iterdir())) == 4
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc"), reason="times are looked for in /proc")
-def test_workers_that_wait_use_no_core():
-    """Between two rollouts, the workers sleep."""
-    env = ParallelVecEnv([ToyEnv] * 3, n_workers=2, **FORK)
-    env.reset()
-    steps(env, 3)
-    time.sleep(0.1)
-    before = [processor_time(process.pid) for process in env.processes]
-    time.sleep(0.5)
-    assert [processor_time(process.pid) for process in env.processes] == before
-    env.close()
-
-
-def processor_time(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return [int(word) for word in file.read().rpartition(")")[2].split()[11:13]]
-
-
-def test_copies_are_refused():
-    """It can be neither pickled nor copied."""
-    env = ParallelVecEnv([ToyEnv] * 2, n_workers=1, **FORK)
-    for copy in (pickle.dumps, deepcopy):
-        with pytest.raises(pickle.PicklingError, match="several processes"):
-            copy(env)
-    env.close()
-
-
 def test_cores(monkeypatch, tmp_path):
     """By default there is a process on each core that may be used, with regard to affinity and control group."""
     available = cores.available_cores()
@@ -550,148 +348,6 @@ def test_cores(monkeypatch, tmp_path):
     for text, expected in (("max 100000", 8), ("250000 100000", 3), ("10000 100000", 1), ("nonsense", 8)):
         (tmp_path / "cpu.max").write_text(text)
         assert cores.available_cores() == expected
-
-
-# Kills and interrupts
-
-
-def test_a_worker_that_hangs():
-    """A worker that does not answer in time is named with its environments, and ended."""
-    env = ParallelVecEnv([ToyEnv, lambda: Hanging(), ToyEnv, lambda: Hanging()], n_workers=3, timeout=0.5, **FORK)
-    env.reset()
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"No answer in 0\.5 s.*: Worker 1 .*environment 1\), Worker 3 .*environment 3\)"):
-        steps(env, 1)
-    assert time.monotonic() - start < 30
-    assert not any(process.is_alive() for process in env.processes)
-
-
-class Hanging(ToyEnv):
-    def step(self, action):
-        time.sleep(1000)
-
-
-@pytest.mark.parametrize("moment", ["stepping", "between"])
-def test_a_worker_that_is_killed(moment):
-    """A worker that was killed is named with its environments, during a step and between two."""
-    env = ParallelVecEnv([Slow] * 4, n_workers=1, **FORK)
-    env.reset()
-    if moment == "stepping":
-        env.step_async(np.zeros((4, 2), np.float32))
-    os.kill(env.processes[0].pid, signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"Worker 1 .*environments 2 to 3\) was killed by SIGKILL"):
-        env.step_wait() if moment == "stepping" else steps(env, 1)
-
-
-def test_interrupt():
-    """Ctrl-C interrupts the main process alone. Answers that come too late are not taken for those of later commands."""
-    env = ParallelVecEnv([Slower] * 3, n_workers=2, **FORK)
-    env.seed(0)
-    first = env.reset()
-
-    def interrupt(*_):
-        for process in env.processes:
-            os.kill(process.pid, signal.SIGINT)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for delay in (0.05, 0.25):  # while this process steps, and while it waits
-            env.set_attr("delay", 0.2, indices=[0])
-            env.set_attr("delay", 0.3, indices=[1, 2])
-            signal.setitimer(signal.ITIMER_REAL, delay)
-            with pytest.raises(KeyboardInterrupt):
-                steps(env, 1)
-            env.set_attr("delay", 0.0)
-            assert env.get_attr("t")[1:] == [1, 1]
-            env.seed(0)
-            np.testing.assert_array_equal(env.reset(), first)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    env.close()
-    assert [process.exitcode for process in env.processes] == [0, 0]
-
-
-class Slower(Slow):
-    delay = 0.0
-
-
-def test_an_interrupted_message_is_refused():
-    """If an interrupt has torn a message, the next command says so, and the workers end."""
-    env = ParallelVecEnv([ToyEnv] * 2, n_workers=1, **FORK)
-    env._pool.is_torn = True
-    with pytest.raises(WorkerError, match="was interrupted"):
-        env.reset()
-    assert not env.processes[0].is_alive()
-
-
-def test_no_process_is_left():
-    """The workers of an environment that nobody closes end with it, also those that hang."""
-    for slow in (ToyEnv, Hanging):
-        env = ParallelVecEnv([ToyEnv, slow, slow], n_workers=2, **FORK)
-        env.step_async(np.zeros((3, 2), np.float32))
-        processes = env.processes
-        del env
-        gc.collect()
-        assert not any(process.is_alive() for process in processes)
-
-
-SCRIPT = """
-import os, sys, time
-import numpy as np
-from support.toys import ToyEnv
-from sb3_ppo_ext import ParallelVecEnv
-
-if __name__ == "__main__":
-    env = ParallelVecEnv([ToyEnv] * 4, n_workers=2, start_method=sys.argv[1])
-    env.reset()
-    print(*[process.pid for process in env.processes], flush=True)
-    while True:
-        env.step(np.zeros((4, 2), np.float32))
-        if len(sys.argv) > 2:
-            time.sleep(1000)
-"""
-
-
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def listen_to_ctrl_c():
-    """What a shell starts in the background ignores SIGINT, and so do its children, unless they are told not to."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc"), reason="processes are looked for in /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(
-    "arguments", [["fork"], ["fork", "idle"], pytest.param(["forkserver"], marks=pytest.mark.slow)], ids=" ".join
-)
-def test_the_main_process_ends(arguments, number, tmp_path):
-    """However the main process ends, while it steps or does something else, the workers end, and no memory is left."""
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(SCRIPT))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(path), *arguments]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, env=environment, preexec_fn=listen_to_ctrl_c, **pipes) as process:
-        pids = [int(word) for word in process.stdout.readline().split()]
-        assert len(pids) == 2
-        time.sleep(0.1)
-        process.send_signal(number)
-        errors = process.communicate(timeout=60)[1]
-    assert "leaked" not in errors
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, pids))
-
-
-# Checkpoints and the Zoo
 
 
 def test_a_training_resumes(tmp_path):

@@ -11,7 +11,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
 from support.toys import DICT, IMAGE, VECTOR, ToyEnv
-from support.vec_envs import Plain, Talkative, as_floats, assert_same, rollout, without_clock
+from support.vec_envs import Asked, Plain, Talkative, as_floats, assert_same, rollout, without_clock
 
 from sb3_ppo_ext import CheckedSubprocVecEnv, FastDummyVecEnv, ParallelVecEnv, PPOExt, VectorEnvAdapter
 from sb3_ppo_ext.zoo.experiment import setup_experiment
@@ -83,18 +83,6 @@ def test_adapter_copies_what_gymnasium_does_not(space, mode):
         fns = [lambda: Plain(observation_space=space)] * 3
         seen.append(without_clock(rollout(VectorEnvAdapter(SyncVectorEnv(fns, copy=copy, autoreset_mode=mode)))))
     assert_same(*seen)
-
-
-class Asked(ToyEnv):
-    """Remembers with what it was reset."""
-
-    def __init__(self):
-        super().__init__()
-        self.asked = []
-
-    def reset(self, *, seed=None, options=None):
-        self.asked.append((seed, options))
-        return super().reset(seed=seed)
 
 
 def test_seeds_and_options_are_for_one_reset():

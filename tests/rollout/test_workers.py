@@ -14,6 +14,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMoni
 from support.engines import SMALL
 from support.parity import assert_equal
 from support.toys import ToyEnv
+from support.vec_envs import interrupted, steps
 
 from sb3_ppo_ext import CheckedSubprocVecEnv, ParallelVecEnv, PPOExt, VectorEnvAdapter, WorkerError
 
@@ -58,11 +59,6 @@ class Failing(ToyEnv):
         if self.how == "hangs":
             time.sleep(1000)
         return {"function": lambda: None}  # cannot be pickled
-
-
-def steps(env, n):
-    for _ in range(n):
-        env.step(np.zeros((env.num_envs, 2), np.float32))
 
 
 def make(cls, how, index, **kwargs):
@@ -209,18 +205,8 @@ def test_interrupt():
     env.seed(0)
     first = env.reset()
 
-    def interrupt(*_):
-        for process in env.processes:
-            os.kill(process.pid, signal.SIGINT)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(KeyboardInterrupt):
-            steps(env, 1)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with interrupted(env, 0.1):
+        steps(env, 1)
     assert env.get_attr("t") == [1, 1]
     env.seed(0)
     np.testing.assert_array_equal(env.reset(), first)

@@ -1,9 +1,18 @@
 """What vectorised environments say, step by step, and environments that say much."""
 
+import gc
+import multiprocessing as mp
+import os
+import signal
+import time
+from contextlib import contextmanager
 from copy import deepcopy
 
 import numpy as np
+import pytest
 from support.toys import ToyEnv
+
+FORK = dict(start_method="fork")
 
 
 class Talkative(ToyEnv):
@@ -81,3 +90,56 @@ def as_floats(value):
         return [as_floats(part) for part in value]
     array = np.asarray(value)
     return array.astype(np.float64) if array.dtype.kind in "fiu" else array.astype(str)
+
+
+class Asked(ToyEnv):
+    """Remembers with what it was reset."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def reset(self, *, seed=None, options=None):
+        self.asked.append((seed, options))
+        return super().reset(seed=seed)
+
+
+@contextmanager
+def interrupted(env, delay):
+    """Press Ctrl-C after some seconds, which the terminal sends to the workers as well."""
+
+    def interrupt(*_):
+        for process in env.processes:
+            os.kill(process.pid, signal.SIGINT)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+class Slow(Plain):
+    delay = 0.01
+
+    def step(self, action):
+        time.sleep(self.delay)
+        return super().step(action)
+
+
+def steps(env, n):
+    for _ in range(n):
+        env.step(np.zeros((env.num_envs, 2), np.float32))
+
+
+def nothing_is_left():
+    """No process and no shared memory outlives a test."""
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    yield
+    if mp.active_children():
+        gc.collect()
+    assert not mp.active_children()
+    assert not os.path.isdir("/dev/shm") or set(os.listdir("/dev/shm")) <= before

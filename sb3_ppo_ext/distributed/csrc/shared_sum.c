@@ -9,6 +9,8 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+
+#include "../../common/csrc/waiting.h"
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -52,22 +54,6 @@ static char *slot_of(Reduction *self, long rank)
 static Py_ssize_t rounded(Py_ssize_t capacity)
 {
     return (capacity + LINE - 1) / LINE * LINE;
-}
-
-static double now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
-static void relax(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
 }
 
 /* Wait until a counter reaches the number of the sum. Returns the seconds waited, or -1 after `limit`. */

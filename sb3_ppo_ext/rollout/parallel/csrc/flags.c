@@ -8,6 +8,8 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+
+#include "../../../common/csrc/waiting.h"
 #include <sched.h>
 #include <stdint.h>
 #include <time.h>
@@ -33,22 +35,6 @@ static uint32_t *flag(const Flags *self, Py_ssize_t index)
 static uint32_t load(const Flags *self, Py_ssize_t index)
 {
     return __atomic_load_n(flag(self, index), __ATOMIC_ACQUIRE);
-}
-
-static void relax(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
-}
-
-static double now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
 static PyObject *flags_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
