@@ -19,6 +19,14 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+# Titles of the tables, which are pages of the documentation
+TITLES = {
+    "presets": "Table: presets and RL Zoo's tuned PPO",
+    "default": "Table: `default` and SB3's defaults",
+    "unseen": "Table: `default` on tasks that played no part in choosing it",
+    "memory": "Table: history-based policies",
+    "tuning": "Table: tuning",
+}
 # Number of evaluations whose mean is the score of a run
 N_LAST = 2
 BOOTSTRAPS = 5000
@@ -172,7 +180,7 @@ def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) ->
     ]
     text = "\n\n".join(parts)
     print(f"\n{suite}\n\n{text}", flush=True)
-    (folder / f"{suite}.md").write_text(text + "\n")
+    (folder / f"{suite}.md").write_text(f"# {TITLES.get(suite, suite)}\n\n{text}\n")
     figure = plot(runs, tasks, arms)
     figure.savefig(folder / f"{suite}.png", dpi=90)
     plt.close(figure)

@@ -6,7 +6,6 @@ Not a script.
 
 import argparse
 import csv
-import io
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +27,6 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image
 
 Row = dict[str, Any]
 
@@ -242,18 +240,43 @@ def plot_curve(axes: Axes, rows: Sequence[Row], column: str, **style: Any) -> No
     )
 
 
-def grid_of_axes(n_rows: int, n_columns: int, **kwargs: Any) -> tuple[Figure, np.ndarray]:
-    size = (3.6 * n_columns, 2.7 * n_rows)
-    return plt.subplots(n_rows, n_columns, figsize=size, layout="constrained", squeeze=False, **kwargs)
+def grid_of_axes(n_panels: int, **kwargs: Any) -> tuple[Figure, np.ndarray]:
+    """
+    Panels in two columns, which can be read on a phone and in print; what is left over of the last row is blank.
+
+    :param n_panels: Number of panels
+    :param kwargs: Keyword arguments of ``plt.subplots``
+    :return: The figure, and its panels, shape ``(n_panels,)``
+    """
+    n_rows = -(-n_panels // 2)
+    figure, axes = plt.subplots(n_rows, 2, figsize=(7.2, 2.5 * n_rows), layout="constrained", squeeze=False, **kwargs)
+    for ax in axes.flat[n_panels:]:
+        ax.set_axis_off()
+    return figure, axes.ravel()[:n_panels]
+
+
+def legend_below(figure: Figure, axes: Axes, note: str = BAND, n_columns: int = 3) -> None:
+    """
+    A legend below all panels, with a line that says what the lines and bands are.
+
+    :param figure: The figure
+    :param axes: Panel whose labels the legend has
+    :param note: What the lines and bands are
+    :param n_columns: Number of columns of the legend
+    """
+    figure.supxlabel(note, fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=n_columns)
 
 
 def save_plot(figure: Figure, path: Path) -> None:
-    """Save with a palette of 128 colours, which takes a third of the size."""
+    """
+    :param figure: Figure, which is closed
+    :param path: Path of the file
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=90)
+    # Without the date, the same figure makes the same file.
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
-    Image.open(buffer).convert("RGB").quantize(128).save(path, optimize=True)
 
 
 # Environments
