@@ -4,8 +4,8 @@ modules in C, which are left out where they do not compile, and the address of t
 
 Environment variables:
 
-- ``SB3_PPO_EXT_URL``: address of the repository on GitHub. The metadata then name it, and the links of the README are absolute,
-  so that they work on an index.
+- ``SB3_PPO_EXT_URL``: address of the repository on GitHub. The metadata then name it, and the links of the README are
+  absolute, so that they work on an index.
 - ``SB3_PPO_EXT_REQUIRE_EXTENSIONS=1``: an extension module that does not compile is an error (for wheels). Windows has none.
 """
 

@@ -84,8 +84,8 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 
 def _nothing_in(folder: Path) -> str:
     return (
-        f"There is no `progress.csv`, no event file of TensorBoard and no `monitor.csv` in {folder}: name the folder of a run, "
-        "such as logs/ppo_ext/Pendulum-v1_1 of RL Zoo, or PPOExt_1 in the folder given as `tensorboard_log`"
+        f"There is no `progress.csv`, no event file of TensorBoard and no `monitor.csv` in {folder}: name the folder of a "
+        "run, such as logs/ppo_ext/Pendulum-v1_1 of RL Zoo, or PPOExt_1 in the folder given as `tensorboard_log`"
     )
 
 
@@ -230,10 +230,10 @@ def main() -> None:
         prog="python -m sb3_ppo_ext.plot_run", description="Plot the logs of one or more trainings."
     )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or folders that contain them, such as logs")
-    help_of_output = (
-        "file in any Matplotlib format (default: run.png in the first folder); a file that exists is kept, and the"
+    kept = "a file that exists is kept, and the next free name taken"
+    parser.add_argument(
+        "-o", "--output", type=Path, help=f"file in any Matplotlib format (default: run.png in the first folder); {kept}"
     )
-    parser.add_argument("-o", "--output", type=Path, help=f"{help_of_output} next free name is taken")
     arguments = parser.parse_args()
     try:
         figure = plot_runs(arguments.runs)

@@ -19,12 +19,11 @@ def load(name: str) -> ModuleType:
     :param name: Name of a module in the package
     :return: The module, without its package
     """
-    folder, _, stem = name.rpartition(".")
-    path = Path(
-        sysconfig.get_path("platlib"), "sb3_ppo_ext", *folder.split("."), stem + sysconfig.get_config_var("EXT_SUFFIX")
-    )
+    *folders, stem = name.split(".")
+    path = Path(sysconfig.get_path("platlib"), "sb3_ppo_ext", *folders, stem + sysconfig.get_config_var("EXT_SUFFIX"))
     spec = importlib.util.spec_from_file_location(stem, path)
-    assert spec is not None and spec.loader is not None, path
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -22,6 +22,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.plot_run import STYLE
 
 mpl.use("agg")
 import matplotlib.pyplot as plt
@@ -29,6 +30,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 Row = dict[str, Any]
+BAND = "lines: means over the seeds; bands: from the smallest to the largest value"
+plt.rcParams.update(STYLE)
 
 
 # Grids
@@ -264,8 +267,8 @@ def legend_below(figure: Figure, axes: Axes, note: str = BAND, n_columns: int = 
     :param note: What the lines and bands are
     :param n_columns: Number of columns of the legend
     """
-    figure.supxlabel(note, fontsize=8)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=n_columns)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, title=note, title_fontsize=8)
 
 
 def save_plot(figure: Figure, path: Path) -> None:

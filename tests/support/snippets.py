@@ -89,9 +89,8 @@ def commands(page_blocks):
             found += [(block.line, words) for words in map(_words, text.splitlines()) if words]
         elif block.language == "yaml" and not block.not_run:
             entries = re.findall(r"^(\w\S*):$", block.code, re.MULTILINE)
-            found += [
-                (block.line, ["rl_zoo3", "train", "--algo", "ppo_ext", "--env", name, "-conf", block]) for name in entries
-            ]
+            train = ["rl_zoo3", "train", "--algo", "ppo_ext", "--env"]
+            found += [(block.line, [*train, name, "-conf", block]) for name in entries]
     return found
 
 
