@@ -157,29 +157,43 @@ def plot_runs(folders: Iterable[str | Path]) -> Figure:
 
         plot_runs(["logs/ppo/Pendulum-v1_1", "logs/ppo_ext/Pendulum-v1_1"]).savefig("comparison.svg")
 
-    :param folders: Folders of the runs, or folders that contain them at any depth
+    :param folders: Folders of the runs, or folders that contain them at any depth, of which runs without an update are left
+        out
     :return: Figure with a panel for each quantity that at least one run has logged
     :raises ValueError: see :func:`find_runs` and :func:`read_log`
     """
-    runs = find_runs(folders)
-    logs = dict(zip(_names(runs), map(read_log, runs), strict=True))
-    groups = _groups(runs)
+    folders = list(map(Path, folders))
+    found = {run: _read_unless_empty(run, is_named=run in folders) for run in find_runs(folders)}
+    runs = [run for run, log in found.items() if log]
+    if not runs:
+        raise ValueError(f"The logs in {', '.join(map(str, folders))} are empty: no training got to its first update")
+    logs, groups = [found[run] for run in runs], _groups(runs)
     first = int(bool(COLORS.keys() & set(groups)))
     colors = {group: COLORS.get(group, f"C{number}") for number, group in enumerate(dict.fromkeys(groups), first)}
-    panels = [panel for panel in PANELS if any(key in log for key in panel.keys for log in logs.values())]
+    panels = [panel for panel in PANELS if any(key in log for key in panel.keys for log in logs)]
     n_columns = min(len(panels), 3)
     n_rows = -(-len(panels) // n_columns)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(3.6 * n_columns, 2.6 * n_rows), layout="constrained")
         axes = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
         for ax, panel in zip(axes, panels, strict=False):
-            _plot_panel(ax, panel, [(colors[group], log) for group, log in zip(groups, logs.values(), strict=True)])
+            _plot_panel(ax, panel, [(colors[group], log) for group, log in zip(groups, logs, strict=True)])
         for ax in axes[len(panels) :]:
             ax.set_axis_off()
         if len(runs) > 1:
             handles = [Line2D([], [], color=color, label=group) for group, color in colors.items()]
             figure.legend(handles=handles, loc="outside lower center", ncols=min(len(colors), 3))
     return figure
+
+
+def _read_unless_empty(run: Path, is_named: bool) -> Log:
+    """The log of a run; of one that was only found, and has no log yet, nothing."""
+    try:
+        return read_log(run)
+    except ValueError:
+        if is_named:
+            raise
+        return {}
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

@@ -139,6 +139,8 @@ def test_runs_of_other_algorithms(tmp_path):
     steps, returns = log["rollout/ep_rew_mean"]
     assert 5 <= steps[0] < steps[-1] <= 64
     assert np.isfinite(returns).all()
+    (tmp_path / "ppo_ext" / "Toy_3").mkdir()
+    (tmp_path / "ppo_ext" / "Toy_3" / "progress.csv").touch()  # a training that has just begun
     figure = plot_runs([tmp_path])
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ppo", "ppo_ext"]
     assert [line.get_color() for line in figure.axes[0].lines] == ["0.45", "0.45", "0.45", "0.45", "C0", "C0"]
@@ -186,7 +188,7 @@ def test_bad_folders(tmp_path, monkeypatch, capsys):
     (tmp_path / "none").mkdir()
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "progress.csv").touch()
-    for folder, message in (tmp_path / "none", "no `progress.csv`"), (tmp_path / "empty", "is empty"):
+    for folder, message in (tmp_path / "none", "no `progress.csv`"), (tmp_path / "empty", "is empty"), (tmp_path, "are empty"):
         assert message in refused(monkeypatch, capsys, folder, "-o", tmp_path / "plots" / "run.png")
     assert not (tmp_path / "plots").exists()
 
