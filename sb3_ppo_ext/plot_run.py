@@ -24,11 +24,11 @@ from matplotlib.ticker import EngFormatter
 Log: TypeAlias = dict[str, tuple[np.ndarray, np.ndarray]]
 STEPS = "time/total_timesteps"
 PATTERNS = ("progress.csv", "events.out.tfevents.*", "*monitor.csv")
-LINES = ("-", "--", ":", "-.")
+LINES: tuple[Any, ...] = ("-", "--", ":", "-.")
 # Number of episodes over which SB3 averages the returns that it logs
 WINDOW = 100
 # What all plots of this project have in common
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": 10,
     "axes.grid": True,
     "axes.spines.right": False,

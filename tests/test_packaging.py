@@ -115,6 +115,19 @@ def test_citation():
     assert citation["authors"] == [{"name": metadata["metadata"]["author"]}]
 
 
+def test_workflows():
+    """The workflows are valid YAML, and test and build for each version of Python that the metadata name."""
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    versions = re.findall(r"Python :: (3\.\d+)", metadata["metadata"]["classifiers"])
+    workflows = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+    assert workflows["ci"]["jobs"]["tests"]["strategy"]["matrix"]["python-version"] == versions
+    build = re.search(r'^build = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert build.split() == [f"cp{version.replace('.', '')}-*" for version in versions]
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(path.read_text())
+
+
 def test_yaml_and_types(installation):
     """The package finds its own hyperparameters, and says that it is typed."""
     package = Path(installation.run("import sb3_ppo_ext; print(sb3_ppo_ext.__file__)").strip()).parent

@@ -1,11 +1,16 @@
 """The code in README.md and docs/ runs as it stands there; ``tests/support/snippets.py`` says what is shortened."""
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from sb3_contrib import MaskablePPO, RecurrentPPO
 from support.snippets import ROOT, blocks, blocks_in, commands, module_and_arguments, pages, script
+
+from sb3_ppo_ext import PPOExt
 
 ENVIRONMENT = {**os.environ, "SDL_VIDEODRIVER": "dummy", "OMP_NUM_THREADS": "1"}
 PAGES = {page: blocks(page) for page in pages()}
@@ -80,6 +85,31 @@ def test_commands_of_the_readme(tmp_path):
 def test_commands(page, tmp_path):
     """The commands of a page run, one after the other, in one folder."""
     run_commands(page, tmp_path)
+
+
+def test_names_of_the_options_are_right():
+    """What docs/coming_from.md gives as an argument of `PPOExt` is one."""
+    text = (ROOT / "docs" / "coming_from.md").read_text()
+    tables = [line.rsplit("|", 2)[1] for line in text.splitlines() if line.startswith("|")]
+    given = {name for cell in tables for code in re.findall("`([^`]+)`", cell) for name in re.findall(r"(\w+)=", code)}
+    # Arguments of policies and wrappers, and of rsl_rl
+    others = {"log_std_init", "learn_std", "mean_tanh", "rnn", "lstm_hidden_size", "momentum", "net_arch", "activation_fn"}
+    others |= {"norm_obs", "norm_reward", "clip_obs", "clip_reward", "policy"} | {"schedule"}
+    # Those of the options that another part of the package brings
+    later = {"action_masking", "action_mask_key"}
+    assert given - others - later <= set(inspect.signature(PPOExt).parameters)
+    assert len(given) > 40
+
+
+@pytest.mark.parametrize(("algorithm", "section"), [(RecurrentPPO, "RecurrentPPO"), (MaskablePPO, "MaskablePPO")])
+def test_defaults_of_sb3_contrib(algorithm, section):
+    """The defaults of sb3-contrib's algorithms are those of `PPOExt`, except for those that the page names."""
+    ours, theirs = (inspect.signature(one).parameters for one in (PPOExt, algorithm))
+    differ = {name for name in theirs if name in ours and theirs[name].default != ours[name].default}
+    text = (ROOT / "docs" / "coming_from.md").read_text().split(f"## sb3-contrib: {section}")[1].split("\n## ")[0]
+    assert differ == {name for name in ("n_steps", "batch_size") if f"| `{name}` |" in text}
+    for name in differ:
+        assert f"| `{name}` | {theirs[name].default} | `{name}={theirs[name].default}`; ours is {ours[name].default} |" in text
 
 
 TEXT = """\
