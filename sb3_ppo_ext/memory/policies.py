@@ -12,7 +12,6 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
     ActorCriticPolicy,
-    BasePolicy,
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
@@ -203,7 +202,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         features: list[Any] = []
         for start in range(0, max(n, 1), max(size, 1)):
             some = map_observations(lambda part, start=start: in_channels_last(part[start : start + size]), observations)
-            features.append(BasePolicy.extract_features(self, some, extractor))  # type: ignore[arg-type]
+            features.append(self.features_of(some, extractor))
         return th.cat(features)
 
     def encode_actions(self, actions: np.ndarray) -> np.ndarray:
@@ -248,6 +247,14 @@ class TransformerPolicyMixin(HistoryPolicy):
         features = transformer(self.inputs(sequences, extractor), sequences.episodes).flatten(0, 1)
         return features if sequences.samples is None else features[sequences.samples]
 
+    def _masks_of(self, obs: Any) -> th.Tensor:
+        if not isinstance(obs, Sequences):
+            return super()._masks_of(obs)
+        masks = super()._masks_of(obs.observations)
+        n_before = 0 if masks.shape[1] == 1 else self.context_length - 1
+        flat = masks[:, n_before:].flatten(0, 1)
+        return flat if obs.samples is None else flat[obs.samples]
+
     def extract_features(self, obs: Any, features_extractor: Any = None) -> Any:
         """
         :param obs: Sequences of observations
@@ -265,6 +272,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         :param obs: Sequences of observations
         :return: Action distribution of the samples
         """
+        self.use_masks(obs)
         features = self._features(obs, self.pi_features_extractor, self.pi_transformer)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(features))
 
@@ -290,6 +298,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         episodes, known = sequences.episodes[:, 0], []
         for (extractor, transformer), cache in zip(self.transformers(), caches, strict=True):
             known.append(transformer.step(self.inputs(sequences, extractor)[:, 0], episodes, cache))
+        self.use_masks(sequences)
         distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(known[0]))
         values = self.value_net(self.mlp_extractor.forward_critic(known[-1]))
         actions = distribution.get_actions()
@@ -330,6 +339,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         memory = _append(state, now, begins[:, np.newaxis])
         with th.no_grad():
             features, known_steps = self._last_features(memory)
+            self.use_masks(tensor)
             distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(features))
             samples = distribution.get_actions(deterministic=deterministic)
         actions = self._within_bounds(samples.cpu().numpy().reshape(n_envs, *self.action_space.shape))

@@ -10,7 +10,6 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
     ActorCriticPolicy,
-    BasePolicy,
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.torch_layers import MlpExtractor
@@ -157,10 +156,10 @@ class RecurrentPolicyMixin(HistoryPolicy):
 
     def _extract(self, observations: Any) -> Latents:
         """Features for actor and critic of single observations, shape ``(n, features_dim)``."""
-        of_actor = BasePolicy.extract_features(self, observations, self.pi_features_extractor)
+        of_actor = self.features_of(observations, self.pi_features_extractor)
         if self.share_features_extractor:
             return of_actor, of_actor
-        return of_actor, BasePolicy.extract_features(self, observations, self.vf_features_extractor)
+        return of_actor, self.features_of(observations, self.vf_features_extractor)
 
     def _of_actor(self, features: th.Tensor, sequences: RecurrentSequences) -> th.Tensor:
         return self._run(self.lstm_actor, features, sequences, sequences.states.pi)
@@ -180,6 +179,9 @@ class RecurrentPolicyMixin(HistoryPolicy):
         if sequences.plan is not None:
             return over_windows(network, features, sequences.plan, state)
         return step(network, features, state)[0]
+
+    def _masks_of(self, obs: Any) -> th.Tensor:
+        return super()._masks_of(obs.observations if isinstance(obs, RecurrentSequences) else obs)
 
     def _planned(self, sequences: Any) -> RecurrentSequences:
         """The sequences with a plan, if one is needed."""
@@ -215,6 +217,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         sequences = self._planned(obs)
         if sequences.is_padded:
             return self._evaluate_padded(sequences, samples)
+        self.use_masks(sequences)
         return self._evaluate_latents(self._latents(_in_channels_last(sequences)), samples)
 
     def _evaluate_padded(
@@ -230,8 +233,10 @@ class RecurrentPolicyMixin(HistoryPolicy):
             return part[padding.sources] * is_sample.to(part.dtype)
 
         latents = self._latents(sequences._replace(observations=map_observations(pad, sequences.observations)))
+        self.use_masks(map_observations(lambda part: part[padding.sources], sequences.observations))
         evaluated = self._evaluate_latents(latents, samples[padding.sources])
         # The distribution that losses read
+        self.use_masks(sequences)
         self._get_action_dist_from_latent(latents[0][padding.samples])
         values, log_prob, entropy = (None if part is None else part[padding.samples] for part in evaluated)
         assert values is not None
@@ -244,8 +249,9 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :return: Action distribution of the samples
         """
         sequences = self._planned(obs)
-        features = BasePolicy.extract_features(self, sequences.observations, self.pi_features_extractor)
+        features = self.features_of(sequences.observations, self.pi_features_extractor)
         latent_pi = self._of_actor(features, sequences)
+        self.use_masks(sequences)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
 
     def predict_values(self, obs: Any) -> th.Tensor:
@@ -254,7 +260,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :return: Estimated values of the samples, shape ``(n_samples, 1)``
         """
         sequences = self._planned(obs)
-        features = BasePolicy.extract_features(self, sequences.observations, self.vf_features_extractor)
+        features = self.features_of(sequences.observations, self.vf_features_extractor)
         latent_vf = self._of_actor(features, sequences) if self.shared_lstm else self._of_critic(features, sequences)
         return self.value_net(self.mlp_extractor.forward_critic(latent_vf))
 
@@ -281,6 +287,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         elif self.critic is not None:
             latent_vf = self.critic(for_critic)
         values = self.value_net(self.mlp_extractor.forward_critic(latent_vf))
+        self.use_masks(obs)
         distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
         actions = distribution.get_actions(deterministic=deterministic)
         log_prob = distribution.log_prob(actions)
@@ -312,9 +319,10 @@ class RecurrentPolicyMixin(HistoryPolicy):
         starts = np.zeros(n_envs) if episode_start is None else np.asarray(episode_start).reshape(n_envs)
         with th.no_grad():
             before = self._state_of(state, n_envs)
-            features = BasePolicy.extract_features(self, tensor, self.pi_features_extractor)
+            features = self.features_of(tensor, self.pi_features_extractor)
             begins = th.as_tensor(starts, dtype=th.float32, device=self.device)
             latent_pi, after = step(self.lstm_actor, features, without_memory(before, begins))
+            self.use_masks(tensor)
             distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
             samples = distribution.get_actions(deterministic=deterministic).cpu().numpy()
         actions = self._within_bounds(samples.reshape(n_envs, *self.action_space.shape))

@@ -1,6 +1,7 @@
 """Environments in processes that fail, hang, are killed or interrupted are named, and nothing of them is left."""
 
 import gc
+import multiprocessing as mp
 import os
 import pickle
 import signal
@@ -133,6 +134,17 @@ def test_close():
     for use in (env.reset, lambda: env.get_attr("t"), lambda: steps(env, 1)):
         with pytest.raises(WorkerError, match="closed"):
             use()
+
+
+def test_close_beside_processes_that_were_forked_later():
+    """Processes that were forked later have copies of all pipes, and do not keep the workers from ending."""
+    env = ParallelVecEnv([ToyEnv] * 3, n_workers=2, timeout=20.0, **FORK)
+    other = mp.get_context("fork").Process(target=time.sleep, args=(60,))
+    other.start()
+    env.close()
+    assert [process.exitcode for process in env.processes] == [0, 0]
+    other.kill()
+    other.join()
 
 
 class Closing(Failing):

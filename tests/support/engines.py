@@ -13,8 +13,8 @@ SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
 VECTORS = spaces.Dict({"joints": VECTOR, "gear": spaces.Discrete(3)})
 
 
-def make(env=None, policy="MlpPolicy", backend="native", **options):
-    return PPOExt(policy, make_toys(**(env or {})), backend=backend, **{**SMALL, **options})
+def make(env=None, policy="MlpPolicy", backend="native", make_env=make_toys, **options):
+    return PPOExt(policy, make_env(**(env or {})), backend=backend, **{**SMALL, **options})
 
 
 def relative_error(expected, actual):

@@ -6,8 +6,10 @@ import multiprocessing as mp
 import os
 import pickle
 import select
+import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, TypeAlias
 
@@ -234,7 +236,7 @@ class WorkerPool:
         """Let the workers close their environments and end, also those that do not within ``timeout``."""
         if not self.is_closed and os.getpid() == self.owner:
             for connection in self.connections:
-                connection.close()  # Workers that find nobody there close their environments and end.
+                hang_up(connection)  # Workers that find nobody there close their environments and end.
             for process in self.processes:
                 process.join(self.timeout)
         self.end()
@@ -245,7 +247,7 @@ class WorkerPool:
             return
         self.is_closed, self.due = True, []
         for connection in self.connections:
-            connection.close()
+            hang_up(connection)
         deadline = time.monotonic() + GRACE
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -255,3 +257,16 @@ class WorkerPool:
                     getattr(process, how)()
             for process in self.processes:
                 process.join(1)
+
+
+def hang_up(connection: Connection) -> None:
+    """
+    Close a pipe for all processes. Processes that were forked later, for whatever purpose, have copies of its end, so that
+    closing it here would not be noticed at the other end.
+
+    :param connection: End of a pipe
+    """
+    if not connection.closed and os.name == "posix":
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
+    connection.close()
