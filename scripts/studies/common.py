@@ -251,8 +251,9 @@ def grid_of_axes(n_panels: int, **kwargs: Any) -> tuple[Figure, np.ndarray]:
     :param kwargs: Keyword arguments of ``plt.subplots``
     :return: The figure, and its panels, shape ``(n_panels,)``
     """
-    n_rows = -(-n_panels // 2)
-    figure, axes = plt.subplots(n_rows, 2, figsize=(7.2, 2.5 * n_rows), layout="constrained", squeeze=False, **kwargs)
+    n_columns, n_rows = min(n_panels, 2), -(-n_panels // 2)
+    size = (3.6 * n_columns + 1.2 * (n_columns == 1), 2.5 * n_rows + 0.5)
+    figure, axes = plt.subplots(n_rows, n_columns, figsize=size, layout="constrained", squeeze=False, **kwargs)
     for ax in axes.flat[n_panels:]:
         ax.set_axis_off()
     return figure, axes.ravel()[:n_panels]
