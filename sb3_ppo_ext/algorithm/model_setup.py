@@ -29,7 +29,7 @@ from sb3_ppo_ext.memory.history import HistoryBuffer, HistoryPolicy
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
-from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, MlpPolicy, with_action_distributions
+from sb3_ppo_ext.policies.actor_critic import OWN_KEYWORDS, ActionDistributionMixin, MlpPolicy, with_action_distributions
 from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, make_optimizer
@@ -52,7 +52,7 @@ class ModelSetup(PolicyUpdater):
     def _setup_action_distribution(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Choose a policy class that supports the action distribution, and return the ``policy_kwargs`` for it."""
         if self.action_dist == "gaussian":
-            if policy_kwargs.keys() & {"mean_tanh", "learn_std"}:
+            if policy_kwargs.keys() & set(OWN_KEYWORDS):
                 self.policy_class = with_action_distributions(self.policy_class)
             return policy_kwargs
         self.policy_class = with_action_distributions(self.policy_class)

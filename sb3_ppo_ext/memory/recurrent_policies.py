@@ -10,7 +10,6 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
     ActorCriticPolicy,
-    BasePolicy,
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.torch_layers import MlpExtractor
@@ -120,22 +119,23 @@ class RecurrentPolicyMixin(HistoryPolicy):
         )
 
     def _build(self, lr_schedule: Schedule) -> None:
+        if self.shared_lstm and not self.share_features_extractor:
+            refuse("shared_lstm", True, "actor and critic read different keys of the observations; give `shared_lstm=False`")
         # The order of RecurrentPPO's policies, also of the random numbers
         super()._build(lr_schedule)
-        self.lstm_actor = self._make_network()
+        for_actor, for_critic = self.pi_features_extractor.features_dim, self.vf_features_extractor.features_dim
+        self.lstm_actor = self._make_network(for_actor)
         self.critic = self.lstm_critic = None
         if self.enable_critic_lstm:
-            self.lstm_critic = self._make_network()
+            self.lstm_critic = self._make_network(for_critic)
         elif not self.shared_lstm:
-            self.critic = nn.Linear(self.features_dim, self.lstm_hidden_size)
+            self.critic = nn.Linear(for_critic, self.lstm_hidden_size)
         make_optimizer: Any = self.optimizer_class
         self.optimizer = make_optimizer(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
-    def _make_network(self) -> nn.RNNBase:
+    def _make_network(self, n_inputs: int) -> nn.RNNBase:
         make: Any = NETWORKS[self.rnn]
-        network: nn.RNNBase = make(
-            int(self.features_dim), self.lstm_hidden_size, num_layers=self.n_lstm_layers, **self.lstm_kwargs
-        )
+        network: nn.RNNBase = make(int(n_inputs), self.lstm_hidden_size, num_layers=self.n_lstm_layers, **self.lstm_kwargs)
         return network
 
     @property
@@ -153,14 +153,17 @@ class RecurrentPolicyMixin(HistoryPolicy):
         names = ("lstm_hidden_size", "n_lstm_layers", "shared_lstm", "enable_critic_lstm", "lstm_kwargs", "rnn")
         return {**super()._get_constructor_parameters(), **{name: getattr(self, name) for name in names}}
 
+    def _actor_arguments(self) -> dict[str, Any]:
+        return {**super()._actor_arguments(), "shared_lstm": True, "enable_critic_lstm": False}
+
     # From sequences to latents
 
     def _extract(self, observations: Any) -> Latents:
         """Features for actor and critic of single observations, shape ``(n, features_dim)``."""
-        of_actor = BasePolicy.extract_features(self, observations, self.pi_features_extractor)
+        of_actor = self.features_of(observations, self.pi_features_extractor)
         if self.share_features_extractor:
             return of_actor, of_actor
-        return of_actor, BasePolicy.extract_features(self, observations, self.vf_features_extractor)
+        return of_actor, self.features_of(observations, self.vf_features_extractor)
 
     def _of_actor(self, features: th.Tensor, sequences: RecurrentSequences) -> th.Tensor:
         return self._run(self.lstm_actor, features, sequences, sequences.states.pi)
@@ -244,7 +247,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :return: Action distribution of the samples
         """
         sequences = self._planned(obs)
-        features = BasePolicy.extract_features(self, sequences.observations, self.pi_features_extractor)
+        features = self.features_of(sequences.observations, self.pi_features_extractor)
         latent_pi = self._of_actor(features, sequences)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
 
@@ -254,7 +257,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :return: Estimated values of the samples, shape ``(n_samples, 1)``
         """
         sequences = self._planned(obs)
-        features = BasePolicy.extract_features(self, sequences.observations, self.vf_features_extractor)
+        features = self.features_of(sequences.observations, self.vf_features_extractor)
         latent_vf = self._of_actor(features, sequences) if self.shared_lstm else self._of_critic(features, sequences)
         return self.value_net(self.mlp_extractor.forward_critic(latent_vf))
 
@@ -307,12 +310,12 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :raises ValueError: if the state is that of another policy, or for another number of environments
         """
         self.set_training_mode(False)
-        tensor, is_vectorized = self.obs_to_tensor(observation)
+        tensor, is_vectorized = self.obs_to_tensor(self.seen_by_actor(observation))
         n_envs = len(next(iter(tensor.values()))) if isinstance(tensor, dict) else len(tensor)
         starts = np.zeros(n_envs) if episode_start is None else np.asarray(episode_start).reshape(n_envs)
         with th.no_grad():
             before = self._state_of(state, n_envs)
-            features = BasePolicy.extract_features(self, tensor, self.pi_features_extractor)
+            features = self.features_of(tensor, self.pi_features_extractor)
             begins = th.as_tensor(starts, dtype=th.float32, device=self.device)
             latent_pi, after = step(self.lstm_actor, features, without_memory(before, begins))
             distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))

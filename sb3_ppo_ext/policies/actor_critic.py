@@ -22,15 +22,18 @@ from sb3_ppo_ext.common.guards import NonFinitePolicyError
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction
 from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily
-from sb3_ppo_ext.policies.saved_policies import SavedPolicy
+from sb3_ppo_ext.policies.observation_keys import KEYWORDS as OF_KEYS
+from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 
 # Prefix of the name of the action distribution in the state dict of a policy, now and in zips of earlier versions
 _MARK, _OLD_MARK = "action_distribution_", "law_"
 # A dimension of the action space that is wider than this is probably not meant to be explored from end to end.
 WIDE, WIDER_THAN_OTHERS = 50.0, 10.0
+# Keywords that SB3's policies lack, and that `policy_kwargs` may have
+OWN_KEYWORDS = ("mean_tanh", "learn_std", *OF_KEYS)
 
 
-class ActionDistributionMixin(SavedPolicy):
+class ActionDistributionMixin(ObservationKeysMixin):
     """
     Mixin that adds these keywords to an actor-critic policy of SB3; it comes before that policy among the base classes. With
     the defaults, nothing changes.
@@ -48,6 +51,8 @@ class ActionDistributionMixin(SavedPolicy):
     :param mean_tanh: Whether tanh keeps the mean of the Gaussian within the bounds of the action space; samples are clipped
     :param learn_std: Whether the standard deviation is learned; if not, it stays at ``exp(log_std_init)``, also when
         parameters with another one are loaded
+    :param kwargs: Keyword arguments of SB3's policy and of
+        :class:`~sb3_ppo_ext.policies.observation_keys.ObservationKeysMixin`
     :raises ValueError: if a keyword is not valid, or cannot be combined with the action space or another keyword
     """
 
