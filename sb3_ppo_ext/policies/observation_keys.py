@@ -1,6 +1,6 @@
 """
-Policies whose actor and critic read different parts of observations that are dictionaries (asymmetric actor-critic): the critic
-may read what is known in training alone.
+Policies whose actor and critic read different keys of the observations (asymmetric actor-critic): the critic may read what is
+known in training alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
+from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, MlpExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
@@ -277,9 +277,7 @@ def check_keys(observation_space: spaces.Space, actor_keys: Any, critic_keys: An
         if keys is None:
             continue
         if not isinstance(observation_space, spaces.Dict):
-            refuse(
-                name, keys, f"the observation space is {observation_space}, which has no keys; it needs a `Dict`, leave it out"
-            )
+            refuse(name, keys, f"the observation space is {observation_space}, a `Dict` alone has keys; leave it out")
         known = list(observation_space.spaces)
         remedy = f"give a list with some of the keys of the observations: {', '.join(map(repr, known))}"
         if not isinstance(keys, list | tuple) or not keys:
