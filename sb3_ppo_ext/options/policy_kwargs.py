@@ -199,7 +199,7 @@ def _space_of_readers(policy_class: Any, policy_kwargs: Mapping[str, Any], space
     """Space of what actor or critic read."""
     keys = [policy_kwargs.get(name) for name in KEYS]
     if not issubclass(policy_class, ObservationKeysMixin) or keys == [None, None]:
-        return space  # type: ignore[no-any-return]
+        return space
     check_keys(space, *keys)
     read = {key for part in keys for key in (space.spaces if part is None else part)}
     return select_space(space, [key for key in space.spaces if key in read])

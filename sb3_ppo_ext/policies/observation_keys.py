@@ -104,8 +104,10 @@ class ObservationKeysMixin(SavedPolicy):
         :return: Features of what this network reads, shape ``(batch_size, features_dim)``
         """
         of_critic = extractor is self.vf_features_extractor
-        keys = self._read_by_critic if of_critic else self._read_by_actor
-        read: Any = obs if keys is None else select("critic" if of_critic else "actor", obs, keys)
+        keys, read = (self._read_by_critic if of_critic else self._read_by_actor), obs
+        if keys is not None:
+            assert isinstance(obs, dict)
+            read = select("critic" if of_critic else "actor", obs, keys)
         features: Any = BasePolicy.extract_features(self, read, extractor)  # type: ignore[arg-type]
         return features
 

@@ -1,5 +1,6 @@
 """Actor and critic that read different keys of the observations: what is computed, what acts, and what is refused."""
 
+import copy
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.policies import MultiInputActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecNormalize
-from support.options import SINGLE, is_legal
+from support.options import SINGLE, is_legal, random_state, set_random_state
 from support.options import make as make_with
 from support.parity import assert_equal, assert_equal_runs, train
 from support.policies import SCHEDULE
@@ -23,7 +24,14 @@ from support.training import changed
 from support.zips import Zip
 from torch import nn
 
-from sb3_ppo_ext import MlpPolicy, MultiInputLstmPolicy, MultiInputPolicy, MultiInputTransformerPolicy, PPOExt
+from sb3_ppo_ext import (
+    MlpPolicy,
+    MultiInputLstmPolicy,
+    MultiInputPolicy,
+    MultiInputTransformerPolicy,
+    PPOExt,
+    TrainingCheckpoint,
+)
 from sb3_ppo_ext.update.optimizers import critic_parameters
 
 SPACE = spaces.Dict({"gear": spaces.Discrete(3), "goal": spaces.Box(-1.0, 1.0, (2,), np.float32), "joints": VECTOR})
@@ -268,6 +276,27 @@ def test_frozen_actor():
     assert "actor" in changed(free, frozen)
     start = make(**options, max_clip_fraction=1e-9)
     assert changed(start, frozen) == "actor and critic"
+
+
+def test_training_goes_on_after_loading():
+    """Train, save, load and train equals training straight through."""
+    straight = make().learn(32)
+    saved, env, state = Zip(straight), copy.deepcopy(straight.env), random_state()
+    straight.learn(32, reset_num_timesteps=False)
+    loaded = saved.load(env=env, force_reset=False, device="cpu")
+    set_random_state(state)
+    loaded.learn(32, reset_num_timesteps=False)
+    assert_equal(straight.policy.state_dict(), loaded.policy.state_dict(), "policy")
+    assert_equal(straight.policy.optimizer.state_dict(), loaded.policy.optimizer.state_dict(), "optimizer")
+
+
+@pytest.mark.parametrize("policy", ["MultiInputPolicy", "MultiInputTransformerPolicy"])
+def test_checkpoints(policy, tmp_path):
+    """A training is resumed from a checkpoint, with the keys that it had."""
+    make(policy).learn(64, callback=TrainingCheckpoint(32, tmp_path))
+    resumed = PPOExt.resume(tmp_path, make_toys(observation_space=SPACE))
+    assert resumed.policy.is_asymmetric
+    resumed.learn(96)
 
 
 # Acting
