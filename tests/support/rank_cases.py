@@ -54,7 +54,10 @@ OPTIONS = {
     "sgd": dict(optimizer="sgd", learning_rate=1e-2),
     "uneven minibatches": dict(batch_size=24),
 }
-OF_DICTIONARIES = {"different keys": dict(policy_kwargs=dict(actor_keys=["joints"]), critic_learning_rate=3e-2)}
+# Adam amplifies the rounding of convolutions.
+OF_DICTIONARIES = {
+    "different keys": dict(optimizer="sgd", policy_kwargs=dict(actor_keys=["joints"]), critic_learning_rate=3e-2)
+}
 BACKENDS = ("eager", "fused", "native", "device")
 
 
