@@ -9,6 +9,7 @@ from sb3_ppo_ext.memory.policies import CnnTransformerPolicy, MlpTransformerPoli
 from sb3_ppo_ext.memory.recurrent_policies import CnnLstmPolicy, MlpLstmPolicy, MultiInputLstmPolicy
 from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy, TransformerExtractor
 from sb3_ppo_ext.ppo_ext import PPOExt
+from sb3_ppo_ext.rollout.action_mask_wrapper import ActionMaskWrapper
 from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.rollout.last_reward_wrapper import LastRewardWrapper
@@ -25,6 +26,7 @@ except PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "unknown"
 
 __all__ = [
+    "ActionMaskWrapper",
     "CheckedSubprocVecEnv",
     "CnnLstmPolicy",
     "CnnPolicy",

@@ -57,6 +57,7 @@ from sb3_ppo_ext.options.table import (
     SurrogateName,
     VfClipMode,
 )
+from sb3_ppo_ext.policies.action_masking import masked_observation
 from sb3_ppo_ext.policies.actor_critic import with_action_distributions
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
@@ -123,6 +124,11 @@ class PPOExt(TrainingLoop, ModelSetup):
         clipped to the bounds; ``"squashed_gaussian"`` (the tanh of a Gaussian) and ``"beta"`` stay within the bounds
     :param deterministic_action: Action of a Beta distribution that ``predict(..., deterministic=True)`` returns: its
         ``"mean"`` or its ``"mode"``
+    :param action_masking: Whether the environments say which actions are valid, so that the policy chooses among these alone
+        (https://arxiv.org/abs/2006.14171). For ``Discrete``, ``MultiDiscrete`` and ``MultiBinary`` action spaces. A mask has
+        one number for each choice of each action, 0 for those that are not valid
+    :param action_mask_key: Key of the mask in observations that are dictionaries; ``None`` for a method ``action_masks`` of
+        the environments, as for sb3-contrib's MaskablePPO. The policy does not read the mask as a feature
     :param advantage_norm: Statistics that ``normalize_advantage`` normalizes by: those of each ``"minibatch"``, those of
         the ``"rollout"``, or exponential moving averages over the rollouts (``"ema"``)
     :param adv_ema_alpha: Weight of the newest rollout in the moving averages, with ``advantage_norm="ema"``; in (0, 1]
@@ -238,6 +244,8 @@ class PPOExt(TrainingLoop, ModelSetup):
         *,
         action_dist: ActionDist = "gaussian",
         deterministic_action: DeterministicAction = "mean",
+        action_masking: bool = False,
+        action_mask_key: str | None = None,
         advantage_norm: AdvantageNorm = "minibatch",
         adv_ema_alpha: float = 0.05,
         adv_ema_warm_start: bool = True,
@@ -277,6 +285,9 @@ class PPOExt(TrainingLoop, ModelSetup):
         arguments = dict(locals())
         check_known_options(unknown_options, option_names(type(self)), type(self).__name__)
         check_arguments(arguments)
+        if action_mask_key is not None and isinstance(policy, str):
+            # By name, SB3 refuses policies that read no dictionaries, before it is known whether they have to.
+            policy = self._get_policy_from_name(policy)  # type: ignore[assignment]
         launch = find_launch(distributed)
         # Rank 0 alone prints and logs.
         verbose, tensorboard_log = (verbose, tensorboard_log) if launch.rank == 0 else (0, None)
@@ -333,11 +344,13 @@ class PPOExt(TrainingLoop, ModelSetup):
         # Not in the constructor alone, because `load` sets attributes after it.
         convert_options(self)
         check_options(self)
-        check_observations(with_action_distributions(self.policy_class), self.policy_kwargs, self.observation_space)
+        self._check_masks()
+        check_observations(with_action_distributions(self.policy_class), self.policy_kwargs, self._space_of_features())
         self.advantage_normalizer = self.kl_coefficient = self.adaptive_lr = None
         self._setup_schedules()
         self._setup_kl_coefficient()
-        given = self.policy_kwargs
+        given, space = self.policy_kwargs, self.observation_space
+        self.observation_space = self._space_of_policy()
         self.policy_kwargs = self._setup_action_distribution(given)
         if self.optimizer != "adam":
             # `optimizer_kwargs` are for the class of `optimizer`, not for the one that the policy creates.
@@ -346,7 +359,7 @@ class PPOExt(TrainingLoop, ModelSetup):
             with assertions_as_value_errors(), self._memory_errors():
                 super()._setup_model()
         finally:
-            self.policy_kwargs = given
+            self.policy_kwargs, self.observation_space = given, space
         self._setup_device()
         self._setup_validation()
         self._setup_precision()
@@ -365,6 +378,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         state: tuple[np.ndarray, ...] | None = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
+        action_masks: np.ndarray | None = None,
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
         """
         Get the policy action from an observation (and optional hidden state).
@@ -373,9 +387,15 @@ class PPOExt(TrainingLoop, ModelSetup):
         :param state: Hidden state that the last call returned, of a history-based policy
         :param episode_start: Whether each environment has begun an episode with this observation, of a history-based policy
         :param deterministic: Whether to return the deterministic action instead of a sample
+        :param action_masks: With ``action_masking``, whether each choice of each action is valid, shape ``(n_choices,)`` or
+            ``(n_envs, n_choices)``; ``None`` for masks that are in the observation. Without them all actions are valid
         :return: Action of each environment, and the next hidden state
-        :raises ValueError: if the outputs of the policy are not finite
+        :raises ValueError: if the outputs of the policy are not finite, or the masks do not fit
         """
+        if self.action_masking:
+            observation = masked_observation(self.policy, observation, action_masks, in_observation=bool(self.action_mask_key))
+        elif action_masks is not None:
+            refuse("action_masks", action_masks, "the model has none; make it with `action_masking=True`")
         actions, state = super().predict(observation, state, episode_start, deterministic)
         if self.device.type != "cpu":  # On the CPU, PyTorch validates the parameters of the distribution.
             check_predicted(self.policy, np.asarray(actions))

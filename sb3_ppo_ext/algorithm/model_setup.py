@@ -29,8 +29,10 @@ from sb3_ppo_ext.memory.history import HistoryBuffer, HistoryPolicy
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
+from sb3_ppo_ext.policies.action_masking import ACTION_MASK, with_mask, without_mask
 from sb3_ppo_ext.policies.actor_critic import OWN_KEYWORDS, ActionDistributionMixin, MlpPolicy, with_action_distributions
 from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
+from sb3_ppo_ext.rollout.action_masks import check_masks
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, make_optimizer
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
@@ -51,12 +53,27 @@ class ModelSetup(PolicyUpdater):
 
     def _setup_action_distribution(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Choose a policy class that supports the action distribution, and return the ``policy_kwargs`` for it."""
+        if self.action_masking:
+            self.policy_class = with_action_distributions(self.policy_class)
+            return {**policy_kwargs, "action_mask_key": self.action_mask_key or ACTION_MASK}
         if self.action_dist == "gaussian":
             if policy_kwargs.keys() & set(OWN_KEYWORDS):
                 self.policy_class = with_action_distributions(self.policy_class)
             return policy_kwargs
         self.policy_class = with_action_distributions(self.policy_class)
         return {**policy_kwargs, "action_dist": self.action_dist, "deterministic_action": self.deterministic_action}
+
+    def _space_of_policy(self) -> spaces.Space:
+        """Space of the observations that the policy reads and the rollout buffer stores, with masks if there are any."""
+        if not self.action_masking or self.action_mask_key is not None:
+            return self.observation_space
+        return with_mask(self.observation_space, self.action_space)
+
+    def _space_of_features(self) -> spaces.Space:
+        """Space of the observations without masks."""
+        if self.action_mask_key is None:
+            return self.observation_space
+        return without_mask(self.observation_space, self.action_mask_key)
 
     def _setup_device(self) -> None:
         """Move the policy, which lies on the CPU, to the fastest device, if the user has left the choice to us."""
@@ -102,12 +119,13 @@ class ModelSetup(PolicyUpdater):
 
     def _create_rollout_buffer(self) -> None:
         """As SB3 does."""
-        has_dicts = isinstance(self.observation_space, spaces.Dict)
+        space = self._space_of_policy()
+        has_dicts = isinstance(space, spaces.Dict)
         self.rollout_buffer_class = self.rollout_buffer_class or (DictRolloutBuffer if has_dicts else RolloutBuffer)
         with assertions_as_value_errors(), self._memory_errors():
             self.rollout_buffer = self.rollout_buffer_class(
                 self.n_steps,
-                self.observation_space,
+                space,
                 self.action_space,
                 device=self.device,
                 gamma=self.gamma,
@@ -153,7 +171,7 @@ class ModelSetup(PolicyUpdater):
         policy = self.policy
         if not isinstance(policy, HistoryPolicy):
             return
-        space, own = self.observation_space, policy.buffer_classes[0].keeps_float32
+        space, own = self._space_of_policy(), policy.buffer_classes[0].keeps_float32
         self.rollout_buffer = policy.make_buffer(
             self.n_steps,
             in_float32(space) if own or self._keeps_float32() else space,
@@ -174,7 +192,7 @@ class ModelSetup(PolicyUpdater):
             remedy = f"it returns {described(buffer)}; give a class that inherits SB3's `RolloutBuffer`, or None"
             refuse("rollout_buffer_class", self.rollout_buffer_class, remedy)
         if self._keeps_float32() and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
-            buffer.observation_space = in_float32(self.observation_space)
+            buffer.observation_space = in_float32(self._space_of_policy())
             buffer.reset()
 
     def _setup_latents(self) -> None:
@@ -316,6 +334,11 @@ class ModelSetup(PolicyUpdater):
         if not fits or spaces_of_env != (self.observation_space, self.action_space):
             remedy = "it is not like the environment that the model was made for; give it to `set_env`, or to `load`"
             refuse("env", env, remedy)
+        self._check_masks()
+
+    def _check_masks(self) -> None:
+        if self.action_masking and self.action_mask_key is None and self.env is not None:
+            check_masks(self.env)
 
     def _own_schedule(self, name: str) -> Any:
         """A schedule that the user has set instead of the option, which it replaces until the option is changed."""

@@ -128,7 +128,8 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
     def _rollout(self) -> Rollout:
         if isinstance(buffer := self.rollout_buffer, TensorRolloutBuffer):
             return self._tensor_rollout(buffer)
-        return Rollout(buffer, self._last_obs, self._last_episode_starts, self._truncations, self.gamma)
+        last_observations = self._seen_by_critic(self._last_obs, self.n_envs)
+        return Rollout(buffer, last_observations, self._last_episode_starts, self._truncations, self.gamma)
 
     def _update_config(self) -> UpdateConfig:
         """Configuration of an update with the current values of the options."""

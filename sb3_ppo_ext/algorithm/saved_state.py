@@ -74,8 +74,8 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         **kwargs: Any,
     ) -> SelfSavedState:
         """
-        Load the model from a zip-file, saved by ``PPOExt``, ``stable_baselines3.PPO``, or
-        ``sb3_contrib.RecurrentPPO`` (which need not be installed).
+        Load the model from a zip-file, saved by ``PPOExt``, ``stable_baselines3.PPO``, or ``RecurrentPPO`` or ``MaskablePPO``
+        of ``sb3_contrib`` (which need not be installed).
         Warning: ``load`` re-creates the model from scratch, it does not update it in-place!
         For an in-place load use ``set_parameters`` instead.
 
@@ -106,6 +106,8 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         if "stats_window_size" in kwargs:
             # The only option with an attribute of another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
+        if saved.algorithm == "MaskablePPO":
+            kwargs = {"action_masking": True, **kwargs}
         with refused_if_damaged(saved.name):
             saved.states("cpu")  # SB3 reads them below, where errors do not name the file.
             objects = {**_read_objects(saved, custom_objects, trusted), **custom_objects}
@@ -128,7 +130,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         trusted: bool = True,
     ) -> None:
         """
-        Load parameters from a zip-file of ``PPOExt``, ``stable_baselines3.PPO`` or ``sb3_contrib.RecurrentPPO``, or from a
+        Load parameters from a zip-file of ``PPOExt``, ``stable_baselines3.PPO`` or sb3-contrib, see ``load``, or from a
         nested dictionary (see ``get_parameters``). If they are refused, the model is as before.
 
         :param load_path_or_dict: Location of the saved data (path or file-like, see ``save``), or a dictionary that

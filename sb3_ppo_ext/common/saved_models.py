@@ -33,14 +33,21 @@ _MEMBERS = {_DATA, _PLAIN, "_stable_baselines3_version", "system_info.txt"}
 # Attributes that only one algorithm has -> that algorithm
 _ALGORITHM_OF_ATTRIBUTE = {"_last_lstm_states": "RecurrentPPO", "cg_max_steps": "TRPO"}
 # Algorithms whose models PPOExt loads
-_LOADED = ("PPO", "RecurrentPPO")
-# Classes of sb3-contrib, which need not be installed -> our classes of the same parameters
+_LOADED = ("PPO", "RecurrentPPO", "MaskablePPO")
+# Classes of sb3-contrib, which need not be installed -> classes of the same parameters, SB3's buffers and our policies
 _MODULE_OF_RECURRENT_PPO = "sb3_contrib.common.recurrent.policies"
 OF_RECURRENT_PPO = {
     (_MODULE_OF_RECURRENT_PPO, "RecurrentActorCriticPolicy"): "MlpLstmPolicy",
     (_MODULE_OF_RECURRENT_PPO, "RecurrentActorCriticCnnPolicy"): "CnnLstmPolicy",
     (_MODULE_OF_RECURRENT_PPO, "RecurrentMultiInputActorCriticPolicy"): "MultiInputLstmPolicy",
 }
+OF_MASKABLE_PPO = {
+    ("sb3_contrib.common.maskable.policies", "MaskableActorCriticPolicy"): "MlpPolicy",
+    ("sb3_contrib.common.maskable.policies", "MaskableActorCriticCnnPolicy"): "CnnPolicy",
+    ("sb3_contrib.common.maskable.policies", "MaskableMultiInputActorCriticPolicy"): "MultiInputPolicy",
+}
+_MASKED_BUFFERS = "sb3_contrib.common.maskable.buffers"
+_OF_CONTRIB = {**OF_RECURRENT_PPO, **OF_MASKABLE_PPO}
 # Part of the name of the policy's module in SB3 and SB3-Contrib -> the algorithm that uses such a policy
 _ALGORITHM_OF_POLICY = {
     "recurrent": "RecurrentPPO",
@@ -67,12 +74,14 @@ class ModelFile:
     Content of the zip of a model. Nothing of it has been unpickled.
 
     :param name: Name of the file for error messages
+    :param algorithm: Algorithm that saved it
     :param data: Attributes by name; those that are not JSON are in SB3's description, with their pickle
     :param plain: The plain form of the latter, as :func:`plain_attributes` makes it; ``None`` if the zip has none
     :param others: Other members by name, of which those that end in ``.pth`` are state dictionaries
     """
 
     name: str
+    algorithm: str
     data: dict[str, Any]
     plain: dict[str, Any] | None
     others: dict[str, bytes]
@@ -139,12 +148,11 @@ def read_model(path: SavedModel, own_policies: Iterable[type] = ()) -> ModelFile
     file = open_path(path, "r", suffix="zip")
     try:
         with refused_if_damaged(name):
-            model = _model_file(name, read_members(file, _is_read))
-            algorithm = _algorithm(model.data, {policy.__module__ for policy in own_policies})
-            if algorithm not in _LOADED:
+            model = _model_file(name, read_members(file, _is_read), {policy.__module__ for policy in own_policies})
+            if model.algorithm not in _LOADED:
                 raise BadArgumentError(
-                    f"The model in {name} was saved by {algorithm}, not by PPOExt, PPO or RecurrentPPO: "
-                    "load it with the `load` of that class."
+                    f"The model in {name} was saved by {model.algorithm}, not by PPOExt, {', '.join(_LOADED[:-1])} or "
+                    f"{_LOADED[-1]}: load it with the `load` of that class."
                 )
             if missing := _STATES - model.others.keys():
                 raise zipfile.BadZipFile(f"it has no {' and no '.join(sorted(missing))}")
@@ -158,7 +166,7 @@ def _is_read(member: str) -> bool:
     return member in _MEMBERS or ("/" not in member and os.path.splitext(member)[1] == ".pth")
 
 
-def _model_file(name: str, members: dict[str, bytes]) -> ModelFile:
+def _model_file(name: str, members: dict[str, bytes], own_modules: set[str]) -> ModelFile:
     data, plain = json.loads(members[_DATA]), json.loads(members.get(_PLAIN, b"null"))
     if not isinstance(data, dict) or not isinstance(plain, dict | None):
         raise TypeError("its attributes have no names")
@@ -167,7 +175,7 @@ def _model_file(name: str, members: dict[str, bytes]) -> ModelFile:
         for member, content in members.items()
         if member not in (_DATA, _PLAIN)
     }
-    return ModelFile(name, data, plain, others)
+    return ModelFile(name, _algorithm(data, own_modules), data, plain, others)
 
 
 @contextlib.contextmanager
@@ -222,13 +230,15 @@ def read_policy_kwargs(saved: dict[str, Any]) -> dict[str, Any]:
 
 class _Unpickler(pickle.Unpickler):
     """
-    Unpickler that finds classes of this package by their public name if they have moved to another module, and ours in place
-    of those of RecurrentPPO.
+    Unpickler that finds classes of this package by their public name if they have moved to another module, and others in
+    place of those of RecurrentPPO and MaskablePPO.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in OF_RECURRENT_PPO:
-            return super().find_class("sb3_ppo_ext", OF_RECURRENT_PPO[module, name])
+        if (module, name) in _OF_CONTRIB:
+            return super().find_class("sb3_ppo_ext", _OF_CONTRIB[module, name])
+        if module == _MASKED_BUFFERS:
+            return super().find_class("stable_baselines3.common.buffers", "DictRolloutBuffer")
         try:
             return super().find_class(module, name)
         except (ModuleNotFoundError, AttributeError):
@@ -239,7 +249,7 @@ class _Unpickler(pickle.Unpickler):
 
 def read_renamed(saved: dict[str, Any]) -> dict[str, Any]:
     """
-    Read saved attributes that refer to classes or values by names of an earlier version or of RecurrentPPO.
+    Read saved attributes that refer to classes or values by names of an earlier version, of RecurrentPPO or of MaskablePPO.
 
     :param saved: Saved attributes, as in :class:`ModelFile`
     :return: Attributes that have changed, to be passed as ``custom_objects`` to SB3's ``load``
@@ -248,7 +258,7 @@ def read_renamed(saved: dict[str, Any]) -> dict[str, Any]:
     for name, value in saved.items():
         pickled = base64.b64decode(value.get(_PICKLED, "")) if isinstance(value, dict) else b""
         # The current `__module__` of public classes is the package itself.
-        if b"sb3_ppo_ext." in pickled or _MODULE_OF_RECURRENT_PPO.encode() in pickled:
+        if any(module in pickled for module in (b"sb3_ppo_ext.", b"sb3_contrib.common.")):
             with contextlib.suppress(Exception):  # SB3 reports the error, unless the user replaces the attribute
                 renamed[name] = _Unpickler(io.BytesIO(pickled)).load()
     if saved.get("backend") == "lean":

@@ -49,7 +49,8 @@ class Ranks:
         :param array: Array of numbers, which may be modified
         :return: Sum over all ranks, in float64, of the same shape
         """
-        return self.sum(th.from_numpy(np.array(array, dtype=np.float64, ndmin=1))).numpy().reshape(np.shape(array))
+        summands: np.ndarray = np.array(array, dtype=np.float64, ndmin=1)
+        return self.sum(th.from_numpy(summands)).numpy().reshape(np.shape(array))
 
     def gather(self, value: T) -> list[T]:
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch as th
@@ -11,6 +11,8 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
+
+Numbers = TypeVar("Numbers", np.ndarray, th.Tensor)
 
 
 class Moments(NamedTuple):
@@ -64,18 +66,22 @@ def mean_and_std_of_each(sums: th.Tensor, squares: Any, ranks: Ranks) -> tuple[t
     return means, (ranks.sum(squares(means)) / (n - 1).clamp(min=1)).sqrt()
 
 
-def rows_of_all(ranks: Ranks, n_rows: int, delta: th.Tensor, var: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+def rows_of_all(ranks: Ranks, n_rows: int, delta: Numbers, var: Numbers) -> tuple[Any, Numbers, Numbers]:
     """
     :param ranks: Ranks of the training
     :param n_rows: Number of rows of this rank
-    :param delta: Mean of the rows, as the difference from a point that is the same on all ranks, any shape
+    :param delta: Mean of the rows, as the difference from a point that is the same on all ranks, an array or tensor in float64
     :param var: Variance of the rows, of the same shape
     :return: The same for the rows of all ranks
     """
-    parts = [n_rows * delta, n_rows * (var + delta.square())]
-    sums = ranks.sum(th.cat([delta.new_full((1,), float(n_rows)), *(part.reshape(-1) for part in parts)]))
-    n, (first, second) = sums[0], (sums[1:] / sums[0].clamp(min=1)).view(2, *delta.shape)
-    return n, first, (second - first.square()).clamp(min=0)
+    # NumPy's arrays stay arrays: operations on small tensors take several times as long.
+    size = 1 + 2 * int(np.prod(delta.shape))
+    own: Any = th.empty(size, dtype=th.float64, device=delta.device) if isinstance(delta, th.Tensor) else np.empty(size)
+    own[0], rows = n_rows, own[1:].reshape(2, *delta.shape)
+    rows[0], rows[1] = n_rows * delta, n_rows * (var + delta * delta)
+    sums: Any = ranks.sum(own) if isinstance(own, th.Tensor) else ranks.sums(own)
+    n, (first, second) = sums[0], sums[1:].reshape(2, *delta.shape) / sums[0].clip(min=1)
+    return n, first, (second - first * first).clip(min=0)
 
 
 class SharedMeanStd(RunningMeanStd):
@@ -103,10 +109,10 @@ class SharedMeanStd(RunningMeanStd):
 
     def _update(self, mean: np.ndarray, variance: np.ndarray, n_rows: int) -> None:
         # Differences from the running mean, which is the same on all ranks: their squares do not cancel as those from 0 would.
-        delta = th.from_numpy(np.asarray(mean - self.mean, np.float64))
-        n, delta, variances = rows_of_all(self.ranks, n_rows, delta, th.from_numpy(np.asarray(variance, np.float64)))
+        delta = np.asarray(mean - self.mean, np.float64)
+        n, delta, variances = rows_of_all(self.ranks, n_rows, delta, np.asarray(variance, np.float64))
         if n > 0:
-            self.update_from_moments(self.mean + delta.numpy(), variances.numpy(), float(n))
+            self.update_from_moments(self.mean + delta, variances, float(n))
 
     def __deepcopy__(self, memo: Any) -> RunningMeanStd:
         return self.copy()

@@ -9,6 +9,7 @@ from torch.distributions import Categorical
 from torch.distributions import kl_divergence as torch_kl_divergence
 
 from sb3_ppo_ext.distributions.base import NumpyDistribution
+from sb3_ppo_ext.distributions.masked import MaskedCategoricalDistribution
 
 
 def parameters(distribution: Any) -> th.Tensor:
@@ -34,7 +35,8 @@ class NumpyCategorical(NumpyDistribution):
     @classmethod
     def why_not(cls, distribution: Any) -> str | None:
         # SB3's `log_prob` takes actions of shape `(batch_size,)`, those of the buffer have one more dimension.
-        return None if type(distribution) is CategoricalDistribution else "a categorical distribution that is not SB3's"
+        known = (CategoricalDistribution, MaskedCategoricalDistribution)
+        return None if type(distribution) in known else "a categorical distribution that is not SB3's"
 
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
         # The argmax of logits with Gumbel noise is a sample (Gumbel-max trick).

@@ -19,6 +19,7 @@ from stable_baselines3.common.distributions import (
 from torch.distributions import Bernoulli, Categorical, Normal
 
 from sb3_ppo_ext.common.guards import NO_ACTION
+from sb3_ppo_ext.distributions.masked import MaskedCategoricalDistribution, MaskedMultiCategoricalDistribution
 
 SelfGaussian = TypeVar("SelfGaussian", bound="GaussianOnDevice")
 SelfCategorical = TypeVar("SelfCategorical", bound="CategoricalOnDevice")
@@ -78,6 +79,18 @@ class MultiCategoricalOnDevice(MultiCategoricalDistribution):
         return th.stack([_marked(part.probs.argmax(dim=1), part.probs) for part in self.distribution], dim=1)
 
 
+class MaskedCategoricalOnDevice(MaskedCategoricalDistribution, CategoricalOnDevice):
+    """The categorical distribution with masks, without validation."""
+
+    validate_args = False
+
+
+class MaskedMultiCategoricalOnDevice(MaskedMultiCategoricalDistribution, MultiCategoricalOnDevice):
+    """The categorical distributions of several actions with masks, without validation."""
+
+    validate_args = False
+
+
 class BernoulliOnDevice(BernoulliDistribution):
     """SB3's Bernoulli distribution, without validation."""
 
@@ -113,6 +126,8 @@ _ON_DEVICE: dict[type, type[Distribution]] = {
     DiagGaussianDistribution: GaussianOnDevice,
     CategoricalDistribution: CategoricalOnDevice,
     MultiCategoricalDistribution: MultiCategoricalOnDevice,
+    MaskedCategoricalDistribution: MaskedCategoricalOnDevice,
+    MaskedMultiCategoricalDistribution: MaskedMultiCategoricalOnDevice,
     BernoulliDistribution: BernoulliOnDevice,
     StateDependentNoiseDistribution: StateDependentNoiseOnDevice,
 }

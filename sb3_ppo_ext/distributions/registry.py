@@ -23,6 +23,7 @@ from sb3_ppo_ext.distributions import (
     beta,
     categorical,
     gaussian,
+    masked,
     multi_categorical,
     squashed_gaussian,
     state_dependent_noise,
@@ -126,6 +127,19 @@ FAMILIES = (
     DistributionFamily(
         "multi_categorical", MultiCategoricalDistribution, multi_categorical.parameters, multi_categorical.kl_divergence
     ),
+    DistributionFamily(
+        "masked_categorical",
+        masked.MaskedCategoricalDistribution,
+        categorical.parameters,
+        categorical.kl_divergence,
+        categorical.NumpyCategorical,
+    ),
+    DistributionFamily(
+        "masked_multi_categorical",
+        masked.MaskedMultiCategoricalDistribution,
+        multi_categorical.parameters,
+        multi_categorical.kl_divergence,
+    ),
     DistributionFamily("bernoulli", BernoulliDistribution, bernoulli.parameters, bernoulli.kl_divergence),
 )
 _BY_NAME = {family.name: family for family in FAMILIES}
@@ -193,6 +207,8 @@ def numpy_distribution(
         PyTorch
     """
     family = _BY_CLASS.get(type(distribution))
+    if isinstance(distribution, masked.MaskedDistribution):
+        distribution = distribution.unmasked()  # The outputs are masked.
     if family is None or transform is not None:
         return TorchFallback(distribution, log_std, transform)
     return family.numpy_class(distribution, log_std)
@@ -204,4 +220,6 @@ def why_not_numpy(distribution: Any) -> str | None:
     :return: Reason why :func:`numpy_distribution` does not support it, ``None`` if it does
     """
     family = family_of(distribution)
+    if isinstance(distribution, masked.MaskedDistribution) and type(distribution) not in _BY_CLASS:
+        return "the action distribution masks actions in its own way"
     return None if family is None else family.numpy_class.why_not(distribution)

@@ -246,6 +246,14 @@ class TransformerPolicyMixin(HistoryPolicy):
         features = transformer(self.inputs(sequences, extractor), sequences.episodes).flatten(0, 1)
         return features if sequences.samples is None else features[sequences.samples]
 
+    def _masks_of(self, obs: Any) -> th.Tensor:
+        if not isinstance(obs, Sequences):
+            return super()._masks_of(obs)
+        masks = super()._masks_of(obs.observations)
+        n_before = 0 if masks.shape[1] == 1 else self.context_length - 1
+        flat = masks[:, n_before:].flatten(0, 1)
+        return flat if obs.samples is None else flat[obs.samples]
+
     def extract_features(self, obs: Any, features_extractor: Any = None) -> Any:
         """
         :param obs: Sequences of observations
@@ -263,6 +271,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         :param obs: Sequences of observations
         :return: Action distribution of the samples
         """
+        self.use_masks(obs)
         features = self._features(obs, self.pi_features_extractor, self.pi_transformer)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(features))
 
@@ -288,6 +297,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         episodes, known = sequences.episodes[:, 0], []
         for (extractor, transformer), cache in zip(self.transformers(), caches, strict=True):
             known.append(transformer.step(self.inputs(sequences, extractor)[:, 0], episodes, cache))
+        self.use_masks(sequences)
         distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(known[0]))
         values = self.value_net(self.mlp_extractor.forward_critic(known[-1]))
         actions = distribution.get_actions()
@@ -328,6 +338,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         memory = _append(state, now, begins[:, np.newaxis])
         with th.no_grad():
             features, known_steps = self._last_features(memory)
+            self.use_masks(tensor)
             distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(features))
             samples = distribution.get_actions(deterministic=deterministic)
         actions = self._within_bounds(samples.cpu().numpy().reshape(n_envs, *self.action_space.shape))

@@ -184,6 +184,9 @@ class RecurrentPolicyMixin(HistoryPolicy):
             return over_windows(network, features, sequences.plan, state)
         return step(network, features, state)[0]
 
+    def _masks_of(self, obs: Any) -> th.Tensor:
+        return super()._masks_of(obs.observations if isinstance(obs, RecurrentSequences) else obs)
+
     def _planned(self, sequences: Any) -> RecurrentSequences:
         """The sequences with a plan, if one is needed."""
         if not isinstance(sequences, RecurrentSequences):
@@ -218,6 +221,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         sequences = self._planned(obs)
         if sequences.is_padded:
             return self._evaluate_padded(sequences, samples)
+        self.use_masks(sequences)
         return self._evaluate_latents(self._latents(_in_channels_last(sequences)), samples)
 
     def _evaluate_padded(
@@ -233,8 +237,10 @@ class RecurrentPolicyMixin(HistoryPolicy):
             return part[padding.sources] * is_sample.to(part.dtype)
 
         latents = self._latents(sequences._replace(observations=map_observations(pad, sequences.observations)))
+        self.use_masks(map_observations(lambda part: part[padding.sources], sequences.observations))
         evaluated = self._evaluate_latents(latents, samples[padding.sources])
         # The distribution that losses read
+        self.use_masks(sequences)
         self._get_action_dist_from_latent(latents[0][padding.samples])
         values, log_prob, entropy = (None if part is None else part[padding.samples] for part in evaluated)
         assert values is not None
@@ -249,6 +255,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         sequences = self._planned(obs)
         features = self.features_of(sequences.observations, self.pi_features_extractor)
         latent_pi = self._of_actor(features, sequences)
+        self.use_masks(sequences)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
 
     def predict_values(self, obs: Any) -> th.Tensor:
@@ -284,6 +291,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         elif self.critic is not None:
             latent_vf = self.critic(for_critic)
         values = self.value_net(self.mlp_extractor.forward_critic(latent_vf))
+        self.use_masks(obs)
         distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
         actions = distribution.get_actions(deterministic=deterministic)
         log_prob = distribution.log_prob(actions)
@@ -318,6 +326,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
             features = self.features_of(tensor, self.pi_features_extractor)
             begins = th.as_tensor(starts, dtype=th.float32, device=self.device)
             latent_pi, after = step(self.lstm_actor, features, without_memory(before, begins))
+            self.use_masks(tensor)
             distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
             samples = distribution.get_actions(deterministic=deterministic).cpu().numpy()
         actions = self._within_bounds(samples.reshape(n_envs, *self.action_space.shape))

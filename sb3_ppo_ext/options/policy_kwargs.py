@@ -197,10 +197,10 @@ def check_observations(policy_class: Any, policy_kwargs: Mapping[str, Any], spac
 
 def _space_of_readers(policy_class: Any, policy_kwargs: Mapping[str, Any], space: Any) -> spaces.Space:
     """Space of what actor or critic read."""
-    keys = [policy_kwargs.get(name) for name in KEYS]
-    if not issubclass(policy_class, ObservationKeysMixin) or keys == [None, None]:
+    keys = tuple(policy_kwargs.get(name) for name in KEYS)
+    if not issubclass(policy_class, ObservationKeysMixin) or keys == (None, None):
         return space
-    check_keys(space, *keys)
+    check_keys(space, keys[0], keys[1])
     read = {key for part in keys for key in (space.spaces if part is None else part)}
     return select_space(space, [key for key in space.spaces if key in read])
 

@@ -24,12 +24,16 @@ from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.recurrent_policies import check_recurrence, with_own_recurrence
 from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
 from sb3_ppo_ext.options.table import ALL_OPTIONS, ActionDist, AdvantageNorm, DeterministicAction, OptimizerName
+from sb3_ppo_ext.policies.action_masking import MASKABLE, check_mask_key
 from sb3_ppo_ext.policies.actor_critic import (
     OWN_KEYWORDS,
     ActionDistributionMixin,
     check_action_distribution,
+    check_masking,
     with_action_distributions,
+    with_own_masking,
 )
+from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.rollout_data import knows_indices
 
 # Arguments that have no row in the table
@@ -40,6 +44,8 @@ class ConfiguredModel(Protocol):
     """Attributes of a ``PPOExt`` that are read here, in addition to those of the rows."""
 
     action_dist: ActionDist
+    action_masking: bool
+    action_mask_key: str | None
     deterministic_action: DeterministicAction
     advantage_norm: AdvantageNorm
     accumulate_grad: int
@@ -70,6 +76,8 @@ def convert_options(model: ConfiguredModel) -> None:
     for name in (*(option.attribute for option in ALL_OPTIONS.values()), *_FURTHER_NUMBERS):
         setattr(model, name, python_numbers(getattr(model, name)))
     model.policy_class = with_own_recurrence(model.policy_class)
+    if model.action_masking:
+        model.policy_class = with_own_masking(model.policy_class)
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -107,6 +115,7 @@ def check_options(model: ConfiguredModel, changed: Container[str] | None = None)
     _check_policy(model)
     _check_buffer(model)
     _check_ranks(model)
+    _check_masks(model)
     for option in ALL_OPTIONS.values():
         option.check_conflicts(model)
 
@@ -131,6 +140,17 @@ def _check_minibatches(model: ConfiguredModel) -> None:
         refuse("n_steps", model.n_steps, f"{remedy}, and n_envs={model.env.num_envs}; raise one of the two")
 
 
+def _check_masks(model: ConfiguredModel) -> None:
+    spaces_of_model = [getattr(model, f"{name}_space", None) for name in ("observation", "action")]
+    if not model.action_masking or None in spaces_of_model or not isinstance(spaces_of_model[1], MASKABLE):
+        return
+    if model.action_mask_key is not None:
+        check_mask_key(model.action_mask_key, *spaces_of_model)
+    elif steps_in_tensors(model.env):
+        remedy = "environments that step in tensors have their masks in the observations; give `action_mask_key` as well"
+        refuse("action_masking", True, remedy)
+
+
 def _check_ranks(model: ConfiguredModel) -> None:
     n_ranks = find_launch(model.distributed).size
     if n_ranks == 1:
@@ -147,7 +167,7 @@ def _check_ranks(model: ConfiguredModel) -> None:
 
 
 def _check_policy(model: ConfiguredModel) -> None:
-    for name in ("action_dist", "deterministic_action"):
+    for name in ("action_dist", "deterministic_action", "action_mask_key"):
         if name in model.policy_kwargs:
             remedy = "it is an argument of the algorithm, so that tuning cannot drop it; give it there, not in `policy_kwargs`"
             refuse(name, model.policy_kwargs[name], remedy)
@@ -156,6 +176,7 @@ def _check_policy(model: ConfiguredModel) -> None:
         refuse("with_critic", model.policy_kwargs["with_critic"], remedy)
     policy_class = with_action_distributions(model.policy_class)
     check_recurrence(policy_class)
+    check_masking(policy_class, model.action_masking)
     _check_keywords(model, policy_class)
     if issubclass(policy_class, ActionDistributionMixin):  # Keywords of other classes may mean something else.
         check_action_distribution(
@@ -176,6 +197,8 @@ def _check_keywords(model: ConfiguredModel, policy_class: Any) -> None:
     given = {name: value for name, value in model.policy_kwargs.items() if name in OWN_KEYWORDS}
     if model.action_dist != "gaussian":
         given["action_dist"] = model.action_dist
+    if model.action_masking:
+        given["action_mask_key"] = model.action_mask_key
     for name, value in given.items():
         if not _knows(policy_class, name):
             remedy = (
@@ -187,12 +210,13 @@ def _check_keywords(model: ConfiguredModel, policy_class: Any) -> None:
 def _knows(policy_class: Any, keyword: str) -> bool:
     keywords = keywords_of(policy_class)
     if keywords is None:
-        return keyword != "action_dist" or issubclass(policy_class, ActionDistributionMixin)
+        return keyword not in ("action_dist", "action_mask_key") or issubclass(policy_class, ActionDistributionMixin)
     return keyword in keywords
 
 
 def _check_buffer(model: ConfiguredModel) -> None:
-    has_dicts = isinstance(getattr(model, "observation_space", None), spaces.Dict)
+    adds_masks = model.action_masking and model.action_mask_key is None
+    has_dicts = adds_masks or isinstance(getattr(model, "observation_space", None), spaces.Dict)
     usual: Any = DictRolloutBuffer if has_dicts else RolloutBuffer
     buffer_class: Any = usual if model.rollout_buffer_class is None else model.rollout_buffer_class
     _check_buffer_class(buffer_class, usual)

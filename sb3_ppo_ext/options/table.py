@@ -15,7 +15,8 @@ from sb3_ppo_ext.distributed.launch import Distributed
 from sb3_ppo_ext.distributions import ACTION_DISTS, ActionDist, DeterministicAction
 from sb3_ppo_ext.engines.registry import Backend
 from sb3_ppo_ext.options.row import READ, Change, Conflict, Need, When, differs, equals, has_schedule, option, rows_of
-from sb3_ppo_ext.options.values import Bounds, Choice, Dictionary, Flag, Number, Schedule
+from sb3_ppo_ext.options.values import Bounds, Choice, Dictionary, Flag, Number, Schedule, Text
+from sb3_ppo_ext.policies.action_masking import MASKABLE
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
 from sb3_ppo_ext.update.losses import SurrogateName, VfClipMode
@@ -64,6 +65,10 @@ MEAN_TANH = When(
     {"policy_kwargs": {"mean_tanh": True}},
 )
 OPTIMIZER_CLASS = When("an `optimizer_class` in `policy_kwargs`", lambda model: "optimizer_class" in model.policy_kwargs)
+NOT_MASKABLE = When(
+    "action spaces other than `Discrete`, `MultiDiscrete` and `MultiBinary`",
+    lambda model: not isinstance(getattr(model, "action_space", None), (*MASKABLE, type(None))),
+)
 NO_CRITIC = When("policies without a critic of their own", lambda model: False)
 SPO_WITHOUT_RANGE = When(
     '`surrogate="spo"` if it is 0',
@@ -217,6 +222,26 @@ class PPOExtOptions:
         needs=Need("action_dist", "beta"),
         conflicts=tuple(Conflict(equals("action_dist", name)) for name in ONE_DETERMINISTIC),
         change=Change(steps=("_setup_deterministic_action",)),
+    )
+    action_masking: bool = option(
+        False,
+        "Whether the environments say which actions are valid, so that the policy chooses among these alone "
+        "(https://arxiv.org/abs/2006.14171)",
+        group=DISTRIBUTION,
+        conflicts=(Conflict(NOT_MASKABLE, "{action_space} has no actions that could be masked; leave it at False"),),
+        change=OF_POLICY,
+    )
+    action_mask_key: str | None = option(
+        None,
+        "Key of the mask in observations that are dictionaries; `None` for a method `action_masks` of the environments",
+        group=DISTRIBUTION,
+        accepted=Text("give a key of the observations, or None"),
+        example="action_mask",
+        needs=Need("action_masking", True),
+        conflicts=(
+            Conflict(equals("action_masking", False), "it has no effect without `action_masking=True`; give that as well"),
+        ),
+        change=OF_POLICY,
     )
     advantage_norm: AdvantageNorm = option(
         "minibatch",

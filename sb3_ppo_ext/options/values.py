@@ -156,6 +156,23 @@ class Bounds(Accepted):
 
 
 @dataclass(frozen=True)
+class Text(Accepted):
+    """
+    Strings.
+
+    :param remedy: Advice to the user in the error message
+    """
+
+    remedy: str
+
+    def check(self, name: str, value: Any) -> None:
+        check_type(name, value, str, self.remedy)
+
+    def alternatives(self) -> tuple[str, ...]:
+        return ("string",)
+
+
+@dataclass(frozen=True)
 class Dictionary(Accepted):
     """Dictionaries."""
 

@@ -19,11 +19,12 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
 from sb3_ppo_ext.common.guards import NonFinitePolicyError
+from sb3_ppo_ext.common.saved_models import OF_MASKABLE_PPO
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction
 from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily
+from sb3_ppo_ext.policies.action_masking import ActionMaskingMixin
 from sb3_ppo_ext.policies.observation_keys import KEYWORDS as OF_KEYS
-from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 
 # Prefix of the name of the action distribution in the state dict of a policy, now and in zips of earlier versions
 _MARK, _OLD_MARK = "action_distribution_", "law_"
@@ -33,7 +34,7 @@ WIDE, WIDER_THAN_OTHERS = 50.0, 10.0
 OWN_KEYWORDS = ("mean_tanh", "learn_std", *OF_KEYS)
 
 
-class ActionDistributionMixin(ObservationKeysMixin):
+class ActionDistributionMixin(ActionMaskingMixin):
     """
     Mixin that adds these keywords to an actor-critic policy of SB3; it comes before that policy among the base classes. With
     the defaults, nothing changes.
@@ -51,8 +52,8 @@ class ActionDistributionMixin(ObservationKeysMixin):
     :param mean_tanh: Whether tanh keeps the mean of the Gaussian within the bounds of the action space; samples are clipped
     :param learn_std: Whether the standard deviation is learned; if not, it stays at ``exp(log_std_init)``, also when
         parameters with another one are loaded
-    :param kwargs: Keyword arguments of SB3's policy and of
-        :class:`~sb3_ppo_ext.policies.observation_keys.ObservationKeysMixin`
+    :param kwargs: Keyword arguments of SB3's policy, of :class:`~sb3_ppo_ext.policies.action_masking.ActionMaskingMixin`, and
+        of :class:`~sb3_ppo_ext.policies.observation_keys.ObservationKeysMixin`
     :raises ValueError: if a keyword is not valid, or cannot be combined with the action space or another keyword
     """
 
@@ -189,6 +190,7 @@ class ActionDistributionMixin(ObservationKeysMixin):
         :param samples: Samples of the policy, shape ``(batch_size, action_dim)``
         :return: Estimated values, log probabilities of the actions, and entropies of the action distributions
         """
+        self.use_masks(obs)
         return super().evaluate_actions(obs, samples)
 
     def _check_latents(self, latents: th.Tensor, low: float, high: float) -> None:
@@ -349,6 +351,31 @@ def with_action_distributions(policy_class: Any) -> Any:
         returned unchanged
     """
     return _WITH_ACTION_DISTRIBUTIONS.get(policy_class, policy_class)
+
+
+def with_own_masking(policy_class: Any) -> Any:
+    """
+    :param policy_class: Policy class
+    :return: The class of this package for one of MaskablePPO's; other classes are returned unchanged
+    """
+    names = {ours.__name__: ours for ours in _WITH_ACTION_DISTRIBUTIONS.values()}
+    return names.get(_name_for_maskable(policy_class), policy_class)
+
+
+def check_masking(policy_class: Any, action_masking: bool) -> None:
+    """
+    :param policy_class: Policy class
+    :param action_masking: Whether actions are masked
+    :raises ValueError: if it is or inherits a class of MaskablePPO, whose methods have other arguments
+    """
+    for parent in getattr(policy_class, "__mro__", ()):
+        if (name := _name_for_maskable(parent)) is not None:
+            remedy = f"let it inherit `sb3_ppo_ext.{name}`" if action_masking else f"give {name!r} and `action_masking=True`"
+            refuse("policy", policy_class, f"it is of MaskablePPO ({parent.__name__}); {remedy}")
+
+
+def _name_for_maskable(policy_class: Any) -> Any:
+    return OF_MASKABLE_PPO.get((getattr(policy_class, "__module__", ""), getattr(policy_class, "__name__", "")))
 
 
 def fixes_std(saved: Mapping[str, Any], given: Any) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.preprocessing import preprocess_obs
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, MlpExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
@@ -60,10 +61,10 @@ class ObservationKeysMixin(SavedPolicy):
         self.actor_keys, self.critic_keys, self.with_critic = actor_keys, critic_keys, bool(with_critic)
         # Keys in the order of the space, `None` if both networks read the observations as they are
         self._read_by_actor = self._read_by_critic = None
-        check_keys(observation_space, actor_keys, critic_keys)
-        if actor_keys is not None or critic_keys is not None:
-            self._read_by_actor = _in_order(observation_space, actor_keys)
-            self._read_by_critic = _in_order(observation_space, critic_keys)
+        check_keys(observation_space, actor_keys, critic_keys, self._not_read)
+        if actor_keys is not None or critic_keys is not None or self._not_read:
+            self._read_by_actor = _in_order(observation_space, actor_keys, self._not_read)
+            self._read_by_critic = _in_order(observation_space, critic_keys, self._not_read)
         if self.is_asymmetric:
             if kwargs.get("share_features_extractor", False):
                 remedy = "actor and critic read different keys, each with a features extractor of its own; leave it out"
@@ -81,13 +82,26 @@ class ObservationKeysMixin(SavedPolicy):
         if not self.with_critic:
             self.value_net: Any = NoCritic()
 
+    # For subclasses
+
+    @property
+    def _not_read(self) -> tuple[str, ...]:
+        """Keys of parts of the observations that are no features, which neither network reads."""
+        return ()
+
+    def _as_read(self, parts: Any) -> Any:
+        """What a features extractor reads of the selected parts of observations, or of their space."""
+        return parts
+
+    # What actor and critic read
+
     def make_features_extractor(self) -> BaseFeaturesExtractor:
         """:return: Features extractor for what the actor reads in the first call, for what the critic reads in the second"""
         keys = self._read_by_actor if self.features_extractor is None else self._read_by_critic
         if keys is None:
             return super().make_features_extractor()
         space = select_space(self.observation_space, keys)
-        extractor: BaseFeaturesExtractor = self.features_extractor_class(space, **self.features_extractor_kwargs)
+        extractor: Any = self.features_extractor_class(self._as_read(space), **self.features_extractor_kwargs)
         return extractor
 
     def _build_mlp_extractor(self) -> None:
@@ -104,11 +118,13 @@ class ObservationKeysMixin(SavedPolicy):
         :return: Features of what this network reads, shape ``(batch_size, features_dim)``
         """
         of_critic = extractor is self.vf_features_extractor
-        keys, read = (self._read_by_critic if of_critic else self._read_by_actor), obs
-        if keys is not None:
-            assert isinstance(obs, dict)
-            read = select("critic" if of_critic else "actor", obs, keys)
-        features: Any = BasePolicy.extract_features(self, read, extractor)  # type: ignore[arg-type]
+        keys = self._read_by_critic if of_critic else self._read_by_actor
+        if keys is None:
+            return BasePolicy.extract_features(self, obs, extractor)  # type: ignore[arg-type]
+        assert isinstance(obs, dict)
+        parts = select("critic" if of_critic else "actor", obs, keys)
+        preprocessed = preprocess_obs(parts, self.observation_space, normalize_images=self.normalize_images)
+        features: th.Tensor = extractor(self._as_read(preprocessed))
         return features
 
     def extract_features(self, obs: PyTorchObs, features_extractor: Any = None) -> Any:
@@ -170,7 +186,7 @@ class ObservationKeysMixin(SavedPolicy):
         """
         if self._read_by_actor is None or not isinstance(observation, Mapping):
             return observation
-        return select("actor", observation, self._read_by_actor)
+        return select("actor", observation, (*self._read_by_actor, *self._not_read))
 
     # The actor alone
 
@@ -191,10 +207,12 @@ class ObservationKeysMixin(SavedPolicy):
     def _actor_arguments(self) -> dict[str, Any]:
         """Arguments of the constructor with which there is no network of the critic."""
         keys, space = self._read_by_actor, self.observation_space
+        # What the critic read may still be in the observations.
+        given = None if self.actor_keys is None and self.critic_keys is None else list(keys or ())
         return {
-            "observation_space": space if keys is None else select_space(space, keys),
-            # What the critic read may still be there.
-            **{name: None if keys is None else list(keys) for name in KEYWORDS},
+            "observation_space": space if keys is None else select_space(space, (*keys, *self._not_read)),
+            "actor_keys": given,
+            "critic_keys": given,
             "with_critic": False,
             "share_features_extractor": True,
             "net_arch": {"pi": _layers(self.net_arch, "pi"), "vf": []},
@@ -268,19 +286,20 @@ def select_space(space: Any, keys: Iterable[str]) -> spaces.Dict:
     return spaces.Dict(OrderedDict((key, space[key]) for key in keys))
 
 
-def check_keys(observation_space: spaces.Space, actor_keys: Any, critic_keys: Any) -> None:
+def check_keys(observation_space: spaces.Space, actor_keys: Any, critic_keys: Any, not_read: tuple[str, ...] = ()) -> None:
     """
     :param observation_space: Observation space
     :param actor_keys: Keys of the observations that the actor reads, ``None`` for all
     :param critic_keys: Keys of the observations that the critic reads, ``None`` for all
-    :raises ValueError: if they are no keys of the space
+    :param not_read: Keys that are no features
+    :raises ValueError: if they are no keys of features in the space
     """
     for name, keys in zip(KEYWORDS, (actor_keys, critic_keys), strict=True):
         if keys is None:
             continue
         if not isinstance(observation_space, spaces.Dict):
             refuse(name, keys, f"the observation space is {observation_space}, a `Dict` alone has keys; leave it out")
-        known = list(observation_space.spaces)
+        known = [key for key in observation_space.spaces if key not in not_read]
         remedy = f"give a list with some of the keys of the observations: {', '.join(map(repr, known))}"
         if not isinstance(keys, list | tuple) or not keys:
             refuse(name, keys, f"{remedy}; or None for all")
@@ -293,5 +312,5 @@ def _name_in_actor(name: str) -> str:
     return f"pi_{name.removeprefix('vf_')}" if name.startswith("vf_") else name
 
 
-def _in_order(space: Any, keys: list[str] | None) -> Any:
-    return tuple(key for key in space.spaces if keys is None or key in keys)
+def _in_order(space: Any, keys: list[str] | None, not_read: tuple[str, ...]) -> Any:
+    return tuple(key for key in space.spaces if key not in not_read and (keys is None or key in keys))

@@ -16,6 +16,9 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, restored_if_refused
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
+from sb3_ppo_ext.distributions.masked import choices_of
+from sb3_ppo_ext.policies.action_masking import add_mask
+from sb3_ppo_ext.rollout.action_masks import ActionMasks
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
 from sb3_ppo_ext.rollout.shared_rollout import SharedRollout
 from sb3_ppo_ext.rollout.step_checks import StepChecks
@@ -36,6 +39,9 @@ class RolloutCollector(OnPolicyAlgorithm):
     _shared_rollout: SharedRollout | None = None
     # Whether the policy samples latents of a bounded action distribution instead of actions
     _samples_latents = False
+    # Whether invalid actions are masked, and the key of the masks in the observations, `None` if a method returns them
+    action_masking: bool
+    action_mask_key: str | None
 
     @property
     def _last_lstm_states(self) -> Any:
@@ -85,12 +91,14 @@ class RolloutCollector(OnPolicyAlgorithm):
         callback.on_rollout_start()
         actor = self._make_actor(rollout_buffer, self._rollout_config(callback, n_rollout_steps))
         checks = StepChecks(self)
+        masks = ActionMasks(env, self.action_space, self.action_mask_key) if self.action_masking else None
 
         while n_steps < n_rollout_steps:
             if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
                 self.policy.reset_noise(env.num_envs)
 
-            action = actor.act(self.policy, self._last_obs, self._last_episode_starts, n_steps)  # type: ignore[arg-type]
+            seen: Any = self._last_obs if masks is None else masks.seen(self._last_obs, n_steps, self.num_timesteps)
+            action = actor.act(self.policy, seen, self._last_episode_starts, n_steps)  # type: ignore[arg-type]
             obs_tensor, samples, values, log_probs = action
             check_outputs(self.policy, samples, n_steps, self.num_timesteps)
             clipped_actions = self._actions_for_env(samples)
@@ -102,7 +110,8 @@ class RolloutCollector(OnPolicyAlgorithm):
 
             self.num_timesteps += env.num_envs * self.ranks.size
 
-            callback.update_locals({**locals(), **actor.further_locals()})
+            further = actor.further_locals() if masks is None else actor.further_locals() | masks.further_locals(obs_tensor)
+            callback.update_locals({**locals(), **further})
             if not callback.on_step():
                 return False
 
@@ -113,12 +122,12 @@ class RolloutCollector(OnPolicyAlgorithm):
             starts: Any = self._last_episode_starts
             actor.record(
                 self.policy,
-                Transition(n_steps - 1, self._last_obs, starts, action, clipped_actions, rewards, self.gamma, truncated),
+                Transition(n_steps - 1, seen, starts, action, clipped_actions, rewards, self.gamma, truncated),
             )
             self._last_obs = new_obs  # type: ignore[assignment]
             self._last_episode_starts = dones
 
-        values = actor.finish(self.policy, self._last_obs, dones)
+        values = actor.finish(self.policy, self._seen_by_critic(self._last_obs, env.num_envs), dones)
         if isinstance(self.action_space, spaces.Discrete):
             actions = actions.reshape(-1, 1)  # as SB3 leaves them
 
@@ -160,7 +169,18 @@ class RolloutCollector(OnPolicyAlgorithm):
                 observation = StepChecks(self, step).checked_terminal(observation)
                 check_finite(self, "terminal observation", observation, step, env_index=index)
                 # Copied, since an environment may write its next observation into the same array.
-                yield index, deepcopy(observation)
+                yield index, self._seen_by_critic(deepcopy(observation))
+
+    def _seen_by_critic(self, observations: Any, *n: int) -> Any:
+        """
+        Observations in the form that the policy reads. Values do not depend on masks: all actions are valid.
+
+        :param observations: Observations of the environments
+        :param n: Number of observations, none for a single one without a first dimension
+        """
+        if not self.action_masking or self.action_mask_key is not None:
+            return observations
+        return add_mask(observations, np.ones((*n, sum(choices_of(self.action_space))), bool))
 
     def _update_info_buffer(self, infos: list[dict[str, Any]], dones: np.ndarray | None = None) -> None:
         # Most infos are empty, and say nothing.

@@ -15,7 +15,9 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.distributions.masked import choices_of
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
+from sb3_ppo_ext.rollout.action_masks import leave_choices, refuse_empty
 from sb3_ppo_ext.rollout.actors import CachedPolicy
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals
@@ -70,7 +72,8 @@ class TensorRolloutCollector(RolloutCollector):
         if self._tensors_after is not None and self._tensors_after.arrays is self._last_obs:
             return self._tensors_after.observations, self._tensors_after.starts
         starts = th.as_tensor(self._last_episode_starts, device=self.device)
-        return obs_as_tensor(self._last_obs, self.device), starts  # type: ignore[arg-type]
+        last_observations = self._seen_by_critic(self._last_obs, self.n_envs)
+        return obs_as_tensor(last_observations, self.device), starts
 
     def _tensor_rollout(self, buffer: TensorRolloutBuffer) -> TensorRollout:
         if isinstance(buffer, TensorSequenceBuffer):
@@ -115,6 +118,8 @@ class TensorCollection:
         # Bounds of the actions, `None` if there are none
         self.bounds = bounds_on_device(space.low, space.high, env.device) if isinstance(space, spaces.Box) else None
         self.cached = CachedPolicy(buffer, self.is_watched) if isinstance(buffer, TensorSequenceBuffer) else None
+        self.mask_key: str | None = model.action_mask_key
+        self.choices = choices_of(space) if self.mask_key is not None else []
         # Ends of episodes, ends by truncation, returns, lengths and successes at each step
         shape = (n_steps, env.num_envs)
         self.episodes = th.zeros((5, *shape), device=env.device)
@@ -296,10 +301,16 @@ class TensorCollection:
             map_observations(tensors.append, part)
         valid = [th.isfinite(tensor).all() for tensor in tensors if tensor.is_floating_point()]
         valid.append(_are_actions(actions).all())
+        if self.mask_key is not None:
+            valid.append(leave_choices(self._masks(), self.choices))
         log = [number for pair in self.log.values() for number in pair]
         packed = th.cat([self.episodes.flatten(), th.stack([th.stack(valid).all().float(), *log])]).cpu().numpy()
         n = self.episodes.numel()
         return packed[:n].reshape(self.episodes.shape), bool(packed[n]), packed[n + 1 :]
+
+    def _masks(self) -> th.Tensor:
+        """Masks of the actions, shape ``(n_steps, n_envs, n_choices)``."""
+        return self.buffer.tensors["observations"][self.mask_key].flatten(2)
 
     def _add_episodes(self, ended: np.ndarray, returns: np.ndarray, lengths: np.ndarray, successes: np.ndarray) -> None:
         ended = ended.copy()
@@ -348,6 +359,8 @@ class TensorCollection:
             seen = self.buffer.tensors["observations"]
             observations = last_observations if step == self.n_steps else map_observations(lambda part: part[step], seen)  # noqa: B023
             self._check(model, "observation", observations, max(row, 0))
+            if step < self.n_steps and self.mask_key is not None and not leave_choices(self._masks()[step], self.choices):
+                refuse_empty(self._masks()[step].cpu().numpy(), self.choices, step, model.num_timesteps)
             if step < self.n_steps and not _are_actions(self.buffer.tensors["actions"][step]).all():
                 refuse_policy(model.policy, step, model.num_timesteps)
         raise AssertionError("all numbers are finite")

@@ -18,7 +18,8 @@ from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
 from sb3_ppo_ext.common.schedules import make_schedule
-from sb3_ppo_ext.common.validation import BadArgumentError
+from sb3_ppo_ext.common.validation import BadArgumentError, refuse
+from sb3_ppo_ext.policies.action_masking import ACTION_MASK
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
@@ -111,6 +112,9 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
         # The Zoo accepts any prefix in place of "lin".
         if isinstance(hyperparams.get(name), str):
             make_schedule(name, hyperparams[name])
+    if hyperparams.get("action_masking") and hyperparams.get("action_mask_key") is None:
+        remedy = "the Zoo passes no masks to `predict`; give `env_wrapper: sb3_ppo_ext.ActionMaskWrapper` and this as well, "
+        refuse("action_masking", True, remedy + f"`action_mask_key: {ACTION_MASK}`")
     results = theirs(hyperparams)
     keep_monitor_files(experiment)
     algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]

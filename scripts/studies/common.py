@@ -272,7 +272,7 @@ class BatchedEnv(VecEnv):
     :param seed: Seed of the pseudo random generator
     """
 
-    def __init__(self, n_envs: int, observation_space: spaces.Box, action_space: spaces.Box, episode_length: int, seed: int):
+    def __init__(self, n_envs: int, observation_space: spaces.Box, action_space: spaces.Space, episode_length: int, seed: int):
         super().__init__(n_envs, observation_space, action_space)
         self.episode_length, self.rng = episode_length, np.random.default_rng(seed)
         self.n_steps_done = 0

@@ -14,8 +14,8 @@ VECTORS = spaces.Dict({"joints": VECTOR, "gear": spaces.Discrete(3)})
 KEYS = dict(actor_keys=["joints"])
 
 
-def make(env=None, policy="MlpPolicy", backend="native", **options):
-    return PPOExt(policy, make_toys(**(env or {})), backend=backend, **{**SMALL, **options})
+def make(env=None, policy="MlpPolicy", backend="native", make_env=make_toys, **options):
+    return PPOExt(policy, make_env(**(env or {})), backend=backend, **{**SMALL, **options})
 
 
 def relative_error(expected, actual):

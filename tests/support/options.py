@@ -7,11 +7,12 @@ import random
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from support.masks import make_masked
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, make_toys
 from support.zips import Zip
 
-from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext import ActionMaskWrapper, PPOExt
 from sb3_ppo_ext.options import ALL_OPTIONS, OWN_OPTIONS
 from sb3_ppo_ext.options.reference import needed_by
 
@@ -42,7 +43,10 @@ def with_needs(options):
     return {**needed, **options}
 
 
-SINGLE = [with_needs({name: value}) for name, values in VALUES.items() for value in values]
+# Options that need environments of their own
+OF_MASKS = ("action_masking", "action_mask_key")
+SINGLE = [with_needs({name: value}) for name, values in VALUES.items() if name not in OF_MASKS for value in values]
+MASKED = [with_needs({name: value}) for name in OF_MASKS for value in VALUES[name]]
 
 
 def is_legal(options, action_space):
@@ -52,6 +56,8 @@ def is_legal(options, action_space):
     return not (
         (get("bounds_coef") > 0 and not box)
         or (get("use_sde") and not box)
+        or (get("action_masking") and box)
+        or (get("action_mask_key") and not get("action_masking"))
         or (get("action_dist") != "gaussian" and (not box or get("use_sde")))
         or (get("action_dist") == "beta" and get("bounds_coef") > 0)
         or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")
@@ -71,8 +77,17 @@ def own_options():
 DEFAULTS = own_options() | dict(use_sde=False)
 
 
-def make(options, action_space=BOX_ACTION, env=None):
-    return PPOExt("MlpPolicy", env or make_toys(action_space=action_space, length=5), **{**SMALL, **options})
+def make(options, action_space=None, env=None):
+    return PPOExt("MlpPolicy", env or make_env(options, action_space), **{**SMALL, **options})
+
+
+def make_env(options, action_space=None):
+    if not options.get("action_masking"):
+        return make_toys(action_space=action_space or BOX_ACTION, length=5)
+    if isinstance(action_space, spaces.Box):
+        return make_toys(action_space=action_space, length=5)
+    wrapper = ActionMaskWrapper if options.get("action_mask_key") else None
+    return make_masked(action_space=action_space or spaces.Discrete(3), length=5, wrapper=wrapper)
 
 
 def random_state():
@@ -85,7 +100,7 @@ def set_random_state(state):
     th.set_rng_state(state[2])
 
 
-def assert_continues(options, action_space=BOX_ACTION):
+def assert_continues(options, action_space=None):
     """Train, save, load, train equals train straight through; and training is reproducible and finite."""
     straight = make(options, action_space).learn(32)
     again = make(options, action_space).learn(32)

@@ -17,7 +17,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from sb3_ppo_ext.common.guards import check_outputs, refuse_policy
 from sb3_ppo_ext.common.observations import stack
 from sb3_ppo_ext.engines.native import extension
-from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, unsupported_reason
+from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask, unsupported_reason
 from sb3_ppo_ext.rollout.actors import Action, Actor, PolicyActor, RolloutConfig, Transition, note_truncations
 
 
@@ -76,7 +76,7 @@ class NativeActor(Actor):
             self._estimate(step)
             native.pack()
             self._scale_noise(step)
-        outputs = native.actor(features)
+        outputs = mask(native.actor(features), native.invalid(observations))
         check_outputs(policy, outputs, step, self._num_timesteps(step))
         noise = native.distribution.scaled(self.noise[step]) if self.is_watched else self.scaled_noise[step]
         samples = native.distribution.sample(outputs, noise)
@@ -139,11 +139,13 @@ class NativeActor(Actor):
         if steps.start == end:
             return
         shape = buffer.rewards[steps].shape
-        features = native.features(_joined(buffer.observations, steps))
+        observations = _joined(buffer.observations, steps)
+        features, invalid = native.features(observations), native.invalid(observations)
         actions = buffer.actions[steps].reshape(len(features), -1).astype(np.float32, copy=False)
         values, log_probs = np.empty((2, len(features)), np.float32)
         for rows in blocks(0, len(features)):
             outputs, values[rows] = native.evaluate(features[rows])
+            mask(outputs, None if invalid is None else invalid[rows])
             log_probs[rows] = native.distribution.log_prob(outputs, actions[rows])
         buffer.values[steps], buffer.log_probs[steps] = values.reshape(shape), log_probs.reshape(shape)
         self._bootstrap()

@@ -13,7 +13,7 @@ from sb3_ppo_ext.update.metrics import Metrics
 
 
 class FlatRollout(NamedTuple):
-    """The samples of a rollout, as arrays of shape ``(n_samples, ...)``."""
+    """The samples of a rollout, as arrays of shape ``(n_samples, ...)``; ``invalid`` is ``None`` if all actions are valid."""
 
     features: np.ndarray
     actions: np.ndarray
@@ -21,6 +21,14 @@ class FlatRollout(NamedTuple):
     log_probs: np.ndarray
     advantages: np.ndarray
     returns: np.ndarray
+    invalid: np.ndarray | None = None
+
+    def take(self, order: np.ndarray) -> FlatRollout:
+        """
+        :param order: Indices of samples, shape ``(n,)``
+        :return: These samples
+        """
+        return FlatRollout(*(None if array is None else array.take(order, axis=0) for array in self))  # type: ignore[arg-type]
 
 
 class NativeMinibatches:

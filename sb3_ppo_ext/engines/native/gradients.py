@@ -18,7 +18,7 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
 from sb3_ppo_ext.engines.native.epoch import FlatRollout, Measured, NativeMinibatches, normalize_each
-from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks
+from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
 from sb3_ppo_ext.update.advantages import standardize
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
@@ -72,7 +72,11 @@ class AnalyticGradients(GradientSource):
         return FlatRollout(
             self.native.features(buffer.observations),
             buffer.actions.astype(np.float32, copy=False),
-            *(array.ravel() for array in (buffer.values, buffer.log_probs, buffer.advantages, buffer.returns)),
+            buffer.values.ravel(),
+            buffer.log_probs.ravel(),
+            buffer.advantages.ravel(),
+            buffer.returns.ravel(),
+            self.native.invalid(buffer.observations),
         )
 
     def steps(self) -> Iterator[Step]:
@@ -83,7 +87,7 @@ class AnalyticGradients(GradientSource):
             rollout = rollout._replace(advantages=estimates.advantages.numpy())
         if estimates.returns is not None:
             rollout = rollout._replace(returns=estimates.returns.numpy())
-        samples = FlatRollout(*(array.take(order, axis=0) for array in rollout))
+        samples = rollout.take(order)
         if config.normalizes_minibatches:
             samples = samples._replace(advantages=self._normalized(samples.advantages, sizes, weights))
         # No step has more than `step_size` samples.
@@ -161,6 +165,8 @@ class AnalyticGradients(GradientSource):
         m, samples, distribution = self.minibatches, self.minibatches.samples, self.distribution
         advantages = samples.advantages[part]
         outputs, values = self.native.evaluate(samples.features[part])
+        if samples.invalid is not None:
+            mask(outputs, samples.invalid[part])
         log_prob = distribution.log_prob(outputs, samples.actions[part])
         described = distribution.described(outputs)
         log_ratio = np.subtract(log_prob, samples.log_probs[part], out=m.log_ratios[part])

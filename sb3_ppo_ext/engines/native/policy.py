@@ -17,7 +17,9 @@ from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
 from sb3_ppo_ext.distributions import numpy_distribution, why_not_numpy
+from sb3_ppo_ext.distributions.masked import INVALID
 from sb3_ppo_ext.engines.native import extension
+from sb3_ppo_ext.policies.action_masking import parts_without_mask, without_mask
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTanh
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 
@@ -110,6 +112,7 @@ class NativePolicy:
     def __init__(self, policy: ActorCriticPolicy):
         self.policy = policy
         last, transform = _split(policy.action_net)
+        self._action_dist = policy.action_dist
         self.distribution = numpy_distribution(policy.action_dist, getattr(policy, "log_std", None), transform)
         # Networks that read different parts of the observations read different columns of the features.
         self.is_asymmetric = isinstance(policy, ObservationKeysMixin) and policy.is_asymmetric
@@ -121,7 +124,8 @@ class NativePolicy:
         # Threads that compute both networks; `None` for the thread of the caller alone
         self.threads: Any = None
         self.n_threads = 1
-        space = policy.observation_space
+        self.mask_key: str | None = getattr(policy, "action_mask_key", None)
+        space = policy.observation_space if self.mask_key is None else without_mask(policy.observation_space, self.mask_key)
         # Whether features are flattened float32 observations, without any other preprocessing
         self._is_flat = isinstance(space, spaces.Box) and not (policy.normalize_images and is_image_space(space))
         modules = list(policy.modules())
@@ -144,7 +148,7 @@ class NativePolicy:
         :param policy: Current policy of the model
         :return: Whether this object computes what this policy does, with the memory of its parameters
         """
-        same_distribution = policy.action_dist is self.distribution.distribution
+        same_distribution = policy.action_dist is self._action_dist
         return policy is self.policy and same_distribution and self._has_same_modules() and self._has_same_memory()
 
     # At each step of a rollout, where user code may change anything: as few calls as possible
@@ -224,7 +228,8 @@ class NativePolicy:
         :return: Features, float32 of shape ``(n, n_features)``
         """
         if self._is_flat:
-            return np.ascontiguousarray(observations, np.float32).reshape(len(observations), -1)
+            flat = observations if self.mask_key is None else parts_without_mask(observations, self.mask_key)
+            return np.ascontiguousarray(flat, np.float32).reshape(len(flat), -1)
         return self.features_of_tensor(obs_as_tensor(observations, self.policy.device))
 
     def features_of_tensor(self, observations: PyTorchObs) -> np.ndarray:
@@ -236,8 +241,36 @@ class NativePolicy:
             if self.is_asymmetric:
                 both: Any = self.policy.extract_features(observations)
                 return th.cat(both, dim=1).numpy()
-            features: Any = BasePolicy.extract_features(self.policy, observations, self.policy.pi_features_extractor)
+            features: Any = self._extract(observations, self.policy.pi_features_extractor)
             return np.ascontiguousarray(features.numpy())
+
+    def _extract(self, observations: PyTorchObs, extractor: Any) -> th.Tensor:
+        policy = self.policy
+        if isinstance(policy, ActionDistributionMixin):
+            return policy.features_of(observations, extractor)
+        return BasePolicy.extract_features(policy, observations, extractor)
+
+    def invalid(self, observations: Any) -> np.ndarray | None:
+        """
+        :param observations: Batch of observations, as returned by the environments or stored in the buffer
+        :return: Whether each action is invalid, shape ``(n, n_outputs)``; ``None`` without masks
+        """
+        if self.mask_key is None:
+            return None
+        masks: np.ndarray = observations[self.mask_key]
+        is_invalid: np.ndarray = np.logical_not(masks.reshape(-1, self.actor.n_outputs))
+        return is_invalid
+
+
+def mask(outputs: np.ndarray, invalid: np.ndarray | None) -> np.ndarray:
+    """
+    :param outputs: Outputs of the actor, modified in place, shape ``(n, n_outputs)``
+    :param invalid: Whether each action is invalid, of the same shape; ``None`` without masks
+    :return: Outputs that give invalid actions the probability 0
+    """
+    if invalid is not None:
+        np.copyto(outputs, np.float32(INVALID), where=invalid)
+    return outputs
 
 
 def blocks(start: int, stop: int) -> Iterator[slice]:

@@ -81,6 +81,14 @@ class EnvironmentShare(FastDummyVecEnv):
         """
         return [self.envs[index].render() for index in indices]
 
+    def has_attr_each(self, name: str, indices: Sequence[int]) -> list[bool]:
+        """
+        :param name: Name of an attribute
+        :param indices: Environments
+        :return: Whether each of them, or one of its wrappers, has it. The attribute itself may not be picklable
+        """
+        return [self.envs[index].has_wrapper_attr(name) for index in indices]
+
     def call(self, function: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """
         :param function: Function that gets an environment and the arguments

@@ -163,6 +163,10 @@ class ParallelVecEnv(VecEnv):
             return [None for _ in range(self.num_envs)]
         return self._of_envs("render_envs", None)
 
+    def has_attr(self, attr_name: str) -> bool:
+        """Check if an attribute exists for a vectorized environment. (see base class)."""
+        return all(self._of_envs("has_attr_each", None, attr_name))
+
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
         """Return attribute from vectorized environment (see base class)."""
         return self._of_envs("get_attr", indices, attr_name)

@@ -1,0 +1,183 @@
+"""Policies that choose valid actions alone: the observations that they read are dictionaries with a mask of the actions."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
+
+from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.distributions.masked import MaskedDistribution, choices_of, make_masked_distribution
+from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
+
+# Keys of an observation to which a mask is added: an observation that is no dictionary, and the mask
+OBSERVATION, ACTION_MASK = "observation", "action_mask"
+MASKABLE = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+class ActionMaskingMixin(ObservationKeysMixin):
+    """
+    Mixin that gives an actor-critic policy of SB3 masks of invalid actions. Actor and critic do not read the mask as a
+    feature. If nothing is left but the key ``"observation"``, they read that part as a policy without masks reads its
+    observation.
+
+    :param observation_space: Observation space
+    :param args: Further positional arguments of SB3's policy
+    :param action_mask_key: Key of the mask in the observations, which are dictionaries; ``None`` if all actions are valid
+    :param kwargs: Keyword arguments of SB3's policy
+    :raises ValueError: if the observation space has no such mask for this action space
+    """
+
+    def __init__(self, observation_space: Any, *args: Any, action_mask_key: str | None = None, **kwargs: Any):
+        self.action_mask_key = action_mask_key
+        self._has_one_part = action_mask_key is not None and observation_space.spaces.keys() == {OBSERVATION, action_mask_key}
+        super().__init__(observation_space, *args, **kwargs)
+
+    def _build(self, lr_schedule: Schedule) -> None:
+        if self.action_mask_key is not None:
+            self.action_dist: Any = make_masked_distribution(self.action_space)
+        super()._build(lr_schedule)
+
+    @property
+    def _not_read(self) -> tuple[str, ...]:
+        return () if self.action_mask_key is None else (self.action_mask_key,)
+
+    def _as_read(self, parts: Any) -> Any:
+        return parts[OBSERVATION] if self._has_one_part else parts
+
+    def use_masks(self, obs: Any) -> None:
+        """
+        Mask the next action distribution.
+
+        :param obs: Observations
+        """
+        if isinstance(self.action_dist, MaskedDistribution):
+            masks = self._masks_of(obs)
+            self.action_dist.masks = masks.reshape(len(masks), -1) != 0
+
+    def _masks_of(self, obs: Any) -> th.Tensor:
+        """Masks of the actions that the policy is asked for, shape ``(n_samples, n_choices)``."""
+        masks: th.Tensor = obs[self.action_mask_key]
+        return masks
+
+    def forward(self, obs: th.Tensor, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+        """
+        :param obs: Observations
+        :param deterministic: Whether to return the deterministic action instead of a sample
+        :return: Actions, shape ``(batch_size, *action_shape)``, values, shape ``(batch_size, 1)``, and log probabilities
+        """
+        self.use_masks(obs)
+        return super().forward(obs, deterministic)
+
+    def get_distribution(self, obs: PyTorchObs) -> Any:
+        """
+        :param obs: Observations
+        :return: Action distribution of these observations
+        """
+        self.use_masks(obs)
+        return super().get_distribution(obs)
+
+    def _get_constructor_parameters(self) -> dict[str, Any]:
+        given = {} if self.action_mask_key is None else {"action_mask_key": self.action_mask_key}
+        return {**super()._get_constructor_parameters(), **given}
+
+
+def with_mask(observation_space: spaces.Space, action_space: Any) -> spaces.Dict:
+    """
+    :param observation_space: Observation space
+    :param action_space: Action space
+    :return: The observation space with a mask of the actions, under the key :data:`ACTION_MASK`
+    :raises ValueError: if it has a part under this key already
+    """
+    is_dict = isinstance(observation_space, spaces.Dict)
+    parts = dict(observation_space.spaces) if is_dict else {OBSERVATION: observation_space}  # type: ignore[attr-defined]
+    if ACTION_MASK in parts:
+        remedy = (
+            f"the observations have the key {ACTION_MASK!r} already; give `action_mask_key={ACTION_MASK!r}` if it is a mask"
+        )
+        refuse("action_masking", True, remedy)
+    return spaces.Dict({**parts, ACTION_MASK: spaces.MultiBinary(sum(choices_of(action_space)))})
+
+
+def add_mask(observations: Any, masks: Any) -> dict[str, Any]:
+    """
+    :param observations: Observations, an array or a dictionary of arrays
+    :param masks: Masks of the actions
+    :return: Observations of the space that :func:`with_mask` returns
+    """
+    parts = observations if isinstance(observations, dict) else {OBSERVATION: observations}
+    return {**parts, ACTION_MASK: masks}
+
+
+def masked_observation(policy: Any, observation: Any, masks: Any, in_observation: bool) -> dict[str, Any]:
+    """
+    :param policy: Policy with masks
+    :param observation: Observation as ``predict`` takes it
+    :param masks: Masks as ``predict`` takes them, ``None`` for none
+    :param in_observation: Whether the observation has masks, which ``masks`` replace
+    :return: Observation with masks
+    :raises ValueError: if the masks do not fit, or leave no choice for an action
+    """
+    if masks is None and in_observation:
+        return observation
+    choices = choices_of(policy.action_space)
+    parts: Any = observation if isinstance(observation, Mapping) else {OBSERVATION: observation}
+    first = np.asarray(next(iter(parts.values())))
+    batch = (len(first),) if policy.is_vectorized_observation(dict(parts)) else ()
+    if masks is None:
+        warnings.warn(
+            "`predict` was called without `action_masks`, so that it can choose invalid actions. Where they cannot be given, "
+            "as in SB3's `evaluate_policy` and RL Zoo, masks can be part of the observation: see `ActionMaskWrapper`.",
+            stacklevel=3,
+        )
+        masks = np.ones((*batch, sum(choices)), bool)
+    array = np.asarray(masks)
+    if array.size != sum(choices) * max(1, *batch, 0):
+        refuse("action_masks", f"of shape {array.shape}", f"give {sum(choices)} numbers for each observation")
+    array = (array != 0).reshape(*batch, sum(choices))
+    if not all(part.any(axis=-1).all() for part in np.split(array, np.cumsum(choices)[:-1], axis=-1)):
+        refuse("action_masks", masks, "it leaves no choice for an action; let at least one be valid")
+    return {**parts, policy.action_mask_key: array}
+
+
+def without_mask(observation_space: Any, key: str) -> spaces.Space:
+    """
+    :param observation_space: Space of observations with a mask
+    :param key: Key of the mask
+    :return: Space of what actor and critic read
+    """
+    parts = {name: part for name, part in observation_space.spaces.items() if name != key}
+    return parts[OBSERVATION] if parts.keys() == {OBSERVATION} else spaces.Dict(parts)
+
+
+def parts_without_mask(observations: dict[str, Any], key: str) -> Any:
+    """
+    :param observations: Observations with a mask
+    :param key: Key of the mask
+    :return: What actor and critic read, as in :func:`without_mask`
+    """
+    if len(observations) == 2 and OBSERVATION in observations:  # the other one is the mask
+        return observations[OBSERVATION]
+    return {name: part for name, part in observations.items() if name != key}
+
+
+def check_mask_key(key: str, observation_space: Any, action_space: Any) -> None:
+    """
+    :param key: Key of the mask in the observations
+    :param observation_space: Observation space
+    :param action_space: Action space
+    :raises ValueError: if the observations have no mask for these actions under this key, or nothing else
+    """
+    remedy = f"the observation space is {observation_space}; give the key of the mask of the actions"
+    if not isinstance(observation_space, spaces.Dict) or key not in observation_space.spaces:
+        refuse("action_mask_key", key, remedy)
+    n, part = sum(choices_of(action_space)), observation_space[key]
+    if not isinstance(part, spaces.Box | spaces.MultiBinary) or int(np.prod(part.shape)) != n:
+        refuse("action_mask_key", key, f"{part} is no mask for {action_space}: it needs {n} numbers, `MultiBinary({n})`")
+    if len(observation_space) == 1:
+        refuse("action_mask_key", key, "the observations have nothing but the mask; give the policy something to read")

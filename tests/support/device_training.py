@@ -1,0 +1,67 @@
+"""Train on the CPU and on a simulated device with the same draws, and compare."""
+
+import numpy as np
+import torch as th
+from support.torch_envs import TorchPendulum
+from support.toys import make_toys
+
+from sb3_ppo_ext import PPOExt, TorchVecEnv
+from sb3_ppo_ext.update import tensor_rollout
+from sb3_ppo_ext.update.minibatches import PrioritizedSegments
+from sb3_ppo_ext.update.tensor_estimates import TensorEstimates
+from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
+
+SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3)
+
+
+class HostSegments:
+    """Prioritised segments that are drawn from NumPy's generator, as on the CPU, and copied to the device."""
+
+    def __init__(self, advantages, *args):
+        self.device = advantages.device
+        self.of_host = PrioritizedSegments(advantages.cpu().numpy(), *args)
+        self.length = args[0]
+        self.is_even = len(advantages) % self.length == 0
+
+    def epoch(self, batch_size):
+        for indices, weights in self.of_host.epoch(batch_size):
+            yield th.from_numpy(indices).to(self.device), th.from_numpy(weights).to(self.device)
+
+
+def same_draws(monkeypatch):
+    """Let the device draw the minibatches that the CPU draws."""
+    draw = lambda n, device: th.from_numpy(np.random.permutation(n)).to(device)  # noqa: E731
+    monkeypatch.setattr(tensor_rollout, "permutation", draw)
+    monkeypatch.setattr(TensorEstimates, "segments_class", HostSegments)
+
+
+def trained(device, backend, policy="MlpPolicy", env=None, timesteps=64, make_env=make_toys, **options):
+    toys = make_env(length=5, **(env or {}))
+    return PPOExt(policy, toys, device=device, backend=backend, **{**SMALL, **options}).learn(timesteps)
+
+
+def logs_of(model):
+    return {key: value for key, value in model.logger.name_to_value.items() if "time/" not in key}
+
+
+def assert_same(expected, actual):
+    """Parameters, the optimiser's counts and logs of two models are the same, to rounding."""
+    on_cpu = {name: tensor.cpu() for name, tensor in actual.policy.state_dict().items()}
+    for name, tensor in expected.policy.state_dict().items():
+        th.testing.assert_close(on_cpu[name], tensor, rtol=1e-3, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}")
+    one, other = logs_of(expected), logs_of(actual)
+    assert one.keys() == other.keys()
+    np.testing.assert_allclose([*other.values()], [*one.values()], rtol=1e-2, atol=1e-4)
+    counts = [[float(s["step"]) for s in m.policy.optimizer.state.values() if "step" in s] for m in (expected, actual)]
+    assert counts[0] == counts[1]
+
+
+def assert_same_training(sim, **kwargs):
+    expected, actual = trained("cpu", "eager", **kwargs), trained(sim.name, "device", **kwargs)
+    assert isinstance(actual.rollout_buffer, TensorRolloutBuffer)
+    assert {parameter.device for parameter in actual.policy.parameters()} == {th.device(sim.name)}
+    assert_same(expected, actual)
+
+
+def tensor_env(sim_or_cpu, env_class=TorchPendulum, n=16, **kwargs):
+    return TorchVecEnv(env_class(n, device=sim_or_cpu, has_own_generator=False, max_episode_steps=12, **kwargs))

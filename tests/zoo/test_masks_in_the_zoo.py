@@ -1,0 +1,44 @@
+"""RL Zoo's commands with masks of invalid actions."""
+
+import gymnasium as gym
+import pytest
+import yaml
+from support import zoo
+from support.masks import MaskedToy
+
+from sb3_ppo_ext import PPOExt
+
+ENTRY = dict(
+    env_wrapper="sb3_ppo_ext.ActionMaskWrapper",
+    policy="MlpPolicy",
+    action_masking=True,
+    action_mask_key="action_mask",
+    **dict(n_envs=2, n_steps=32, batch_size=32, n_epochs=2, n_timesteps=256, normalize=True),
+)
+
+
+@pytest.fixture
+def masked_toy(tmp_path):
+    """A toy environment that refuses invalid actions, with its entry of a YAML file."""
+    gym.register("MaskedToy-v0", MaskedToy, max_episode_steps=20)
+    (tmp_path / "ppo_ext.yml").write_text(yaml.dump({"MaskedToy-v0": ENTRY}))
+    yield "MaskedToy-v0"
+    del gym.registry["MaskedToy-v0"]
+
+
+def test_commands(masked_toy, tmp_path, train_here, enjoy_here):
+    """A training with evaluations, `enjoy`, a training that goes on, and tuning choose valid actions alone."""
+    words = ["--env", masked_toy, "--conf-file", tmp_path / "ppo_ext.yml"]
+    train_here(*words, "--eval-freq", "128")
+    path = zoo.saved(tmp_path, masked_toy)
+    assert PPOExt.load(path, device="cpu").action_masking
+    assert "Mean reward" in enjoy_here(masked_toy, 100)
+    train_here(*words, "-i", path)
+    tuning = ["-optimize", "--n-trials", "1", "--n-startup-trials", "1", "--n-evaluations", "1", "--n-eval-envs", "1"]
+    train_here(*words, *tuning, "-n", "128")
+
+
+def test_masks_of_a_method_are_refused(masked_toy, tmp_path, train_here):
+    """The Zoo evaluates without passing masks, so that they must be in the observation."""
+    with pytest.raises(ValueError, match="ActionMaskWrapper"):
+        train_here("--env", masked_toy, "--conf-file", tmp_path / "ppo_ext.yml", "-params", "action_mask_key:None")
