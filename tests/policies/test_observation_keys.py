@@ -15,6 +15,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.policies import MultiInputActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecNormalize
+from support.masks import make_masked
 from support.options import SINGLE, is_legal, random_state, set_random_state
 from support.options import make as make_with
 from support.parity import assert_equal, assert_equal_runs, train
@@ -25,6 +26,7 @@ from support.zips import Zip
 from torch import nn
 
 from sb3_ppo_ext import (
+    ActionMaskWrapper,
     MlpPolicy,
     MultiInputLstmPolicy,
     MultiInputPolicy,
@@ -297,6 +299,56 @@ def test_checkpoints(policy, tmp_path):
     resumed = PPOExt.resume(tmp_path, make_toys(observation_space=SPACE))
     assert resumed.policy.is_asymmetric
     resumed.learn(96)
+
+
+# Masks of invalid actions
+
+
+def masked(policy="MultiInputPolicy", in_observation=False, keywords=None, **options):
+    """A model with masks of the environment, or in the observation."""
+    env = make_masked(observation_space=SPACE, wrapper=ActionMaskWrapper if in_observation else None)
+    given = dict(action_mask_key="action_mask") if in_observation else {}
+    return make(policy, env=env, keywords=keywords, action_masking=True, **given, **options)
+
+
+@pytest.mark.parametrize("in_observation", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_masks(policy, in_observation):
+    """Neither network reads the mask, wherever it is; the actor acts on its keys and the mask, also alone."""
+    model = masked(policy, in_observation).learn(32)
+    assert [*model.policy.pi_features_extractor.extractors] == ["gear", "joints"]
+    assert [*model.policy.vf_features_extractor.extractors] == ["gear", "goal", "joints"]
+    actor = model.policy.without_critic()
+    assert [*actor.observation_space] == ["gear", "joints", "action_mask"]
+    full = {key: np.stack([part, part]) for key, part in SPACE.sample().items()}
+    for valid in range(5):
+        masks = np.tile(np.arange(5) == valid, (2, 1))
+        for observation in (full, *without([full])):
+            given = {**observation, "action_mask": masks}
+            predicted = model.predict(given) if in_observation else model.predict(observation, action_masks=masks)
+            assert predicted[0].tolist() == actor.predict(given)[0].tolist() == [valid, valid]
+    with pytest.raises(ValueError, match="no 'gear', which the actor reads"):
+        actor.predict({"joints": full["joints"], "action_mask": masks})
+
+
+@pytest.mark.parametrize("in_observation", [False, True])
+def test_all_keys_with_masks(in_observation):
+    """With all keys for both, and two extractors, training with masks is as without the keywords."""
+    shared = dict(share_features_extractor=False)
+    expected, actual = (
+        train(masked("MultiInputPolicy", in_observation, dict(shared, **keys)), 32) for keys in ({}, dict(actor_keys=ALL))
+    )
+    assert_equal_runs(expected, actual)
+
+
+def test_bad_keys_with_masks():
+    """The mask is no feature, and there is nothing to choose from where the observation is a vector."""
+    with pytest.raises(ValueError, match=r"`actor_keys=.*there is no 'action_mask'; give a list.*'gear', 'goal', 'joints'$"):
+        masked(in_observation=True, keywords=dict(actor_keys=["joints", "action_mask"]))
+    for wrapper in (None, ActionMaskWrapper):
+        env, given = make_masked(wrapper=wrapper), {} if wrapper is None else dict(action_mask_key="action_mask")
+        with pytest.raises(ValueError, match=r"`actor_keys=.*the observation space is Box"):
+            PPOExt("MlpPolicy", env, action_masking=True, policy_kwargs=dict(actor_keys=["observation"]), **given)
 
 
 # Acting
