@@ -35,6 +35,14 @@ OF_SB3 = ("ent_coef", "clip_range_vf", "target_kl", "normalize_advantage", "use_
 # Each option with values other than its default, and the options that it needs
 VALUES = {name: list(ALL_OPTIONS[name].examples) for name in (*OWN_OPTIONS, *OF_SB3)} | TOY_VALUES
 NEEDS = {name: needed_by(ALL_OPTIONS[name]) for name in VALUES}
+# Policies with a memory, as if they were an option
+WITH_POLICIES = VALUES | {"policy": ["MlpLstmPolicy", "MlpTransformerPolicy"]}
+NEEDS["policy"] = {}
+POLICY_KWARGS = {
+    "MlpPolicy": {},
+    "MlpLstmPolicy": dict(lstm_hidden_size=4),
+    "MlpTransformerPolicy": dict(context_length=3, n_stacked=1, d_model=4, n_heads=1),
+}
 
 
 def with_needs(options):
@@ -62,6 +70,8 @@ def is_legal(options, action_space):
         or (get("action_dist") == "beta" and get("bounds_coef") > 0)
         or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")
         or (get("dual_clip") and get("surrogate") != "clip")
+        or (get("policy") != "MlpPolicy" and get("backend") == "native")
+        or (get("policy") == "MlpLstmPolicy" and (get("backend") == "device" or get("amp_dtype")))
         or (get("amp_dtype") and get("backend") not in ("auto", "device"))
         or (get("kl_target") and not get("kl_coef"))
         or (get("adaptive_lr_kl") and (get("lr_decay") != "constant" or get("lr_warmup") > 0))
@@ -74,11 +84,14 @@ def own_options():
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-DEFAULTS = own_options() | dict(use_sde=False)
+DEFAULTS = own_options() | dict(use_sde=False, policy="MlpPolicy")
 
 
 def make(options, action_space=None, env=None):
-    return PPOExt("MlpPolicy", env or make_env(options, action_space), **{**SMALL, **options})
+    options = {**SMALL, **options}
+    policy = options.pop("policy", "MlpPolicy")
+    options["policy_kwargs"] = {**options["policy_kwargs"], **POLICY_KWARGS[policy]}
+    return PPOExt(policy, env or make_env(options, action_space), **options)
 
 
 def make_env(options, action_space=None):
@@ -106,8 +119,12 @@ def assert_continues(options, action_space=None):
     again = make(options, action_space).learn(32)
     assert_equal(straight.policy.state_dict(), again.policy.state_dict(), "policy")
     saved, env, state = Zip(straight), copy.deepcopy(straight.env), random_state()
+    has_memory = "policy" in options
+    if has_memory:  # Zips do not have what is remembered of an episode.
+        straight.set_env(straight.env)
+        straight.env.seed(SMALL["seed"])  # as `load` does
     straight.learn(32, reset_num_timesteps=False)
-    loaded = saved.load(env=env, force_reset=False, device="cpu")
+    loaded = saved.load(env=env, force_reset=has_memory, device="cpu")
     set_random_state(state)
     loaded.learn(32, reset_num_timesteps=False)
     for name, (expected, actual) in {
