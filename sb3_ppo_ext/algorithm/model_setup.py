@@ -30,7 +30,7 @@ from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
 from sb3_ppo_ext.policies.action_masking import ACTION_MASK, with_mask, without_mask
-from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, MlpPolicy, with_action_distributions
+from sb3_ppo_ext.policies.actor_critic import OWN_KEYWORDS, ActionDistributionMixin, MlpPolicy, with_action_distributions
 from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
 from sb3_ppo_ext.rollout.action_masks import check_masks
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
@@ -57,7 +57,7 @@ class ModelSetup(PolicyUpdater):
             self.policy_class = with_action_distributions(self.policy_class)
             return {**policy_kwargs, "action_mask_key": self.action_mask_key or ACTION_MASK}
         if self.action_dist == "gaussian":
-            if policy_kwargs.keys() & {"mean_tanh", "learn_std"}:
+            if policy_kwargs.keys() & set(OWN_KEYWORDS):
                 self.policy_class = with_action_distributions(self.policy_class)
             return policy_kwargs
         self.policy_class = with_action_distributions(self.policy_class)

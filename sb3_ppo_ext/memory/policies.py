@@ -15,7 +15,7 @@ from stable_baselines3.common.policies import (
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
-from stable_baselines3.common.torch_layers import MlpExtractor
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
@@ -26,6 +26,7 @@ from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
 from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer, Sequences
 from sb3_ppo_ext.memory.transformer import Cache, Transformer
+from sb3_ppo_ext.policies.observation_keys import make_mlp_extractor
 
 # Number of observations that are preprocessed at once where no gradient is needed
 MAX_IMAGES = 64
@@ -149,15 +150,13 @@ class TransformerPolicyMixin(HistoryPolicy):
     # Networks
 
     def _build_mlp_extractor(self) -> None:
-        self.pi_transformer = self.vf_transformer = self._make_transformer()
+        self.pi_transformer = self.vf_transformer = self._make_transformer(self.pi_features_extractor)
         if not self.share_features_extractor:
-            self.vf_transformer = self._make_transformer()
-        self.mlp_extractor = MlpExtractor(
-            self.pi_transformer.n_outputs, net_arch=self.net_arch, activation_fn=self.activation_fn, device=self.device
-        )
+            self.vf_transformer = self._make_transformer(self.vf_features_extractor)
+        self.mlp_extractor = make_mlp_extractor(self, self.pi_transformer.n_outputs, self.vf_transformer.n_outputs)
 
-    def _make_transformer(self) -> Transformer:
-        size = self.features_dim + self.n_action_features + self.use_last_reward
+    def _make_transformer(self, extractor: BaseFeaturesExtractor) -> Transformer:
+        size = extractor.features_dim + self.n_action_features + self.use_last_reward
         names = ("context_length", "d_model", "n_heads", "n_layers", "ffn_dim", "n_stacked", "gate")
         return Transformer(size, **{name: self.memory_kwargs[name] for name in names})
 
@@ -329,7 +328,7 @@ class TransformerPolicyMixin(HistoryPolicy):
             rewards of the last step
         """
         self.set_training_mode(False)
-        tensor, is_vectorized = self.obs_to_tensor(observation)
+        tensor, is_vectorized = self.obs_to_tensor(self.seen_by_actor(observation))
         now = map_observations(lambda part: part.unsqueeze(1).cpu().numpy(), tensor)
         n_envs = len(next(iter(now.values()))) if isinstance(now, dict) else len(now)
         begins = np.zeros(n_envs, bool) if episode_start is None else np.asarray(episode_start, bool).reshape(n_envs)

@@ -26,6 +26,7 @@ from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
 from sb3_ppo_ext.options.table import ALL_OPTIONS, ActionDist, AdvantageNorm, DeterministicAction, OptimizerName
 from sb3_ppo_ext.policies.action_masking import MASKABLE, check_mask_key
 from sb3_ppo_ext.policies.actor_critic import (
+    OWN_KEYWORDS,
     ActionDistributionMixin,
     check_action_distribution,
     check_masking,
@@ -170,6 +171,9 @@ def _check_policy(model: ConfiguredModel) -> None:
         if name in model.policy_kwargs:
             remedy = "it is an argument of the algorithm, so that tuning cannot drop it; give it there, not in `policy_kwargs`"
             refuse(name, model.policy_kwargs[name], remedy)
+    if "with_critic" in model.policy_kwargs:
+        remedy = "PPO needs a critic; leave it out, and call `model.policy.without_critic()` for a policy that only acts"
+        refuse("with_critic", model.policy_kwargs["with_critic"], remedy)
     policy_class = with_action_distributions(model.policy_class)
     check_recurrence(policy_class)
     check_masking(policy_class, model.action_masking)
@@ -190,7 +194,7 @@ def _check_policy(model: ConfiguredModel) -> None:
 
 
 def _check_keywords(model: ConfiguredModel, policy_class: Any) -> None:
-    given = {name: value for name, value in model.policy_kwargs.items() if name in ("mean_tanh", "learn_std")}
+    given = {name: value for name, value in model.policy_kwargs.items() if name in OWN_KEYWORDS}
     if model.action_dist != "gaussian":
         given["action_dist"] = model.action_dist
     if model.action_masking:

@@ -24,11 +24,14 @@ from sb3_ppo_ext.common.validation import check_choice, check_number, check_type
 from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction
 from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily
 from sb3_ppo_ext.policies.action_masking import ActionMaskingMixin
+from sb3_ppo_ext.policies.observation_keys import KEYWORDS as OF_KEYS
 
 # Prefix of the name of the action distribution in the state dict of a policy, now and in zips of earlier versions
 _MARK, _OLD_MARK = "action_distribution_", "law_"
 # A dimension of the action space that is wider than this is probably not meant to be explored from end to end.
 WIDE, WIDER_THAN_OTHERS = 50.0, 10.0
+# Keywords that SB3's policies lack, and that `policy_kwargs` may have
+OWN_KEYWORDS = ("mean_tanh", "learn_std", *OF_KEYS)
 
 
 class ActionDistributionMixin(ActionMaskingMixin):
@@ -49,7 +52,8 @@ class ActionDistributionMixin(ActionMaskingMixin):
     :param mean_tanh: Whether tanh keeps the mean of the Gaussian within the bounds of the action space; samples are clipped
     :param learn_std: Whether the standard deviation is learned; if not, it stays at ``exp(log_std_init)``, also when
         parameters with another one are loaded
-    :param kwargs: Keyword arguments of SB3's policy and of :class:`~sb3_ppo_ext.policies.action_masking.ActionMaskingMixin`
+    :param kwargs: Keyword arguments of SB3's policy, of :class:`~sb3_ppo_ext.policies.action_masking.ActionMaskingMixin`, and
+        of :class:`~sb3_ppo_ext.policies.observation_keys.ObservationKeysMixin`
     :raises ValueError: if a keyword is not valid, or cannot be combined with the action space or another keyword
     """
 

@@ -26,10 +26,11 @@ FEW = [
     ),
     *("plain/fused/one segment", "plain/eager/adaptive_lr_kl", "plain/eager/accumulate_grad", "plain/device/kl_coef"),
     *("plain/eager/vtrace", "plain/native/uneven minibatches", "dict/fused/sgd", "tensors/device/default"),
+    "dict/fused/different keys",
 ]
 ALL = [f"{env}/{backend}/{option}" for env in ("plain", "normalized") for backend in BACKENDS for option in OPTIONS]
 ALL += [f"tensors/{backend}/{option}" for backend in ("device", "eager") for option in OPTIONS]
-ALL += [f"dict/{backend}/sgd" for backend in ("eager", "fused", "device")]
+ALL += [f"dict/{backend}/{option}" for backend in ("eager", "fused", "device") for option in ("sgd", "different keys")]
 # Muon's steps are computed in bfloat16. Together, the other options amplify rounding.
 TOLERANCES = {"muon": 2e-2, "priorities with moving averages and V-trace": 2e-4}
 

@@ -40,10 +40,14 @@ SPACES = {
     "MultiInputPolicy": dict(observation_space=DICT),
 }
 TRANSFORMER = dict(context_length=6, d_model=16, n_heads=2, use_last_action=True, use_last_reward=True)
+KEYS = dict(actor_keys=["joints", "gear"])
 OF_SEQUENCES = {
     "MlpTransformerPolicy": {},
     "CnnTransformerPolicy": dict(env=dict(observation_space=IMAGE)),
     "MultiInputTransformerPolicy": dict(env=dict(observation_space=DICT)),
+    "MultiInputTransformerPolicy, different keys": dict(
+        env=dict(observation_space=DICT), policy_kwargs={**TRANSFORMER, **KEYS}
+    ),
     "MlpTransformerPolicy, two": dict(policy_kwargs={**TRANSFORMER, "share_features_extractor": False}),
     "MlpTransformerPolicy, context 1": dict(policy_kwargs={**TRANSFORMER, "context_length": 1}),
     "MlpTransformerPolicy, context 40": dict(policy_kwargs={**TRANSFORMER, "context_length": 40}),
@@ -73,6 +77,9 @@ TOGETHER = {
     "own critic, AdamW": dict(critic_learning_rate=1e-3, optimizer="adamw", weight_decay=0.1),
     "weight decay": dict(weight_decay=0.1, max_clip_fraction=0.01),
     "SGD": dict(optimizer="sgd", accumulate_grad=2),
+    "different keys": dict(
+        policy="MultiInputPolicy", env=dict(observation_space=DICT), policy_kwargs=KEYS, critic_learning_rate=1e-3
+    ),
 }
 
 

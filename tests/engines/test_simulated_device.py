@@ -16,14 +16,19 @@ pytestmark = [
 ]
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, backend="eager")
 TRANSFORMER = dict(context_length=6, d_model=16, n_heads=2, use_last_action=True, use_last_reward=True)
+KEYS = dict(actor_keys=["joints", "gear"])
 POLICIES = {
     "MlpPolicy": {},
     "MlpPolicy, separate extractors": dict(policy_kwargs=dict(share_features_extractor=False)),
     "CnnPolicy": dict(env=dict(observation_space=IMAGE)),
     "MultiInputPolicy": dict(env=dict(observation_space=DICT)),
+    "MultiInputPolicy, different keys": dict(env=dict(observation_space=DICT), policy_kwargs=KEYS),
     "MlpTransformerPolicy": dict(policy_kwargs=TRANSFORMER),
     "CnnTransformerPolicy": dict(env=dict(observation_space=IMAGE), policy_kwargs=TRANSFORMER),
     "MultiInputTransformerPolicy": dict(env=dict(observation_space=DICT), policy_kwargs=TRANSFORMER),
+    "MultiInputTransformerPolicy, different keys": dict(
+        env=dict(observation_space=DICT), policy_kwargs={**TRANSFORMER, **KEYS}
+    ),
 }
 ACTIONS = {
     "gaussian": {},

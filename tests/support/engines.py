@@ -11,6 +11,7 @@ from sb3_ppo_ext import PPOExt
 
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
 VECTORS = spaces.Dict({"joints": VECTOR, "gear": spaces.Discrete(3)})
+KEYS = dict(actor_keys=["joints"])
 
 
 def make(env=None, policy="MlpPolicy", backend="native", make_env=make_toys, **options):
@@ -63,6 +64,11 @@ UPDATES = {
     "observations of shape (2, 3)": dict(env=dict(observation_space=spaces.Box(-1.0, 1.0, (2, 3), np.float32))),
     "flat images": dict(env=dict(observation_space=IMAGE), rtol=1e-4),
     "dict of vectors": dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy"),
+    "different keys": dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy", policy_kwargs=KEYS),
+    "different keys, gSDE, V-trace, segments": dict(
+        **dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy", policy_kwargs=KEYS, use_sde=True),
+        **dict(vtrace=True, priority_alpha=0.6, priority_segment=4, critic_learning_rate=1e-3, ent_coef=0.1),
+    ),
     "one environment": dict(env=dict(n_envs=1)),
     "a remainder": dict(batch_size=7),
     "a single sample left": dict(batch_size=31),
@@ -105,6 +111,10 @@ FUSED = {
     "gSDE": dict(use_sde=True),
     "images": dict(env=dict(observation_space=IMAGE), policy="CnnPolicy", rtol=1e-4),
     "dict": dict(env=dict(observation_space=DICT), policy="MultiInputPolicy", rtol=1e-4),
+    "dict, different keys": dict(
+        **dict(env=dict(observation_space=DICT), policy="MultiInputPolicy", rtol=1e-4),
+        policy_kwargs=dict(actor_keys=["camera"], critic_keys=["gear", "joints"]),
+    ),
     "box": {},
     "GELU": dict(policy_kwargs=dict(activation_fn=nn.GELU)),
     "max_clip_fraction": dict(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001),
