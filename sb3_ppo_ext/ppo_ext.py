@@ -18,7 +18,7 @@ from stable_baselines3.common.policies import (
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.type_aliases import GymEnv
-from stable_baselines3.common.vec_env import VecEnv, VecTransposeImage
+from stable_baselines3.common.vec_env import VecCheckNan, VecEnv, VecTransposeImage, is_vecenv_wrapped
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.algorithm.device_choice import without_device_line
@@ -26,6 +26,7 @@ from sb3_ppo_ext.algorithm.model_setup import ModelSetup
 from sb3_ppo_ext.algorithm.saved_state import option_names
 from sb3_ppo_ext.algorithm.training_loop import TrainingLoop
 from sb3_ppo_ext.common.guards import check_predicted
+from sb3_ppo_ext.common.hybrid_actions import is_hybrid, sample_space
 from sb3_ppo_ext.common.schedules import ScheduleLike
 from sb3_ppo_ext.common.validation import (
     SUPPORTED_SPACES,
@@ -305,7 +306,7 @@ class PPOExt(TrainingLoop, ModelSetup):
                 device="cpu" if is_automatic else device,
                 seed=seed,
                 _init_setup_model=False,
-                supported_action_spaces=SUPPORTED_SPACES,
+                supported_action_spaces=(*SUPPORTED_SPACES, spaces.Dict, spaces.Tuple),
             )
         self._device_is_automatic = is_automatic
         self.batch_size = batch_size
@@ -337,7 +338,9 @@ class PPOExt(TrainingLoop, ModelSetup):
         self.advantage_normalizer = self.kl_coefficient = self.adaptive_lr = None
         self._setup_schedules()
         self._setup_kl_coefficient()
-        given = self.policy_kwargs
+        given, action_space = self.policy_kwargs, self.action_space
+        # The policy and the rollout buffer have hybrid actions as vectors.
+        self.action_space = sample_space(action_space)
         self.policy_kwargs = self._setup_action_distribution(given)
         if self.optimizer != "adam":
             # `optimizer_kwargs` are for the class of `optimizer`, not for the one that the policy creates.
@@ -346,7 +349,7 @@ class PPOExt(TrainingLoop, ModelSetup):
             with assertions_as_value_errors(), self._memory_errors():
                 super()._setup_model()
         finally:
-            self.policy_kwargs = given
+            self.policy_kwargs, self.action_space = given, action_space
         self._setup_device()
         self._setup_validation()
         self._setup_precision()
@@ -365,7 +368,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         state: tuple[np.ndarray, ...] | None = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
-    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+    ) -> tuple[Any, tuple[np.ndarray, ...] | None]:
         """
         Get the policy action from an observation (and optional hidden state).
 
@@ -373,11 +376,14 @@ class PPOExt(TrainingLoop, ModelSetup):
         :param state: Hidden state that the last call returned, of a history-based policy
         :param episode_start: Whether each environment has begun an episode with this observation, of a history-based policy
         :param deterministic: Whether to return the deterministic action instead of a sample
-        :return: Action of each environment, and the next hidden state
+        :return: Action of each environment, and the next hidden state. With a ``Dict`` or ``Tuple`` action space, the actions
+            are a dictionary or tuple, or for several environments a list of them
         :raises ValueError: if the outputs of the policy are not finite
         """
+        actions: Any
         actions, state = super().predict(observation, state, episode_start, deterministic)
-        if self.device.type != "cpu":  # On the CPU, PyTorch validates the parameters of the distribution.
+        # On the CPU, PyTorch validates the parameters of the distribution. Those that become dictionaries have been checked.
+        if self.device.type != "cpu" and self._sample_space is self.action_space:
             check_predicted(self.policy, np.asarray(actions))
         return actions, state
 
@@ -420,6 +426,8 @@ class PPOExt(TrainingLoop, ModelSetup):
             single: Any = env
             env = FastDummyVecEnv([lambda: single])
         env = OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
+        if is_hybrid(env.action_space) and is_vecenv_wrapped(env, VecCheckNan):
+            refuse("env", env, "`VecCheckNan` cannot read such actions; leave it out, PPOExt finds NaN, too")
         if type(env) is VecTransposeImage and steps_in_tensors(env.venv):
             return TensorVecTransposeImage(env.venv)
         return env

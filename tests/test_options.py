@@ -16,6 +16,7 @@ from gymnasium import spaces
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from stable_baselines3 import PPO
+from support.hybrid import KICK
 from support.options import SINGLE, SMALL, VALUES, assert_continues, is_legal, make, own_options, with_needs
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, make_toys
@@ -173,7 +174,8 @@ def extended(options, names, action_space, rng):
     return options
 
 
-COMBINATIONS = [(options, space) for space in (BOX_ACTION, spaces.Discrete(3)) for options in combinations(space)]
+ACTION_SPACES = [BOX_ACTION, spaces.Discrete(3), KICK]
+COMBINATIONS = [(options, space) for space in ACTION_SPACES for options in combinations(space)]
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -186,7 +188,7 @@ def test_pairs(part):
             raise AssertionError(f"{options} with {action_space}") from error
 
 
-@pytest.mark.parametrize("action_space", [BOX_ACTION, spaces.Discrete(3)], ids=["box", "discrete"])
+@pytest.mark.parametrize("action_space", ACTION_SPACES, ids=["box", "discrete", "hybrid"])
 def test_illegal_pairs(action_space):
     """Pairs that are not legal raise ValueError before anything is trained."""
     illegal = [pair for pair in PAIRS if not is_legal(pair, action_space)]
@@ -198,7 +200,7 @@ def test_illegal_pairs(action_space):
 
 def test_every_pair_is_trained_or_refused():
     """Every legal one of about a thousand pairs is trained, and most are legal."""
-    for action_space in (BOX_ACTION, spaces.Discrete(3)):
+    for action_space in ACTION_SPACES:
         trained = set().union(*(pairs_in(options) for options, space in COMBINATIONS if space == action_space))
         legal = [pair for pair in PAIRS if is_legal(pair, action_space)]
         assert len(PAIRS) > 900
@@ -210,7 +212,7 @@ def test_table_agrees_with_the_oracle():
     """The conflicts in the rows are those of `is_legal`, which is written independently."""
     rows = ALL_OPTIONS.values()
     fixed = {row.attribute: row.default for row in rows} | dict(policy_kwargs={}, rollout_buffer_class=None)
-    for options, action_space in itertools.product(PAIRS, [BOX_ACTION, spaces.Discrete(3)]):
+    for options, action_space in itertools.product(PAIRS, ACTION_SPACES):
         model = SimpleNamespace(**{**fixed, **options}, action_space=action_space)
         changed = [row for row in rows if getattr(model, row.attribute) != fixed[row.attribute]]
         refused = [row.name for row in changed if any(conflict.when.holds(model) for conflict in row.conflicts)]

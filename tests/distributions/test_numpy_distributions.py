@@ -9,12 +9,13 @@ from stable_baselines3.common.distributions import (
     CategoricalDistribution,
     StateDependentNoiseDistribution,
 )
+from support.hybrid import integer_parts
 
 from sb3_ppo_ext.distributions import FAMILIES, numpy_distribution
 from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 
 # What the constructor of a family takes, if not three dimensions
-SIZES = {"categorical": 4, "multi_categorical": [3, 2], "beta": 2}
+SIZES = {"categorical": 4, "multi_categorical": [3, 2], "beta": 2, "hybrid": integer_parts()}
 
 
 # Of some families, further keywords of the constructor and the range of the logarithms of the standard deviations

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import random
+from collections.abc import Mapping
 
 import numpy as np
 import torch as th
@@ -48,10 +49,12 @@ SINGLE = [with_needs({name: value}) for name, values in VALUES.items() for value
 def is_legal(options, action_space):
     """Whether the options can be combined, written down independently of the table."""
     get = {**DEFAULTS, **options}.get
-    box = isinstance(action_space, spaces.Box)
+    is_hybrid = isinstance(action_space, spaces.Dict | spaces.Tuple)
+    parts = action_space.spaces if is_hybrid else {"": action_space}
+    box = any(isinstance(part, spaces.Box) for part in (parts.values() if isinstance(parts, Mapping) else parts))
     return not (
         (get("bounds_coef") > 0 and not box)
-        or (get("use_sde") and not box)
+        or (get("use_sde") and not isinstance(action_space, spaces.Box))
         or (get("action_dist") != "gaussian" and (not box or get("use_sde")))
         or (get("action_dist") == "beta" and get("bounds_coef") > 0)
         or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")
