@@ -120,8 +120,9 @@ class PPOExt(TrainingLoop, ModelSetup):
     The options that PPOExt adds are keyword-only, and their defaults are equivalent to SB3's PPO. ``docs/options.md`` explains
     when to use them, with the formulas; ``docs/options_reference.md`` is a table of all options.
 
-    :param action_dist: Distribution of the actions in a ``Box`` action space: ``"gaussian"`` is SB3's, whose samples are
-        clipped to the bounds; ``"squashed_gaussian"`` (the tanh of a Gaussian) and ``"beta"`` stay within the bounds
+    :param action_dist: Distribution of the actions in a ``Box``, or in those of a hybrid action space: ``"gaussian"`` is
+        SB3's, whose samples are clipped to the bounds; ``"squashed_gaussian"`` (the tanh of a Gaussian) and ``"beta"`` stay
+        within the bounds
     :param deterministic_action: Action of a Beta distribution that ``predict(..., deterministic=True)`` returns: its
         ``"mean"`` or its ``"mode"``
     :param advantage_norm: Statistics that ``normalize_advantage`` normalizes by: those of each ``"minibatch"``, those of
@@ -134,8 +135,8 @@ class PPOExt(TrainingLoop, ModelSetup):
     :param adv_clip: Largest absolute value of a normalized advantage, to which larger ones are clipped, with
         ``advantage_norm="ema"``; greater than 0
     :param adv_shift_mean: Whether the mean is subtracted from the advantages, with ``advantage_norm="ema"``
-    :param bounds_coef: Coefficient of the bounds loss, which penalizes mean actions outside the bounds of a ``Box`` action
-        space. At least 0
+    :param bounds_coef: Coefficient of the bounds loss, which penalizes mean actions outside the bounds of a ``Box``. At
+        least 0
     :param bounds_limit: Absolute value of the mean action above which the bounds loss acts, where 1 is the bound of the
         action space. At least 0. With ``action_dist="squashed_gaussian"`` it limits the mean before the tanh, where 1.1 is
         80 % of the bound

@@ -321,9 +321,7 @@ def check_action_space(space: spaces.Space) -> None:
     for where, part in _parts_of(f"The action space {space}", space):
         _check_actions(where, part)
         if isinstance(part, spaces.Box) and (part.shape == () or not np.issubdtype(part.dtype, np.floating)):
-            remedy = (
-                "declare a Box of floats, of shape (1,) if it is one, and round in the environment, or use a MultiDiscrete."
-            )
+            remedy = "declare a Box of floats with at least one dimension, and round in the environment; or a MultiDiscrete."
             raise UnsupportedSpaceError(f"{where} is {part}: {remedy}")
 
 

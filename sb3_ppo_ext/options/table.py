@@ -211,8 +211,8 @@ class PPOExtOptions:
 
     action_dist: ActionDist = option(
         "gaussian",
-        'Distribution of the actions in a `Box` action space: `"gaussian"` is SB3\'s, whose samples are clipped to the '
-        'bounds; `"squashed_gaussian"` (the tanh of a Gaussian) and `"beta"` stay within the bounds',
+        'Distribution of the actions in a `Box`, or in those of a hybrid action space: `"gaussian"` is SB3\'s, whose samples '
+        'are clipped to the bounds; `"squashed_gaussian"` (the tanh of a Gaussian) and `"beta"` stay within the bounds',
         group=DISTRIBUTION,
         conflicts=(Conflict(equals("use_sde", True)), Conflict(NO_BOX)),
         change=OF_POLICY,
@@ -278,7 +278,7 @@ class PPOExtOptions:
     )
     bounds_coef: float = option(
         0.0,
-        "Coefficient of the bounds loss, which penalizes mean actions outside the bounds of a `Box` action space",
+        "Coefficient of the bounds loss, which penalizes mean actions outside the bounds of a `Box`",
         group=LOSSES,
         accepted=NOT_NEGATIVE,
         example=0.1,
