@@ -123,13 +123,13 @@ _ON_DEVICE: dict[type, type[Distribution]] = {
 def on_device(distribution: Any) -> Any:
     """
     :param distribution: Action distribution of a policy that is on a GPU
-    :return: Distribution in the same state that does not wait for the GPU, if it is one of SB3's; others are returned
-        unchanged, and so are subclasses of SB3's, which may compute differently
+    :return: Distribution in the same state that does not wait for the GPU, if it is one of SB3's, or a hybrid one with parts
+        of SB3's; others are returned unchanged, and so are subclasses of SB3's, which may compute differently
     """
     if type(distribution) is HybridDistribution:
-        made = copy(distribution)
-        made.distributions = tuple(map(on_device, distribution.distributions))
-        return made
+        hybrid = copy(distribution)
+        hybrid.distributions = tuple(map(on_device, distribution.distributions))
+        return hybrid
     replacement = _ON_DEVICE.get(type(distribution))
     if replacement is None:
         return distribution

@@ -117,7 +117,8 @@ class ActionDistributionMixin(SavedPolicy):
         # SB3 creates the output layer of the distributions that it knows. This one has as many outputs.
         self.action_dist = BernoulliDistribution(sum(distribution.n_outputs))
         super()._build(lr_schedule)
-        distribution.init_bias(self.action_net)
+        layer: Any = self.action_net
+        distribution.init_bias(layer)
         self.action_dist = distribution
         if distribution.n_stds:
             self.log_std = nn.Parameter(th.ones(distribution.n_stds) * self.log_std_init)

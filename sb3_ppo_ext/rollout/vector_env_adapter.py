@@ -62,9 +62,10 @@ class VectorEnvAdapter(VecEnv):
     def step_async(self, actions: Any) -> None:
         space = self.action_space
         if isinstance(space, spaces.Dict | spaces.Tuple):
-            self.actions = concatenate(space, actions, create_empty_array(space, self.num_envs))
-        else:
-            self.actions = actions
+            # Gymnasium takes one dictionary or tuple of arrays.
+            arrays: Any = create_empty_array(space, self.num_envs)
+            actions = concatenate(space, actions, arrays)
+        self.actions = actions
 
     def step_wait(self) -> VecEnvStepReturn:
         observations, rewards, terminated, truncated, arrays = self.venv.step(self.actions)

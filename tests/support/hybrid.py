@@ -57,11 +57,15 @@ class Passing(gym.Env):
     """
 
     n_mates = 3
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 - as in Gymnasium
     observation_space = spaces.Box(-1.0, 1.0, (2 * n_mates,), np.float32)
     action_space = spaces.Dict(mate=spaces.Discrete(n_mates), power=spaces.Box(-1.0, 1.0, (1,), np.float32))
 
-    def __init__(self, length=10):
-        self.length = length
+    def __init__(self, length=10, render_mode=None):
+        self.length, self.render_mode = length, render_mode
+
+    def render(self):
+        return np.zeros((16, 16, 3), np.uint8)
 
     def _observe(self):
         self.free = int(self.np_random.integers(self.n_mates))
@@ -78,6 +82,10 @@ class Passing(gym.Env):
         miss = abs(float(action["power"][0]) - self.distances[self.free])
         reward = max(0.0, 1 - 2 * miss) if action["mate"] == self.free else 0.0
         return self._observe(), reward, False, self.t >= self.length, {}
+
+
+if "Passing-v0" not in gym.registry:
+    gym.register("Passing-v0", entry_point=Passing)
 
 
 def integer_parts():
