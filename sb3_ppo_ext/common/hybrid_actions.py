@@ -29,6 +29,7 @@ class FlatActionSpace(spaces.Box):
     def __init__(self, structure: spaces.Space):
         self.structure = structure
         self.parts = list(parts_of(structure))
+        self._frame = _frame_of(structure)
         #: Number of columns of the ``Box`` parts, numbers of values of the categorical columns, number of binary columns
         self.n_continuous = sum(size_of(part) for part in self.parts if isinstance(part, spaces.Box))
         self.n_values = [n for part in self.parts for n in _values_of(part)]
@@ -75,7 +76,7 @@ class FlatActionSpace(spaces.Box):
             )
         rows = np.atleast_2d(vectors)
         arrays = [_array_of(part, rows[:, columns]) for part, columns in zip(self.parts, self.columns, strict=True)]
-        actions = [assembled(self.structure, iter(each)) for each in zip(*arrays, strict=True)]
+        actions = [_assembled(self._frame, iter(each)) for each in zip(*arrays, strict=True)]
         return actions if vectors.ndim == 2 else actions[0]
 
     def batched(self, vectors: th.Tensor) -> Any:
@@ -85,7 +86,7 @@ class FlatActionSpace(spaces.Box):
             ``(n, *part_shape)``, float32 for float64
         """
         pairs = zip(self.parts, self.columns, strict=True)
-        return assembled(self.structure, (_tensor_of(part, vectors[:, columns]) for part, columns in pairs))
+        return _assembled(self._frame, (_tensor_of(part, vectors[:, columns]) for part, columns in pairs))
 
     def flattened(self, actions: Any) -> np.ndarray:
         """
@@ -184,23 +185,26 @@ def size_of(part: spaces.Space) -> int:
     return int(np.prod(part.shape or ()))
 
 
-def assembled(space: spaces.Space, values: Iterator[Any]) -> Any:
+def _frame_of(space: spaces.Space) -> Any:
     """
-    :param space: Action space
-    :param values: Value of each of its :func:`parts_of`
-    :return: Values in dictionaries and tuples, as the space says
+    Keys of a ``Dict``, or ``None`` for a ``Tuple``, and the frames of its parts; ``None`` for a part. At each step, this is
+    faster to read than the space.
     """
-    if isinstance(space, spaces.Dict):
-        return {key: assembled(part, values) for key, part in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple([assembled(part, values) for part in space.spaces])
-    return next(values)
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        return None
+    keys = tuple(space.spaces) if isinstance(space, spaces.Dict) else None
+    return keys, [_frame_of(part) for part in (space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces)]
+
+
+def _assembled(frame: Any, values: Iterator[Any]) -> Any:
+    """Values in dictionaries and tuples, in the order of :func:`parts_of`."""
+    keys, frames = frame
+    parts = [next(values) if each is None else _assembled(each, values) for each in frames]
+    return tuple(parts) if keys is None else dict(zip(keys, parts, strict=True))
 
 
 def disassembled(space: spaces.Space, action: Any) -> Iterator[Any]:
     """
-    Inverse of :func:`assembled`.
-
     :param space: Action space
     :param action: Values in dictionaries and tuples, as the space says
     :return: Values of the parts of the space

@@ -2,7 +2,6 @@
 
 import sys
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch as th
@@ -13,7 +12,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
-from support.hybrid import KICK, SPACES, Passing, make_only_parts
+from support.hybrid import KICK, SPACES, Passing, TensorPassing, make_only_parts
 from support.options import assert_continues, random_state, set_random_state
 from support.parity import assert_equal, train
 from support.toys import BOX_ACTION, DICT, ToyEnv, make_toys
@@ -25,8 +24,6 @@ from sb3_ppo_ext import (
     MlpPolicy,
     ParallelVecEnv,
     PPOExt,
-    TensorStep,
-    TensorVecEnv,
     VectorEnvAdapter,
 )
 
@@ -239,37 +236,6 @@ def test_normalised_and_dictionaries():
     make(policy="MultiInputPolicy", env=env).learn(32)
 
 
-class TensorPassing(TensorVecEnv):
-    """The task of `Passing`, all copies at once, with actions in dictionaries or in tuples of tensors."""
-
-    def __init__(self, num_envs=8, in_tuples=False, device="cpu"):
-        space = Passing.action_space
-        space = spaces.Tuple(tuple(space.spaces.values())) if in_tuples else space
-        super().__init__(num_envs, Passing.observation_space, space, device)
-        self.time = th.zeros(num_envs, dtype=th.int64, device=self.device)
-        self.seen = []
-
-    def _observe(self):
-        self.free = th.randint(3, (self.num_envs,)).to(self.device)
-        self.distances = (1.6 * th.rand(self.num_envs, 3) - 0.8).to(self.device)
-        return th.cat([th.nn.functional.one_hot(self.free, 3).float(), self.distances], dim=1)
-
-    def _reset(self, seed):
-        self.time.zero_()
-        return self._observe()
-
-    def _step(self, actions):
-        mate, power = actions if isinstance(actions, tuple) else (actions["mate"], actions["power"])
-        self.seen.append((mate.clone(), power.clone()))
-        assert power.shape == (self.num_envs, 1)
-        miss = (power[:, 0] - self.distances.gather(1, self.free[:, None])[:, 0]).abs()
-        rewards = th.where(mate == self.free, (1 - 2 * miss).clamp(min=0.0), 0.0)
-        self.time += 1
-        ended = self.time >= 10
-        self.time.masked_fill_(ended, 0)
-        return TensorStep(self._observe(), rewards, ended, th.zeros_like(ended))
-
-
 @pytest.mark.parametrize("backend", ["eager", "device"])
 @pytest.mark.parametrize("action_dist", ["gaussian", "beta"])
 @pytest.mark.parametrize("in_tuples", [False, True], ids=["dict", "tuple"])
@@ -343,15 +309,6 @@ def test_loaded(policy, trusted, tmp_path):
 
 
 # Learning
-
-
-class ByVector(gym.ActionWrapper):
-    """The same task with one `Box`, in which the largest of three numbers chooses: the usual work-around."""
-
-    action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
-
-    def action(self, action):
-        return {"mate": np.int64(np.argmax(action[:3])), "power": action[3:]}
 
 
 @pytest.mark.slow

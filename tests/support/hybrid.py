@@ -4,11 +4,13 @@ from copy import deepcopy
 
 import gymnasium as gym
 import numpy as np
+import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
 from support.toys import BOX_ACTION, VECTOR, ToyEnv
 
+from sb3_ppo_ext import TensorStep, TensorVecEnv
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.distributions import hybrid_distribution
 
@@ -82,6 +84,38 @@ class Passing(gym.Env):
         miss = abs(float(action["power"][0]) - self.distances[self.free])
         reward = max(0.0, 1 - 2 * miss) if action["mate"] == self.free else 0.0
         return self._observe(), reward, False, self.t >= self.length, {}
+
+
+class TensorPassing(TensorVecEnv):
+    """The task of `Passing`, all copies at once, with actions in dictionaries or in tuples of tensors."""
+
+    def __init__(self, num_envs=8, in_tuples=False, device="cpu"):
+        space = Passing.action_space
+        space = spaces.Tuple(tuple(space.spaces.values())) if in_tuples else space
+        super().__init__(num_envs, Passing.observation_space, space, device)
+        self.time = th.zeros(num_envs, dtype=th.int64, device=self.device)
+        self.mates = th.arange(3, device=self.device)
+        self.seen = []
+
+    def _observe(self):
+        self.free = (3 * th.rand(self.num_envs, device=self.device)).long()
+        self.distances = 1.6 * th.rand(self.num_envs, 3, device=self.device) - 0.8
+        return th.cat([(self.free[:, None] == self.mates).float(), self.distances], dim=1)
+
+    def _reset(self, seed):
+        self.time.zero_()
+        return self._observe()
+
+    def _step(self, actions):
+        mate, power = actions if isinstance(actions, tuple) else (actions["mate"], actions["power"])
+        self.seen.append((mate.clone(), power.clone()))
+        assert power.shape == (self.num_envs, 1)
+        miss = (power[:, 0] - self.distances.gather(1, self.free[:, None])[:, 0]).abs()
+        rewards = th.where(mate == self.free, (1 - 2 * miss).clamp(min=0.0), 0.0)
+        self.time += 1
+        ended = self.time >= 10
+        self.time.masked_fill_(ended, 0)
+        return TensorStep(self._observe(), rewards, ended, th.zeros_like(ended))
 
 
 if "Passing-v0" not in gym.registry:
