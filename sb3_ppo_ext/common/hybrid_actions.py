@@ -12,7 +12,7 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 
-from sb3_ppo_ext.common.guards import NonFinitePolicyError
+from sb3_ppo_ext.common.guards import check_actions
 from sb3_ppo_ext.common.observations import dtype_of
 from sb3_ppo_ext.common.validation import refuse
 
@@ -69,11 +69,7 @@ class FlatActionSpace(spaces.Box):
         :return: List of n actions as environments take them, with the shapes and dtypes of their spaces, or a single action
         :raises NonFinitePolicyError: if a number is not finite
         """
-        if not np.isfinite(vectors).all():
-            raise NonFinitePolicyError(
-                f"{np.sum(~np.isfinite(vectors))} of {np.size(vectors)} numbers in the policy's actions are not finite: "
-                "check its observations and its parameters for NaN."
-            )
+        check_actions(vectors)
         rows = np.atleast_2d(vectors)
         arrays = [_array_of(part, rows[:, columns]) for part, columns in zip(self.parts, self.columns, strict=True)]
         actions = [_assembled(self._frame, iter(each)) for each in zip(*arrays, strict=True)]

@@ -19,7 +19,7 @@ from stable_baselines3.common.preprocessing import get_action_dim
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
-from sb3_ppo_ext.common.guards import NonFinitePolicyError
+from sb3_ppo_ext.common.guards import check_actions
 from sb3_ppo_ext.common.hybrid_actions import (
     FlatActionSpace,
     boxes_of,
@@ -195,11 +195,7 @@ class ActionDistributionMixin(SavedPolicy):
         """
         if (bounded := bounded_part(self.action_dist)) is None:
             return super().unscale_action(scaled_action)
-        if not np.isfinite(scaled_action).all():
-            raise NonFinitePolicyError(
-                f"{np.sum(~np.isfinite(scaled_action))} of {np.size(scaled_action)} numbers in the policy's actions are not "
-                "finite: check its observations and its parameters for NaN."
-            )
+        check_actions(scaled_action)
         space = self.action_space
         latents, others = split_boxes(space, scaled_action)
         low, high = (split_boxes(space, bound)[0] for bound in (space.low, space.high))

@@ -17,7 +17,7 @@ from stable_baselines3.common.callbacks import (
 )
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNormalize
-from support.hybrid import SPACES, TensorPassing
+from support import hybrid
 from support.options import SINGLE
 from support.torch_envs import TorchCartPole, TorchPendulum
 from support.toys import DICT, IMAGE, make_toys
@@ -64,8 +64,8 @@ ACTIONS = {
     "categorical": dict(env=dict(action_space=spaces.Discrete(4))),
     "multi-categorical": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
     "Bernoulli": dict(env=dict(action_space=spaces.MultiBinary(3))),
-    "hybrid": dict(env=dict(action_space=SPACES["all kinds"]), bounds_coef=0.1, kl_coef=0.1),
-    "hybrid, Beta": dict(env=dict(action_space=SPACES["nested"]), action_dist="beta", kl_coef=0.1),
+    "hybrid": dict(env=dict(action_space=hybrid.SPACES["all kinds"]), bounds_coef=0.1, kl_coef=0.1),
+    "hybrid, Beta": dict(env=dict(action_space=hybrid.SPACES["nested"]), action_dist="beta", kl_coef=0.1),
     "gSDE": dict(use_sde=True, sde_sample_freq=4),
 }
 NOT_HERE = {"backend", "action_dist", "amp_dtype"}
@@ -315,7 +315,7 @@ def test_transfers(sim, options):
 @pytest.mark.parametrize("in_tuples", [False, True], ids=["dict", "tuple"])
 def test_transfers_of_hybrid_actions(sim, in_tuples, action_dist):
     """Parts of actions are taken from what the policy samples on the device."""
-    env = TensorPassing(device=sim.name, in_tuples=in_tuples)
+    env = hybrid.TensorPassing(device=sim.name, in_tuples=in_tuples)
     options = {**SMALL, "batch_size": 64, "action_dist": action_dist, "kl_coef": 0.1}
     model = PPOExt("MlpPolicy", env, device=sim.name, **options).learn(8 * 16)
     with sim.counting() as counts:
