@@ -8,7 +8,7 @@ power misses the distance; a pass to another mate is worth nothing. An episode h
 - a single `Box`, whose largest number chooses the team mate, while the last one is the power ("box"), and
 - a `MultiDiscrete` of the team mate and 11 levels of power ("levels").
 
-Run it: python scripts/studies/hybrid_actions.py (about 5 minutes on two cores)
+Run it: python scripts/studies/hybrid_actions.py (about 6 minutes on two cores)
 It writes docs/studies/hybrid_actions.csv and docs/studies/hybrid_actions.png.
 """
 
@@ -36,9 +36,10 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.distributions import ActionDist
 
 TASKS = {"3 mates": 3, "12 mates": 12}
-ARMS = {
+ARMS: dict[str, tuple[str, ActionDist]] = {
     "hybrid, gaussian": ("hybrid", "gaussian"),
     "hybrid, beta": ("hybrid", "beta"),
     "box, gaussian": ("box", "gaussian"),
