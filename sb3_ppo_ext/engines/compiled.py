@@ -227,11 +227,9 @@ class CompiledBackward:
             # Outside the compiled function, since SB3's preprocessing uses NumPy, which cannot be traced.
             policy = compiled.policy
             both = (minibatch.data.observations, minibatch.next_observations)
+            space, scales = policy.observation_space, policy.normalize_images
             preprocessed = (
-                *(
-                    part if part is None else preprocess_obs(part, policy.observation_space, policy.normalize_images)
-                    for part in both
-                ),
+                *(None if part is None else preprocess_obs(part, space, scales) for part in both),
                 compiled.preprocessed_space,
             )
         with th.no_grad():

@@ -60,9 +60,7 @@ class Mirror:
 
     def __init__(self, policy: Any, obs: Any, action: Any, normalizer: VecNormalize | None = None, where: str = "mirror"):
         if isinstance(policy, HistoryPolicy) and not isinstance(policy, TransformerPolicyMixin):
-            remedy = (
-                "its states are those of the observations that it has seen, not of their mirror images; give a transformer"
-            )
+            remedy = "its states are those of what it has seen, not of mirror images; give a policy with a transformer"
             refuse(where, dict(obs=obs, action=action), f"{type(policy).__name__} is recurrent: {remedy}")
         self.mask_key = getattr(policy, "action_mask_key", None)
         self.actions = MirroredActions(policy, f"{where}['action']", action)

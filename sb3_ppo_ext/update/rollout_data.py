@@ -74,8 +74,8 @@ class Rollout:
     def next_observations(self, indices: np.ndarray) -> Any:
         """
         :param indices: Indices of samples in the flattened rollout, ``env * n_steps + step``
-        :return: Observations of the steps that follow, as the policy takes them, and of the samples themselves where an episode
-            or the rollout ends
+        :return: Observations of the steps that follow, as the policy takes them, and those of the samples themselves where an
+            episode or the rollout ends
         """
         environments, steps = np.divmod(indices, self.buffer.buffer_size)
         following = np.minimum(steps + 1, self.buffer.buffer_size - 1)

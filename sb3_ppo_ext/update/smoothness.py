@@ -28,7 +28,8 @@ def smoothness_loss(actions: th.Tensor, others: th.Tensor) -> th.Tensor:
     :return: Scalar to minimise
     """
     # Its gradient is 0, not NaN, where the two are equal.
-    return th.linalg.vector_norm(actions - others, dim=1).mean()
+    distances: th.Tensor = th.linalg.vector_norm(actions - others, dim=1)
+    return distances.mean()
 
 
 class TemporalSmoothness(PolicyLoss):
@@ -74,13 +75,11 @@ class SpatialSmoothness(PolicyLoss):
     @classmethod
     def make(cls, where: str, coef: float, keywords: Mapping[str, Any], policy: Any, normalizer: Any) -> SpatialSmoothness:
         space = policy.observation_space
-        parts = dict(space.spaces) if isinstance(space, spaces.Dict) else {"": space}
-        parts.pop(getattr(policy, "action_mask_key", None), None)
-        keys = tuple(key for key, part in parts.items() if _is_continuous(part))
+        parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+        mask_key = getattr(policy, "action_mask_key", None)
+        keys = tuple(key for key, part in parts.items() if _is_continuous(part) and key != mask_key)
         if not keys:
-            refuse(
-                where, dict(keywords, coef=coef), f"{space} has no part of floats that noise could be added to; leave it out"
-            )
+            refuse(where, dict(keywords, coef=coef), f"{space} has no floats to which noise can be added; leave it out")
         return cls(coef, keywords["std"], keys if isinstance(space, spaces.Dict) else None)
 
     def value(self, inputs: PolicyInputs, config: LossConfig) -> th.Tensor:

@@ -294,8 +294,8 @@ class TensorRollout(Rollout):
     def next_observations(self, indices: Any) -> Any:
         """
         :param indices: Indices of samples in the flattened rollout, ``env * n_steps + step``, a tensor
-        :return: Observations of the steps that follow, as the policy takes them, and of the samples themselves where an episode
-            or the rollout ends
+        :return: Observations of the steps that follow, as the policy takes them, and those of the samples themselves where an
+            episode or the rollout ends
         """
         environments, steps = indices // self.buffer.buffer_size, indices % self.buffer.buffer_size
         following = (steps + 1).clamp(max=self.buffer.buffer_size - 1)
