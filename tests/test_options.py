@@ -16,7 +16,19 @@ from gymnasium import spaces
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from stable_baselines3 import PPO
-from support.options import SINGLE, SMALL, VALUES, assert_continues, is_legal, make, own_options, with_needs
+from support.options import (
+    MASKED,
+    OF_MASKS,
+    SINGLE,
+    SMALL,
+    VALUES,
+    WITH_POLICIES,
+    assert_continues,
+    is_legal,
+    make,
+    own_options,
+    with_needs,
+)
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, make_toys
 from support.zips import Zip
@@ -135,7 +147,7 @@ def test_example_of_the_documentation():
     assert 0 < namespace["model"].logger.name_to_value["train/asymmetry"] < 1
 
 
-@pytest.mark.parametrize("options", [{}, *SINGLE], ids=str)
+@pytest.mark.parametrize("options", [{}, *SINGLE, *MASKED], ids=str)
 def test_each_option_continues(options):
     """Each value of each option by itself is finite, reproducible, and continues from a zip."""
     assert_continues(options)
@@ -144,18 +156,19 @@ def test_each_option_continues(options):
 # Pairs of values of two options, with what these need
 PAIRS = [
     with_needs({one: value, other: other_value})
-    for one, other in itertools.combinations(VALUES, 2)
-    for value, other_value in itertools.product(VALUES[one], VALUES[other])
+    for one, other in itertools.combinations(WITH_POLICIES, 2)
+    for value, other_value in itertools.product(WITH_POLICIES[one], WITH_POLICIES[other])
 ]
+WITHOUT_MEMORY, WITH_MEMORY = ([pair for pair in PAIRS if ("policy" in pair) == has] for has in (False, True))
 
 
 def pairs_in(options):
     return {frozenset(pair) for pair in itertools.combinations(map(repr, options.items()), 2)}
 
 
-def combinations(action_space, n_more=8, n_candidates=15):
-    """Legal sets of options in which each legal pair of values occurs, found greedily."""
-    legal = [pair for pair in PAIRS if is_legal(pair, action_space)]
+def combinations(action_space, pairs, n_more=8, n_candidates=15):
+    """Legal sets of options in which each legal one of the pairs of values occurs, found greedily."""
+    legal = [pair for pair in pairs if is_legal(pair, action_space)]
     left, rng = set().union(*map(pairs_in, legal)), random.Random(0)
     while left:
         pair = next(pair for pair in legal if pairs_in(pair) & left)
@@ -173,17 +186,29 @@ def extended(options, names, action_space, rng):
     return options
 
 
-COMBINATIONS = [(options, space) for space in (BOX_ACTION, spaces.Discrete(3)) for options in combinations(space)]
+SPACES = (BOX_ACTION, spaces.Discrete(3))
+COMBINATIONS = [(options, space) for space in SPACES for options in combinations(space, WITHOUT_MEMORY)]
+
+
+def assert_all_continue(sets_of_options):
+    for options, action_space in sets_of_options:
+        try:
+            assert_continues(options, action_space)
+        except Exception as error:
+            raise AssertionError(f"{options} with {action_space}") from error
 
 
 @pytest.mark.parametrize("part", range(8))
 def test_pairs(part):
     """Sets of options that are legal together are finite, reproducible, and continue from a zip."""
-    for options, action_space in COMBINATIONS[part::8]:
-        try:
-            assert_continues(options, action_space)
-        except Exception as error:
-            raise AssertionError(f"{options} with {action_space}") from error
+    assert_all_continue(COMBINATIONS[part::8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_pairs_with_memory(part):
+    """The same with the options that a policy with a memory is combined with."""
+    assert_all_continue([(options, space) for space in SPACES for options in combinations(space, WITH_MEMORY)][part::4])
 
 
 @pytest.mark.parametrize("action_space", [BOX_ACTION, spaces.Discrete(3)], ids=["box", "discrete"])
@@ -200,9 +225,9 @@ def test_every_pair_is_trained_or_refused():
     """Every legal one of about a thousand pairs is trained, and most are legal."""
     for action_space in (BOX_ACTION, spaces.Discrete(3)):
         trained = set().union(*(pairs_in(options) for options, space in COMBINATIONS if space == action_space))
-        legal = [pair for pair in PAIRS if is_legal(pair, action_space)]
-        assert len(PAIRS) > 900
-        assert len(legal) > 0.5 * len(PAIRS)
+        legal = [pair for pair in WITHOUT_MEMORY if is_legal(pair, action_space)]
+        assert len(WITHOUT_MEMORY) > 900
+        assert len(legal) > 0.5 * len(WITHOUT_MEMORY)
         assert all(pairs_in(pair) <= trained for pair in legal)
 
 
@@ -210,7 +235,7 @@ def test_table_agrees_with_the_oracle():
     """The conflicts in the rows are those of `is_legal`, which is written independently."""
     rows = ALL_OPTIONS.values()
     fixed = {row.attribute: row.default for row in rows} | dict(policy_kwargs={}, rollout_buffer_class=None)
-    for options, action_space in itertools.product(PAIRS, [BOX_ACTION, spaces.Discrete(3)]):
+    for options, action_space in itertools.product(WITHOUT_MEMORY, SPACES):
         model = SimpleNamespace(**{**fixed, **options}, action_space=action_space)
         changed = [row for row in rows if getattr(model, row.attribute) != fixed[row.attribute]]
         refused = [row.name for row in changed if any(conflict.when.holds(model) for conflict in row.conflicts)]
@@ -310,8 +335,8 @@ ADAPTIVE |= dict(distributed="off")
 
 
 def test_zoo_options_are_all():
-    """The tests with the Zoo below use every option."""
-    assert own_options().keys() <= (ZOO_OPTIONS | ADAPTIVE).keys()
+    """The tests with the Zoo below use every option but those of masks, which have tests of their own."""
+    assert own_options().keys() - {*OF_MASKS} <= (ZOO_OPTIONS | ADAPTIVE).keys()
 
 
 def assert_has_options(model, options):

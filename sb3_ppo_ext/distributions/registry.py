@@ -250,4 +250,6 @@ def why_not_numpy(distribution: Any) -> str | None:
     :return: Reason why :func:`numpy_distribution` does not support it, ``None`` if it does
     """
     family = family_of(distribution)
+    if isinstance(distribution, masked.MaskedDistribution) and type(distribution) not in _BY_CLASS:
+        return "the action distribution masks actions in its own way"
     return None if family is None else family.numpy_class.why_not(distribution)

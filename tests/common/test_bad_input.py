@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from sb3_contrib import ARS, QRDQN, TQC, TRPO, CrossQ, MaskablePPO
+from sb3_contrib import ARS, QRDQN, TQC, TRPO, CrossQ
 from stable_baselines3 import A2C, DDPG, DQN, PPO, SAC, TD3
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -539,15 +539,9 @@ class OwnExtractor(BaseFeaturesExtractor):
 # Zips
 
 
-class MaskedToy(ToyEnv):
-    def action_masks(self):
-        return np.ones(2, dtype=bool)
-
-
 OTHERS = {
     A2C: "A2C",
     TRPO: "TRPO",
-    MaskablePPO: "MaskablePPO",
     ARS: "ARS",
     DQN: "DQN",
     QRDQN: "QR-DQN",
@@ -562,9 +556,9 @@ OTHERS = {
 @pytest.mark.parametrize("algorithm", OTHERS, ids=OTHERS.values())
 def test_zip_of_another_algorithm(algorithm, tmp_path):
     """The algorithm that saved the zip is named, and nothing of the zip is unpickled."""
-    discrete = dict(action_space=spaces.Discrete(2)) if algorithm in (DQN, QRDQN, MaskablePPO) else {}
+    discrete = dict(action_space=spaces.Discrete(2)) if algorithm in (DQN, QRDQN) else {}
     path = tmp_path / "other.zip"
-    algorithm("MlpPolicy", MaskedToy(**discrete)).save(path)
+    algorithm("MlpPolicy", ToyEnv(**discrete)).save(path)
     for load in (PPOExt.load, PPOExt("MlpPolicy", ToyEnv(**discrete)).set_parameters):
         with pytest.raises(ValueError, match=re.escape(f"{path} was saved by {OTHERS[algorithm]}, not by")):
             load(str(path))

@@ -32,6 +32,7 @@ from sb3_ppo_ext.distributions import (
 )
 from sb3_ppo_ext.distributions.base import clamp
 from sb3_ppo_ext.distributions.beta import _beta_mass_below
+from sb3_ppo_ext.distributions.masked import MaskedDistribution
 from sb3_ppo_ext.distributions.squashed_gaussian import _logistic_mixture, log_tanh_derivative
 from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 
@@ -104,11 +105,14 @@ def test_bernoulli():
 
 # So that there are four numbers for each observation; two dimensions otherwise
 SIZES = {"categorical": 4, "multi_categorical": [2, 2], "bernoulli": 4}
+SIZES |= {f"masked_{name}": SIZES[name] for name in ("categorical", "multi_categorical")}
 
 
 def make(family, x):
     """A distribution of the family, of four numbers for each observation, shape `(batch_size, 4)`."""
     distribution = family.torch_class(SIZES.get(family.name, 2))
+    if isinstance(distribution, MaskedDistribution):
+        distribution.masks = th.tensor([True, False, True, True]).expand(len(x), 4)
     if not family.has_log_std:
         return distribution.proba_distribution(x)
     means, log_std = x[:, :2], x[0, 2:]
@@ -127,6 +131,9 @@ def test_gradient(family):
     assert th.autograd.grad(same, at)[0].abs().max() < 1e-12
 
 
+OF_ONE_CLASS = {"state_dependent_noise", "categorical", "masked_categorical", "masked_multi_categorical"}
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_registry(family):
     """Subclasses belong to the family, but a NumPy implementation is for exactly one class: theirs calls PyTorch."""
@@ -143,7 +150,7 @@ def test_registry(family):
     assert type(numpy_distribution(family.torch_class(size), log_std, th.nn.Tanh())) is TorchFallback
     assert why_not_numpy(family.torch_class(size)) is None
     # PyTorch's calls are not given latents, nor actions of the shape that a categorical distribution takes.
-    assert (why_not_numpy(Subclass(size)) is not None) == (family.name in ("state_dependent_noise", "categorical"))
+    assert (why_not_numpy(Subclass(size)) is not None) == (family.name in OF_ONE_CLASS)
 
 
 def test_registry_names():

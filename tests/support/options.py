@@ -7,11 +7,12 @@ import random
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from support.masks import make_masked
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, make_toys
 from support.zips import Zip
 
-from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext import ActionMaskWrapper, PPOExt
 from sb3_ppo_ext.options import ALL_OPTIONS, OWN_OPTIONS
 from sb3_ppo_ext.options.reference import needed_by
 
@@ -34,6 +35,14 @@ OF_SB3 = ("ent_coef", "clip_range_vf", "target_kl", "normalize_advantage", "use_
 # Each option with values other than its default, and the options that it needs
 VALUES = {name: list(ALL_OPTIONS[name].examples) for name in (*OWN_OPTIONS, *OF_SB3)} | TOY_VALUES
 NEEDS = {name: needed_by(ALL_OPTIONS[name]) for name in VALUES}
+# Policies with a memory, as if they were an option
+WITH_POLICIES = VALUES | {"policy": ["MlpLstmPolicy", "MlpTransformerPolicy"]}
+NEEDS["policy"] = {}
+POLICY_KWARGS = {
+    "MlpPolicy": {},
+    "MlpLstmPolicy": dict(lstm_hidden_size=4),
+    "MlpTransformerPolicy": dict(context_length=3, n_stacked=1, d_model=4, n_heads=1),
+}
 
 
 def with_needs(options):
@@ -42,7 +51,10 @@ def with_needs(options):
     return {**needed, **options}
 
 
-SINGLE = [with_needs({name: value}) for name, values in VALUES.items() for value in values]
+# Options that need environments of their own
+OF_MASKS = ("action_masking", "action_mask_key")
+SINGLE = [with_needs({name: value}) for name, values in VALUES.items() if name not in OF_MASKS for value in values]
+MASKED = [with_needs({name: value}) for name in OF_MASKS for value in VALUES[name]]
 
 
 def is_legal(options, action_space):
@@ -52,10 +64,14 @@ def is_legal(options, action_space):
     return not (
         (get("bounds_coef") > 0 and not box)
         or (get("use_sde") and not box)
+        or (get("action_masking") and box)
+        or (get("action_mask_key") and not get("action_masking"))
         or (get("action_dist") != "gaussian" and (not box or get("use_sde")))
         or (get("action_dist") == "beta" and get("bounds_coef") > 0)
         or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")
         or (get("dual_clip") and get("surrogate") != "clip")
+        or (get("policy") != "MlpPolicy" and get("backend") == "native")
+        or (get("policy") == "MlpLstmPolicy" and (get("backend") == "device" or get("amp_dtype")))
         or (get("amp_dtype") and get("backend") not in ("auto", "device"))
         or (get("auxiliary_losses") and get("backend") == "native")
         or (get("kl_target") and not get("kl_coef"))
@@ -69,11 +85,23 @@ def own_options():
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-DEFAULTS = own_options() | dict(use_sde=False)
+DEFAULTS = own_options() | dict(use_sde=False, policy="MlpPolicy")
 
 
-def make(options, action_space=BOX_ACTION, env=None):
-    return PPOExt("MlpPolicy", env or make_toys(action_space=action_space, length=5), **{**SMALL, **options})
+def make(options, action_space=None, env=None):
+    options = {**SMALL, **options}
+    policy = options.pop("policy", "MlpPolicy")
+    options["policy_kwargs"] = {**options["policy_kwargs"], **POLICY_KWARGS[policy]}
+    return PPOExt(policy, env or make_env(options, action_space), **options)
+
+
+def make_env(options, action_space=None):
+    if not options.get("action_masking"):
+        return make_toys(action_space=action_space or BOX_ACTION, length=5)
+    if isinstance(action_space, spaces.Box):
+        return make_toys(action_space=action_space, length=5)
+    wrapper = ActionMaskWrapper if options.get("action_mask_key") else None
+    return make_masked(action_space=action_space or spaces.Discrete(3), length=5, wrapper=wrapper)
 
 
 def random_state():
@@ -86,14 +114,18 @@ def set_random_state(state):
     th.set_rng_state(state[2])
 
 
-def assert_continues(options, action_space=BOX_ACTION):
+def assert_continues(options, action_space=None):
     """Train, save, load, train equals train straight through; and training is reproducible and finite."""
     straight = make(options, action_space).learn(32)
     again = make(options, action_space).learn(32)
     assert_equal(straight.policy.state_dict(), again.policy.state_dict(), "policy")
     saved, env, state = Zip(straight), copy.deepcopy(straight.env), random_state()
+    has_memory = "policy" in options
+    if has_memory:  # Zips do not have what is remembered of an episode.
+        straight.set_env(straight.env)
+        straight.env.seed(SMALL["seed"])  # as `load` does
     straight.learn(32, reset_num_timesteps=False)
-    loaded = saved.load(env=env, force_reset=False, device="cpu")
+    loaded = saved.load(env=env, force_reset=has_memory, device="cpu")
     set_random_state(state)
     loaded.learn(32, reset_num_timesteps=False)
     for name, (expected, actual) in {

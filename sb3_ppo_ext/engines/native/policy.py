@@ -240,7 +240,8 @@ class NativePolicy:
         if self.mask_key is None:
             return None
         masks: np.ndarray = observations[self.mask_key]
-        return np.logical_not(masks.reshape(-1, self.actor.n_outputs))
+        is_invalid: np.ndarray = np.logical_not(masks.reshape(-1, self.actor.n_outputs))
+        return is_invalid
 
 
 def mask(outputs: np.ndarray, invalid: np.ndarray | None) -> np.ndarray:

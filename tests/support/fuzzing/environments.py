@@ -8,6 +8,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan, VecFrameStack, VecMonitor, VecNormalize
 
 from sb3_ppo_ext import FastDummyVecEnv, VectorEnvAdapter
+from sb3_ppo_ext.distributions.masked import choices_of
 
 REWARDS = {
     "plain": lambda t: 0.1 * t - 0.2,
@@ -52,6 +53,8 @@ class FuzzedEnv(gym.Env):
     ):
         self.observation_space, self.action_space = observation_space, action_space
         self.length, self.p_end, self.nan_at, self.rewards, self.infos = length, p_end, nan_at, rewards, infos
+        # Valid choices of each action, if somebody has asked for them since the last step
+        self.masks = None
         super().reset(seed=seed)
         observation_space.seed(seed)
 
@@ -62,10 +65,19 @@ class FuzzedEnv(gym.Env):
 
     def step(self, action):
         assert contains(self.action_space, action), f"{action!r} is not in {self.action_space}"
-        self.t += 1
+        if self.masks is not None:
+            chosen = zip(self.masks, np.ravel(action), strict=True)
+            assert all(mask[choice] for mask, choice in chosen), f"{action!r} is not valid: {self.masks}"
+        self.t, self.masks = self.t + 1, None
         terminated = bool(self.np_random.random() < self.p_end)
         reward, info = REWARDS[self.rewards](self.t), INFOS[self.infos](self.t)
         return self._observe(), reward, terminated, self.t >= self.length, info
+
+    def action_masks(self):
+        """The first choice of each action is always valid, others not in each step."""
+        choices = choices_of(self.action_space)
+        self.masks = [[choice == 0 or (choice + self.t) % 3 != 1 for choice in range(n)] for n in choices]
+        return np.concatenate(self.masks)
 
     def _observe(self):
         observation = self.observation_space.sample()
