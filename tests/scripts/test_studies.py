@@ -29,6 +29,7 @@ STUDIES = ROOT / "scripts" / "studies"
         ("tensor_learning", 40_960, []),
         ("ranks", 8192, []),
         ("action_masks", 16_384, []),
+        ("auxiliary_losses", 8192, []),
         ("action_distributions", 1024, ["--tasks", "Pendulum-v1", "MountainCarContinuous-v0", "BangBang"]),
     ],
 )
@@ -45,7 +46,7 @@ def test_study(name, timesteps, tasks, tmp_path):
 def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
-    names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks"}
+    names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "auxiliary_losses"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 
