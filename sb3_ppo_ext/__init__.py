@@ -14,11 +14,14 @@ from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.rollout.last_reward_wrapper import LastRewardWrapper
 from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
+from sb3_ppo_ext.rollout.rnd_reward import RNDReward
 from sb3_ppo_ext.rollout.vector_env_adapter import VectorEnvAdapter
 from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep, TensorVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.tensor_envs.torch_vec_env import TorchVecEnv
+from sb3_ppo_ext.update.mirror import Mirror, mirror_loss
+from sb3_ppo_ext.update.smoothness import smoothness_loss
 
 try:
     __version__ = version("sb3-ppo-ext")
@@ -37,6 +40,7 @@ __all__ = [
     "KLAdaptive",
     "LastRewardWrapper",
     "LinearToZero",
+    "Mirror",
     "MlpLstmPolicy",
     "MlpPolicy",
     "MlpTransformerPolicy",
@@ -45,6 +49,7 @@ __all__ = [
     "MultiInputTransformerPolicy",
     "PPOExt",
     "ParallelVecEnv",
+    "RNDReward",
     "TensorStep",
     "TensorVecEnv",
     "TensorVecNormalize",
@@ -54,6 +59,8 @@ __all__ = [
     "VectorEnvAdapter",
     "WorkerError",
     "__version__",
+    "mirror_loss",
+    "smoothness_loss",
 ]
 
 # Zips and pickles refer to a class by its module. It is this one, so that files can move.

@@ -155,6 +155,10 @@ class PPOExt(TrainingLoop, ModelSetup):
     :param kl_coef: Coefficient of the KL penalty, KL(old policy || new policy), at least 0
     :param kl_target: KL divergence in nats that ``kl_coef`` is adapted to after each update; ``None`` for a fixed
         coefficient. Greater than 0
+    :param auxiliary_losses: Further losses of the policy by name, each with its coefficient or a dictionary of its keyword
+        arguments: mirror symmetry, or smooth actions; ``None`` for none. The names are ``"mirror"``, ``"mirror_augmentation"``
+        (https://arxiv.org/abs/1801.08093, https://arxiv.org/abs/2403.04359), ``"caps_temporal"`` and ``"caps_spatial"``
+        (https://arxiv.org/abs/2012.06644), see ``docs/auxiliary_losses.md``
     :param vtrace: Whether to estimate the advantages anew before each epoch, corrected by V-trace for the change of the
         policy since the rollout (https://arxiv.org/abs/1802.01561)
     :param vtrace_rho: Upper bound of the importance ratio of a step, which weights its TD error. Greater than 0
@@ -261,6 +265,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         dual_clip: float | None = None,
         kl_coef: float = 0.0,
         kl_target: float | None = None,
+        auxiliary_losses: dict[str, Any] | None = None,
         vtrace: bool = False,
         vtrace_rho: float = 1.0,
         vtrace_c: float = 1.0,
@@ -369,6 +374,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         self._setup_precision()
         self._adapt_rollout_buffer()
         self._setup_optimizer()
+        self._setup_policy_losses()
         self._setup_advantages()
         self._setup_truncations()
         self._setup_statistics()

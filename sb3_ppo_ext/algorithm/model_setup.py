@@ -279,6 +279,10 @@ class ModelSetup(PolicyUpdater):
                 remedy = f"{self.policy_class.__name__} has no critic apart from its actor; give None"
                 refuse(name, getattr(self, name), remedy)
 
+    def _setup_policy_losses(self) -> None:
+        """Refuse losses that do not fit the policy. They are made anew for each update."""
+        self._policy_losses()
+
     def _setup_advantages(self) -> None:
         before, self.advantage_normalizer = self.advantage_normalizer, None
         if self.normalize_advantage and self.advantage_norm == "ema":

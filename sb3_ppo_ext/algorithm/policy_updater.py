@@ -12,6 +12,7 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples, Schedule
 
 from sb3_ppo_ext.common.bounds import bounds_on_device
+from sb3_ppo_ext.common.guards import find_normalizers
 from sb3_ppo_ext.common.hybrid_actions import boxes_of, split_boxes
 from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
@@ -29,6 +30,8 @@ from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
+from sb3_ppo_ext.update.policy_loss import PolicyLoss
+from sb3_ppo_ext.update.policy_losses import active_losses, make_policy_losses
 from sb3_ppo_ext.update.report import action_statistics, further_metrics, on_host, sb3_metrics, statistics_over
 from sb3_ppo_ext.update.rollout_data import Rollout
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
@@ -83,6 +86,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             self.policy,
             self.rollout_buffer,
             has_extra_loss=self._extra_actor_loss() is not None,
+            has_policy_losses=bool(active_losses(self.auxiliary_losses)),
             has_amp=self.amp_dtype is not None,
             has_tensor_env=steps_in_tensors(self.env),
         )
@@ -167,8 +171,14 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             bounds_limit=in_float32_range(self.bounds_limit),
             action_bounds=self._action_bounds(),
             as_recurrent_ppo=isinstance(self.rollout_buffer, RecurrentBufferMixin),
+            of_policy=self._policy_losses(),
             auxiliary={name: value for name, value in coefficients.items() if value != 0},
         )
+
+    def _policy_losses(self) -> dict[str, PolicyLoss]:
+        """Losses of ``auxiliary_losses``, with the current statistics of ``VecNormalize``."""
+        normalizers = [each for each in find_normalizers(self.env) if each.norm_obs]
+        return make_policy_losses(self.auxiliary_losses, self.policy, normalizers[0] if normalizers else None)
 
     def _action_bounds(self) -> tuple[th.Tensor, th.Tensor] | None:
         """

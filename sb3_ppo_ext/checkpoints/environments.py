@@ -26,6 +26,7 @@ from sb3_ppo_ext.checkpoints.object_state import (
 )
 from sb3_ppo_ext.common.guards import find_normalizers
 from sb3_ppo_ext.distributed.statistics import FixedMeanStd, fixed_statistics, set_statistics
+from sb3_ppo_ext.rollout.rnd_reward import RNDReward
 
 # Number of steps that are checked, over all environments
 MAX_CHECKED = 1000
@@ -123,7 +124,7 @@ def _object_state(targets: list[Any], model: Any) -> ObjectState:
 
 def essentials(target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
     """A selection of what lasts over a reset: generators, and running statistics such as those of ``VecNormalize``."""
-    if isinstance(target, VecNormalize):
+    if isinstance(target, VecNormalize | RNDReward):
         return attributes
     kinds = {name: type(value) for name, value in attributes.items() if isinstance(target, STATEFUL)}
     lasting = {name for name, kind in kinds.items() if issubclass(kind, GENERATORS) or kind.__name__ == STATISTICS}

@@ -15,6 +15,14 @@ def parameters(distribution: Any) -> th.Tensor:
     return distribution.distribution.logits
 
 
+def location(distribution: Any) -> th.Tensor:
+    """
+    :param distribution: Bernoulli distribution
+    :return: Probabilities of a 1 minus those of a 0, shape ``(batch_size, action_dim)``
+    """
+    return 2 * distribution.distribution.probs - 1
+
+
 def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     """
     :param old: :func:`parameters` of a Bernoulli distribution, shape ``(batch_size, action_dim)``

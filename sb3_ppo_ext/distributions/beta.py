@@ -156,6 +156,14 @@ class BoundedBetaDistribution(BoundedDistribution):
         return {"mass_near_bounds": mass.mean().item(), "concentration": (alpha + beta).mean().item()}
 
 
+def location(distribution: BoundedBetaDistribution) -> th.Tensor:
+    """
+    :param distribution: Beta distribution
+    :return: Mean actions in units of the bounds, from -1 to 1, shape ``(batch_size, action_dim)``
+    """
+    return 2 * distribution.mean() - 1
+
+
 def parameters(distribution: BoundedBetaDistribution) -> th.Tensor:
     """
     :param distribution: Beta distribution

@@ -20,6 +20,14 @@ def parameters(distribution: Any) -> th.Tensor:
     return distribution.distribution.logits
 
 
+def location(distribution: Any) -> th.Tensor:
+    """
+    :param distribution: Categorical distribution
+    :return: Probabilities, shape ``(batch_size, n_actions)``
+    """
+    return distribution.distribution.probs
+
+
 def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     """
     :param old: :func:`parameters` of a categorical distribution, shape ``(batch_size, n_actions)``

@@ -184,6 +184,15 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     return reduce(add, [part.family.kl_divergence(split.to(own.dtype), each) for part, split, own, each in parts])
 
 
+def location(distribution: Any) -> th.Tensor:
+    """
+    :param distribution: Hybrid distribution
+    :return: Deterministic actions of all parts as numbers with a gradient, one part after the other, shape ``(batch_size, n)``
+    """
+    pairs = zip(distribution.parts, distribution.distributions, strict=True)
+    return th.cat([part.family.location(each) for part, each in pairs], dim=1)
+
+
 def unsquashed_mean(distribution: Any) -> th.Tensor:
     """
     :param distribution: Hybrid distribution

@@ -18,6 +18,14 @@ def parameters(distribution: Any) -> th.Tensor:
     return th.cat([part.logits for part in distribution.distribution], dim=1)
 
 
+def location(distribution: Any) -> th.Tensor:
+    """
+    :param distribution: Multi-categorical distribution
+    :return: Probabilities, dimension after dimension, shape ``(batch_size, sum(action_dims))``
+    """
+    return th.cat([part.probs for part in distribution.distribution], dim=1)
+
+
 def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     """
     :param old: :func:`parameters` of a multi-categorical distribution, shape ``(batch_size, sum(action_dims))``

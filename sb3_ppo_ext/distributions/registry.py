@@ -60,6 +60,9 @@ class DistributionFamily:
     :param numpy_class: NumPy implementation for the native engine; the default calls PyTorch
     :param unsquashed_mean: Function that returns the mean before any squashing, shape ``(batch_size, action_dim)``; ``None``
         if the mean cannot leave the bounds of the action space, or there is no mean
+    :param location: Function that returns the deterministic action as numbers with a gradient, shape ``(batch_size, n)``: the
+        mean of actions in a ``Box``, in units of the bounds if it cannot leave them, and probabilities of discrete choices;
+        ``None`` if it is not known
     :param has_log_std: Whether ``proba_distribution`` takes means and the policy's parameter ``log_std``, as SB3's Gaussian
         does. If not, it takes the outputs of the layer that ``proba_distribution_net`` returns
     :param log_std_range: Allowed values of ``log_std_init``
@@ -74,6 +77,7 @@ class DistributionFamily:
     kl_divergence: Callable[[th.Tensor, Any], th.Tensor] | None = None
     numpy_class: type[NumpyDistribution] = TorchFallback
     unsquashed_mean: Callable[[Any], th.Tensor] | None = None
+    location: Callable[[Any], th.Tensor] | None = None
     has_log_std: bool = False
     log_std_range: tuple[float, float] = LOG_STD_INIT_RANGE
     deterministic_actions: tuple[DeterministicAction, ...] = ("mean",)
@@ -94,6 +98,7 @@ FAMILIES = (
         gaussian.kl_divergence,
         gaussian.NumpyGaussian,
         gaussian.unsquashed_mean,
+        gaussian.location,
         has_log_std=True,
         deterministic_actions=("mean", "mode"),  # Mean and mode are the same.
     ),
@@ -104,6 +109,7 @@ FAMILIES = (
         state_dependent_noise.kl_divergence,
         state_dependent_noise.NumpyStateDependentNoise,
         state_dependent_noise.unsquashed_mean,
+        state_dependent_noise.location,
         has_log_std=True,
     ),
     DistributionFamily(
@@ -113,6 +119,7 @@ FAMILIES = (
         squashed_gaussian.kl_divergence,
         squashed_gaussian.NumpySquashedGaussian,
         squashed_gaussian.unsquashed_mean,
+        squashed_gaussian.location,
         has_log_std=True,
         log_std_range=squashed_gaussian.LOG_STD_RANGE,
     ),
@@ -122,6 +129,7 @@ FAMILIES = (
         beta.parameters,
         beta.kl_divergence,
         beta.NumpyBeta,
+        location=beta.location,
         deterministic_actions=beta.DETERMINISTIC_ACTIONS,
         outputs_per_dimension=2,
         initial_bias=beta.BETA_BIAS,
@@ -132,9 +140,14 @@ FAMILIES = (
         categorical.parameters,
         categorical.kl_divergence,
         categorical.NumpyCategorical,
+        location=categorical.location,
     ),
     DistributionFamily(
-        "multi_categorical", MultiCategoricalDistribution, multi_categorical.parameters, multi_categorical.kl_divergence
+        "multi_categorical",
+        MultiCategoricalDistribution,
+        multi_categorical.parameters,
+        multi_categorical.kl_divergence,
+        location=multi_categorical.location,
     ),
     DistributionFamily(
         "masked_categorical",
@@ -142,14 +155,18 @@ FAMILIES = (
         categorical.parameters,
         categorical.kl_divergence,
         categorical.NumpyCategorical,
+        location=categorical.location,
     ),
     DistributionFamily(
         "masked_multi_categorical",
         masked.MaskedMultiCategoricalDistribution,
         multi_categorical.parameters,
         multi_categorical.kl_divergence,
+        location=multi_categorical.location,
     ),
-    DistributionFamily("bernoulli", BernoulliDistribution, bernoulli.parameters, bernoulli.kl_divergence),
+    DistributionFamily(
+        "bernoulli", BernoulliDistribution, bernoulli.parameters, bernoulli.kl_divergence, location=bernoulli.location
+    ),
     DistributionFamily(
         "hybrid",
         HybridDistribution,
@@ -157,6 +174,7 @@ FAMILIES = (
         hybrid.kl_divergence,
         hybrid.NumpyHybrid,
         hybrid.unsquashed_mean,
+        location=hybrid.location,
     ),
 )
 _BY_NAME = {family.name: family for family in FAMILIES}
@@ -234,6 +252,19 @@ def unsquashed_mean(distribution: Any) -> th.Tensor:
     if family is None or family.unsquashed_mean is None:
         raise ValueError(f"{type(distribution).__name__} has no mean that could leave the bounds of the action space")
     return family.unsquashed_mean(distribution)
+
+
+def location(distribution: Any) -> th.Tensor:
+    """
+    :param distribution: Distribution for a batch of observations
+    :return: Its deterministic action as numbers with a gradient, shape ``(batch_size, n)``: the mean of actions in a ``Box``,
+        in units of the bounds if it cannot leave them; probabilities of all choices of discrete actions
+    :raises ValueError: if its family has no row
+    """
+    family = family_of(distribution)
+    if family is None or family.location is None:
+        raise ValueError(f"{type(distribution).__name__} has no known deterministic action with a gradient")
+    return family.location(distribution)
 
 
 def numpy_distribution(

@@ -124,6 +124,14 @@ class TanhGaussianDistribution(BoundedDistribution):
         return {"mass_near_bounds": mass.mean().item(), "std": std.mean().item()}
 
 
+def location(distribution: TanhGaussianDistribution) -> th.Tensor:
+    """
+    :param distribution: Squashed Gaussian
+    :return: Deterministic actions in units of the bounds, tanh of the means of u, shape ``(batch_size, action_dim)``
+    """
+    return th.tanh(distribution.distribution.mean)
+
+
 class NumpySquashedGaussian(NumpyGaussian):
     """NumPy implementation of :class:`TanhGaussianDistribution`. The outputs are the means of u."""
 

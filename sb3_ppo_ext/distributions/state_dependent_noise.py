@@ -18,6 +18,15 @@ from sb3_ppo_ext.distributions.gaussian import kl_divergence, parameters, unsqua
 __all__ = ["NumpyStateDependentNoise", "kl_divergence", "parameters", "unsquashed_mean"]
 
 
+def location(distribution: Any) -> th.Tensor:
+    """
+    :param distribution: Distribution of gSDE
+    :return: Deterministic actions, shape ``(batch_size, action_dim)``: the means, or their tanh with ``squash_output``
+    """
+    mean = unsquashed_mean(distribution)
+    return mean if distribution.bijector is None else distribution.bijector.forward(mean)
+
+
 class NumpyStateDependentNoise(NumpyDistribution):
     """
     NumPy implementation of SB3's ``StateDependentNoiseDistribution``. The first outputs are the means, the others the latent

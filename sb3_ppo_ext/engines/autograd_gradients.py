@@ -19,13 +19,14 @@ from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import evaluate, ppo_loss
 from sb3_ppo_ext.update.minibatches import Minibatch, n_counted
+from sb3_ppo_ext.update.policy_losses import LOGGED_LOSSES
 from sb3_ppo_ext.update.update import GradientSource
 
 # Adds the gradient of a minibatch, scaled by its share of the step, and returns metrics by name.
 Differentiate: TypeAlias = Callable[[Minibatch, float], dict[str, th.Tensor]]
 # Mean and standard deviation of advantages
 Statistics: TypeAlias = tuple[th.Tensor, th.Tensor]
-LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", *AUXILIARY_LOSSES, "extra_actor_loss")
+LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", *AUXILIARY_LOSSES, *LOGGED_LOSSES, "extra_actor_loss")
 
 
 class Step(NamedTuple):
@@ -70,7 +71,7 @@ class BackwardLoss:
         """
         config = self.config
         inputs = evaluate(self.policy, minibatch, config.discrete_actions)
-        loss, measured = ppo_loss(inputs, config.loss, minibatch.weights, config.extra_actor_loss)
+        loss, measured = ppo_loss(inputs, config.loss, config.extra_actor_loss)
         if config.loss_scale is not None:
             loss = loss * config.loss_scale.scale
         (loss if share == 1 else share * loss).backward()
@@ -149,8 +150,11 @@ class AutogradGradients(GradientSource):
             data = data._replace(advantages=estimates.advantages[indices])
         if estimates.returns is not None:
             data = data._replace(returns=estimates.returns[indices])
+        following = estimates.rollout.next_observations(indices) if self.config.reads_next else None
+        if self.prepare is not None and following is not None:
+            following = self.prepare(following)
         old = None if estimates.old_distribution is None else estimates.old_distribution[indices]
-        return Minibatch(data, old_distribution=old)
+        return Minibatch(data, old_distribution=old, next_observations=following)
 
     def _normalized(self, minibatches: list[Minibatch], of_all: Statistics | None = None) -> list[Minibatch]:
         if not self.config.normalizes_minibatches:

@@ -31,8 +31,9 @@ from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.losses import LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
-from sb3_ppo_ext.update.minibatch_loss import EvaluateActions, ExtraActorLoss, evaluate, ppo_loss
+from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss, evaluate, ppo_loss
 from sb3_ppo_ext.update.minibatches import Minibatch
+from sb3_ppo_ext.update.policy_loss import PolicyView
 from sb3_ppo_ext.update.update import GradientSource, Stepper
 
 # Names of the scalar metrics, their values in one tensor, and all other metrics by name
@@ -225,8 +226,10 @@ class CompiledBackward:
         if compiled.preprocessed_space is not None:
             # Outside the compiled function, since SB3's preprocessing uses NumPy, which cannot be traced.
             policy = compiled.policy
+            both = (minibatch.data.observations, minibatch.next_observations)
+            space, scales = policy.observation_space, policy.normalize_images
             preprocessed = (
-                preprocess_obs(minibatch.data.observations, policy.observation_space, policy.normalize_images),
+                *(None if part is None else preprocess_obs(part, space, scales) for part in both),
                 compiled.preprocessed_space,
             )
         with th.no_grad():
@@ -268,24 +271,29 @@ class _LossModule(nn.Module):
         # Tensors of the traced evaluation must not be left in the policy, since they are not valid outside.
         distribution = self.policy.action_dist
         self.policy.action_dist = copy(distribution)
-        evaluate_actions = None if preprocessed is None else self._of_preprocessed(*preprocessed)
-        inputs = evaluate(self.policy, minibatch, discrete_actions, evaluate_actions)
-        results = ppo_loss(inputs, config, minibatch.weights, extra)
+        view = None if preprocessed is None else self._of_preprocessed(*preprocessed)
+        inputs = evaluate(self.policy, minibatch, discrete_actions, view)
+        results = ppo_loss(inputs, config, extra)
         self.policy.action_dist = distribution
         return results
 
-    def _of_preprocessed(self, observations: Any, space: spaces.Space[Any]) -> EvaluateActions:
-        """``evaluate_actions`` of the policy for preprocessed observations."""
+    def _of_preprocessed(self, observations: Any, next_observations: Any, space: spaces.Space[Any]) -> PolicyView:
+        """The policy for preprocessed observations."""
 
-        def evaluate_actions(_: Any, actions: th.Tensor) -> Any:
+        def of_preprocessed(function: Callable[..., Any], *arguments: Any) -> Any:
             policy = self.policy
             before = policy.observation_space, policy.normalize_images
             policy.observation_space, policy.normalize_images = space, False
-            results = evaluator(policy)(observations, actions)
+            results = function(*arguments)
             policy.observation_space, policy.normalize_images = before
             return results
 
-        return evaluate_actions
+        return PolicyView(
+            observations,
+            next_observations,
+            lambda obs, actions: of_preprocessed(evaluator(self.policy), obs, actions),
+            lambda obs: of_preprocessed(self.policy.get_distribution, obs),
+        )
 
 
 def _act(policy: ActorCriticPolicy, preprocessed: Any, space: spaces.Space[Any]) -> tuple[th.Tensor, th.Tensor, th.Tensor]:

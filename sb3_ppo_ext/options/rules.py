@@ -36,6 +36,7 @@ from sb3_ppo_ext.policies.actor_critic import (
     with_own_masking,
 )
 from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
+from sb3_ppo_ext.update.policy_losses import reads_next
 from sb3_ppo_ext.update.rollout_data import knows_indices
 
 # Arguments that have no row in the table
@@ -48,6 +49,7 @@ class ConfiguredModel(Protocol):
     action_dist: ActionDist
     action_masking: bool
     action_mask_key: str | None
+    auxiliary_losses: dict[str, Any] | None
     deterministic_action: DeterministicAction
     advantage_norm: AdvantageNorm
     accumulate_grad: int
@@ -120,6 +122,7 @@ def check_options(model: ConfiguredModel, changed: Container[str] | None = None)
     _check_buffer(model)
     _check_ranks(model)
     _check_masks(model)
+    _check_losses(model)
     for option in ALL_OPTIONS.values():
         option.check_conflicts(model)
 
@@ -142,6 +145,11 @@ def _check_minibatches(model: ConfiguredModel) -> None:
         refuse("batch_size", model.batch_size, f"{remedy}; give 2 or more, or `normalize_advantage=False`")
     if model.env is not None and model.env.num_envs * model.n_steps < 2:
         refuse("n_steps", model.n_steps, f"{remedy}, and n_envs={model.env.num_envs}; raise one of the two")
+
+
+def _check_losses(model: ConfiguredModel) -> None:
+    if model.n_steps == 1 and reads_next(model.auxiliary_losses):
+        refuse("auxiliary_losses", model.auxiliary_losses, "with `n_steps=1`, no step follows another; raise it to 2 or more")
 
 
 def _check_masks(model: ConfiguredModel) -> None:

@@ -16,12 +16,13 @@ from sb3_ppo_ext.distributed.launch import Distributed
 from sb3_ppo_ext.distributions import ACTION_DISTS, ActionDist, DeterministicAction
 from sb3_ppo_ext.engines.registry import Backend
 from sb3_ppo_ext.options.row import READ, Change, Conflict, Need, When, differs, equals, has_schedule, option, rows_of
-from sb3_ppo_ext.options.values import Bounds, Choice, Dictionary, Flag, Number, Schedule, Text
+from sb3_ppo_ext.options.values import Bounds, Choice, Dictionary, Flag, Losses, Number, Schedule, Text
 from sb3_ppo_ext.policies.action_masking import MASKABLE
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
 from sb3_ppo_ext.update.losses import SurrogateName, VfClipMode
 from sb3_ppo_ext.update.optimizers import OptimizerName
+from sb3_ppo_ext.update.policy_losses import reads_next
 from sb3_ppo_ext.update.rollout_data import knows_indices
 
 SB3 = "Parameters of SB3's PPO"
@@ -59,6 +60,10 @@ def _action_space(model: Any) -> Any:
 OWN_GET = When("a `rollout_buffer_class` that overrides `get`", _draws_its_own_minibatches)
 OWN_GET_REMEDY = "it needs the indices of a minibatch's samples, but {rollout_buffer_class} has its own `get`; inherit SB3's"
 OWN_GET_CONFLICT = Conflict(OWN_GET, OWN_GET_REMEDY)
+NEXT_WITH_OWN_GET = When(
+    f"{OWN_GET.text} and `caps_temporal`",
+    lambda model: reads_next(model.auxiliary_losses) and _draws_its_own_minibatches(model),
+)
 # `advantage_norm` has no effect without `normalize_advantage`.
 NORMALIZED_OWN_GET = When(OWN_GET.text, lambda model: model.normalize_advantage and _draws_its_own_minibatches(model))
 OWN_ESTIMATES = When("a `rollout_buffer_class` that overrides `compute_returns_and_advantage`", _has_own_estimates)
@@ -369,6 +374,16 @@ class PPOExtOptions:
             Conflict(WITHOUT_KL_COEF, "it adapts `kl_coef`, which is 0; give that a value to start from, such as 1.0"),
         ),
         change=OF_KL_COEFFICIENT,
+    )
+    auxiliary_losses: dict[str, Any] | None = option(
+        None,
+        "Further losses of the policy by name, each with its coefficient or a dictionary of its keyword arguments: mirror "
+        "symmetry, or smooth actions; `None` for none",
+        group=LOSSES,
+        accepted=Losses(),
+        example={"caps_temporal": 0.1, "caps_spatial": {"coef": 0.05, "std": 0.01}},
+        conflicts=(Conflict(equals("backend", "native")), Conflict(NEXT_WITH_OWN_GET, OWN_GET_REMEDY)),
+        change=Change(steps=("_setup_policy_losses", "_check_backend")),
     )
     vtrace: bool = option(
         False,

@@ -9,6 +9,7 @@ import numpy as np
 
 from sb3_ppo_ext.common.schedules import check_schedule, make_schedule
 from sb3_ppo_ext.common.validation import check_choice, check_dictionary, check_number, check_type, refuse
+from sb3_ppo_ext.update.policy_losses import POLICY_LOSSES, check_policy_losses
 
 
 def shown(value: Any) -> str:
@@ -181,6 +182,17 @@ class Dictionary(Accepted):
 
     def alternatives(self) -> tuple[str, ...]:
         return ("dictionary",)
+
+
+@dataclass(frozen=True)
+class Losses(Accepted):
+    """Losses of the policy, by name: coefficients, or dictionaries with ``coef`` and keyword arguments."""
+
+    def check(self, name: str, value: Any) -> None:
+        check_policy_losses(name, value)
+
+    def alternatives(self) -> tuple[str, ...]:
+        return (f"dictionary with keys from {', '.join(f'`{shown(loss)}`' for loss in POLICY_LOSSES)}",)
 
 
 @dataclass(frozen=True)

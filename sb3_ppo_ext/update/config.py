@@ -60,6 +60,11 @@ class UpdateConfig:
         return self.batch_size * self.accumulate_grad
 
     @property
+    def reads_next(self) -> bool:
+        """Whether a loss reads the observations that follow those of the samples."""
+        return any(loss.reads_next for loss in self.loss.of_policy.values())
+
+    @property
     def normalizes_minibatches(self) -> bool:
         """Whether the advantages of each step of the optimiser are normalised separately."""
         return self.normalize_advantage and self.advantage_norm == "minibatch"

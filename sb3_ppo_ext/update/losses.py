@@ -50,6 +50,7 @@ class LossConfig:
     :param action_bounds: Lower and upper bounds of the actions in the buffer, both of shape ``(action_dim,)``; ``None`` for
         actions without bounds
     :param as_recurrent_ppo: Whether the order of operations is that of RecurrentPPO, where it is another than PPO's
+    :param of_policy: Losses that evaluate the policy at further observations, by name, see ``update/policy_losses.py``
     :param auxiliary: Coefficients of the active auxiliary losses, by their name in :data:`AUXILIARY_LOSSES`
     """
 
@@ -63,6 +64,7 @@ class LossConfig:
     bounds_limit: float = 1.1
     action_bounds: tuple[th.Tensor, th.Tensor] | None = None
     as_recurrent_ppo: bool = False
+    of_policy: Mapping[str, Any] = field(default_factory=dict)
     auxiliary: Mapping[str, Coefficient] = field(default_factory=dict)
 
     def with_tensors(self, device: th.device) -> LossConfig:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch as th
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import ActorCriticPolicy
-from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
+from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import bounded_part
@@ -17,7 +17,6 @@ from sb3_ppo_ext.policies.actor_critic import evaluator
 from sb3_ppo_ext.update.losses import (
     AUXILIARY_LOSSES,
     LossConfig,
-    LossInputs,
     approximate_kl,
     auxiliary_losses,
     clip_fraction,
@@ -27,17 +26,17 @@ from sb3_ppo_ext.update.losses import (
 )
 from sb3_ppo_ext.update.metrics import RESERVED_NAMES
 from sb3_ppo_ext.update.minibatches import Minibatch
+from sb3_ppo_ext.update.policy_loss import PolicyInputs, PolicyView, policy_losses
+from sb3_ppo_ext.update.policy_losses import LOGGED_LOSSES
 
 # See ``PPOExt.extra_actor_loss``
 ExtraActorLoss: TypeAlias = Callable[
     [RolloutBufferSamples, Distribution], tuple[th.Tensor | float, dict[str, th.Tensor | float]]
 ]
-# Signature of ``evaluate_actions``: observations and actions to values, log probabilities and entropies
-EvaluateActions: TypeAlias = Callable[[PyTorchObs, th.Tensor], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
 
 
 class Evaluation(NamedTuple):
-    """Quantities of a minibatch that the losses read, see :class:`~sb3_ppo_ext.update.losses.LossInputs`."""
+    """Quantities of a minibatch that the losses read, see :class:`~sb3_ppo_ext.update.policy_loss.PolicyInputs`."""
 
     data: RolloutBufferSamples
     values: th.Tensor
@@ -48,24 +47,29 @@ class Evaluation(NamedTuple):
     distribution: Distribution
     old_distribution: th.Tensor | None
     policy_name: str
+    actions: th.Tensor
+    weights: th.Tensor | None
+    view: PolicyView
 
 
 def evaluate(
     policy: ActorCriticPolicy,
     minibatch: Minibatch,
     discrete_actions: bool,
-    evaluate_actions: EvaluateActions | None = None,
+    view: PolicyView | None = None,
 ) -> Evaluation:
     """
     :param policy: Policy that is updated
     :param minibatch: Minibatch of the rollout
     :param discrete_actions: Whether the action space is ``Discrete``
-    :param evaluate_actions: Function to call instead of ``policy.evaluate_actions``
+    :param view: Functions of the policy to call instead of its own, with the observations that they take
     :return: Quantities that the losses read
     """
     data = minibatch.data
-    evaluated = (evaluate_actions or evaluator(policy))(data.observations, actions_of(data, discrete_actions))
-    values, log_prob, entropy = evaluated
+    if view is None:
+        view = PolicyView(data.observations, minibatch.next_observations, evaluator(policy), policy.get_distribution)
+    actions = actions_of(data, discrete_actions)
+    values, log_prob, entropy = view.evaluate_actions(view.observations, actions)
     log_ratio = log_prob - data.old_log_prob
     # `evaluate_actions` of SB3's policies has just set `action_dist`. It is copied, since later calls overwrite it.
     distribution: Any = copy(getattr(policy, "action_dist", None))
@@ -79,6 +83,9 @@ def evaluate(
         distribution,
         minibatch.old_distribution,
         type(policy).__name__,
+        actions,
+        minibatch.weights,
+        view,
     )
 
 
@@ -92,18 +99,17 @@ def actions_of(data: RolloutBufferSamples, discrete_actions: bool) -> th.Tensor:
 
 
 def ppo_loss(
-    inputs: LossInputs, config: LossConfig, weights: th.Tensor | None = None, extra: ExtraActorLoss | None = None
+    inputs: PolicyInputs, config: LossConfig, extra: ExtraActorLoss | None = None
 ) -> tuple[th.Tensor, dict[str, th.Tensor]]:
     """
     The loss of PPO. It has no side effects, so that it can be compiled.
 
     :param inputs: Evaluated minibatch
     :param config: Options of the loss, with the coefficients
-    :param weights: Importance weights with mean 1, shape ``(batch_size,)``, ``None`` for equal weights
     :param extra: Loss that a subclass of ``PPOExt`` adds, ``None`` for none
     :return: Loss, a scalar, and metrics by name: scalars, and tensors of shape ``(batch_size, ...)``
     """
-    data = inputs.data
+    data, weights = inputs.data, inputs.weights
     policy_term = policy_loss(data.advantages, inputs.ratio, config, weights)
     value_term = value_loss(inputs.values, data.old_values, data.returns, config, weights)
     entropy_term = entropy_loss(inputs.entropy, inputs.log_prob)
@@ -114,6 +120,9 @@ def ppo_loss(
     for name, coefficient, term in auxiliary_losses(inputs, config):
         measured[name] = term.detach()
         loss = loss + coefficient * term
+    for name, coef, term in policy_losses(config.of_policy, inputs, config):
+        measured[name] = term.detach()
+        loss = loss + coef * term
     if extra is not None and (extra_term := _extra_loss(extra, inputs, measured)) is not None:
         loss = loss + extra_term
 
@@ -128,11 +137,11 @@ def ppo_loss(
     return loss, measured
 
 
-def _extra_loss(extra: ExtraActorLoss, inputs: LossInputs, measured: dict[str, th.Tensor]) -> th.Tensor | None:
+def _extra_loss(extra: ExtraActorLoss, inputs: PolicyInputs, measured: dict[str, th.Tensor]) -> th.Tensor | None:
     device = inputs.log_prob.device
     loss, logs = extra(inputs.data, inputs.distribution)
     for name, value in logs.items():
-        if name in RESERVED_NAMES or name in AUXILIARY_LOSSES:
+        if name in RESERVED_NAMES or name in AUXILIARY_LOSSES or name in LOGGED_LOSSES:
             refuse("extra_actor_loss", name, "PPOExt logs something else under this name; give it another one")
         measured[name] = th.as_tensor(value, device=device).detach()
     if not isinstance(loss, th.Tensor) and loss == 0:

@@ -21,11 +21,14 @@ class Minibatch(NamedTuple):
     :param weights: Importance weights, shape ``(batch_size,)``, ``None`` for equal weights
     :param old_distribution: Parameters of the action distributions before the update, shape ``(batch_size, n)``, ``None`` if
         no loss reads them
+    :param next_observations: Observations that follow those of the samples, and the observations of the samples themselves
+        where an episode or the rollout ends; ``None`` if no loss reads them
     """
 
     data: RolloutBufferSamples
     weights: th.Tensor | None = None
     old_distribution: th.Tensor | None = None
+    next_observations: Any = None
 
 
 def shuffled(n_samples: int, batch_size: int) -> Iterator[Draw]:

@@ -291,6 +291,18 @@ class TensorRollout(Rollout):
             return iter(segments.epoch(step_size))
         return ((indices, None) for indices in permutation(self.n_samples, self.buffer.device).split(step_size))
 
+    def next_observations(self, indices: Any) -> Any:
+        """
+        :param indices: Indices of samples in the flattened rollout, ``env * n_steps + step``, a tensor
+        :return: Observations of the steps that follow, as the policy takes them, and those of the samples themselves where an
+            episode or the rollout ends
+        """
+        environments, steps = indices // self.buffer.buffer_size, indices % self.buffer.buffer_size
+        following = (steps + 1).clamp(max=self.buffer.buffer_size - 1)
+        starts = self.buffer.tensors["episode_starts"][following, environments]
+        # Not with `samples`, which may take blocks of successive samples alone
+        return self.buffer._get_samples(indices + ((following > steps) & (starts == 0))).observations
+
     def evaluate(self, function: Callable[[RolloutBufferSamples], th.Tensor | None]) -> th.Tensor | None:
         """
         Evaluate a function on the whole rollout, in batches.

@@ -23,6 +23,7 @@ from sb3_ppo_ext.policies.action_masking import ACTION_MASK
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
+from sb3_ppo_ext.rollout.rnd_reward import without_rewards_of_rnd
 from sb3_ppo_ext.tensor_envs.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorVecEnv
@@ -151,13 +152,16 @@ def _normalizable(space: spaces.Space) -> dict[str, Any]:
 def create_envs(
     theirs: Callable[..., VecEnv], experiment: "ExperimentManager", n_envs: int, eval_env: bool = False, no_log: bool = False
 ) -> VecEnv:
-    """Step all copies of an environment of gymnax in one call, in a ``JaxVecEnv``."""
+    """
+    Step all copies of an environment of gymnax in one call, in a ``JaxVecEnv``. Evaluation is without intrinsic rewards.
+    """
     token = _IS_EVAL.set(eval_env)
     no_log = no_log or launch_of(experiment).rank > 0  # Ranks have no folders of their own.
     try:
-        return theirs(n_envs, eval_env=eval_env, no_log=no_log)
+        env = theirs(n_envs, eval_env=eval_env, no_log=no_log)
     finally:
         _IS_EVAL.reset(token)
+    return without_rewards_of_rnd(env) if eval_env else env
 
 
 def _gymnax_copies(experiment: Any, vec_env_class: Any, env_fns: list[Any], **kwargs: Any) -> VecEnv:

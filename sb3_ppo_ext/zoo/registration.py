@@ -7,7 +7,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from stable_baselines3.common.vec_env import VecEnv
+
 from sb3_ppo_ext.ppo_ext import PPOExt
+from sb3_ppo_ext.rollout.rnd_reward import without_rewards_of_rnd
 from sb3_ppo_ext.zoo.experiment import METHODS
 from sb3_ppo_ext.zoo.resuming import NAMES
 from sb3_ppo_ext.zoo.tuning import convert_ppo_ext_params, sample_ppo_ext_params
@@ -40,6 +43,8 @@ def _add_algorithm(utils: Any) -> None:
     importlib.import_module("sb3_ppo_ext.tensor_envs.gymnax_ids")
     for name in NAMES:
         utils.ALGOS.setdefault(name, PPOExt)
+    if not hasattr(utils.create_test_env, "for_ppo_ext"):
+        utils.create_test_env = _without_rewards_of_rnd(utils.create_test_env)
 
 
 def _add_tuning(hyperparams_opt: Any) -> None:
@@ -62,6 +67,17 @@ EXTENSIONS = {
     "rl_zoo3.hyperparams_opt": _add_tuning,
     "rl_zoo3.exp_manager": _add_experiment,
 }
+
+
+def _without_rewards_of_rnd(create_test_env: Callable[..., VecEnv]) -> Callable[..., VecEnv]:
+    """The same function, whose environments have no intrinsic rewards."""
+
+    @functools.wraps(create_test_env)
+    def create(*args: Any, **kwargs: Any) -> VecEnv:
+        return without_rewards_of_rnd(create_test_env(*args, **kwargs))
+
+    create.for_ppo_ext = True  # type: ignore[attr-defined]  # replaced only once
+    return create
 
 
 def _for_ppo_ext(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:

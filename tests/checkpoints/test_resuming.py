@@ -1,6 +1,7 @@
 """A training that was interrupted and resumed is equal to the bit to one that was not."""
 
 import warnings
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
@@ -13,7 +14,7 @@ from support import hybrid  # noqa: F401  # registers its task
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
 from support.toys import IMAGE, make_toys
 
-from sb3_ppo_ext import PPOExt, TrainingCheckpoint
+from sb3_ppo_ext import PPOExt, RNDReward, TrainingCheckpoint
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 
 CONFIGURATIONS = {
@@ -36,6 +37,14 @@ CONFIGURATIONS = {
     "V-trace with segments": dict(vtrace=True, priority_alpha=0.6, priority_segment=8),
     "linear schedules": dict(learning_rate="lin_1e-3", clip_range="lin_0.2", ent_coef="lin_0.01", lr_warmup=0),
     "one environment, not normalized": dict(n_envs=1, normalize=False, env_id="CartPole-v1"),
+    "auxiliary losses": dict(
+        auxiliary_losses={
+            "mirror": {"coef": 0.5, "obs": [0, [1, -1], [2, -1]], "action": [[0, -1]]},
+            "caps_spatial": {"coef": 0.1, "std": 0.1},
+        }
+    ),
+    "RND": dict(wrapper=partial(RNDReward, n_steps=16)),
+    "RND, sums of episodes": dict(wrapper=partial(RNDReward, n_steps=16, episodic=True), backend="fused"),
     "many environments": dict(n_envs=4, n_steps=16),
     "hybrid actions": dict(env_id="Passing-v0"),
     "hybrid actions, transformer": dict(

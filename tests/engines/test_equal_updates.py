@@ -30,8 +30,8 @@ def test_update(name):
     assert_same_update(**UPDATES[name])
 
 
-# Options that choose the engine
-OF_ENGINES = {"backend", "amp_dtype"}
+# Options that choose the engine, or that the native engine does not support
+OF_ENGINES = {"backend", "amp_dtype", "auxiliary_losses"}
 
 
 @pytest.mark.parametrize("options", [o for o in SINGLE if not o.keys() & OF_ENGINES], ids=str)

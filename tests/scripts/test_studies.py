@@ -31,6 +31,7 @@ STUDIES = ROOT / "scripts" / "studies"
         ("ranks", 8192, []),
         ("action_masks", 16_384, []),
         ("asymmetric", 8192, []),
+        ("auxiliary_losses", 8192, []),
         ("action_distributions", 1024, ["--tasks", "Pendulum-v1", "MountainCarContinuous-v0", "BangBang"]),
     ],
 )
@@ -48,6 +49,7 @@ def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "asymmetric", "hybrid_actions"}
+    names |= {"auxiliary_losses"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 

@@ -31,6 +31,7 @@ from sb3_ppo_ext.update import minibatches, rollout_data, tensor_rollout
 from sb3_ppo_ext.update.tensor_estimates import TensorEstimates
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=3, learning_rate=1e-2, seed=3)
+MIRROR = {"obs": [0, [1, -1], [2, -1]], "action": [[0, -1], 1]}
 OPTIONS = {
     "default": {},
     "advantages of the rollout": dict(advantage_norm="rollout"),
@@ -53,6 +54,8 @@ OPTIONS = {
     "spo": dict(surrogate="spo"),
     "squashed": dict(action_dist="squashed_gaussian"),
     "sgd": dict(optimizer="sgd", learning_rate=1e-2),
+    "caps_temporal": dict(auxiliary_losses=dict(caps_temporal=0.1), accumulate_grad=2),
+    "mirror": dict(auxiliary_losses={name: {"coef": 0.5, **MIRROR} for name in ("mirror", "mirror_augmentation")}),
     "uneven minibatches": dict(batch_size=24),
 }
 # Adam amplifies the rounding of convolutions.

@@ -11,7 +11,8 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_ppo_ext import FastDummyVecEnv, PPOExt, TrainingCheckpoint
+from sb3_ppo_ext import FastDummyVecEnv, PPOExt, RNDReward, TrainingCheckpoint
+from sb3_ppo_ext.rollout.rnd_reward import without_rewards_of_rnd
 
 TOTAL = 384
 OPTIONS = dict(n_steps=32, batch_size=32, n_epochs=2, seed=3, device="cpu")
@@ -34,20 +35,23 @@ class Interrupt(BaseCallback):
         return True
 
 
-def make_env(folder, env_id, n_envs, normalize):
+def make_env(folder, env_id, n_envs, normalize, wrapper=None):
     kwargs = dict(vec_env_cls=FastDummyVecEnv, monitor_dir=str(folder / "monitor"), env_kwargs={"max_episode_steps": 45})
     env = make_vec_env(env_id, n_envs, seed=7, **kwargs)
+    env = env if wrapper is None else wrapper(env)
     return VecNormalize(env) if normalize else env
 
 
-def script(folder, interrupt_at=None, env_id="Pendulum-v1", n_envs=2, normalize=True, policy="MlpPolicy", **options):
+def script(
+    folder, interrupt_at=None, env_id="Pendulum-v1", n_envs=2, normalize=True, wrapper=None, policy="MlpPolicy", **options
+):
     """The model and callbacks at the end of a script that resumes if there is a checkpoint."""
-    env, checkpoints = make_env(folder, env_id, n_envs, normalize), folder / "checkpoints"
+    env, checkpoints = make_env(folder, env_id, n_envs, normalize, wrapper), folder / "checkpoints"
     resumes = os.path.exists(checkpoints)
     model = PPOExt.resume(checkpoints, env) if resumes else PPOExt(policy, env, **{**OPTIONS, **options})
     model.set_logger(configure(str(folder / "log"), ["csv", "json"]))
     evaluation = EvalCallback(
-        make_env(folder / "evaluation", env_id, 1, normalize),
+        without_rewards_of_rnd(make_env(folder / "evaluation", env_id, 1, normalize, wrapper)),
         eval_freq=70,
         n_eval_episodes=2,
         log_path=str(folder / "evaluations"),
@@ -95,6 +99,10 @@ def everything(folder, model, callbacks):
         if getattr(model, name) is not None:
             found |= {f"{name} {key}": value for key, value in _flat(getattr(model, name).state_dict())}
     normalization = model.get_vec_normalize_env()
+    if isinstance(rnd := getattr(normalization, "venv", None), RNDReward):
+        found |= {"sums of RND": rnd.returns, "seen by RND": np.array(rnd.seen)}
+        found |= {f"predictor {name}": tensor.numpy() for name, tensor in rnd.predictor.state_dict().items()}
+        found |= {f"RND {name}": value for name, value in _flat(rnd.optimizer.state_dict()["state"])}
     if normalization is not None:
         found |= {"mean": normalization.obs_rms.mean, "variance of returns": normalization.ret_rms.var}
     return found

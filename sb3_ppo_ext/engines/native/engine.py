@@ -34,6 +34,8 @@ class NativeEngine(Engine):
     def unsupported_reason(cls, setup: Setup) -> str | None:
         if setup.has_extra_loss:
             return "`extra_actor_loss` may differentiate more of the policy than its outputs"
+        if setup.has_policy_losses:
+            return "`auxiliary_losses` evaluates the policy at further observations"
         reason = unsupported_reason(setup.policy)
         if reason is None and type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer):
             return f"{type(setup.buffer).__name__} is not SB3's"

@@ -1,0 +1,99 @@
+"""
+Smooth actions: Conditioning for Action Policy Smoothness (CAPS).
+
+Paper: https://arxiv.org/abs/2012.06644
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.preprocessing import is_image_space
+
+from sb3_ppo_ext.common.validation import check_number, refuse
+from sb3_ppo_ext.distributions import location
+from sb3_ppo_ext.update.losses import LossConfig
+from sb3_ppo_ext.update.policy_loss import PolicyInputs, PolicyLoss, map_observed
+
+
+def smoothness_loss(actions: th.Tensor, others: th.Tensor) -> th.Tensor:
+    """
+    ``mean(||a - a'||)``, the mean Euclidean distance of two actions.
+
+    :param actions: Deterministic actions a, shape ``(batch_size, n)``
+    :param others: Deterministic actions a' for similar observations, shape ``(batch_size, n)``
+    :return: Scalar to minimise
+    """
+    # Its gradient is 0, not NaN, where the two are equal.
+    distances: th.Tensor = th.linalg.vector_norm(actions - others, dim=1)
+    return distances.mean()
+
+
+class TemporalSmoothness(PolicyLoss):
+    """
+    ``mean(||pi(s_t) - pi(s_t+1)||)``, where s_t+1 is the observation that followed in the rollout. At the last step of an
+    episode or of the rollout the distance counts as 0.
+
+    :param coef: Coefficient, lambda_T in the paper
+    """
+
+    reads_next = True
+
+    @classmethod
+    def make(cls, where: str, coef: float, keywords: Mapping[str, Any], policy: Any, normalizer: Any) -> TemporalSmoothness:
+        return cls(coef)
+
+    def value(self, inputs: PolicyInputs, config: LossConfig) -> th.Tensor:
+        now = location(inputs.distribution)
+        return smoothness_loss(now, location(inputs.view.get_distribution(inputs.view.next_observations)))
+
+
+class SpatialSmoothness(PolicyLoss):
+    """
+    ``mean(||pi(s) - pi(s')||)`` with s' from a Gaussian around s. Parts of observations that are images or integers stay as
+    they are.
+
+    :param coef: Coefficient, lambda_S in the paper
+    :param std: Standard deviation sigma of the Gaussian, in units of the observations as the policy reads them
+    :param keys: Keys of the observations that the noise is added to, ``None`` if they are no dictionaries
+    """
+
+    keywords = ("std",)
+    remedy = "give a dictionary such as `dict(coef=0.1, std=0.05)`, with the expected noise of the measurements as `std`"
+
+    def __init__(self, coef: float, std: float, keys: tuple[str, ...] | None = None):
+        super().__init__(coef)
+        self.std, self.keys = std, keys
+
+    @classmethod
+    def check(cls, where: str, keywords: Mapping[str, Any]) -> None:
+        check_number(f"{where}['std']", keywords["std"], 0, open_low=True)
+
+    @classmethod
+    def make(cls, where: str, coef: float, keywords: Mapping[str, Any], policy: Any, normalizer: Any) -> SpatialSmoothness:
+        space = policy.observation_space
+        parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+        mask_key = getattr(policy, "action_mask_key", None)
+        keys = tuple(key for key, part in parts.items() if _is_continuous(part) and key != mask_key)
+        if not keys:
+            refuse(where, dict(keywords, coef=coef), f"{space} has no floats to which noise can be added; leave it out")
+        return cls(coef, keywords["std"], keys if isinstance(space, spaces.Dict) else None)
+
+    def value(self, inputs: PolicyInputs, config: LossConfig) -> th.Tensor:
+        similar = map_observed(self._perturbed, inputs.view.observations)
+        return smoothness_loss(location(inputs.distribution), location(inputs.view.get_distribution(similar)))
+
+    def _perturbed(self, observations: Any) -> Any:
+        if self.keys is None:
+            return self._with_noise(observations)
+        return {key: self._with_noise(part) if key in self.keys else part for key, part in observations.items()}
+
+    def _with_noise(self, part: th.Tensor) -> th.Tensor:
+        return part + self.std * th.randn_like(part)
+
+
+def _is_continuous(space: Any) -> bool:
+    return isinstance(space, spaces.Box) and space.dtype.kind == "f" and not is_image_space(space)
