@@ -1,16 +1,26 @@
 """
-Metadata lives in ``setup.cfg``; this file adds what cannot be declared there: the start-up hook for RL Zoo, and the extension
-modules in C, which are left out where they do not compile.
+Metadata lives in ``setup.cfg``; this file adds what cannot be declared there: the start-up hook for RL Zoo, the extension
+modules in C, which are left out where they do not compile, and the address of the repository that a release is built in.
+
+Environment variables:
+
+- ``SB3_PPO_EXT_URL``: address of the repository on GitHub. The metadata then name it, and the links of the README are
+  absolute, so that they work on an index.
+- ``SB3_PPO_EXT_REQUIRE_EXTENSIONS=1``: an extension module that does not compile is an error (for wheels). Windows has none.
 """
 
+import os
 import py_compile
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
-HOOK = Path(__file__).parent / "sb3_ppo_ext_zoo_hook.py"
+ROOT = Path(__file__).parent
+HOOK = ROOT / "sb3_ppo_ext_zoo_hook.py"
 PTH = "sb3_ppo_ext_zoo.pth"
 # Python runs a line of a `.pth` file if it begins with `import`. If the checkout of an editable install has been deleted, the
 # module is missing too, and without the `except` Python would report an error at every start.
@@ -19,6 +29,8 @@ PTH_LINE = (
     r"exec('try: import sb3_ppo_ext_zoo_hook as hook; hook.install()\nexcept ImportError: pass')"
     "\n"
 )
+# The modules need GCC or Clang, and POSIX threads and clocks: MSVC and clang-cl have neither.
+ARE_OPTIONAL = os.environ.get("SB3_PPO_EXT_REQUIRE_EXTENSIONS") != "1" or sys.platform == "win32"
 MLP = Extension(
     "sb3_ppo_ext.engines.native._mlp",
     ["sb3_ppo_ext/engines/native/csrc/mlp.c"],
@@ -26,7 +38,7 @@ MLP = Extension(
     # Without errno and traps, square roots and comparisons can be vectorized; NaN and infinity are still respected.
     extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-pthread"],
     extra_link_args=["-pthread"],
-    optional=True,
+    optional=ARE_OPTIONAL,
 )
 # For POSIX; elsewhere it does not compile, and torch adds up instead.
 SHARED_SUM = Extension(
@@ -34,15 +46,42 @@ SHARED_SUM = Extension(
     ["sb3_ppo_ext/distributed/csrc/shared_sum.c"],
     depends=["sb3_ppo_ext/common/csrc/waiting.h"],
     extra_compile_args=["-O3", "-std=c11", "-D_POSIX_C_SOURCE=200809L"],
-    optional=True,
+    optional=ARE_OPTIONAL,
 )
 FLAGS = Extension(
     "sb3_ppo_ext.rollout.parallel._flags",
     ["sb3_ppo_ext/rollout/parallel/csrc/flags.c"],
     depends=["sb3_ppo_ext/common/csrc/waiting.h"],
     extra_compile_args=["-O3"],
-    optional=True,
+    optional=ARE_OPTIONAL,
 )
+
+
+def project_metadata(url: str, version: str) -> dict[str, Any]:
+    """
+    :param url: Address of the repository on GitHub, or an empty string
+    :param version: Version that is released, whose tag the links lead to
+    :return: Arguments of ``setup``: the addresses of the project, and the README with absolute links
+    """
+    if not url:
+        return {}
+    files, folders = f"{url}/blob/v{version}", f"{url}/tree/v{version}"
+    addresses = {
+        "Source": url,
+        "Documentation": f"{files}/docs/index.md",
+        "Changelog": f"{files}/CHANGELOG.md",
+        "Issues": f"{url}/issues",
+    }
+
+    def absolute(link: re.Match[str]) -> str:
+        is_picture, target = bool(link["picture"]), link["target"]
+        base = f"{url}/raw/v{version}" if is_picture else folders if target.endswith("/") else files
+        return f"{link['text']}({base}/{target})"
+
+    # A link of Markdown to a file of the repository: neither an address nor a heading of the README itself
+    relative = r"(?P<text>(?P<picture>!)?\[[^\]]*\])\((?!\w+:|#)(?P<target>[^)\s]+)\)"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return {"project_urls": addresses, "long_description": re.sub(relative, absolute, readme)}
 
 
 class BuildWithStartupHook(build_py):
@@ -66,4 +105,10 @@ class BuildWithStartupHook(build_py):
 
 
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": BuildWithStartupHook}, ext_modules=[MLP, SHARED_SUM, FLAGS])
+    version = re.search(r"^version = (\S+)", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.MULTILINE)
+    assert version is not None
+    setup(
+        cmdclass={"build_py": BuildWithStartupHook},
+        ext_modules=[MLP, SHARED_SUM, FLAGS],
+        **project_metadata(os.environ.get("SB3_PPO_EXT_URL", "").rstrip("/"), version[1]),
+    )

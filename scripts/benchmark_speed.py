@@ -7,7 +7,7 @@ of the machine at that time. The script prints the median of the ratios over all
 (bootstrap). SBX takes part if it is installed (`pip install sbx-rl`).
 
 Run it: python scripts/benchmark_speed.py (about 20 minutes; `--parts`, `--rounds`)
-It writes docs/performance/benchmark.json and benchmark.png. With `--markdown` it measures nothing and prints the tables of
+It writes docs/performance/benchmark.json and benchmark.svg. With `--markdown` it measures nothing and prints the tables of
 docs/performance.md from benchmark.json.
 """
 
@@ -41,6 +41,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor
 from torch import nn
 
 from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter
+from sb3_ppo_ext.plot_run import COLORS, STYLE
 
 OUT = Path(__file__).parents[1] / "docs" / "performance"
 # The compiler comes last, because it slows the process down once it is loaded.
@@ -48,6 +49,12 @@ PARTS = ("main", "policies", "growth", "startup", "profile", "compile")
 # Needs two cores, is measured if it is named, and is only printed
 THREADS_PART = "threads"
 IN_RATIOS = ("main", "policies", "growth", "compile")
+TITLES = {
+    "main": "the four configurations",
+    "policies": "other policies and options",
+    "growth": "number of environments",
+    "compile": 'with backend="compile"',
+}
 
 
 class Frames(gym.Env):
@@ -406,26 +413,33 @@ def show(part: str, name: str, results: dict[str, Any]) -> None:
 
 def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
+    import matplotlib.patches
 
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams.update(STYLE)
     parts = [part for part in IN_RATIOS if part in results]
-    figure, axes = plt.subplots(1, len(parts), figsize=(6 * len(parts), 5), squeeze=False, layout="constrained")
-    for ax, part in zip(axes[0], parts, strict=True):
-        contenders = list(dict.fromkeys(name for result in results[part].values() for name in result))
-        height = 0.8 / len(contenders)
-        for i, contender in enumerate(contenders):
+    contenders = list(dict.fromkeys(name for part in parts for result in results[part].values() for name in result))
+    colors = dict(zip([c for c in contenders if c != "PPOExt"], ("C1", "C2", "0.45", "C9", "C4", "C5", "C6"), strict=False))
+    colors["PPOExt"] = COLORS["PPOExt"]
+    figure, axes = plt.subplots(len(parts), 1, figsize=(7.2, 3.6 * len(parts)), squeeze=False, layout="constrained")
+    for ax, part in zip(axes[:, 0], parts, strict=True):
+        shown = [name for name in contenders if any(name in result for result in results[part].values())]
+        height = 0.8 / len(shown)
+        for i, contender in enumerate(shown):
             rows = [(y, result[contender]) for y, result in enumerate(results[part].values()) if contender in result]
             values = np.array([[r["ratio"], r["low"], r["high"]] for _, r in rows])
             errors = np.abs(values[:, 1:] - values[:, :1]).T
-            ax.barh([y + i * height for y, _ in rows], values[:, 0], height, xerr=errors, label=contender)
+            ax.barh([y + i * height for y, _ in rows], values[:, 0], height, xerr=errors, color=colors[contender])
         ax.set_yticks([y + 0.4 - height / 2 for y in range(len(results[part]))], list(results[part]))
         ax.invert_yaxis()
         ax.axvline(1, color="0.3", lw=1)
-        ax.set(xlabel="speed-up over SB3's PPO", title=part)
-        ax.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+        ax.set(xlabel="steps per second, relative to SB3's PPO", title=TITLES[part])
+    note = "bars: medians over the rounds; lines: 95 % confidence intervals"
+    handles = [mpl.patches.Patch(color=colors[contender], label=contender) for contender in contenders]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, title=note, title_fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -454,7 +468,7 @@ def main() -> None:
     results = {part: results[part] for part in PARTS if part in results}
     path.write_text(json.dumps(dict(machine=machine, results=results), indent=1) + "\n")
     if any(part in IN_RATIOS for part in results):
-        plot(results, arguments.out / "benchmark.png")
+        plot(results, arguments.out / "benchmark.svg")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ The trials are those of the Zoo's own command, `rl_zoo3 train -optimize`. The be
 with `--trial-id`, and so is the Zoo's entry. Scores and statistics are those of `benchmark_returns.py`.
 
 Run it: python scripts/benchmark_tuning.py (half an hour on one core; it needs RL Zoo)
-It writes benchmark/tuning-trials.csv, tuning.csv, tuning.md and tuning.png. The study is stored in logs/, so that it continues
+It writes benchmark/tuning-trials.csv, tuning.csv, tuning.md and tuning.svg. The study is stored in logs/, so that it continues
 if it was interrupted.
 """
 

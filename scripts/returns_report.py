@@ -15,10 +15,22 @@ import pandas as pd
 from rliable import library, metrics
 from scipy.stats import mannwhitneyu
 
+from sb3_ppo_ext.plot_run import COLORS, STYLE
+
 mpl.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+plt.rcParams.update(STYLE)
+
+# Titles of the tables, which are pages of the documentation
+TITLES = {
+    "presets": "Table: presets and RL Zoo's tuned PPO",
+    "default": "Table: `default` and SB3's defaults",
+    "unseen": "Table: `default` on tasks that played no part in choosing it",
+    "memory": "Table: history-based policies",
+    "tuning": "Table: tuning",
+}
 # Number of evaluations whose mean is the score of a run
 N_LAST = 2
 BOOTSTRAPS = 5000
@@ -130,24 +142,30 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def plot(runs: pd.DataFrame, tasks: Sequence[str], arms: Sequence[str]) -> Figure:
     """Plot the mean over the seeds, and a band from the minimum to the maximum."""
-    n_columns = min(len(tasks), 4)
-    n_rows = -(-len(tasks) // n_columns)
-    figure, axes = plt.subplots(
-        n_rows, n_columns, figsize=(3.3 * n_columns, 2.6 * n_rows), layout="constrained", squeeze=False
-    )
+    n_rows = -(-len(tasks) // 2)
+    figure, axes = plt.subplots(n_rows, 2, figsize=(7.2, 2.5 * n_rows + 0.5), layout="constrained", squeeze=False)
     for ax in axes.flat[len(tasks) :]:
         ax.set_axis_off()
     for ax, task in zip(axes.flat, tasks, strict=False):
-        for arm, color in zip(arms, ("0.5", "C0"), strict=True):
+        for arm, color in zip(arms, (COLORS["ppo"], COLORS["ppo_ext"]), strict=True):
             curves = select(runs, task=task, arm=arm).groupby("timesteps")["return"]
             mean, low, high = curves.mean(), curves.min(), curves.max()
             ax.plot(mean.index / 1000, mean, color=color, label=arm)
             ax.fill_between(mean.index / 1000, low, high, color=color, alpha=0.15, linewidth=0)
-        ax.set_title(task, fontsize=10)
-        ax.set_xlabel("1000 timesteps", fontsize=8)
-        ax.tick_params(labelsize=8)
-    axes[0, 0].legend(fontsize=8)
+        ax.set(title=task, xlabel="1000 timesteps", ylabel="return")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    note = "lines: means over the seeds; bands: from the smallest to the largest value"
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, title=note, title_fontsize=8)
     return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """
+    :param figure: Figure, which is closed
+    :param path: Path of an SVG file; without the date, the same figure makes the same file
+    """
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) -> None:
@@ -172,7 +190,5 @@ def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) ->
     ]
     text = "\n\n".join(parts)
     print(f"\n{suite}\n\n{text}", flush=True)
-    (folder / f"{suite}.md").write_text(text + "\n")
-    figure = plot(runs, tasks, arms)
-    figure.savefig(folder / f"{suite}.png", dpi=90)
-    plt.close(figure)
+    (folder / f"{suite}.md").write_text(f"# {TITLES.get(suite, suite)}\n\n{text}\n")
+    save(plot(runs, tasks, arms), folder / f"{suite}.svg")

@@ -1,6 +1,9 @@
 """What is installed: the wheel and the editable install carry the YAML files and the start-up hook, and take them away."""
 
+import configparser
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,6 +13,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 HOOK = "sb3_ppo_ext_zoo.pth"
@@ -74,13 +78,54 @@ def installation(request, tmp_path_factory):
 
 
 def test_source_distribution(tmp_path):
-    """The source distribution has all of the package, the hook, the tests and the scripts."""
+    """The source distribution has all of the checkout: package, hook, tests, scripts, documentation with its pictures."""
     copy_checkout(tmp_path / "source")
-    needed = [tmp_path / "source" / "sb3_ppo_ext_zoo_hook.py"]
-    needed += [path for folder in ("sb3_ppo_ext", "tests", "scripts") for path in (tmp_path / "source" / folder).rglob("*.*")]
+    # A link, to a folder of the package
+    needed = [path for path in (tmp_path / "source").rglob("*") if "hyperparams" not in path.parts[-2:]]
     with tarfile.open(build("sdist", tmp_path / "source", tmp_path / "dist")) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert {str(path.relative_to(tmp_path / "source")) for path in needed if path.is_file()} <= packed
+
+
+def test_the_readme_on_an_index():
+    """With the address of the repository, each link of the README leads to a file of the release, or was absolute before."""
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    assert setup["project_metadata"]("", "1.0") == {}
+    url = "https://github.com/owner/name"
+    metadata = setup["project_metadata"](url, "1.0")
+    before, after = (ROOT / "README.md").read_text(), metadata["long_description"]
+    links = re.findall(r"\]\(([^)\s]+)\)", after)
+    assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", before))
+    assert all(link.startswith(("https://", "#")) for link in links)
+    ours = [link.removeprefix(f"{url}/").split("#")[0].split("/", 2) for link in links if link.startswith(url)]
+    assert len(ours) > 10
+    assert {(kind, tag) for kind, tag, _ in ours} == {("blob", "v1.0"), ("raw", "v1.0")}
+    assert all((ROOT / path).is_file() for _, _, path in ours)
+    assert all((ROOT / path).suffix in {".png", ".svg"} for kind, _, path in ours if kind == "raw")
+    assert set(metadata["project_urls"]) == {"Source", "Documentation", "Changelog", "Issues"}
+
+
+def test_citation():
+    """The citation has the version, the title and the licence of the package."""
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == metadata["metadata"]["version"]
+    assert citation["license"] == metadata["metadata"]["license"]
+    assert citation["authors"] == [{"name": metadata["metadata"]["author"]}]
+
+
+def test_workflows():
+    """The workflows are valid YAML, and test and build for each version of Python that the metadata name."""
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    versions = re.findall(r"Python :: (3\.\d+)", metadata["metadata"]["classifiers"])
+    workflows = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+    assert workflows["ci"]["jobs"]["tests"]["strategy"]["matrix"]["python-version"] == versions
+    build = re.search(r'^build = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert build.split() == [f"cp{version.replace('.', '')}-*" for version in versions]
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(path.read_text())
 
 
 def test_yaml_and_types(installation):

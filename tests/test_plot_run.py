@@ -2,22 +2,24 @@
 
 import sys
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Figure as TensorBoardFigure
 from stable_baselines3.common.logger import configure
 from support.toys import make_toys
 from support.zoo import MODULE, run
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.plot_run import PANELS, main, plot_runs, read_log
+from sb3_ppo_ext.plot_run import PANELS, find_runs, main, plot_runs, read_log
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=1, device="cpu")
-KEYS = [key for _, keys, _ in PANELS for key in keys]
+KEYS = [key for panel in PANELS for key in panel.keys]
 
 
 def lines(figure):
@@ -112,8 +114,55 @@ def test_several_runs(run_folder):
     """Each run has a line in each panel, and the legend names it."""
     figure = plot_runs([run_folder, run_folder / "tensorboard"])
     assert len(lines(figure)["clip fraction"]) == 2
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == [run_folder.name, "tensorboard"]
+    assert len({line.get_color() for line in figure.axes[1].lines}) == 2
+
+
+def test_runs_of_other_algorithms(tmp_path):
+    """
+    Runs in nested folders are found, those of SB3's PPO with RL Zoo by their Monitor files and evaluations, and each algorithm
+    has a colour.
+    """
+    for number in (1, 2):
+        folder = tmp_path / "ppo_ext" / f"Toy_{number}"
+        PPOExt("MlpPolicy", make_toys(length=5), **SMALL).learn(64, callback=ProgressFile(folder))
+        folder = tmp_path / "ppo" / f"Toy_{number}"
+        folder.mkdir(parents=True)
+        env = make_vec_env(lambda: gym.wrappers.TimeLimit(gym.make("CartPole-v1"), 5), 2, monitor_dir=str(folder))
+        PPO("MlpPolicy", env, **SMALL).learn(64)
+        np.savez(folder / "evaluations.npz", timesteps=[32, 64], results=[[1.0, 3.0], [4.0, 6.0]])
+    runs = find_runs([tmp_path])
+    assert [str(run.relative_to(tmp_path)) for run in runs] == ["ppo/Toy_1", "ppo/Toy_2", "ppo_ext/Toy_1", "ppo_ext/Toy_2"]
+    log = read_log(runs[0])
+    assert log["eval/mean_reward"][1].tolist() == [2.0, 5.0]
+    steps, returns = log["rollout/ep_rew_mean"]
+    assert 5 <= steps[0] < steps[-1] <= 64
+    assert np.isfinite(returns).all()
+    (tmp_path / "ppo_ext" / "Toy_3").mkdir()
+    (tmp_path / "ppo_ext" / "Toy_3" / "progress.csv").touch()  # a training that has just begun
+    figure = plot_runs([tmp_path])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ppo", "ppo_ext"]
+    assert [line.get_color() for line in figure.axes[0].lines] == ["0.45", "0.45", "0.45", "0.45", "C0", "C0"]
+
+
+def test_panels_are_labelled(run_folder):
+    """Each panel says what its axes are, in which units, and has a grid."""
+    for ax in plot_runs([run_folder]).axes:
+        if ax.get_title():
+            assert ax.get_xlabel() == "timesteps"
+            assert ax.get_ylabel()
+            assert any(line.get_visible() for line in ax.get_xgridlines())
+
+
+def test_no_file_is_overwritten(run_folder, tmp_path, monkeypatch, capsys):
+    """A plot that is there is kept, and the next one has another name."""
+    (tmp_path / "run.png").write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["plot_run", str(run_folder), "-o", str(tmp_path / "run.png")])
+    main()
+    main()
+    assert capsys.readouterr().out.split() == [str(tmp_path / "run_2.png"), str(tmp_path / "run_3.png")]
+    assert (tmp_path / "run.png").read_text() == "mine"
 
 
 @pytest.mark.integration
@@ -136,9 +185,10 @@ def refused(monkeypatch, capsys, *arguments):
 
 def test_bad_folders(tmp_path, monkeypatch, capsys):
     """A folder without a log and one with an empty log are refused, and nothing is written."""
+    (tmp_path / "none").mkdir()
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "progress.csv").touch()
-    for folder, message in (tmp_path, "neither a `progress.csv`"), (tmp_path / "empty", "is empty"):
+    for folder, message in (tmp_path / "none", "no `progress.csv`"), (tmp_path / "empty", "is empty"), (tmp_path, "are empty"):
         assert message in refused(monkeypatch, capsys, folder, "-o", tmp_path / "plots" / "run.png")
     assert not (tmp_path / "plots").exists()
 

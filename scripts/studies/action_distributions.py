@@ -6,7 +6,7 @@ use gSDE (generalised state-dependent exploration), the distributions run withou
 arm. BangBang is a task of our own whose optimum lies at the bounds. The deterministic policy is evaluated.
 
 Run it: python scripts/studies/action_distributions.py (about an hour on two cores; it needs RL Zoo, MuJoCo and Box2D)
-It writes docs/studies/action_distributions.csv after each task, and docs/studies/action_distributions.png. With `--tasks` it
+It writes docs/studies/action_distributions.csv after each task, and docs/studies/action_distributions.svg. With `--tasks` it
 runs some of the tasks and keeps the rows of the others. The published table has three seeds of LunarLander and Swimmer:
 `--seeds 3 --tasks LunarLanderContinuous-v3 Swimmer-v5`. For these two, it uses less than a fifth of the Zoo's steps.
 """
@@ -28,6 +28,7 @@ from common import (
     Row,
     finals,
     grid_of_axes,
+    legend_below,
     mean_and_std,
     parse_arguments,
     plot_curve,
@@ -222,14 +223,12 @@ def tasks_of(rows: list[Row]) -> list[str]:
 
 
 def plot(rows: list[Row]) -> Figure:
-    figure, axes = grid_of_axes(2, 3)
-    for ax in axes.flat[len(tasks_of(rows)) :]:
-        ax.set_axis_off()
-    for ax, task in zip(axes.flat, tasks_of(rows), strict=False):
+    figure, axes = grid_of_axes(len(tasks_of(rows)))
+    for ax, task in zip(axes, tasks_of(rows), strict=True):
         for arm in arms(task):
             plot_curve(ax, select(rows, task=task, arm=arm), "evaluation", label=arm, color=COLORS[arm])
-        ax.set(title=task, xlabel="1000 timesteps")
-    axes[0, 0].legend(fontsize=7)
+        ax.set(title=task, xlabel="1000 timesteps", ylabel="return")
+    legend_below(figure, axes[0], n_columns=4)
     return figure
 
 
@@ -239,7 +238,7 @@ def main() -> None:
     for task in arguments.tasks:
         run_task(run, task, TASKS[task].timesteps, arms(task), arguments, path)
     rows = read_csv(path)
-    save_plot(plot(rows), arguments.out / "action_distributions.png")
+    save_plot(plot(rows), arguments.out / "action_distributions.svg")
     report(rows)
 
 

@@ -6,7 +6,7 @@ number of steps so far: the best order is from the most to the least valuable bo
 invalid: without masks, the step is lost. Returns are given as a fraction of those of the best order.
 
 Run it: python scripts/studies/action_masks.py (about three minutes on two cores)
-It writes docs/studies/action_masks.csv and docs/studies/action_masks.png.
+It writes docs/studies/action_masks.csv and docs/studies/action_masks.svg.
 """
 
 import time
@@ -19,6 +19,7 @@ from common import (
     Recorder,
     Row,
     grid_of_axes,
+    legend_below,
     mean_and_std,
     parse_arguments,
     per_seed,
@@ -30,6 +31,7 @@ from common import (
     write_csv,
 )
 from gymnasium import spaces
+from matplotlib.figure import Figure
 from sb3_contrib import MaskablePPO
 
 from sb3_ppo_ext import PPOExt
@@ -89,6 +91,15 @@ def _record(recorder: Recorder) -> None:
     recorder.rows.append({"timesteps": recorder.num_timesteps, "return": float(np.mean(returns))})
 
 
+def plot(rows: list[Row]) -> Figure:
+    figure, [ax] = grid_of_axes(1)
+    for arm, color in zip(ARMS, ("C1", "C0", "C2"), strict=True):
+        plot_curve(ax, select(rows, arm=arm), "return", label=arm, color=color)
+    ax.set(xlabel="1000 timesteps", ylabel="fraction of the best return")
+    legend_below(figure, ax)
+    return figure
+
+
 def main() -> None:
     arguments = parse_arguments(__doc__, timesteps=100_000)
     rows = run_grid(run, [{"arm": arm} for arm in ARMS], arguments)
@@ -103,13 +114,7 @@ def main() -> None:
         lines.append([arm, mean_and_std(early), mean_and_std(late), mean_and_std(per_seed(of_arm, "seconds"), 1)])
     header = ["", "return after a fifth", "return at the end", "CPU seconds"]
     print_table("Fraction of the best return, mean ± std over seeds", header, lines)
-    figure, axes = grid_of_axes(1, 1)
-    for arm, color in zip(ARMS, ("C1", "C0", "C2"), strict=True):
-        plot_curve(axes[0, 0], select(rows, arm=arm), "return", label=arm, color=color)
-    axes[0, 0].set(xlabel="1000 timesteps", ylabel="fraction of the best return")
-    axes[0, 0].grid(alpha=0.3)
-    axes[0, 0].legend()
-    save_plot(figure, arguments.out / "action_masks.png")
+    save_plot(plot(rows), arguments.out / "action_masks.svg")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Pendulum-v1 with the hyperparameters of the package (without gSDE), with initial
 rate against `adaptive_lr_kl` of 0.01 and 0.02.
 
 Run it: python scripts/studies/adaptive_lr.py (about 9 minutes on two cores)
-It writes docs/studies/adaptive_lr.csv and docs/studies/adaptive_lr.png.
+It writes docs/studies/adaptive_lr.csv and docs/studies/adaptive_lr.svg.
 """
 
 import numpy as np
@@ -14,6 +14,7 @@ from common import (
     Recorder,
     Row,
     grid_of_axes,
+    legend_below,
     mean_and_std,
     parse_arguments,
     per_seed,
@@ -83,27 +84,24 @@ def plot_finals(axes: Axes, rows: list[Row]) -> None:
         finals = np.array([per_seed(last(select(rows, rate=name, start=start)), "return") for start in STARTS])
         [line] = axes.plot(STARTS, finals.mean(axis=1), "o-", label=name)
         axes.fill_between(STARTS, finals.min(axis=1), finals.max(axis=1), color=line.get_color(), alpha=0.12, linewidth=0)
-    axes.set(xscale="log", xlabel="initial learning rate", title="return of the last 20 episodes")
-    axes.legend(fontsize=7)
+    axes.set(xscale="log", xlabel="initial learning rate", ylabel="return of the last 20 episodes", title="at the end")
+    axes.legend(fontsize=8)
 
 
 def plot(rows: list[Row]) -> Figure:
-    figure, axes = grid_of_axes(2, 3)
-    plot_finals(axes[0, 0], rows)
-    panels = {
-        (0, 1): ("fixed", "return"),
-        (0, 2): ("adaptive 0.01", "return"),
-        (1, 0): ("adaptive 0.01", "lr"),
-        (1, 1): ("adaptive 0.02", "lr"),
-        (1, 2): ("adaptive 0.01", "kl"),
-    }
-    for index, (name, column) in panels.items():
+    labels = {"return": "return", "lr": "learning rate", "kl": "KL divergence, nats"}
+    panels = [(name, column) for column in ("return", "lr") for name in VARIANTS if (name, column) != ("fixed", "lr")]
+    panels.append(("adaptive 0.01", "kl"))
+    figure, axes = grid_of_axes(1 + len(panels))
+    plot_finals(axes[0], rows)
+    for ax, (name, column) in zip(axes[1:], panels, strict=True):
         for start in STARTS:
-            plot_curve(axes[index], select(rows, rate=name, start=start), column, label=f"from {start:g}")
-        axes[index].set(title=f"{name}: {column}", xlabel="1000 timesteps", yscale="linear" if column == "return" else "log")
-    for index in ((0, 1), (0, 2)):
-        axes[index].set_ylim(-1700, 0)
-    axes[0, 1].legend(fontsize=7)
+            plot_curve(ax, select(rows, rate=name, start=start), column, label=f"from {start:g}")
+        scale = "linear" if column == "return" else "log"
+        ax.set(title=name, xlabel="1000 timesteps", ylabel=labels[column], yscale=scale)
+        if column == "return":
+            ax.set_ylim(-1700, 0)
+    legend_below(figure, axes[1], n_columns=5)
     return figure
 
 
@@ -112,7 +110,7 @@ def main() -> None:
     settings = [{"rate": name, "start": start} for name in VARIANTS for start in STARTS]
     rows = run_grid(run, settings, arguments)
     write_csv(arguments.out / "adaptive_lr.csv", rows)
-    save_plot(plot(rows), arguments.out / "adaptive_lr.png")
+    save_plot(plot(rows), arguments.out / "adaptive_lr.svg")
     report(rows)
 
 

@@ -6,7 +6,7 @@ Three tasks with simple hyperparameters. The curves show the training returns; t
 policy.
 
 Run it: python scripts/studies/backends.py (about 15 minutes on two cores; it needs MuJoCo)
-It writes docs/studies/backends.csv and docs/studies/backends.png.
+It writes docs/studies/backends.csv and docs/studies/backends.svg.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from common import (
     Job,
     Row,
     grid_of_axes,
+    legend_below,
     mean_and_std,
     parse_arguments,
     per_seed,
@@ -34,6 +35,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.plot_run import COLORS
 
 ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {"SB3": (PPO, {}), "native": (PPOExt, {"backend": "native"})}
 EVALUATIONS = 20
@@ -104,13 +106,13 @@ def report(rows: list[Row]) -> None:
 
 
 def plot(rows: list[Row]) -> Figure:
-    figure, axes = grid_of_axes(1, len(TASKS))
-    for ax, task in zip(axes.flat, TASKS, strict=True):
+    figure, axes = grid_of_axes(len(TASKS))
+    for ax, task in zip(axes, TASKS, strict=True):
         for algorithm in ALGORITHMS:
             kind = [row for row in select(rows, task=task, algorithm=algorithm) if "return" in row]
-            plot_curve(ax, kind, "return", label=algorithm)
-        ax.set(title=task, xlabel="1000 timesteps")
-    axes[0, 0].legend(fontsize=7)
+            plot_curve(ax, kind, "return", label=algorithm, color=COLORS[algorithm])
+        ax.set(title=task, xlabel="1000 timesteps", ylabel="return of the training")
+    legend_below(figure, axes[0])
     return figure
 
 
@@ -119,7 +121,7 @@ def main() -> None:
     settings = [{"task": task, "algorithm": algorithm} for task in TASKS for algorithm in ALGORITHMS]
     rows = run_grid(run, settings, arguments)
     write_csv(arguments.out / "backends.csv", rows)
-    save_plot(plot(rows), arguments.out / "backends.png")
+    save_plot(plot(rows), arguments.out / "backends.svg")
     report(rows)
 
 

@@ -7,7 +7,7 @@ distance from the best action. The study compares coefficients of the bounds los
 are in units of the bound.
 
 Run it: python scripts/studies/bounds.py (about 7 minutes on two cores)
-It writes docs/studies/bounds.csv and docs/studies/bounds.png.
+It writes docs/studies/bounds.csv and docs/studies/bounds.svg.
 """
 
 from typing import Any
@@ -20,6 +20,7 @@ from common import (
     Recorder,
     Row,
     grid_of_axes,
+    legend_below,
     mean_and_std,
     parse_arguments,
     per_seed,
@@ -125,18 +126,17 @@ def report(rows: list[Row], timesteps: int) -> None:
 
 
 def plot(rows: list[Row]) -> Figure:
-    panels = {"return": "return per step", "mean_action": "mean action / bound", "std": "standard deviation / bound"}
-    figure, axes = grid_of_axes(len(TASKS), len(panels), sharex=True)
-    for row, task in enumerate(TASKS):
-        for ax, (column, label) in zip(axes[row], panels.items(), strict=True):
-            for coefficient in COEFFICIENTS:
-                plot_curve(ax, select(rows, task=task, bounds_coef=coefficient), column, label=f"bounds_coef={coefficient:g}")
-            ax.set(title=f"{task}: {label}")
-        for bound in (-1, 1):
-            axes[row, 1].axhline(bound, color="0.5", linestyle=":", linewidth=1)
-    for ax in axes[-1]:
-        ax.set_xlabel("1000 timesteps")
-    axes[0, 0].legend(fontsize=7)
+    labels = {"return": "return per step", "mean_action": "mean action / bound", "std": "standard deviation / bound"}
+    panels = [(column, task) for column in labels for task in TASKS]
+    figure, axes = grid_of_axes(len(panels), sharex=True)
+    for ax, (column, task) in zip(axes, panels, strict=True):
+        for coefficient in COEFFICIENTS:
+            plot_curve(ax, select(rows, task=task, bounds_coef=coefficient), column, label=f"bounds_coef={coefficient:g}")
+        if column == "mean_action":
+            for bound in (-1, 1):
+                ax.axhline(bound, color="0.5", linestyle=":", linewidth=1)
+        ax.set(title=task, xlabel="1000 timesteps", ylabel=labels[column])
+    legend_below(figure, axes[0])
     return figure
 
 
@@ -145,7 +145,7 @@ def main() -> None:
     settings = [{"task": task, "bounds_coef": coefficient} for task in TASKS for coefficient in COEFFICIENTS]
     rows = run_grid(run, settings, arguments)
     write_csv(arguments.out / "bounds.csv", rows)
-    save_plot(plot(rows), arguments.out / "bounds.png")
+    save_plot(plot(rows), arguments.out / "bounds.svg")
     report(rows, arguments.timesteps)
 
 

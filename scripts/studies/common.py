@@ -6,7 +6,6 @@ Not a script.
 
 import argparse
 import csv
-import io
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,14 +22,16 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.plot_run import STYLE
 
 mpl.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image
 
 Row = dict[str, Any]
+BAND = "lines: means over the seeds; bands: from the smallest to the largest value"
+plt.rcParams.update(STYLE)
 
 
 # Grids
@@ -242,18 +243,44 @@ def plot_curve(axes: Axes, rows: Sequence[Row], column: str, **style: Any) -> No
     )
 
 
-def grid_of_axes(n_rows: int, n_columns: int, **kwargs: Any) -> tuple[Figure, np.ndarray]:
-    size = (3.6 * n_columns, 2.7 * n_rows)
-    return plt.subplots(n_rows, n_columns, figsize=size, layout="constrained", squeeze=False, **kwargs)
+def grid_of_axes(n_panels: int, **kwargs: Any) -> tuple[Figure, np.ndarray]:
+    """
+    Panels in two columns, which can be read on a phone and in print; what is left over of the last row is blank.
+
+    :param n_panels: Number of panels
+    :param kwargs: Keyword arguments of ``plt.subplots``
+    :return: The figure, and its panels, shape ``(n_panels,)``
+    """
+    n_columns, n_rows = min(n_panels, 2), -(-n_panels // 2)
+    size = (3.6 * n_columns + 1.2 * (n_columns == 1), 2.5 * n_rows + 0.5)
+    figure, axes = plt.subplots(n_rows, n_columns, figsize=size, layout="constrained", squeeze=False, **kwargs)
+    for ax in axes.flat[n_panels:]:
+        ax.set_axis_off()
+    return figure, axes.ravel()[:n_panels]
+
+
+def legend_below(figure: Figure, axes: Axes, note: str = BAND, n_columns: int = 3) -> None:
+    """
+    A legend below all panels, with a line that says what the lines and bands are.
+
+    :param figure: The figure
+    :param axes: Panel whose labels the legend has
+    :param note: What the lines and bands are
+    :param n_columns: Number of columns of the legend
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, title=note, title_fontsize=8)
 
 
 def save_plot(figure: Figure, path: Path) -> None:
-    """Save with a palette of 128 colours, which takes a third of the size."""
+    """
+    :param figure: Figure, which is closed
+    :param path: Path of the file
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=90)
+    # Without the date, the same figure makes the same file.
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
-    Image.open(buffer).convert("RGB").quantize(128).save(path, optimize=True)
 
 
 # Environments

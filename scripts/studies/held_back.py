@@ -6,7 +6,7 @@ It compares the transformer with the one that has what most transformers have (L
 networks), with PPO on stacked frames, and with RecurrentPPO. The task is a cart-pole with noisy positions and no velocities.
 
 Run it: python scripts/studies/held_back.py (about an hour on one core, most of it for RecurrentPPO)
-It writes docs/studies/held_back.csv and docs/studies/held_back.png.
+It writes docs/studies/held_back.csv and docs/studies/held_back.svg.
 """
 
 from copy import deepcopy
@@ -14,7 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch as th
-from common import Job, Row, grid_of_axes, mean_and_std, parse_arguments, print_table, run_grid, save_plot, select, write_csv
+from common import (
+    Job,
+    Row,
+    grid_of_axes,
+    legend_below,
+    mean_and_std,
+    parse_arguments,
+    print_table,
+    run_grid,
+    save_plot,
+    select,
+    write_csv,
+)
 from matplotlib.figure import Figure
 from robustness import make_model
 from sb3_contrib import RecurrentPPO
@@ -126,17 +138,16 @@ def report(rows: list[Row]) -> None:
 
 
 def plot(rows: list[Row]) -> Figure:
-    figure, axes = grid_of_axes(1, 3)
-    for ax, (name, title) in zip(
-        axes.flat, {"gain": "policy gain", "kl": "KL divergence", "value_error": "value error"}.items(), strict=True
-    ):
+    labels = {"gain": "gain of the objective", "kl": "KL divergence, nats", "value_error": "squared error of the value"}
+    figure, axes = grid_of_axes(len(labels))
+    for ax, (name, label) in zip(axes, labels.items(), strict=True):
         for number, arm in enumerate(ARMS):
             for part, style in zip(PARTS, ("-", "--"), strict=True):
                 epochs = range(1, N_EPOCHS + 1)
                 means = [np.mean([row[name] for row in select(rows, arm=arm, part=part, epoch=epoch)]) for epoch in epochs]
                 ax.plot(epochs, means, style, color=f"C{number}", label=f"{arm}, {part}")
-        ax.set(title=title, xlabel="epoch")
-    axes[0, 0].legend(fontsize=5)
+        ax.set(xlabel="epoch", ylabel=label)
+    legend_below(figure, axes[0], "means over updates and seeds", n_columns=2)
     return figure
 
 
@@ -144,7 +155,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__, timesteps=60_000, seeds=3)
     rows = run_grid(run, [{"arm": arm} for arm in ARMS], arguments)
     write_csv(arguments.out / "held_back.csv", rows)
-    save_plot(plot(rows), arguments.out / "held_back.png")
+    save_plot(plot(rows), arguments.out / "held_back.svg")
     report(rows)
 
 

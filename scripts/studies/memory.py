@@ -8,7 +8,7 @@ RecurrentPPO, and the transformer uses its entry in ppo_ext.yml. In the other ta
 deterministic policy is evaluated.
 
 Run it: python scripts/studies/memory.py (hours on two cores, most of them for RecurrentPPO; it needs RL Zoo and sb3-contrib)
-It writes docs/studies/memory.csv after each task, and docs/studies/memory.png. With `--tasks` and `--arms` it runs some of
+It writes docs/studies/memory.csv after each task, and docs/studies/memory.svg. With `--tasks` and `--arms` it runs some of
 them and keeps the rows of the others. `--times` measures the CPU time per step instead, with all arms in turns in one process,
 and `--lstm-times` that of RecurrentPPO and of LSTM and GRU in PPOExt with the rollouts of the Zoo's entries.
 """
@@ -32,6 +32,7 @@ from common import (
     Row,
     finals,
     grid_of_axes,
+    legend_below,
     mean_and_std,
     parse_arguments,
     plot_curve,
@@ -210,16 +211,14 @@ def tasks_of(rows: list[Row]) -> list[str]:
 
 
 def plot(rows: list[Row]) -> Figure:
-    figure, axes = grid_of_axes(2, 3)
-    for ax in axes.flat[len(tasks_of(rows)) :]:
-        ax.set_axis_off()
-    for ax, task in zip(axes.flat, tasks_of(rows), strict=False):
+    figure, axes = grid_of_axes(len(tasks_of(rows)))
+    for ax, task in zip(axes, tasks_of(rows), strict=True):
         for arm in ARMS:
             kind = select(rows, task=task, arm=arm)
             if kind:
                 plot_curve(ax, kind, "evaluation", label=arm, color=COLORS[arm])
-        ax.set(title=task, xlabel="1000 timesteps")
-    axes[0, 0].legend(fontsize=7)
+        ax.set(title=task, xlabel="1000 timesteps", ylabel="return")
+    legend_below(figure, axes[0], n_columns=4)
     return figure
 
 
@@ -275,7 +274,7 @@ def main() -> None:
     for task in arguments.tasks:
         run_task(run, task, TASKS[task].timesteps, arguments.arms, arguments, path)
     rows = read_csv(path)
-    save_plot(plot(rows), arguments.out / "memory.png")
+    save_plot(plot(rows), arguments.out / "memory.svg")
     report(rows)
 
 

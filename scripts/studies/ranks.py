@@ -5,7 +5,7 @@ Both have RL Zoo's hyperparameters for PPO. Two ranks have half of the environme
 statistics, but draw other random numbers than one process, so that they can only be compared over seeds.
 
 Run it: python scripts/studies/ranks.py (about ten minutes on two cores)
-It writes docs/studies/ranks.csv and docs/studies/ranks.png. It starts the two ranks by itself: in turns, both train one model,
+It writes docs/studies/ranks.csv and docs/studies/ranks.svg. It starts the two ranks by itself: in turns, both train one model,
 and rank 0 trains one alone while the other waits.
 """
 
@@ -17,7 +17,20 @@ from typing import Any
 import numpy as np
 import torch as th
 import torch.distributed as dist
-from common import Job, Row, grid_of_axes, mean_and_std, parse_arguments, print_table, read_csv, save_plot, select, write_csv
+from common import (
+    Job,
+    Row,
+    grid_of_axes,
+    legend_below,
+    mean_and_std,
+    parse_arguments,
+    print_table,
+    read_csv,
+    save_plot,
+    select,
+    write_csv,
+)
+from matplotlib.figure import Figure
 from scipy.stats import mannwhitneyu
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
@@ -113,6 +126,19 @@ def report(rows: list[Row]) -> None:
     print_table("Mean return of the last 20 episodes, mean ± std over seeds", ["task", *ARMS, "p"], lines)
 
 
+def plot(rows: list[Row]) -> Figure:
+    figure, axes = grid_of_axes(len(TASKS))
+    for ax, task in zip(axes, TASKS, strict=True):
+        for arm, color in zip(ARMS, ("C0", "C1"), strict=True):
+            for seed in sorted({row["seed"] for row in rows}):
+                one = select(rows, task=task, arm=arm, seed=seed)
+                steps, returns = [row["timesteps"] / 1000 for row in one], [row["return"] for row in one]
+                ax.plot(steps, returns, color=color, lw=1, label=arm if seed == 0 else None)
+        ax.set(title=task, xlabel="1000 timesteps", ylabel="return")
+    legend_below(figure, axes[0], "a line for each seed")
+    return figure
+
+
 def main() -> None:
     arguments = parse_arguments(__doc__, timesteps=None)
     if "RANK" in os.environ:
@@ -123,18 +149,7 @@ def main() -> None:
     subprocess.run(command, check=True, env=environment)
     rows = read_csv(arguments.out / "ranks.csv")
     report(rows)
-    figure, axes = grid_of_axes(1, len(TASKS))
-    for ax, task in zip(np.ravel(axes), TASKS, strict=True):
-        for arm, color in zip(ARMS, ("C0", "C1"), strict=True):
-            for seed in range(arguments.seeds):
-                one = select(rows, task=task, arm=arm, seed=seed)
-                label = arm if seed == 0 else None
-                ax.plot(
-                    [row["timesteps"] / 1000 for row in one], [row["return"] for row in one], color=color, lw=1, label=label
-                )
-        ax.set(title=task, xlabel="1000 timesteps", ylabel="return")
-        ax.legend()
-    save_plot(figure, arguments.out / "ranks.png")
+    save_plot(plot(rows), arguments.out / "ranks.svg")
 
 
 if __name__ == "__main__":

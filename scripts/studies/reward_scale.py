@@ -7,18 +7,20 @@ which ends the episode). The training reward is multiplied by a factor that chan
 well; its gradient is clipped separately, so that its error does not shrink the updates of the actor.
 
 Run it: python scripts/studies/reward_scale.py (about 7 minutes on two cores)
-It writes docs/studies/reward_scale.csv and docs/studies/reward_scale.png.
+It writes docs/studies/reward_scale.csv and docs/studies/reward_scale.svg.
 """
 
 from typing import Any
 
 import numpy as np
 from common import (
+    BAND,
     BatchedEnv,
     Job,
     Recorder,
     Row,
     grid_of_axes,
+    legend_below,
     mean_and_std,
     parse_arguments,
     per_seed,
@@ -118,23 +120,24 @@ def report(rows: list[Row], timesteps: int) -> None:
 
 
 def plot(rows: list[Row]) -> Figure:
-    figure, axes = grid_of_axes(2 * len(TASKS), len(DRIFTS), sharex=True)
-    for column, drift in enumerate(DRIFTS):
-        for row, task in enumerate(TASKS):
-            returns, stds = axes[row, column], axes[2 + row, column]
+    # In a table that is read, the factor "10" is a number.
+    rows = [{**row, "factor": str(row["factor"])} for row in rows]
+    figure, axes = grid_of_axes(2 * len(TASKS) * len(DRIFTS), sharex=True)
+    for row, drift in enumerate(DRIFTS):
+        for column, task in enumerate(TASKS):
+            returns, stds = axes[4 * row + column], axes[4 * row + 2 + column]
             for name in VARIANTS:
                 kind = select(rows, task=task, factor=drift, advantage_norm=name)
                 plot_curve(returns, kind, "return", label=name)
                 if "ema" in name:
                     color = returns.lines[-1].get_color()
-                    plot_curve(stds, kind, "ema_std", label=f"{name}: in use", color=color)
-                    plot_curve(stds, kind, "raw_std", label=f"{name}: of the rollout", color=color, linestyle="--")
+                    plot_curve(stds, kind, "ema_std", color=color)
+                    plot_curve(stds, kind, "raw_std", color=color, linestyle="--")
             returns.set(title=f"{task}, factor {drift}", ylabel="unscaled return")
-            stds.set(title=f"{task}, factor {drift}", ylabel="std of the advantage", yscale="log")
-    for ax in axes[-1]:
+            stds.set(title=f"{task}, factor {drift}", ylabel="std of advantages", yscale="log")
+    for ax in axes[-2:]:
         ax.set_xlabel("1000 timesteps")
-    axes[0, 0].legend(fontsize=7)
-    axes[2, 0].legend(fontsize=6)
+    legend_below(figure, axes[0], f"{BAND}\nstandard deviations: in use (solid), of the rollout (dashed)", n_columns=2)
     return figure
 
 
@@ -145,7 +148,7 @@ def main() -> None:
     ]
     rows = run_grid(run, settings, arguments)
     write_csv(arguments.out / "reward_scale.csv", rows)
-    save_plot(plot(rows), arguments.out / "reward_scale.png")
+    save_plot(plot(rows), arguments.out / "reward_scale.svg")
     report(rows, arguments.timesteps)
 
 

@@ -6,7 +6,7 @@ The score is the mean return of the episodes in the last 20 thousand steps of th
 begin at 100: runs with seeds 0 and 1 of five of the tasks took part in the search for the cause (see held_back.py).
 
 Run it: python scripts/studies/robustness.py --arms transformer frames --timesteps 100000
-It writes docs/studies/robustness.csv after each run, and docs/studies/robustness.png. Runs that are in the table are not
+It writes docs/studies/robustness.csv after each run, and docs/studies/robustness.svg. Runs that are in the table are not
 repeated, unless they are shorter, so that a study of many hours can be made in parts; `--report` runs nothing.
 """
 
@@ -21,7 +21,19 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch as th
-from common import Job, Row, grid_of_axes, mean_and_std, parser_of, print_table, read_csv, save_plot, select, write_csv
+from common import (
+    Job,
+    Row,
+    grid_of_axes,
+    legend_below,
+    mean_and_std,
+    parser_of,
+    print_table,
+    read_csv,
+    save_plot,
+    select,
+    write_csv,
+)
 from matplotlib.figure import Figure
 from memory_tasks import (
     Bandit,
@@ -170,8 +182,8 @@ def best_of(found: dict[tuple[str, float], np.ndarray], task: str) -> float:
 
 
 def plot(rows: list[Row]) -> Figure:
-    figure, axes = grid_of_axes(2, 4, sharex=True)
-    for ax, task in zip(axes.flat, TASKS, strict=True):
+    figure, axes = grid_of_axes(len(TASKS), sharex=True)
+    for ax, task in zip(axes, TASKS, strict=True):
         for (arm, color), (rate, style) in itertools.product(
             zip(ARMS, ("C0", "C1", "C2"), strict=True), zip(map(float, RATES), (":", "--", "-"), strict=True)
         ):
@@ -179,9 +191,10 @@ def plot(rows: list[Row]) -> Figure:
             ends = sorted({row["timesteps"] for row in kind})
             means = [np.mean([row["return"] for row in kind if row["timesteps"] == end]) for end in ends]
             ax.plot(np.array(ends) / 1000, means, style, color=color, label=f"{arm}, {rate:g}" if means else None)
-        ax.set(title=task)
-    axes[1, 0].set(xlabel="1000 timesteps", ylabel="return")
-    axes[0, 0].legend(fontsize=5)
+        ax.set(title=task, ylabel="return")
+    for ax in axes[-2:]:
+        ax.set_xlabel("1000 timesteps")
+    legend_below(figure, axes[0], "means over the seeds; numbers: learning rates")
     return figure
 
 
@@ -197,7 +210,7 @@ def main() -> None:
             rows = [row for row in rows if _key(row) != _key(done[0])] + done
             write_csv(path, sorted(rows, key=lambda row: (list(TASKS).index(row["task"]), *_key(row)[1:], row["timesteps"])))
             print(f"{n_done} of {len(jobs)} runs: {_key(done[0])} {score(done, done[-1]['timesteps']):.2f}", flush=True)
-    save_plot(plot(rows), arguments.out / "robustness.png")
+    save_plot(plot(rows), arguments.out / "robustness.svg")
     report(rows)
 
 

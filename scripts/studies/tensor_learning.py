@@ -14,7 +14,7 @@ computes the standard deviation from the observation; and once more those of RL 
 The learning rate of the games falls as in a training of ten million steps, of which the study makes the first part.
 
 Run it: python scripts/studies/tensor_learning.py (half an hour on one core; needs gymnax)
-It writes docs/studies/tensor_learning.csv and docs/studies/tensor_learning.png.
+It writes docs/studies/tensor_learning.csv and docs/studies/tensor_learning.svg.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,12 @@ from typing import Any
 
 import numpy as np
 from common import (
+    BAND,
     Job,
     Recorder,
     Row,
     grid_of_axes,
+    legend_below,
     mean_and_std,
     parse_arguments,
     plot_curve,
@@ -134,8 +136,8 @@ def report(rows: list[Row]) -> None:
 
 
 def plot(rows: list[Row]) -> Figure:
-    figure, axes = grid_of_axes(2, 3)
-    for ax, (name, task) in zip(axes.flat, TASKS.items(), strict=False):
+    figure, axes = grid_of_axes(len(TASKS))
+    for ax, (name, task) in zip(axes, TASKS.items(), strict=True):
         of_task = select(rows, task=name)
         if of_task:
             plot_curve(ax, of_task, "return", label="PPOExt")
@@ -145,8 +147,9 @@ def plot(rows: list[Row]) -> Figure:
                     ax.plot(steps / 1000, value, "kx")
                 else:
                     ax.axhline(value, color="k", linestyle=":", linewidth=0.8)
-        ax.set(title=name, xlabel="thousand steps", ylabel="return")
-    axes[-1, -1].set_axis_off()
+        ax.set(title=name, xlabel="1000 timesteps", ylabel="return")
+    note = f"{BAND}\npublished returns: crosses at that step, dotted lines for later ones"
+    legend_below(figure, axes[0], note)
     return figure
 
 
@@ -156,7 +159,7 @@ def main() -> None:
     for name in arguments.tasks:
         run_task(run, name, TASKS[name].timesteps, ["PPOExt"], arguments, path)
     rows = read_csv(path)
-    save_plot(plot(rows), arguments.out / "tensor_learning.png")
+    save_plot(plot(rows), arguments.out / "tensor_learning.svg")
     report(rows)
 
 

@@ -133,6 +133,13 @@ def test_updates(name, backend):
     assert_same_update(other=backend, **MASKED, **UPDATES[name])
 
 
+@pytest.mark.parametrize("policy", ["MlpLstmPolicy", "MlpTransformerPolicy"])
+def test_updates_with_memory(policy):
+    """So do updates of policies with a memory, also with episodes of different lengths in one minibatch."""
+    options = dict(policy=policy, policy_kwargs=dict(net_arch=[8]), ent_coef=0.1, batch_size=16, rtol=1e-4)
+    assert_same_update(other="fused", **MASKED, **options)
+
+
 @pytest.mark.integration
 def test_compiled():
     """The update can be compiled."""

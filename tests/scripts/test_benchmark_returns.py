@@ -100,7 +100,7 @@ def test_report(tmp_path):
     text = (tmp_path / "suite.md").read_text()
     assert "| a |" in text
     assert "| b |" not in text
-    assert (tmp_path / "suite.png").stat().st_size > 5000
+    assert (tmp_path / "suite.svg").stat().st_size > 5000
 
 
 def jobs():
@@ -194,7 +194,7 @@ def test_benchmark_goes_on(tmp_path):
     again = pd.read_csv(path)
     assert len(again) == len(both)
     assert "old" not in set(again["digest"])
-    for name in ("memory.md", "memory.png", "versions.json"):
+    for name in ("memory.md", "memory.svg", "versions.json"):
         assert (tmp_path / name).exists()
 
 

@@ -40,7 +40,7 @@ def test_study(name, timesteps, tasks, tmp_path):
     printed = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True, env=environment).stdout
     assert "mean ± std over seeds" in printed
     assert len((tmp_path / f"{name}.csv").read_text().splitlines()) > 10
-    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert (tmp_path / f"{name}.svg").stat().st_size > 10_000
 
 
 def test_every_study_is_tested():

@@ -1,0 +1,54 @@
+"""
+Draw the plots of the documentation again, from the tables that the benchmarks and studies have written: after a change of what
+they look like, without training anything.
+
+    python scripts/redraw.py
+"""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pandas as pd
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
+# Our arms in the suites of the learning benchmark, each of which has one more
+OURS = {"ppo_ext", "default", "best trial"}
+
+
+def redraw_study(table: Path) -> None:
+    """
+    :param table: Table of a study, whose plot lies beside it
+    """
+    common, study = import_module("common"), import_module(table.stem)
+    common.save_plot(study.plot(common.read_csv(table)), table.with_suffix(".svg"))
+
+
+def redraw_returns(table: Path) -> None:
+    """
+    :param table: Evaluations of a suite of the learning benchmark
+    """
+    report = import_module("returns_report")
+    runs = pd.read_csv(table)
+    arms = sorted(runs["arm"].unique(), key=OURS.__contains__)
+    tasks = [task for task in runs["task"].unique() if set(arms) <= set(runs[runs["task"] == task]["arm"])]
+    report.save(report.plot(runs, tasks, arms), table.with_suffix(".svg"))
+
+
+def main() -> None:
+    sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "studies")]
+    for table in sorted((ROOT / "docs" / "studies").glob("*.csv")):
+        redraw_study(table)
+    for table in sorted((ROOT / "benchmark").glob("*.csv")):
+        if table.stem != "tuning-trials":
+            redraw_returns(table)
+    folder = ROOT / "docs" / "performance"
+    import_module("benchmark_speed").plot(
+        json.loads((folder / "benchmark.json").read_text())["results"], folder / "benchmark.svg"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The code in README.md and docs/ runs as it stands there; ``tests/support/snippets.py`` says what is shortened."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from sb3_contrib import MaskablePPO, RecurrentPPO
+from support.snippets import ROOT, blocks, blocks_in, commands, module_and_arguments, pages, script
+
+from sb3_ppo_ext import PPOExt
+
+ENVIRONMENT = {**os.environ, "SDL_VIDEODRIVER": "dummy", "OMP_NUM_THREADS": "1"}
+PAGES = {page: blocks(page) for page in pages()}
+LANGUAGES = {"python", "bash", "yaml"}
+# Not code that runs: a citation, what a program prints, the contents of the site
+OTHER_LANGUAGES = {"bibtex", "text"}
+
+
+def with_code(*languages):
+    """Pages with a block in one of the languages that is run."""
+    return [page for page, found in PAGES.items() if any(b.language in languages and not b.not_run for b in found)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_run_or_says_why_not(page):
+    """A block is in a language that is run or names none of them, and its commands are known or marked with a reason."""
+    for block in PAGES[page]:
+        assert block.language in LANGUAGES | OTHER_LANGUAGES, f"{page}:{block.line}"
+    for line, words in commands(PAGES[page]):
+        try:
+            module_and_arguments(words)
+        except ValueError as error:
+            pytest.fail(f"{page}:{line}: {error}")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_marker_is_without_effect(page):
+    """Each marker stands directly before a block."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    markers = text.count("<!-- not run") + text.count("<!-- given")
+    assert markers == sum(bool(block.not_run) + bool(block.given) for block in PAGES[page])
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("page", with_code("python"))
+@pytest.mark.filterwarnings("ignore")
+def test_python(page, tmp_path, monkeypatch):
+    """The Python blocks of a page run, one after the other."""
+    monkeypatch.chdir(tmp_path)
+    code = compile(script(PAGES[page]), str(ROOT / page), "exec")
+    exec(code, {"__name__": "__main__"})
+
+
+def run_commands(page, folder):
+    """Run the commands of a page in one process, which imports everything once."""
+    lines = ["import runpy, sys, os"]
+    for line, words in commands(PAGES[page]):
+        if not isinstance(words[-1], str):
+            path = folder / "hyperparameters.yml"
+            path.write_text(words[-1].code)
+            words = [*words[:-1], str(path)]
+        module, arguments = module_and_arguments(words)
+        lines.append(f"print('{page}:{line}:', {' '.join(words)!r}, flush=True)")
+        lines.append(f"sys.argv = {[module, *arguments]!r}")
+        lines.append(f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)")
+    (folder / "commands.py").write_text("\n".join(lines))
+    done = subprocess.run(
+        [sys.executable, "commands.py"], cwd=folder, capture_output=True, text=True, env=ENVIRONMENT, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.integration
+def test_commands_of_the_readme(tmp_path):
+    """The commands of the README run, one after the other, in one folder."""
+    run_commands("README.md", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.parametrize("page", [page for page in with_code("bash", "yaml") if page != "README.md"])
+def test_commands(page, tmp_path):
+    """The commands of a page run, one after the other, in one folder."""
+    run_commands(page, tmp_path)
+
+
+def test_names_of_the_options_are_right():
+    """What docs/coming_from.md gives as an argument of `PPOExt` is one."""
+    text = (ROOT / "docs" / "coming_from.md").read_text()
+    tables = [line.rsplit("|", 2)[1] for line in text.splitlines() if line.startswith("|")]
+    given = {name for cell in tables for code in re.findall("`([^`]+)`", cell) for name in re.findall(r"(\w+)=", code)}
+    # Arguments of policies and wrappers, and of rsl_rl
+    others = {"log_std_init", "learn_std", "mean_tanh", "rnn", "lstm_hidden_size", "momentum", "net_arch", "activation_fn"}
+    others |= {"norm_obs", "norm_reward", "clip_obs", "clip_reward", "policy"} | {"schedule"}
+    assert given - others <= set(inspect.signature(PPOExt).parameters)
+    assert len(given) > 40
+
+
+@pytest.mark.parametrize(("algorithm", "section"), [(RecurrentPPO, "RecurrentPPO"), (MaskablePPO, "MaskablePPO")])
+def test_defaults_of_sb3_contrib(algorithm, section):
+    """The defaults of sb3-contrib's algorithms are those of `PPOExt`, except for those that the page names."""
+    ours, theirs = (inspect.signature(one).parameters for one in (PPOExt, algorithm))
+    differ = {name for name in theirs if name in ours and theirs[name].default != ours[name].default}
+    text = (ROOT / "docs" / "coming_from.md").read_text().split(f"## sb3-contrib: {section}")[1].split("\n## ")[0]
+    assert differ == {name for name in ("n_steps", "batch_size") if f"| `{name}` |" in text}
+    for name in differ:
+        assert f"| `{name}` | {theirs[name].default} | `{name}={theirs[name].default}`; ours is {ours[name].default} |" in text
+
+
+TEXT = """\
+<!-- not run: it needs a GPU -->
+```python
+model.to("cuda")
+```
+
+<!-- given: n = 1_000_000 -->
+```python
+n += 1  # more
+m = 2_0, 300
+```
+```bash
+rl_zoo3 train --n-trials 100 \\
+    -params n:1
+```
+"""
+
+
+def test_blocks_are_found():
+    """Markers belong to the block that follows, lines keep their numbers, and lengths of trainings are cut."""
+    first, second, third = blocks_in(TEXT)
+    assert (first.not_run, second.not_run, third.language) == ("it needs a GPU", "", "bash")
+    assert script([first, second]).splitlines() == ["", "", "", "", "", "n = 512", "", "n += 1  # more", "m = 2_0, 300"]
+    [(line, words)] = commands([first, second, third])
+    assert line == 12
+    assert module_and_arguments(words) == (
+        "rl_zoo3.train",
+        ["--n-trials", "100", "-params", "n:1", "-n", "512", "--n-trials", "2"],
+    )
+    with pytest.raises(ValueError, match="mark its block"):
+        module_and_arguments(["pip", "install", "."])
