@@ -343,6 +343,16 @@ def test_all_keys_with_masks(in_observation):
     assert_equal_runs(expected, actual)
 
 
+def test_actor_of_one_key_with_masks():
+    """The actor alone reads a dictionary as it did before, also if nothing but the key "observation" and the mask is left."""
+    space = spaces.Dict({"goal": VECTOR, "observation": VECTOR})
+    env = make_masked(observation_space=space)
+    model = make(env=env, keywords=dict(actor_keys=["observation"]), action_masking=True).learn(32)
+    actor, given = model.policy.without_critic(), {"observation": VECTOR.sample(), "action_mask": np.ones(5)}
+    expected = model.policy.predict({**given, "goal": VECTOR.sample()}, deterministic=True)[0]
+    assert actor.predict(given, deterministic=True)[0] == expected
+
+
 def test_bad_keys_with_masks():
     """The mask is no feature, and there is nothing to choose from where the observation is a vector."""
     with pytest.raises(ValueError, match=r"`actor_keys=.*there is no 'action_mask'; give a list.*'gear', 'goal', 'joints'$"):
