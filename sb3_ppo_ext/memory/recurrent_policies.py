@@ -16,6 +16,7 @@ from stable_baselines3.common.torch_layers import MlpExtractor
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
+from sb3_ppo_ext.common.hybrid_actions import structured
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
 from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.saved_models import OF_RECURRENT_PPO
@@ -304,7 +305,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         state: tuple[np.ndarray, ...] | None = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
-    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+    ) -> tuple[Any, tuple[np.ndarray, ...] | None]:
         """
         Get the policy's action from an observation and the state of the actor's network.
 
@@ -330,7 +331,8 @@ class RecurrentPolicyMixin(HistoryPolicy):
             distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
             samples = distribution.get_actions(deterministic=deterministic).cpu().numpy()
         actions = self._within_bounds(samples.reshape(n_envs, *self.action_space.shape))
-        return (actions if is_vectorized else actions.squeeze(axis=0)), tuple(part.cpu().numpy() for part in after)
+        chosen = structured(self.action_space, actions if is_vectorized else actions.squeeze(axis=0))
+        return chosen, tuple(part.cpu().numpy() for part in after)
 
     def _state_of(self, state: Any, n_envs: int) -> State:
         """State of the actor's network from an argument of ``predict``."""

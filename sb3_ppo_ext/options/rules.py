@@ -9,6 +9,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.hybrid_actions import is_hybrid
 from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.validation import (
     check_device,
@@ -29,6 +30,7 @@ from sb3_ppo_ext.policies.actor_critic import (
     OWN_KEYWORDS,
     ActionDistributionMixin,
     check_action_distribution,
+    check_exploration,
     check_masking,
     with_action_distributions,
     with_own_masking,
@@ -91,6 +93,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     check_device(arguments["device"])
     check_logging(arguments["tensorboard_log"], arguments["verbose"])
     ALL_OPTIONS["use_sde"].accepted.check("use_sde", arguments["use_sde"])
+    if arguments["use_sde"]:
+        check_exploration(arguments["use_sde"], getattr(arguments["env"], "action_space", None))
     if arguments["rollout_buffer_kwargs"] is not None:
         check_dictionary("rollout_buffer_kwargs", arguments["rollout_buffer_kwargs"])
     if arguments["env"] is None and arguments["_init_setup_model"]:
@@ -177,6 +181,10 @@ def _check_policy(model: ConfiguredModel) -> None:
     policy_class = with_action_distributions(model.policy_class)
     check_recurrence(policy_class)
     check_masking(policy_class, model.action_masking)
+    action_space = getattr(model, "action_space", None)
+    if is_hybrid(action_space) and not issubclass(policy_class, ActionDistributionMixin):
+        remedy = "let it inherit `sb3_ppo_ext.MlpPolicy`, `CnnPolicy` or `MultiInputPolicy`"
+        refuse("policy", policy_class, f"SB3's policies know no actions in a {type(action_space).__name__}; {remedy}")
     _check_keywords(model, policy_class)
     if issubclass(policy_class, ActionDistributionMixin):  # Keywords of other classes may mean something else.
         check_action_distribution(
@@ -184,7 +192,7 @@ def _check_policy(model: ConfiguredModel) -> None:
             model.deterministic_action,
             mean_tanh=model.policy_kwargs.get("mean_tanh", False),
             learn_std=model.policy_kwargs.get("learn_std", True),
-            action_space=getattr(model, "action_space", None),
+            action_space=action_space,
             use_sde=model.use_sde,
             log_std_init=model.policy_kwargs.get("log_std_init", 0.0),
         )

@@ -6,7 +6,7 @@ the noisy cart-pole, there are no velocities, and positions have noise: actor an
 have an offset that is not seen, and the networks need no memory. All else is the same: networks, rollouts, learning rates.
 
 Run it: python scripts/studies/asymmetric.py (about five minutes on two cores)
-It writes docs/studies/asymmetric.csv and docs/studies/asymmetric.png.
+It writes docs/studies/asymmetric.csv and docs/studies/asymmetric.svg.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from common import (
     Recorder,
     Row,
     grid_of_axes,
+    legend_below,
     mean_and_std,
     parse_arguments,
     per_seed,
@@ -32,6 +33,7 @@ from common import (
     select,
 )
 from gymnasium import spaces
+from matplotlib.figure import Figure
 from memory_tasks import TMaze, noisy_cart_pole
 from stable_baselines3.common.env_util import make_vec_env
 
@@ -134,6 +136,18 @@ def run(job: Job) -> list[Row]:
     return [{**row, "evaluation": row["return"]} for row in recorder.rows if "return" in row]
 
 
+def plot(rows: list[Row]) -> Figure:
+    figure, axes = grid_of_axes(2 * len(TASKS))
+    for row, task in zip(axes.reshape(-1, 2), TASKS, strict=True):
+        for ax, name in zip(row, ("return", "explained_variance"), strict=True):
+            for arm, color in COLORS.items():
+                if of_arm := select(rows, task=task, arm=arm):
+                    plot_curve(ax, of_arm, name, label=arm, color=color)
+            ax.set(title=task, xlabel="1000 timesteps", ylabel=name.replace("_", " "))
+    legend_below(figure, axes[0])
+    return figure
+
+
 def main() -> None:
     arguments = parse_arguments(__doc__, timesteps=None, tasks=tuple(TASKS), arms=tuple(ARMS))
     path = arguments.out / "asymmetric.csv"
@@ -150,16 +164,7 @@ def main() -> None:
                 lines.append([task, arm, *map(mean_and_std, means), mean_and_std(variances)])
     header = ["", "", "return at 30 %", "at 60 %", "at the end", "explained variance"]
     print_table("In training, mean ± std over seeds", header, lines)
-    figure, axes = grid_of_axes(2, len(TASKS))
-    for column, task in zip(axes.T, TASKS, strict=True):
-        for ax, name in zip(column, ("return", "explained_variance"), strict=True):
-            for arm, color in COLORS.items():
-                if of_arm := select(rows, task=task, arm=arm):
-                    plot_curve(ax, of_arm, name, label=arm, color=color)
-            ax.set(title=task, xlabel="1000 timesteps", ylabel=name.replace("_", " "))
-            ax.grid(alpha=0.3)
-    axes[0, -1].legend(fontsize=7, loc="lower right")
-    save_plot(figure, arguments.out / "asymmetric.png")
+    save_plot(plot(rows), arguments.out / "asymmetric.svg")
 
 
 if __name__ == "__main__":

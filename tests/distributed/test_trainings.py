@@ -26,7 +26,7 @@ FEW = [
     ),
     *("plain/fused/one segment", "plain/eager/adaptive_lr_kl", "plain/eager/accumulate_grad", "plain/device/kl_coef"),
     *("plain/eager/vtrace", "plain/native/uneven minibatches", "dict/fused/sgd", "tensors/device/default"),
-    "dict/fused/different keys",
+    *("dict/fused/different keys", "hybrid/native/further losses", "hybrid/eager/kl_coef"),
 ]
 ALL = [f"{env}/{backend}/{option}" for env in ("plain", "normalized") for backend in BACKENDS for option in OPTIONS]
 ALL += [f"tensors/{backend}/{option}" for backend in ("device", "eager") for option in OPTIONS]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from support.hybrid import SPACES
 from support.options import SINGLE
 from support.toys import DICT, IMAGE, make_toys
 
@@ -38,6 +39,8 @@ ACTIONS = {
     "categorical": dict(env=dict(action_space=spaces.Discrete(4))),
     "multi-categorical": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
     "Bernoulli": dict(env=dict(action_space=spaces.MultiBinary(3))),
+    "hybrid": dict(env=dict(action_space=SPACES["all kinds"]), bounds_coef=0.1, kl_coef=0.1),
+    "hybrid, Beta": dict(env=dict(action_space=SPACES["nested"]), action_dist="beta", kl_coef=0.1),
     "gSDE": dict(use_sde=True, sde_sample_freq=4),
     "gSDE, squashed": dict(use_sde=True, policy_kwargs=dict(squash_output=True, use_expln=True, full_std=False)),
 }

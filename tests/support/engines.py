@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from support.hybrid import SPACES
 from support.toys import DICT, IMAGE, VECTOR, make_toys
 from torch import nn
 
@@ -57,6 +58,14 @@ UPDATES = {
     "discrete": dict(env=dict(action_space=spaces.Discrete(4))),
     "multi-discrete": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
     "multi-binary": dict(env=dict(action_space=spaces.MultiBinary(3))),
+    "hybrid": dict(env=dict(action_space=SPACES["all kinds"]), ent_coef=0.1),
+    "hybrid, all losses": dict(
+        env=dict(action_space=SPACES["nested"]), bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, learning_rate=1e-3
+    ),
+    "hybrid, Beta": dict(env=dict(action_space=SPACES["dict"]), action_dist="beta", kl_coef=0.5, ent_coef=0.1),
+    "hybrid, squashed": dict(env=dict(action_space=SPACES["tuple"]), action_dist="squashed_gaussian", ent_coef=0.1),
+    "hybrid, mean_tanh": dict(env=dict(action_space=SPACES["all kinds"]), policy_kwargs=dict(mean_tanh=True), ent_coef=0.1),
+    "hybrid, integers": dict(env=dict(action_space=SPACES["integers"]), ent_coef=0.1, kl_coef=0.5),
     "discrete observations": dict(env=dict(observation_space=spaces.Discrete(5))),
     "multi-discrete observations": dict(env=dict(observation_space=spaces.MultiDiscrete([4, 3]))),
     "multi-binary observations": dict(env=dict(observation_space=spaces.MultiBinary(4))),

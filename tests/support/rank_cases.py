@@ -19,6 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from support.hybrid import SPACES
 from support.simulated_device import simulated_device
 from support.torch_envs import TorchPendulum
 from support.toys import BOX_ACTION, DICT, VECTOR, ToyEnv
@@ -155,7 +156,9 @@ def make_env(name, n_envs, first, device):
 
     def make_toy():
         # Spaces draw observations, and are not shared by the environments of one process.
-        return Monitor(ToyEnv(deepcopy(DICT if name == "dict" else VECTOR), deepcopy(BOX_ACTION), length=5))
+        # Of a hybrid space, only samples of boxes are drawn from what `same_draws` replaces.
+        actions = SPACES["boxes"] if name == "hybrid" else BOX_ACTION
+        return Monitor(ToyEnv(deepcopy(DICT if name == "dict" else VECTOR), deepcopy(actions), length=5))
 
     env = DummyVecEnv([make_toy] * n_envs)
     if name == "normalized":
