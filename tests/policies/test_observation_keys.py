@@ -1,9 +1,7 @@
 """Actor and critic that read different keys of the observations: what is computed, what acts, and what is refused."""
 
 import copy
-import re
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -564,12 +562,3 @@ def test_small_images_that_nobody_reads():
         for name in both:
             with pytest.raises(ValueError, match=message):
                 make(space=space, keywords={**both, name: ["joints", bad]})
-
-
-def test_documentation(tmp_path, monkeypatch):
-    """The examples of docs/asymmetric.md run one after the other."""
-    text = (Path(__file__).parents[2] / "docs" / "asymmetric.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 4
-    monkeypatch.chdir(tmp_path)
-    exec("\n".join(examples).replace("20_000", "1_024"), {})
