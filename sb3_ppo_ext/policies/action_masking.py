@@ -13,7 +13,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions.masked import MaskedDistribution, choices_of, make_masked_distribution
-from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
+from sb3_ppo_ext.policies.observation_keys import KEYWORDS, ObservationKeysMixin
 
 # Keys of an observation to which a mask is added: an observation that is no dictionary, and the mask
 OBSERVATION, ACTION_MASK = "observation", "action_mask"
@@ -35,7 +35,11 @@ class ActionMaskingMixin(ObservationKeysMixin):
 
     def __init__(self, observation_space: Any, *args: Any, action_mask_key: str | None = None, **kwargs: Any):
         self.action_mask_key = action_mask_key
-        self._has_one_part = action_mask_key is not None and observation_space.spaces.keys() == {OBSERVATION, action_mask_key}
+        # Who names keys reads dictionaries.
+        has_keys = any(kwargs.get(name) is not None for name in KEYWORDS)
+        self._has_one_part = (
+            action_mask_key is not None and not has_keys and {*observation_space} == {OBSERVATION, action_mask_key}
+        )
         super().__init__(observation_space, *args, **kwargs)
 
     def _build(self, lr_schedule: Schedule) -> None:

@@ -133,7 +133,7 @@ def run(job: Job) -> list[Row]:
     model = PPOExt(task.policy, env, seed=job.seed, policy_kwargs=keywords, **OPTIONS)
     recorder = Recorder({"explained_variance": "train/explained_variance"}, every=2)
     model.learn(job.timesteps, callback=recorder)
-    return [{**row, "evaluation": row["return"]} for row in recorder.rows if "return" in row]
+    return recorder.rows
 
 
 def plot(rows: list[Row]) -> Figure:

@@ -1,9 +1,7 @@
 """Actor and critic that read different keys of the observations: what is computed, what acts, and what is refused."""
 
 import copy
-import re
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -343,6 +341,16 @@ def test_all_keys_with_masks(in_observation):
     assert_equal_runs(expected, actual)
 
 
+def test_actor_of_one_key_with_masks():
+    """The actor alone reads a dictionary as it did before, also if nothing but the key "observation" and the mask is left."""
+    space = spaces.Dict({"goal": VECTOR, "observation": VECTOR})
+    env = make_masked(observation_space=space)
+    model = make(env=env, keywords=dict(actor_keys=["observation"]), action_masking=True).learn(32)
+    actor, given = model.policy.without_critic(), {"observation": VECTOR.sample(), "action_mask": np.ones(5)}
+    expected = model.policy.predict({**given, "goal": VECTOR.sample()}, deterministic=True)[0]
+    assert actor.predict(given, deterministic=True)[0] == expected
+
+
 def test_bad_keys_with_masks():
     """The mask is no feature, and there is nothing to choose from where the observation is a vector."""
     with pytest.raises(ValueError, match=r"`actor_keys=.*there is no 'action_mask'; give a list.*'gear', 'goal', 'joints'$"):
@@ -554,12 +562,3 @@ def test_small_images_that_nobody_reads():
         for name in both:
             with pytest.raises(ValueError, match=message):
                 make(space=space, keywords={**both, name: ["joints", bad]})
-
-
-def test_documentation(tmp_path, monkeypatch):
-    """The examples of docs/asymmetric.md run one after the other."""
-    text = (Path(__file__).parents[2] / "docs" / "asymmetric.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 4
-    monkeypatch.chdir(tmp_path)
-    exec("\n".join(examples).replace("20_000", "1_024"), {})
