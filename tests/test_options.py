@@ -160,7 +160,7 @@ PAIRS = [
     for one, other in itertools.combinations(WITH_POLICIES, 2)
     for value, other_value in itertools.product(WITH_POLICIES[one], WITH_POLICIES[other])
 ]
-WITHOUT_MEMORY, WITH_MEMORY = ([pair for pair in PAIRS if ("policy" in pair) == has] for has in (False, True))
+WITH_MLP, WITH_OTHERS = ([pair for pair in PAIRS if ("policy" in pair) == has] for has in (False, True))
 
 
 def pairs_in(options):
@@ -188,7 +188,7 @@ def extended(options, names, action_space, rng):
 
 
 ACTION_SPACES = [BOX_ACTION, spaces.Discrete(3), KICK]
-COMBINATIONS = [(options, space) for space in ACTION_SPACES for options in combinations(space, WITHOUT_MEMORY)]
+COMBINATIONS = [(options, space) for space in ACTION_SPACES for options in combinations(space, WITH_MLP)]
 
 
 def assert_all_continue(sets_of_options):
@@ -207,9 +207,9 @@ def test_pairs(part):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_pairs_with_memory(part):
-    """The same with the options that a policy with a memory is combined with."""
-    assert_all_continue([(options, space) for space in ACTION_SPACES for options in combinations(space, WITH_MEMORY)][part::4])
+def test_pairs_with_other_policies(part):
+    """The same with the options that a policy with a memory, or with a critic that knows more, is combined with."""
+    assert_all_continue([(options, space) for space in ACTION_SPACES for options in combinations(space, WITH_OTHERS)][part::4])
 
 
 @pytest.mark.parametrize("action_space", ACTION_SPACES, ids=["box", "discrete", "hybrid"])
@@ -226,9 +226,9 @@ def test_every_pair_is_trained_or_refused():
     """Every legal one of about a thousand pairs is trained, and most are legal."""
     for action_space in ACTION_SPACES:
         trained = set().union(*(pairs_in(options) for options, space in COMBINATIONS if space == action_space))
-        legal = [pair for pair in WITHOUT_MEMORY if is_legal(pair, action_space)]
-        assert len(WITHOUT_MEMORY) > 900
-        assert len(legal) > 0.5 * len(WITHOUT_MEMORY)
+        legal = [pair for pair in WITH_MLP if is_legal(pair, action_space)]
+        assert len(WITH_MLP) > 900
+        assert len(legal) > 0.5 * len(WITH_MLP)
         assert all(pairs_in(pair) <= trained for pair in legal)
 
 
@@ -236,7 +236,7 @@ def test_table_agrees_with_the_oracle():
     """The conflicts in the rows are those of `is_legal`, which is written independently."""
     rows = ALL_OPTIONS.values()
     fixed = {row.attribute: row.default for row in rows} | dict(policy_kwargs={}, rollout_buffer_class=None)
-    for options, action_space in itertools.product(WITHOUT_MEMORY, ACTION_SPACES):
+    for options, action_space in itertools.product(WITH_MLP, ACTION_SPACES):
         model = SimpleNamespace(**{**fixed, **options}, action_space=action_space)
         changed = [row for row in rows if getattr(model, row.attribute) != fixed[row.attribute]]
         refused = [row.name for row in changed if any(conflict.when.holds(model) for conflict in row.conflicts)]

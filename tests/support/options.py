@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from support.engines import VECTORS
 from support.masks import make_masked
 from support.parity import assert_equal
-from support.toys import BOX_ACTION, make_toys
+from support.toys import BOX_ACTION, VECTOR, make_toys
 from support.zips import Zip
 
 from sb3_ppo_ext import ActionMaskWrapper, PPOExt
@@ -36,13 +37,14 @@ OF_SB3 = ("ent_coef", "clip_range_vf", "target_kl", "normalize_advantage", "use_
 # Each option with values other than its default, and the options that it needs
 VALUES = {name: list(ALL_OPTIONS[name].examples) for name in (*OWN_OPTIONS, *OF_SB3)} | TOY_VALUES
 NEEDS = {name: needed_by(ALL_OPTIONS[name]) for name in VALUES}
-# Policies with a memory, as if they were an option
-WITH_POLICIES = VALUES | {"policy": ["MlpLstmPolicy", "MlpTransformerPolicy"]}
+# Policies with a memory, and one whose critic reads more than the actor, as if they were an option
+WITH_POLICIES = VALUES | {"policy": ["MlpLstmPolicy", "MlpTransformerPolicy", "MultiInputPolicy"]}
 NEEDS["policy"] = {}
 POLICY_KWARGS = {
     "MlpPolicy": {},
     "MlpLstmPolicy": dict(lstm_hidden_size=4),
     "MlpTransformerPolicy": dict(context_length=3, n_stacked=1, d_model=4, n_heads=1),
+    "MultiInputPolicy": dict(actor_keys=["joints"]),
 }
 
 
@@ -73,7 +75,7 @@ def is_legal(options, action_space):
         or (get("action_dist") == "beta" and get("bounds_coef") > 0)
         or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")
         or (get("dual_clip") and get("surrogate") != "clip")
-        or (get("policy") != "MlpPolicy" and get("backend") == "native")
+        or (get("policy") in ("MlpLstmPolicy", "MlpTransformerPolicy") and get("backend") == "native")
         or (get("policy") == "MlpLstmPolicy" and (get("backend") == "device" or get("amp_dtype")))
         or (get("amp_dtype") and get("backend") not in ("auto", "device"))
         or (get("auxiliary_losses") and get("backend") == "native")
@@ -93,16 +95,18 @@ DEFAULTS = own_options() | dict(use_sde=False, policy="MlpPolicy")
 
 def make(options, action_space=None, env=None):
     options = {**SMALL, **options}
+    env = env or make_env(options, action_space)
     policy = options.pop("policy", "MlpPolicy")
     options["policy_kwargs"] = {**options["policy_kwargs"], **POLICY_KWARGS[policy]}
-    return PPOExt(policy, env or make_env(options, action_space), **options)
+    return PPOExt(policy, env, **options)
 
 
 def make_env(options, action_space=None):
+    spaces_of_env = dict(observation_space=VECTORS if options.get("policy") == "MultiInputPolicy" else VECTOR)
     if not options.get("action_masking") or not isinstance(action_space, spaces.Discrete | None):
-        return make_toys(action_space=action_space or BOX_ACTION, length=5)
+        return make_toys(action_space=action_space or BOX_ACTION, length=5, **spaces_of_env)
     wrapper = ActionMaskWrapper if options.get("action_mask_key") else None
-    return make_masked(action_space=action_space or spaces.Discrete(3), length=5, wrapper=wrapper)
+    return make_masked(action_space=action_space or spaces.Discrete(3), length=5, wrapper=wrapper, **spaces_of_env)
 
 
 def random_state():
@@ -121,7 +125,7 @@ def assert_continues(options, action_space=None):
     again = make(options, action_space).learn(32)
     assert_equal(straight.policy.state_dict(), again.policy.state_dict(), "policy")
     saved, env, state = Zip(straight), copy.deepcopy(straight.env), random_state()
-    has_memory = "policy" in options
+    has_memory = options.get("policy", "MlpPolicy") != "MlpPolicy"
     if has_memory:  # Zips do not have what is remembered of an episode.
         straight.set_env(straight.env)
         straight.env.seed(SMALL["seed"])  # as `load` does
