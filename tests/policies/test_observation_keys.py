@@ -271,6 +271,22 @@ def test_own_learning_rate_of_the_critic(backend):
     assert not set(slow.policy.pi_features_extractor.parameters()) & of_critic
 
 
+def test_native_threads():
+    """On two threads, the networks read their own columns as on one, to the bit."""
+    one, two = (make(backend="native", native_threads=n).learn(32).policy.state_dict() for n in (1, 2))
+    assert_equal(one, two, "policy")
+
+
+def test_parts_of_actions():
+    """Actions of several parts can be chosen by an actor that knows less than the critic, also alone."""
+    action_space = spaces.Dict({"push": spaces.Box(-1.0, 1.0, (2,), np.float32), "mode": spaces.Discrete(3)})
+    model = make(env=make_toys(observation_space=SPACE, action_space=action_space)).learn(32)
+    observation = without(observations_of(SPACE))[0]
+    expected = model.predict(observation, deterministic=True)[0]
+    alone = model.policy.without_critic().predict(observation, deterministic=True)[0]
+    assert_equal(expected, alone, "actions")
+
+
 def test_frozen_actor():
     """`max_clip_fraction` freezes the actor with its extractor, and the critic learns on."""
     options = dict(space=DICT, learning_rate=1e-2, n_epochs=4, max_grad_norm=1e9)
