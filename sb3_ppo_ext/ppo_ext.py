@@ -18,7 +18,7 @@ from stable_baselines3.common.policies import (
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.type_aliases import GymEnv
-from stable_baselines3.common.vec_env import VecEnv, VecTransposeImage
+from stable_baselines3.common.vec_env import VecCheckNan, VecEnv, VecTransposeImage, is_vecenv_wrapped
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.algorithm.device_choice import without_device_line
@@ -26,6 +26,7 @@ from sb3_ppo_ext.algorithm.model_setup import ModelSetup
 from sb3_ppo_ext.algorithm.saved_state import option_names
 from sb3_ppo_ext.algorithm.training_loop import TrainingLoop
 from sb3_ppo_ext.common.guards import check_predicted
+from sb3_ppo_ext.common.hybrid_actions import is_hybrid, sample_space
 from sb3_ppo_ext.common.schedules import ScheduleLike
 from sb3_ppo_ext.common.validation import (
     SUPPORTED_SPACES,
@@ -120,8 +121,9 @@ class PPOExt(TrainingLoop, ModelSetup):
     The options that PPOExt adds are keyword-only, and their defaults are equivalent to SB3's PPO. ``docs/options.md`` explains
     when to use them, with the formulas; ``docs/options_reference.md`` is a table of all options.
 
-    :param action_dist: Distribution of the actions in a ``Box`` action space: ``"gaussian"`` is SB3's, whose samples are
-        clipped to the bounds; ``"squashed_gaussian"`` (the tanh of a Gaussian) and ``"beta"`` stay within the bounds
+    :param action_dist: Distribution of the actions in a ``Box``, or in those of a hybrid action space: ``"gaussian"`` is
+        SB3's, whose samples are clipped to the bounds; ``"squashed_gaussian"`` (the tanh of a Gaussian) and ``"beta"`` stay
+        within the bounds
     :param deterministic_action: Action of a Beta distribution that ``predict(..., deterministic=True)`` returns: its
         ``"mean"`` or its ``"mode"``
     :param action_masking: Whether the environments say which actions are valid, so that the policy chooses among these alone
@@ -139,8 +141,8 @@ class PPOExt(TrainingLoop, ModelSetup):
     :param adv_clip: Largest absolute value of a normalized advantage, to which larger ones are clipped, with
         ``advantage_norm="ema"``; greater than 0
     :param adv_shift_mean: Whether the mean is subtracted from the advantages, with ``advantage_norm="ema"``
-    :param bounds_coef: Coefficient of the bounds loss, which penalizes mean actions outside the bounds of a ``Box`` action
-        space. At least 0
+    :param bounds_coef: Coefficient of the bounds loss, which penalizes mean actions outside the bounds of a ``Box``. At
+        least 0
     :param bounds_limit: Absolute value of the mean action above which the bounds loss acts, where 1 is the bound of the
         action space. At least 0. With ``action_dist="squashed_gaussian"`` it limits the mean before the tanh, where 1.1 is
         80 % of the bound
@@ -321,7 +323,7 @@ class PPOExt(TrainingLoop, ModelSetup):
                 device="cpu" if is_automatic else device,
                 seed=seed,
                 _init_setup_model=False,
-                supported_action_spaces=SUPPORTED_SPACES,
+                supported_action_spaces=(*SUPPORTED_SPACES, spaces.Dict, spaces.Tuple),
             )
         self._device_is_automatic = is_automatic
         self.batch_size = batch_size
@@ -354,8 +356,10 @@ class PPOExt(TrainingLoop, ModelSetup):
         self.advantage_normalizer = self.kl_coefficient = self.adaptive_lr = None
         self._setup_schedules()
         self._setup_kl_coefficient()
-        given, space = self.policy_kwargs, self.observation_space
+        given, space, action_space = self.policy_kwargs, self.observation_space, self.action_space
         self.observation_space = self._space_of_policy()
+        # The policy and the rollout buffer have hybrid actions as vectors.
+        self.action_space = sample_space(action_space)
         self.policy_kwargs = self._setup_action_distribution(given)
         if self.optimizer != "adam":
             # `optimizer_kwargs` are for the class of `optimizer`, not for the one that the policy creates.
@@ -364,7 +368,7 @@ class PPOExt(TrainingLoop, ModelSetup):
             with assertions_as_value_errors(), self._memory_errors():
                 super()._setup_model()
         finally:
-            self.policy_kwargs, self.observation_space = given, space
+            self.policy_kwargs, self.observation_space, self.action_space = given, space, action_space
         self._setup_device()
         self._setup_validation()
         self._setup_precision()
@@ -385,7 +389,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
         action_masks: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+    ) -> tuple[Any, tuple[np.ndarray, ...] | None]:
         """
         Get the policy action from an observation (and optional hidden state).
 
@@ -395,15 +399,18 @@ class PPOExt(TrainingLoop, ModelSetup):
         :param deterministic: Whether to return the deterministic action instead of a sample
         :param action_masks: With ``action_masking``, whether each choice of each action is valid, shape ``(n_choices,)`` or
             ``(n_envs, n_choices)``; ``None`` for masks that are in the observation. Without them all actions are valid
-        :return: Action of each environment, and the next hidden state
+        :return: Action of each environment, and the next hidden state. With a ``Dict`` or ``Tuple`` action space, the actions
+            are a dictionary or tuple, or for several environments a list of them
         :raises ValueError: if the outputs of the policy are not finite, or the masks do not fit
         """
         if self.action_masking:
             observation = masked_observation(self.policy, observation, action_masks, in_observation=bool(self.action_mask_key))
         elif action_masks is not None:
             refuse("action_masks", action_masks, "the model has none; make it with `action_masking=True`")
+        actions: Any
         actions, state = super().predict(observation, state, episode_start, deterministic)
-        if self.device.type != "cpu":  # On the CPU, PyTorch validates the parameters of the distribution.
+        # On the CPU, PyTorch validates the parameters of the distribution. Those that become dictionaries have been checked.
+        if self.device.type != "cpu" and self._sample_space is self.action_space:
             check_predicted(self.policy, np.asarray(actions))
         return actions, state
 
@@ -446,6 +453,8 @@ class PPOExt(TrainingLoop, ModelSetup):
             single: Any = env
             env = FastDummyVecEnv([lambda: single])
         env = OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
+        if is_hybrid(env.action_space) and is_vecenv_wrapped(env, VecCheckNan):
+            refuse("env", env, "`VecCheckNan` cannot read such actions; leave it out, PPOExt finds NaN, too")
         if type(env) is VecTransposeImage and steps_in_tensors(env.venv):
             return TensorVecTransposeImage(env.venv)
         return env

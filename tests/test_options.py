@@ -16,6 +16,7 @@ from gymnasium import spaces
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from stable_baselines3 import PPO
+from support.hybrid import KICK
 from support.options import (
     MASKED,
     OF_MASKS,
@@ -186,8 +187,8 @@ def extended(options, names, action_space, rng):
     return options
 
 
-SPACES = (BOX_ACTION, spaces.Discrete(3))
-COMBINATIONS = [(options, space) for space in SPACES for options in combinations(space, WITHOUT_MEMORY)]
+ACTION_SPACES = [BOX_ACTION, spaces.Discrete(3), KICK]
+COMBINATIONS = [(options, space) for space in ACTION_SPACES for options in combinations(space, WITHOUT_MEMORY)]
 
 
 def assert_all_continue(sets_of_options):
@@ -208,10 +209,10 @@ def test_pairs(part):
 @pytest.mark.parametrize("part", range(4))
 def test_pairs_with_memory(part):
     """The same with the options that a policy with a memory is combined with."""
-    assert_all_continue([(options, space) for space in SPACES for options in combinations(space, WITH_MEMORY)][part::4])
+    assert_all_continue([(options, space) for space in ACTION_SPACES for options in combinations(space, WITH_MEMORY)][part::4])
 
 
-@pytest.mark.parametrize("action_space", [BOX_ACTION, spaces.Discrete(3)], ids=["box", "discrete"])
+@pytest.mark.parametrize("action_space", ACTION_SPACES, ids=["box", "discrete", "hybrid"])
 def test_illegal_pairs(action_space):
     """Pairs that are not legal raise ValueError before anything is trained."""
     illegal = [pair for pair in PAIRS if not is_legal(pair, action_space)]
@@ -223,7 +224,7 @@ def test_illegal_pairs(action_space):
 
 def test_every_pair_is_trained_or_refused():
     """Every legal one of about a thousand pairs is trained, and most are legal."""
-    for action_space in (BOX_ACTION, spaces.Discrete(3)):
+    for action_space in ACTION_SPACES:
         trained = set().union(*(pairs_in(options) for options, space in COMBINATIONS if space == action_space))
         legal = [pair for pair in WITHOUT_MEMORY if is_legal(pair, action_space)]
         assert len(WITHOUT_MEMORY) > 900
@@ -235,7 +236,7 @@ def test_table_agrees_with_the_oracle():
     """The conflicts in the rows are those of `is_legal`, which is written independently."""
     rows = ALL_OPTIONS.values()
     fixed = {row.attribute: row.default for row in rows} | dict(policy_kwargs={}, rollout_buffer_class=None)
-    for options, action_space in itertools.product(WITHOUT_MEMORY, SPACES):
+    for options, action_space in itertools.product(WITHOUT_MEMORY, ACTION_SPACES):
         model = SimpleNamespace(**{**fixed, **options}, action_space=action_space)
         changed = [row for row in rows if getattr(model, row.attribute) != fixed[row.attribute]]
         refused = [row.name for row in changed if any(conflict.when.holds(model) for conflict in row.conflicts)]

@@ -17,11 +17,12 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext.algorithm.changes import is_same, remembered
 from sb3_ppo_ext.algorithm.device_choice import Situation, choose_device
 from sb3_ppo_ext.algorithm.policy_updater import PolicyUpdater
+from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, in_float32_range, make_schedule, value_of
 from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
-from sb3_ppo_ext.distributions import ACTION_DISTS, BoundedDistribution
+from sb3_ppo_ext.distributions import ACTION_DISTS, bounded_part
 from sb3_ppo_ext.distributions.on_device import on_device
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
@@ -30,7 +31,7 @@ from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
 from sb3_ppo_ext.policies.action_masking import ACTION_MASK, with_mask, without_mask
-from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, MlpPolicy, with_action_distributions
+from sb3_ppo_ext.policies.actor_critic import OWN_KEYWORDS, ActionDistributionMixin, MlpPolicy, with_action_distributions
 from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
 from sb3_ppo_ext.rollout.action_masks import check_masks
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
@@ -57,7 +58,7 @@ class ModelSetup(PolicyUpdater):
             self.policy_class = with_action_distributions(self.policy_class)
             return {**policy_kwargs, "action_mask_key": self.action_mask_key or ACTION_MASK}
         if self.action_dist == "gaussian":
-            if policy_kwargs.keys() & {"mean_tanh", "learn_std"}:
+            if policy_kwargs.keys() & set(OWN_KEYWORDS) or isinstance(self.action_space, FlatActionSpace):
                 self.policy_class = with_action_distributions(self.policy_class)
             return policy_kwargs
         self.policy_class = with_action_distributions(self.policy_class)
@@ -126,7 +127,7 @@ class ModelSetup(PolicyUpdater):
             self.rollout_buffer = self.rollout_buffer_class(
                 self.n_steps,
                 space,
-                self.action_space,
+                self._sample_space,
                 device=self.device,
                 gamma=self.gamma,
                 gae_lambda=self.gae_lambda,
@@ -175,7 +176,7 @@ class ModelSetup(PolicyUpdater):
         self.rollout_buffer = policy.make_buffer(
             self.n_steps,
             in_float32(space) if own or self._keeps_float32() else space,
-            self.action_space,
+            self._sample_space,
             device=self.device,
             gamma=self.gamma,
             gae_lambda=self.gae_lambda,
@@ -204,9 +205,10 @@ class ModelSetup(PolicyUpdater):
                 f"{self.policy_class.__name__} makes it {made!r}; give that, or change the class",
             )
         self._samples_latents = ACTION_DISTS[self.action_dist].is_bounded
-        if self._samples_latents and self.action_space.dtype != np.float32:
+        space = self._sample_space
+        if self._samples_latents and space.dtype != np.float32:
             # Otherwise the buffer would round latents to the dtype of the actions.
-            self.rollout_buffer.action_space = spaces.Box(-np.inf, np.inf, self.action_space.shape, np.float32)
+            self.rollout_buffer.action_space = spaces.Box(-np.inf, np.inf, space.shape, np.float32)
             self.rollout_buffer.reset()
 
     def _maybe_recommend_cpu(self, mlp_class_name: str = "ActorCriticPolicy") -> None:
@@ -367,8 +369,8 @@ class ModelSetup(PolicyUpdater):
     def _setup_deterministic_action(self) -> None:
         if isinstance(self.policy, ActionDistributionMixin):
             self.policy.deterministic_action = self.deterministic_action
-            if isinstance(self.policy.action_dist, BoundedDistribution):
-                self.policy.action_dist.deterministic_action = self.deterministic_action
+            if (bounded := bounded_part(self.policy.action_dist)) is not None:
+                bounded.deterministic_action = self.deterministic_action
 
     def _warn_about_truncated_minibatch(self) -> None:
         if self.env is None:

@@ -13,6 +13,7 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples, Schedule
 
 from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.common.hybrid_actions import boxes_of, split_boxes
 from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.engine import Act, Engine, Setup
@@ -180,12 +181,15 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         return make_policy_losses(self.auxiliary_losses, self.policy, normalizers[0] if normalizers else None)
 
     def _action_bounds(self) -> tuple[th.Tensor, th.Tensor] | None:
-        """Lower and upper bounds of the actions in the buffer, flat; -1 and 1 for a squashed policy, also for its latents."""
-        space = self.action_space
-        if not isinstance(space, spaces.Box):
+        """
+        Lower and upper bounds of the actions in the buffer, flat; -1 and 1 for a squashed policy, also for its latents. Of
+        hybrid actions, those of the ``Box`` parts.
+        """
+        space = self._sample_space
+        if not isinstance(space, spaces.Box) or not boxes_of(space):
             return None
         bounds = (-np.ones_like(space.low), np.ones_like(space.high)) if self.policy.squash_output else (space.low, space.high)
-        low, high = (bound.flatten() for bound in bounds)
+        low, high = (split_boxes(space, bound)[0].flatten() for bound in bounds)
         return bounds_on_device(low, high, self.device)
 
     def _log_update(self, config: UpdateConfig, result: UpdateResult) -> None:

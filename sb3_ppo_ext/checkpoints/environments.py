@@ -87,7 +87,7 @@ class FirstSteps:
         else:
             outcome = tuple(local_variables[name] for name in ("new_obs", "rewards", "dones"))
             # Not `clipped_actions`, which an environment may have changed in place
-            actions = self.model._actions_for_env(local_variables["samples"])
+            actions = self.model._actions_for_env(self.model._within_bounds(local_variables["samples"]))
             self.steps.append(copy.deepcopy(Step(actions, outcome, self.generators)))
             if self.model.ranks.are_several:
                 statistics = fixed_statistics(find_normalizers(self.env))

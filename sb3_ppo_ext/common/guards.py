@@ -118,6 +118,20 @@ def check_predicted(policy: th.nn.Module, actions: np.ndarray) -> None:
         raise NonFinitePolicyError(f"The outputs of the policy are not finite ({_why_not_finite(policy)}).")
 
 
+def check_actions(actions: np.ndarray) -> None:
+    """
+    Check the numbers that a policy returns in place of actions, before they are converted.
+
+    :param actions: Latents or vectors, any shape
+    :raises NonFinitePolicyError: if they contain NaN or infinity
+    """
+    if not np.isfinite(actions).all():
+        raise NonFinitePolicyError(
+            f"{np.sum(~np.isfinite(actions))} of {np.size(actions)} numbers in the policy's actions are not finite: check its "
+            "observations and its parameters for NaN."
+        )
+
+
 def _is_output(policy: Any, outputs: np.ndarray) -> bool:
     """Whether these are outputs of a policy, not what it returns instead because they are not finite."""
     if outputs.dtype.kind == "f":

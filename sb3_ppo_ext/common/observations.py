@@ -61,3 +61,12 @@ def in_float32(space: spaces.Space) -> spaces.Space:
     if isinstance(space, spaces.Box) and space.dtype == np.float64:
         return spaces.Box(-np.inf, np.inf, space.shape, np.float32)
     return space
+
+
+def dtype_of(space: spaces.Space) -> th.dtype:
+    """
+    :param space: Space that is not a ``Dict``
+    :return: Dtype of its tensors: that of the space, float32 instead of float64, and int64 for a ``Discrete``
+    """
+    dtype = th.from_numpy(np.empty(0, space.dtype)).dtype
+    return th.float32 if dtype == th.float64 else dtype

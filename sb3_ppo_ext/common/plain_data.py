@@ -217,6 +217,11 @@ _KINDS = {
         lambda space: list(space.n) if isinstance(space.n, tuple) else space.n,
         lambda content: spaces.MultiBinary(content),
     ),
+    "Tuple": _Kind(
+        (spaces.Tuple,),
+        lambda space: [to_plain(part) for part in space.spaces],
+        lambda content: spaces.Tuple([from_plain(part) for part in content]),
+    ),
     "Dict": _Kind(
         (spaces.Dict,), lambda space: _pairs(space.spaces), lambda content: spaces.Dict(OrderedDict(_dictionary(content)))
     ),

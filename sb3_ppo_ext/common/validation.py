@@ -317,22 +317,44 @@ def check_action_space(space: spaces.Space) -> None:
     :param space: Action space
     :raises UnsupportedSpaceError: if no action distribution supports the space
     """
+    _check_actions(f"The action space {space}", space)
+    for where, part in _parts_of(f"The action space {space}", space):
+        _check_actions(where, part)
+        if isinstance(part, spaces.Box) and (part.shape == () or not np.issubdtype(part.dtype, np.floating)):
+            remedy = "declare a Box of floats with at least one dimension, and round in the environment; or a MultiDiscrete."
+            raise UnsupportedSpaceError(f"{where} is {part}: {remedy}")
+
+
+def _parts_of(where: str, space: spaces.Space) -> Iterator[tuple[str, spaces.Space]]:
+    """Parts of a ``Dict`` or ``Tuple``, also those of its parts, with their places."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        for key, part in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
+            inside = f"{where}, under {key!r}"
+            yield inside, part
+            yield from _parts_of(inside, part)
+
+
+def _check_actions(where: str, space: spaces.Space) -> None:
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        if not space.spaces:
+            raise UnsupportedSpaceError(f"{where} is empty: give it at least one part.")
+        return
     if not isinstance(space, SUPPORTED_SPACES):
+        what = "is not supported" if where.endswith(str(space)) else f"is a {type(space).__name__}"
         raise UnsupportedSpaceError(
-            f"The action space {space} is not supported: use Box, Discrete, MultiDiscrete or MultiBinary "
-            "(a Dict or Tuple of actions can be flattened into one of these by an `ActionWrapper`)."
+            f"{where} {what}: use Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these."
         )
     if isinstance(space, spaces.Box) and not np.all(np.isfinite([space.low, space.high])):
         raise UnsupportedSpaceError(
-            f"The action space {space} has an infinite bound: declare finite ones, best of all [-1, 1], "
+            f"{where} has an infinite bound: declare finite ones, best of all [-1, 1], "
             "and scale the action inside the environment."
         )
     if isinstance(space, spaces.MultiBinary | spaces.MultiDiscrete) and len(space.shape) != 1:
         raise UnsupportedSpaceError(
-            f"The action space {space} has {len(space.shape)} dimensions: "
+            f"{where} has {len(space.shape)} dimensions: "
             f"use a flat {type(space).__name__} and reshape the action inside the environment."
         )
-    _check_content(f"The action space {space}", space, "TransformAction")
+    _check_content(where, space, "TransformAction")
 
 
 def _check_content(where: str, space: Any, wrapper: str) -> None:

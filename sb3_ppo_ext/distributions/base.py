@@ -93,6 +93,16 @@ class BoundedDistribution(Distribution):
         return latents, self.log_prob(latents)
 
 
+def bounded_part(distribution: Any) -> BoundedDistribution | None:
+    """
+    :param distribution: Any distribution
+    :return: What samples latents: the distribution itself if it is bounded, or that of the ``Box`` parts of a hybrid one,
+        whose columns come first; ``None`` if nothing does
+    """
+    part = getattr(distribution, "continuous", distribution)
+    return part if isinstance(part, BoundedDistribution) else None
+
+
 class NumpyDistribution(ABC):
     """
     NumPy implementation of an action distribution, for the native engine: samples, log probabilities and their gradients from
@@ -169,9 +179,10 @@ class NumpyDistribution(ABC):
         """
         if self.log_std is None:
             return outputs
-        described = np.empty((len(outputs), 2 * outputs.shape[1]), outputs.dtype)
-        described[:, : outputs.shape[1]] = outputs
-        described[:, outputs.shape[1] :] = self.parameter
+        n_outputs, n_stds = outputs.shape[1], len(self.parameter)
+        described = np.empty((len(outputs), n_outputs + n_stds), outputs.dtype)
+        described[:, :n_outputs] = outputs
+        described[:, n_outputs:] = self.parameter
         return described
 
     def entropies(self, described: np.ndarray) -> np.ndarray:
@@ -188,14 +199,16 @@ class NumpyDistribution(ABC):
         :param described: Descriptions from :meth:`described`, shape ``(batch_size, n)``
         :return: Parameters of bounded distributions (see :meth:`BoundedDistribution.parameters`), ``None`` for others
         """
-        if not isinstance(self.distribution, BoundedDistribution):
-            return None
         with th.no_grad():
-            return self._restored(described).parameters()
+            bounded = None if bounded_part(self.distribution) is None else bounded_part(self._restored(described))
+            return None if bounded is None else bounded.parameters()
 
     def _restored(self, described: np.ndarray) -> Any:
         rows = th.from_numpy(described)
-        return self.make(rows) if self.log_std is None else self.make(*rows.chunk(2, dim=1))
+        if self.log_std is None:
+            return self.make(rows)
+        n_stds = len(self.parameter)
+        return self.make(*rows.split([rows.shape[1] - n_stds, n_stds], dim=1))
 
     def make(self, outputs: th.Tensor, log_std: th.Tensor | None = None) -> Distribution:
         """

@@ -5,6 +5,7 @@ numbers, but never wait. Instead of raising an error, they return NaN or :data:`
 parameters of a distribution are NaN, which is noticed when the actions arrive on the host.
 """
 
+from copy import copy
 from typing import Any, TypeVar
 
 import torch as th
@@ -19,6 +20,7 @@ from stable_baselines3.common.distributions import (
 from torch.distributions import Bernoulli, Categorical, Normal
 
 from sb3_ppo_ext.common.guards import NO_ACTION
+from sb3_ppo_ext.distributions.hybrid import HybridDistribution
 from sb3_ppo_ext.distributions.masked import MaskedCategoricalDistribution, MaskedMultiCategoricalDistribution
 
 SelfGaussian = TypeVar("SelfGaussian", bound="GaussianOnDevice")
@@ -136,9 +138,13 @@ _ON_DEVICE: dict[type, type[Distribution]] = {
 def on_device(distribution: Any) -> Any:
     """
     :param distribution: Action distribution of a policy that is on a GPU
-    :return: Distribution in the same state that does not wait for the GPU, if it is one of SB3's; others are returned
-        unchanged, and so are subclasses of SB3's, which may compute differently
+    :return: Distribution in the same state that does not wait for the GPU, if it is one of SB3's, or a hybrid one with parts
+        of SB3's; others are returned unchanged, and so are subclasses of SB3's, which may compute differently
     """
+    if type(distribution) is HybridDistribution:
+        hybrid = copy(distribution)
+        hybrid.distributions = tuple(map(on_device, distribution.distributions))
+        return hybrid
     replacement = _ON_DEVICE.get(type(distribution))
     if replacement is None:
         return distribution

@@ -18,17 +18,20 @@ from stable_baselines3.common.distributions import (
 )
 from torch import nn
 
+from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.distributions import (
     bernoulli,
     beta,
     categorical,
     gaussian,
+    hybrid,
     masked,
     multi_categorical,
     squashed_gaussian,
     state_dependent_noise,
 )
 from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction, NumpyDistribution
+from sb3_ppo_ext.distributions.hybrid import HybridDistribution, Part
 from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 
 # Values of the option `action_dist`, for actions in a `Box`
@@ -64,6 +67,8 @@ class DistributionFamily:
         does. If not, it takes the outputs of the layer that ``proba_distribution_net`` returns
     :param log_std_range: Allowed values of ``log_std_init``
     :param deterministic_actions: Allowed values of ``deterministic_action``
+    :param outputs_per_dimension: Number of outputs of the output layer for each dimension of a ``Box``
+    :param initial_bias: Initial biases of the output layer, ``None`` for those that SB3 gives it
     """
 
     name: str
@@ -76,6 +81,8 @@ class DistributionFamily:
     has_log_std: bool = False
     log_std_range: tuple[float, float] = LOG_STD_INIT_RANGE
     deterministic_actions: tuple[DeterministicAction, ...] = ("mean",)
+    outputs_per_dimension: int = 1
+    initial_bias: float | None = None
 
     @property
     def is_bounded(self) -> bool:
@@ -124,6 +131,8 @@ FAMILIES = (
         beta.NumpyBeta,
         location=beta.location,
         deterministic_actions=beta.DETERMINISTIC_ACTIONS,
+        outputs_per_dimension=2,
+        initial_bias=beta.BETA_BIAS,
     ),
     DistributionFamily(
         "categorical",
@@ -158,11 +167,43 @@ FAMILIES = (
     DistributionFamily(
         "bernoulli", BernoulliDistribution, bernoulli.parameters, bernoulli.kl_divergence, location=bernoulli.location
     ),
+    DistributionFamily(
+        "hybrid",
+        HybridDistribution,
+        hybrid.parameters,
+        hybrid.kl_divergence,
+        hybrid.NumpyHybrid,
+        hybrid.unsquashed_mean,
+        location=hybrid.location,
+    ),
 )
 _BY_NAME = {family.name: family for family in FAMILIES}
 _BY_CLASS: dict[type, DistributionFamily] = {family.torch_class: family for family in FAMILIES}
 # Families that `action_dist` can name
 ACTION_DISTS = {name: _BY_NAME[name] for name in get_args(ActionDist)}
+
+
+def hybrid_distribution(
+    space: FlatActionSpace, action_dist: ActionDist, deterministic_action: DeterministicAction
+) -> HybridDistribution:
+    """
+    :param space: Vectors for the actions of a ``Dict`` or ``Tuple`` space
+    :param action_dist: Distribution of its ``Box`` parts
+    :param deterministic_action: Deterministic action of these, if the distribution supports several
+    :return: Distribution of all parts
+    """
+    parts: list[tuple[Part, Distribution]] = []
+    if n := space.n_continuous:
+        family = ACTION_DISTS[action_dist]
+        make: Any = family.torch_class
+        own = () if action_dist == DEFAULT else (deterministic_action,)
+        parts.append((Part(family, n, n * family.outputs_per_dimension), make(n, *own)))
+    if values := space.n_values:
+        categorical = MultiCategoricalDistribution(values)
+        parts.append((Part(_BY_NAME["multi_categorical"], len(values), sum(values)), categorical))
+    if n := space.n_binary:
+        parts.append((Part(_BY_NAME["bernoulli"], n, n), BernoulliDistribution(n)))
+    return HybridDistribution(parts)
 
 
 def family_of(distribution: Any) -> DistributionFamily | None:

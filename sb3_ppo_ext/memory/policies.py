@@ -15,17 +15,19 @@ from stable_baselines3.common.policies import (
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
-from stable_baselines3.common.torch_layers import MlpExtractor
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
 from sb3_ppo_ext.common.bounds import bounds_on_device
+from sb3_ppo_ext.common.hybrid_actions import kinds_of, structured
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
 from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
 from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
 from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer, Sequences
 from sb3_ppo_ext.memory.transformer import Cache, Transformer
+from sb3_ppo_ext.policies.observation_keys import make_mlp_extractor
 
 # Number of observations that are preprocessed at once where no gradient is needed
 MAX_IMAGES = 64
@@ -149,22 +151,21 @@ class TransformerPolicyMixin(HistoryPolicy):
     # Networks
 
     def _build_mlp_extractor(self) -> None:
-        self.pi_transformer = self.vf_transformer = self._make_transformer()
+        self.pi_transformer = self.vf_transformer = self._make_transformer(self.pi_features_extractor)
         if not self.share_features_extractor:
-            self.vf_transformer = self._make_transformer()
-        self.mlp_extractor = MlpExtractor(
-            self.pi_transformer.n_outputs, net_arch=self.net_arch, activation_fn=self.activation_fn, device=self.device
-        )
+            self.vf_transformer = self._make_transformer(self.vf_features_extractor)
+        self.mlp_extractor = make_mlp_extractor(self, self.pi_transformer.n_outputs, self.vf_transformer.n_outputs)
 
-    def _make_transformer(self) -> Transformer:
-        size = self.features_dim + self.n_action_features + self.use_last_reward
+    def _make_transformer(self, extractor: BaseFeaturesExtractor) -> Transformer:
+        size = extractor.features_dim + self.n_action_features + self.use_last_reward
         names = ("context_length", "d_model", "n_heads", "n_layers", "ffn_dim", "n_stacked", "gate")
         return Transformer(size, **{name: self.memory_kwargs[name] for name in names})
 
     @property
     def n_action_features(self) -> int:
         """Number of inputs that encode the last action, 0 without ``use_last_action``."""
-        return get_flattened_obs_dim(self.action_space) if self.use_last_action else 0
+        kinds = kinds_of(self.action_space) if self.use_last_action else []
+        return sum(get_flattened_obs_dim(kind) for kind, _ in kinds)
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         return {**super()._get_constructor_parameters(), **self.memory_kwargs}
@@ -207,35 +208,24 @@ class TransformerPolicyMixin(HistoryPolicy):
 
     def encode_actions(self, actions: np.ndarray) -> np.ndarray:
         """
-        :param actions: Actions as the environments got them, shape ``(n_envs, *action_shape)``
+        :param actions: Actions as the environments got them, shape ``(n_envs, *action_shape)``; vectors for a ``Dict`` or
+            ``Tuple``
         :return: Actions as the policy sees them: scaled to [-1, 1] where there are bounds, as ones and zeros (one-hot) if they
             are discrete, shape ``(n_envs, n_action_features)``, float32
         """
-        encoded: Any = preprocess_obs(th.as_tensor(actions), self.action_space, normalize_images=False)
-        flat = encoded.reshape(len(actions), -1).double().numpy()
-        if isinstance(space := self.action_space, spaces.Box):
-            low, high = (bound.flatten().astype(np.float64) for bound in (space.low, space.high))
-            bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
-            middle, half = np.where(bounded, [(low / 2 + high / 2), (high / 2 - low / 2)], [[0.0], [1.0]])
-            flat = (flat - middle) / half
-        return flat.astype(np.float32)
+        kinds = kinds_of(self.action_space)
+        return np.concatenate([_encoded(actions[columns], kind) for kind, columns in kinds], axis=1)
 
     def encode_action_tensors(self, actions: th.Tensor) -> th.Tensor:
         """
         :meth:`encode_actions` on the device of the actions.
 
-        :param actions: Actions as the environments got them, shape ``(n_envs, *action_shape)``
+        :param actions: Actions as the environments got them, shape ``(n_envs, *action_shape)``; vectors for a ``Dict`` or
+            ``Tuple``
         :return: Actions as the policy sees them, shape ``(n_envs, n_action_features)``, float32
         """
-        encoded: Any = preprocess_obs(actions, self.action_space, normalize_images=False)
-        flat = encoded.reshape(len(actions), -1).float()
-        if not isinstance(space := self.action_space, spaces.Box):
-            return flat
-        low, high = space.low.flatten(), space.high.flatten()
-        bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
-        middle, half = np.where(bounded, [(low / 2 + high / 2), (high / 2 - low / 2)], [[0.0], [1.0]])
-        centre, scale = bounds_on_device(middle, half, flat.device)
-        return (flat - centre) / scale
+        kinds = kinds_of(self.action_space)
+        return th.cat([_encoded_tensors(actions[columns], kind) for kind, columns in kinds], dim=1)
 
     def _features(self, sequences: PyTorchObs, extractor: nn.Module, transformer: Transformer) -> th.Tensor:
         """Features of the samples, shape ``(n_samples, n_outputs)``."""
@@ -315,7 +305,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         state: Any = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
-    ) -> tuple[np.ndarray, Any]:
+    ) -> tuple[Any, Any]:
         """
         Get the policy's action from an observation and the last observations of the episode.
 
@@ -329,7 +319,7 @@ class TransformerPolicyMixin(HistoryPolicy):
             rewards of the last step
         """
         self.set_training_mode(False)
-        tensor, is_vectorized = self.obs_to_tensor(observation)
+        tensor, is_vectorized = self.obs_to_tensor(self.seen_by_actor(observation))
         now = map_observations(lambda part: part.unsqueeze(1).cpu().numpy(), tensor)
         n_envs = len(next(iter(now.values()))) if isinstance(now, dict) else len(now)
         begins = np.zeros(n_envs, bool) if episode_start is None else np.asarray(episode_start, bool).reshape(n_envs)
@@ -345,7 +335,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         actions = self._within_bounds(samples.cpu().numpy().reshape(n_envs, *self.action_space.shape))
         memory = memory._replace(known_steps=known_steps)
         memory = self._forget_oldest(memory, actions)
-        return (actions if is_vectorized else actions.squeeze(axis=0)), memory
+        return structured(self.action_space, actions if is_vectorized else actions.squeeze(axis=0)), memory
 
     def _empty_memory(self, now: Any, n_envs: int) -> Memory:
         n_before = self.context_length - 1
@@ -403,6 +393,29 @@ class TransformerPolicyMixin(HistoryPolicy):
         observations = map_observations(lambda part: part[:, 1:], memory.observations)
         known, starts = memory.known[:, 1:], memory.starts[:, 1:]
         return Memory(observations, known, starts, last_actions, last_rewards, memory.known_steps)
+
+
+def _encoded(actions: np.ndarray, space: spaces.Space) -> np.ndarray:
+    encoded: Any = preprocess_obs(th.as_tensor(actions), space, normalize_images=False)
+    flat = encoded.reshape(len(actions), -1).double().numpy()
+    if isinstance(space, spaces.Box):
+        low, high = (bound.flatten().astype(np.float64) for bound in (space.low, space.high))
+        bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
+        middle, half = np.where(bounded, [(low / 2 + high / 2), (high / 2 - low / 2)], [[0.0], [1.0]])
+        flat = (flat - middle) / half
+    return flat.astype(np.float32)
+
+
+def _encoded_tensors(actions: th.Tensor, space: spaces.Space) -> th.Tensor:
+    encoded: Any = preprocess_obs(actions, space, normalize_images=False)
+    flat = encoded.reshape(len(actions), -1).float()
+    if not isinstance(space, spaces.Box):
+        return flat
+    low, high = space.low.flatten(), space.high.flatten()
+    bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
+    middle, half = np.where(bounded, [(low / 2 + high / 2), (high / 2 - low / 2)], [[0.0], [1.0]])
+    centre, scale = bounds_on_device(middle, half, flat.device)
+    return (flat - centre) / scale
 
 
 def _episodes(memory: Memory) -> np.ndarray:

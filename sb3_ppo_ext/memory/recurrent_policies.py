@@ -16,6 +16,7 @@ from stable_baselines3.common.torch_layers import MlpExtractor
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
+from sb3_ppo_ext.common.hybrid_actions import structured
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
 from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.saved_models import OF_RECURRENT_PPO
@@ -119,22 +120,23 @@ class RecurrentPolicyMixin(HistoryPolicy):
         )
 
     def _build(self, lr_schedule: Schedule) -> None:
+        if self.shared_lstm and not self.share_features_extractor:
+            refuse("shared_lstm", True, "actor and critic read different keys of the observations; give `shared_lstm=False`")
         # The order of RecurrentPPO's policies, also of the random numbers
         super()._build(lr_schedule)
-        self.lstm_actor = self._make_network()
+        for_actor, for_critic = self.pi_features_extractor.features_dim, self.vf_features_extractor.features_dim
+        self.lstm_actor = self._make_network(for_actor)
         self.critic = self.lstm_critic = None
         if self.enable_critic_lstm:
-            self.lstm_critic = self._make_network()
+            self.lstm_critic = self._make_network(for_critic)
         elif not self.shared_lstm:
-            self.critic = nn.Linear(self.features_dim, self.lstm_hidden_size)
+            self.critic = nn.Linear(for_critic, self.lstm_hidden_size)
         make_optimizer: Any = self.optimizer_class
         self.optimizer = make_optimizer(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
-    def _make_network(self) -> nn.RNNBase:
+    def _make_network(self, n_inputs: int) -> nn.RNNBase:
         make: Any = NETWORKS[self.rnn]
-        network: nn.RNNBase = make(
-            int(self.features_dim), self.lstm_hidden_size, num_layers=self.n_lstm_layers, **self.lstm_kwargs
-        )
+        network: nn.RNNBase = make(int(n_inputs), self.lstm_hidden_size, num_layers=self.n_lstm_layers, **self.lstm_kwargs)
         return network
 
     @property
@@ -151,6 +153,9 @@ class RecurrentPolicyMixin(HistoryPolicy):
     def _get_constructor_parameters(self) -> dict[str, Any]:
         names = ("lstm_hidden_size", "n_lstm_layers", "shared_lstm", "enable_critic_lstm", "lstm_kwargs", "rnn")
         return {**super()._get_constructor_parameters(), **{name: getattr(self, name) for name in names}}
+
+    def _actor_arguments(self) -> dict[str, Any]:
+        return {**super()._actor_arguments(), "shared_lstm": True, "enable_critic_lstm": False}
 
     # From sequences to latents
 
@@ -300,7 +305,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         state: tuple[np.ndarray, ...] | None = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
-    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+    ) -> tuple[Any, tuple[np.ndarray, ...] | None]:
         """
         Get the policy's action from an observation and the state of the actor's network.
 
@@ -314,7 +319,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :raises ValueError: if the state is that of another policy, or for another number of environments
         """
         self.set_training_mode(False)
-        tensor, is_vectorized = self.obs_to_tensor(observation)
+        tensor, is_vectorized = self.obs_to_tensor(self.seen_by_actor(observation))
         n_envs = len(next(iter(tensor.values()))) if isinstance(tensor, dict) else len(tensor)
         starts = np.zeros(n_envs) if episode_start is None else np.asarray(episode_start).reshape(n_envs)
         with th.no_grad():
@@ -326,7 +331,8 @@ class RecurrentPolicyMixin(HistoryPolicy):
             distribution = self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
             samples = distribution.get_actions(deterministic=deterministic).cpu().numpy()
         actions = self._within_bounds(samples.reshape(n_envs, *self.action_space.shape))
-        return (actions if is_vectorized else actions.squeeze(axis=0)), tuple(part.cpu().numpy() for part in after)
+        chosen = structured(self.action_space, actions if is_vectorized else actions.squeeze(axis=0))
+        return chosen, tuple(part.cpu().numpy() for part in after)
 
     def _state_of(self, state: Any, n_envs: int) -> State:
         """State of the actor's network from an argument of ``predict``."""

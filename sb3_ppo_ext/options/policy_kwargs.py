@@ -14,6 +14,8 @@ from torch import nn
 
 from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, check_sizes, check_type, described, refuse
 from sb3_ppo_ext.options.values import Accepted, Dictionary, Flag, Optional
+from sb3_ppo_ext.policies.observation_keys import KEYWORDS as KEYS
+from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin, check_keys, select_space
 
 # Packages whose policies use the keywords as SB3 documents them. Other policies may use the same names for something else.
 KNOWN_PACKAGES = ("stable_baselines3", "sb3_contrib", "sb3_ppo_ext", "torch", "abc", "builtins")
@@ -178,6 +180,7 @@ def check_observations(policy_class: Any, policy_kwargs: Mapping[str, Any], spac
     """
     if not is_known(policy_class):
         return
+    space = _space_of_readers(policy_class, policy_kwargs, space)
     extractor = _argument("features_extractor_class", policy_class, policy_kwargs)
     kwargs = policy_kwargs.get("features_extractor_kwargs") or {}
     normalized = kwargs.get("normalized_image", False) or not policy_kwargs.get("normalize_images", True)
@@ -190,6 +193,16 @@ def check_observations(policy_class: Any, policy_kwargs: Mapping[str, Any], spac
         _check_parts(space, normalized)
     if extractor is NatureCNN:
         _check_images(name, space, normalized)
+
+
+def _space_of_readers(policy_class: Any, policy_kwargs: Mapping[str, Any], space: Any) -> spaces.Space:
+    """Space of what actor or critic read."""
+    keys = tuple(policy_kwargs.get(name) for name in KEYS)
+    if not issubclass(policy_class, ObservationKeysMixin) or keys == (None, None):
+        return space
+    check_keys(space, keys[0], keys[1])
+    read = {key for part in keys for key in (space.spaces if part is None else part)}
+    return select_space(space, [key for key in space.spaces if key in read])
 
 
 def _check_parts(space: Any, normalized: bool) -> None:

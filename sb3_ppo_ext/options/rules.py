@@ -9,6 +9,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.hybrid_actions import is_hybrid
 from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.validation import (
     check_device,
@@ -26,8 +27,10 @@ from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
 from sb3_ppo_ext.options.table import ALL_OPTIONS, ActionDist, AdvantageNorm, DeterministicAction, OptimizerName
 from sb3_ppo_ext.policies.action_masking import MASKABLE, check_mask_key
 from sb3_ppo_ext.policies.actor_critic import (
+    OWN_KEYWORDS,
     ActionDistributionMixin,
     check_action_distribution,
+    check_exploration,
     check_masking,
     with_action_distributions,
     with_own_masking,
@@ -92,6 +95,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     check_device(arguments["device"])
     check_logging(arguments["tensorboard_log"], arguments["verbose"])
     ALL_OPTIONS["use_sde"].accepted.check("use_sde", arguments["use_sde"])
+    if arguments["use_sde"]:
+        check_exploration(arguments["use_sde"], getattr(arguments["env"], "action_space", None))
     if arguments["rollout_buffer_kwargs"] is not None:
         check_dictionary("rollout_buffer_kwargs", arguments["rollout_buffer_kwargs"])
     if arguments["env"] is None and arguments["_init_setup_model"]:
@@ -178,9 +183,16 @@ def _check_policy(model: ConfiguredModel) -> None:
         if name in model.policy_kwargs:
             remedy = "it is an argument of the algorithm, so that tuning cannot drop it; give it there, not in `policy_kwargs`"
             refuse(name, model.policy_kwargs[name], remedy)
+    if "with_critic" in model.policy_kwargs:
+        remedy = "PPO needs a critic; leave it out, and call `model.policy.without_critic()` for a policy that only acts"
+        refuse("with_critic", model.policy_kwargs["with_critic"], remedy)
     policy_class = with_action_distributions(model.policy_class)
     check_recurrence(policy_class)
     check_masking(policy_class, model.action_masking)
+    action_space = getattr(model, "action_space", None)
+    if is_hybrid(action_space) and not issubclass(policy_class, ActionDistributionMixin):
+        remedy = "let it inherit `sb3_ppo_ext.MlpPolicy`, `CnnPolicy` or `MultiInputPolicy`"
+        refuse("policy", policy_class, f"SB3's policies know no actions in a {type(action_space).__name__}; {remedy}")
     _check_keywords(model, policy_class)
     if issubclass(policy_class, ActionDistributionMixin):  # Keywords of other classes may mean something else.
         check_action_distribution(
@@ -188,7 +200,7 @@ def _check_policy(model: ConfiguredModel) -> None:
             model.deterministic_action,
             mean_tanh=model.policy_kwargs.get("mean_tanh", False),
             learn_std=model.policy_kwargs.get("learn_std", True),
-            action_space=getattr(model, "action_space", None),
+            action_space=action_space,
             use_sde=model.use_sde,
             log_std_init=model.policy_kwargs.get("log_std_init", 0.0),
         )
@@ -198,7 +210,7 @@ def _check_policy(model: ConfiguredModel) -> None:
 
 
 def _check_keywords(model: ConfiguredModel, policy_class: Any) -> None:
-    given = {name: value for name, value in model.policy_kwargs.items() if name in ("mean_tanh", "learn_std")}
+    given = {name: value for name, value in model.policy_kwargs.items() if name in OWN_KEYWORDS}
     if model.action_dist != "gaussian":
         given["action_dist"] = model.action_dist
     if model.action_masking:

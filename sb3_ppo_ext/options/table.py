@@ -10,6 +10,7 @@ from typing import Any, get_args
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 
+from sb3_ppo_ext.common.hybrid_actions import boxes_of
 from sb3_ppo_ext.common.schedules import LrDecay, ScheduleLike, is_constant, value_of
 from sb3_ppo_ext.distributed.launch import Distributed
 from sb3_ppo_ext.distributions import ACTION_DISTS, ActionDist, DeterministicAction
@@ -51,6 +52,11 @@ def _has_own_estimates(model: Any) -> bool:
     return estimates is not RolloutBuffer.compute_returns_and_advantage
 
 
+def _action_space(model: Any) -> Any:
+    """Action space of the environments, ``None`` if it is not known yet."""
+    return getattr(model, "action_space", None)
+
+
 OWN_GET = When("a `rollout_buffer_class` that overrides `get`", _draws_its_own_minibatches)
 OWN_GET_REMEDY = "it needs the indices of a minibatch's samples, but {rollout_buffer_class} has its own `get`; inherit SB3's"
 OWN_GET_CONFLICT = Conflict(OWN_GET, OWN_GET_REMEDY)
@@ -61,8 +67,9 @@ NEXT_WITH_OWN_GET = When(
 # `advantage_norm` has no effect without `normalize_advantage`.
 NORMALIZED_OWN_GET = When(OWN_GET.text, lambda model: model.normalize_advantage and _draws_its_own_minibatches(model))
 OWN_ESTIMATES = When("a `rollout_buffer_class` that overrides `compute_returns_and_advantage`", _has_own_estimates)
-NOT_BOX = When(
-    "action spaces other than `Box`", lambda model: not isinstance(getattr(model, "action_space", None), spaces.Box | None)
+NOT_BOX = When("action spaces other than `Box`", lambda model: not isinstance(_action_space(model), spaces.Box | None))
+NO_BOX = When(
+    "action spaces without a `Box`", lambda model: _action_space(model) is not None and not boxes_of(_action_space(model))
 )
 MEAN_TANH = When(
     "`mean_tanh=True` in `policy_kwargs`",
@@ -214,10 +221,10 @@ class PPOExtOptions:
 
     action_dist: ActionDist = option(
         "gaussian",
-        'Distribution of the actions in a `Box` action space: `"gaussian"` is SB3\'s, whose samples are clipped to the '
-        'bounds; `"squashed_gaussian"` (the tanh of a Gaussian) and `"beta"` stay within the bounds',
+        'Distribution of the actions in a `Box`, or in those of a hybrid action space: `"gaussian"` is SB3\'s, whose samples '
+        'are clipped to the bounds; `"squashed_gaussian"` (the tanh of a Gaussian) and `"beta"` stay within the bounds',
         group=DISTRIBUTION,
-        conflicts=(Conflict(equals("use_sde", True)), Conflict(NOT_BOX)),
+        conflicts=(Conflict(equals("use_sde", True)), Conflict(NO_BOX)),
         change=OF_POLICY,
     )
     deterministic_action: DeterministicAction = option(
@@ -301,12 +308,12 @@ class PPOExtOptions:
     )
     bounds_coef: float = option(
         0.0,
-        "Coefficient of the bounds loss, which penalizes mean actions outside the bounds of a `Box` action space",
+        "Coefficient of the bounds loss, which penalizes mean actions outside the bounds of a `Box`",
         group=LOSSES,
         accepted=NOT_NEGATIVE,
         example=0.1,
         conflicts=(
-            Conflict(NOT_BOX, "{action_space} has no bounds; leave it at 0"),
+            Conflict(NO_BOX, "{action_space} has no bounds; leave it at 0"),
             *(
                 Conflict(when, f"the mean cannot leave the bounds with {when.text}; leave it at 0")
                 for when in MEAN_WITHIN_BOUNDS

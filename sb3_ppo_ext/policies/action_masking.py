@@ -9,74 +9,50 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.policies import BasePolicy
-from stable_baselines3.common.preprocessing import preprocess_obs
-from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
-from torch import nn
 
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions.masked import MaskedDistribution, choices_of, make_masked_distribution
-from sb3_ppo_ext.policies.saved_policies import SavedPolicy
+from sb3_ppo_ext.policies.observation_keys import KEYWORDS, ObservationKeysMixin
 
 # Keys of an observation to which a mask is added: an observation that is no dictionary, and the mask
 OBSERVATION, ACTION_MASK = "observation", "action_mask"
 MASKABLE = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-class ActionMaskingMixin(SavedPolicy):
+class ActionMaskingMixin(ObservationKeysMixin):
     """
     Mixin that gives an actor-critic policy of SB3 masks of invalid actions. Actor and critic do not read the mask as a
     feature. If nothing is left but the key ``"observation"``, they read that part as a policy without masks reads its
     observation.
 
-    :param args: Positional arguments of SB3's policy
+    :param observation_space: Observation space
+    :param args: Further positional arguments of SB3's policy
     :param action_mask_key: Key of the mask in the observations, which are dictionaries; ``None`` if all actions are valid
     :param kwargs: Keyword arguments of SB3's policy
     :raises ValueError: if the observation space has no such mask for this action space
     """
 
-    def __init__(self, *args: Any, action_mask_key: str | None = None, **kwargs: Any):
+    def __init__(self, observation_space: Any, *args: Any, action_mask_key: str | None = None, **kwargs: Any):
         self.action_mask_key = action_mask_key
-        super().__init__(*args, **kwargs)
+        # Who names keys reads dictionaries.
+        has_keys = any(kwargs.get(name) is not None for name in KEYWORDS)
+        self._has_one_part = (
+            action_mask_key is not None and not has_keys and {*observation_space} == {OBSERVATION, action_mask_key}
+        )
+        super().__init__(observation_space, *args, **kwargs)
 
     def _build(self, lr_schedule: Schedule) -> None:
         if self.action_mask_key is not None:
             self.action_dist: Any = make_masked_distribution(self.action_space)
         super()._build(lr_schedule)
 
-    def make_features_extractor(self) -> BaseFeaturesExtractor:
-        """:return: Features extractor for the observations without the mask"""
-        if self.action_mask_key is None:
-            return super().make_features_extractor()
-        space = without_mask(self.observation_space, self.action_mask_key)
-        extractor: BaseFeaturesExtractor = self.features_extractor_class(space, **self.features_extractor_kwargs)
-        return extractor
+    @property
+    def _not_read(self) -> tuple[str, ...]:
+        return () if self.action_mask_key is None else (self.action_mask_key,)
 
-    def extract_features(self, obs: PyTorchObs, features_extractor: Any = None) -> Any:
-        """
-        :param obs: Observations
-        :param features_extractor: Features extractor, ``None`` for that of the policy
-        :return: Features, a pair of them for actor and critic if each has a features extractor of its own
-        """
-        if self.action_mask_key is None:
-            return super().extract_features(obs, features_extractor)
-        if features_extractor is not None or self.share_features_extractor:
-            return self.features_of(obs, features_extractor or self.features_extractor)
-        return self.features_of(obs, self.pi_features_extractor), self.features_of(obs, self.vf_features_extractor)
-
-    def features_of(self, obs: PyTorchObs, extractor: nn.Module) -> th.Tensor:
-        """
-        :param obs: Observations
-        :param extractor: Features extractor of actor or critic
-        :return: Features, shape ``(batch_size, features_dim)``
-        """
-        if self.action_mask_key is None:
-            features: Any = BasePolicy.extract_features(self, obs, extractor)  # type: ignore[arg-type]
-            return features
-        preprocessed: Any = preprocess_obs(obs, self.observation_space, normalize_images=self.normalize_images)
-        of_extractor: th.Tensor = extractor(parts_without_mask(preprocessed, self.action_mask_key))
-        return of_extractor
+    def _as_read(self, parts: Any) -> Any:
+        return parts[OBSERVATION] if self._has_one_part else parts
 
     def use_masks(self, obs: Any) -> None:
         """
@@ -107,21 +83,8 @@ class ActionMaskingMixin(SavedPolicy):
         :param obs: Observations
         :return: Action distribution of these observations
         """
-        if self.action_mask_key is None:
-            return super().get_distribution(obs)
         self.use_masks(obs)
-        latent_pi = self.mlp_extractor.forward_actor(self.features_of(obs, self.pi_features_extractor))
-        return self._get_action_dist_from_latent(latent_pi)
-
-    def predict_values(self, obs: PyTorchObs) -> th.Tensor:
-        """
-        :param obs: Observations
-        :return: Estimated values, shape ``(batch_size, 1)``
-        """
-        if self.action_mask_key is None:
-            return super().predict_values(obs)
-        latent_vf = self.mlp_extractor.forward_critic(self.features_of(obs, self.vf_features_extractor))
-        return self.value_net(latent_vf)
+        return super().get_distribution(obs)
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         given = {} if self.action_mask_key is None else {"action_mask_key": self.action_mask_key}

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.distributions import BernoulliDistribution
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
     ActorCriticPolicy,
@@ -18,17 +19,29 @@ from stable_baselines3.common.preprocessing import get_action_dim
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
-from sb3_ppo_ext.common.guards import NonFinitePolicyError
+from sb3_ppo_ext.common.guards import check_actions
+from sb3_ppo_ext.common.hybrid_actions import (
+    FlatActionSpace,
+    boxes_of,
+    is_hybrid,
+    joined,
+    sample_space,
+    split_boxes,
+    structured,
+)
 from sb3_ppo_ext.common.saved_models import OF_MASKABLE_PPO
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
-from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction
-from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily
+from sb3_ppo_ext.distributions.base import DeterministicAction, bounded_part
+from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily, hybrid_distribution
 from sb3_ppo_ext.policies.action_masking import ActionMaskingMixin
+from sb3_ppo_ext.policies.observation_keys import KEYWORDS as OF_KEYS
 
 # Prefix of the name of the action distribution in the state dict of a policy, now and in zips of earlier versions
 _MARK, _OLD_MARK = "action_distribution_", "law_"
 # A dimension of the action space that is wider than this is probably not meant to be explored from end to end.
 WIDE, WIDER_THAN_OTHERS = 50.0, 10.0
+# Keywords that SB3's policies lack, and that `policy_kwargs` may have
+OWN_KEYWORDS = ("mean_tanh", "learn_std", *OF_KEYS)
 
 
 class ActionDistributionMixin(ActionMaskingMixin):
@@ -41,6 +54,10 @@ class ActionDistributionMixin(ActionMaskingMixin):
     the rollout buffer stores them. :meth:`unscale_action` turns them into actions; ``predict`` calls it, and so does every
     algorithm of SB3 for a policy with ``squash_output``. :meth:`evaluate_env_actions` takes actions of the environment.
 
+    With a ``Dict`` or ``Tuple`` of actions, ``policy.action_space`` is the
+    :class:`~sb3_ppo_ext.common.hybrid_actions.FlatActionSpace` of the vectors that the policy samples. ``predict`` returns the
+    dictionaries and tuples of the environment, and :meth:`evaluate_env_actions` takes them.
+
     :param observation_space: Observation space
     :param action_space: Action space
     :param lr_schedule: Learning rate schedule
@@ -49,7 +66,8 @@ class ActionDistributionMixin(ActionMaskingMixin):
     :param mean_tanh: Whether tanh keeps the mean of the Gaussian within the bounds of the action space; samples are clipped
     :param learn_std: Whether the standard deviation is learned; if not, it stays at ``exp(log_std_init)``, also when
         parameters with another one are loaded
-    :param kwargs: Keyword arguments of SB3's policy and of :class:`~sb3_ppo_ext.policies.action_masking.ActionMaskingMixin`
+    :param kwargs: Keyword arguments of SB3's policy, of :class:`~sb3_ppo_ext.policies.action_masking.ActionMaskingMixin`, and
+        of :class:`~sb3_ppo_ext.policies.observation_keys.ObservationKeysMixin`
     :raises ValueError: if a keyword is not valid, or cannot be combined with the action space or another keyword
     """
 
@@ -70,7 +88,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
         # `policy.action_dist` is the distribution itself, as in SB3.
         self.action_dist_name, self.deterministic_action = action_dist, deterministic_action
         self.mean_tanh, self.learn_std = mean_tanh, learn_std
-        super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
+        super().__init__(observation_space, sample_space(action_space), lr_schedule, *args, **kwargs)
 
     @property
     def _family(self) -> DistributionFamily:
@@ -83,20 +101,38 @@ class ActionDistributionMixin(ActionMaskingMixin):
             use_sde=self.use_sde,
             log_std_init=self.log_std_init,
         )
-        # Creates the output layer and the `log_std` of SB3's Gaussian.
-        super()._build(lr_schedule)
         if self.action_dist_name != DEFAULT:
-            self._build_action_dist(lr_schedule)
+            # SB3 does not know `action_dist`: this name keeps it from loading the parameters of one distribution into another.
+            self.register_buffer(f"{_MARK}{self.action_dist_name}", th.ones(()))
+            for space in boxes_of(self.action_space) if self._family.is_bounded else ():
+                _warn_if_wide(space)
+        if isinstance(self.action_space, FlatActionSpace):
+            self._build_hybrid(self.action_space, lr_schedule)
+        else:
+            # Creates the output layer and the `log_std` of SB3's Gaussian.
+            super()._build(lr_schedule)
+            if self.action_dist_name != DEFAULT:
+                self._build_action_dist(lr_schedule)
         if self.mean_tanh:
             self.action_net = nn.Sequential(self.action_net, ScaledTanh(self.action_space))
         if not self.learn_std:
             self.log_std.requires_grad_(False)
 
+    def _build_hybrid(self, space: FlatActionSpace, lr_schedule: Schedule) -> None:
+        distribution = hybrid_distribution(space, self.action_dist_name, self.deterministic_action)
+        # SB3 creates the output layer of the distributions that it knows. This one has as many outputs.
+        self.action_dist = BernoulliDistribution(sum(distribution.n_outputs))
+        super()._build(lr_schedule)
+        layer: Any = self.action_net
+        distribution.init_bias(layer)
+        self.action_dist = distribution
+        if distribution.n_stds:
+            self.log_std = nn.Parameter(th.ones(distribution.n_stds) * self.log_std_init)
+            self._make_optimizer(lr_schedule)
+        else:
+            self._warn_of_log_std_init()
+
     def _build_action_dist(self, lr_schedule: Schedule) -> None:
-        if self._family.is_bounded:
-            _warn_if_wide(self.action_space)
-        # SB3 does not know `action_dist`: this name keeps it from loading the parameters of one distribution into another.
-        self.register_buffer(f"{_MARK}{self.action_dist_name}", th.ones(()))
         make: Any = self._family.torch_class
         self.action_dist = make(get_action_dim(self.action_space), self.deterministic_action)
         if not self._family.has_log_std:
@@ -104,19 +140,26 @@ class ActionDistributionMixin(ActionMaskingMixin):
 
     def _replace_output_layer(self, lr_schedule: Schedule) -> None:
         """Replace the output layer by that of the distribution, and remove ``log_std``."""
-        if self.log_std_init != 0:
-            warnings.warn(
-                f'`log_std_init={self.log_std_init}` has no effect: `action_dist="{self.action_dist_name}"` has no standard '
-                "deviation to learn.",
-                stacklevel=2,
-            )
+        self._warn_of_log_std_init()
         layer: Any = self.action_dist.proba_distribution_net(self.mlp_extractor.latent_dim_pi)
         if self.ortho_init:
             nn.init.orthogonal_(layer.weight, gain=0.01)
         self.action_net = layer
         del self.log_std
-        make_optimizer: Any = self.optimizer_class
-        self.optimizer = make_optimizer(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
+        self._make_optimizer(lr_schedule)
+
+    def _warn_of_log_std_init(self) -> None:
+        # A tensor has one number for each action.
+        if th.as_tensor(self.log_std_init).any() and boxes_of(self.action_space):
+            warnings.warn(
+                f'`log_std_init={self.log_std_init}` has no effect: `action_dist="{self.action_dist_name}"` has no standard '
+                "deviation to learn.",
+                stacklevel=2,
+            )
+
+    def _make_optimizer(self, lr_schedule: Schedule) -> None:
+        make: Any = self.optimizer_class
+        self.optimizer = make(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
     @property
     def squash_output(self) -> bool:
@@ -124,10 +167,30 @@ class ActionDistributionMixin(ActionMaskingMixin):
         return self._family.is_bounded or super().squash_output
 
     def _get_action_dist_from_latent(self, latent_pi: th.Tensor) -> Any:
-        if self.action_dist_name == DEFAULT:
+        if self.action_dist_name == DEFAULT and not isinstance(self.action_space, FlatActionSpace):
             return super()._get_action_dist_from_latent(latent_pi)
-        own = (self.log_std,) if self._family.has_log_std else ()
+        own = (self.log_std,) if hasattr(self, "log_std") else ()
         return self.action_dist.proba_distribution(self.action_net(latent_pi), *own)
+
+    def predict(
+        self,
+        observation: np.ndarray | dict[str, np.ndarray],
+        state: tuple[np.ndarray, ...] | None = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[Any, tuple[np.ndarray, ...] | None]:
+        """
+        Get the policy action from an observation (and optional hidden state).
+
+        :param observation: Observation of one environment, shape ``obs_shape``, or of several, shape ``(n_envs, *obs_shape)``
+        :param state: Hidden state that the last call returned, of a history-based policy
+        :param episode_start: Whether each environment has begun an episode with this observation, of a history-based policy
+        :param deterministic: Whether to return the deterministic action instead of a sample
+        :return: Action of each environment, and the next hidden state. With a ``Dict`` or ``Tuple`` action space, the actions
+            are a dictionary or tuple, or for several environments a list of them
+        """
+        actions, state = super().predict(observation, state, episode_start, deterministic)
+        return structured(self.action_space, actions), state
 
     def unscale_action(self, scaled_action: np.ndarray) -> np.ndarray:
         """
@@ -136,19 +199,17 @@ class ActionDistributionMixin(ActionMaskingMixin):
         :return: Actions within the bounds and of the dtype of the action space, the same shape
         :raises ValueError: if a latent is not finite
         """
-        if not isinstance(self.action_dist, BoundedDistribution):
+        if (bounded := bounded_part(self.action_dist)) is None:
             return super().unscale_action(scaled_action)
-        if not np.isfinite(scaled_action).all():
-            raise NonFinitePolicyError(
-                f"{np.sum(~np.isfinite(scaled_action))} of {np.size(scaled_action)} numbers in the policy's actions are not "
-                "finite: check its observations and its parameters for NaN."
-            )
-        low, high = self.action_space.low, self.action_space.high
-        position = self.action_dist.position(np.asarray(scaled_action, dtype=np.float64))
+        check_actions(scaled_action)
+        space = self.action_space
+        latents, others = split_boxes(space, scaled_action)
+        low, high = (split_boxes(space, bound)[0] for bound in (space.low, space.high))
+        position = bounded.position(np.asarray(latents, dtype=np.float64))
         # Not low + position * (high - low), which can overflow.
         actions = low * (1 - position) + high * position
         # Rounding can step over a bound.
-        return np.clip(actions.astype(self.action_space.dtype), low, high)
+        return joined(np.clip(actions.astype(space.dtype), low, high), others)
 
     def scale_action(self, action: np.ndarray) -> np.ndarray:
         """
@@ -157,12 +218,14 @@ class ActionDistributionMixin(ActionMaskingMixin):
         :param action: Actions within the bounds, shape ``(n, *action_shape)``
         :return: Latents (float32) if the action distribution is bounded, else actions in [-1, 1], the same shape
         """
-        if not isinstance(self.action_dist, BoundedDistribution):
+        if (bounded := bounded_part(self.action_dist)) is None:
             return super().scale_action(action)
-        low, high = (bound.astype(np.float64) / 2 for bound in (self.action_space.low, self.action_space.high))
+        space = self.action_space
+        actions, others = split_boxes(space, action)
+        low, high = (split_boxes(space, bound)[0].astype(np.float64) / 2 for bound in (space.low, space.high))
         width = high - low
-        position = np.where(width > 0, (action / 2 - low) / np.where(width > 0, width, 1.0), 0.5)
-        return self.action_dist.latents(position).astype(np.float32)
+        position = np.where(width > 0, (actions / 2 - low) / np.where(width > 0, width, 1.0), 0.5)
+        return joined(bounded.latents(position).astype(np.float32), others)
 
     def evaluate_actions(self, obs: PyTorchObs, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
         """
@@ -174,8 +237,8 @@ class ActionDistributionMixin(ActionMaskingMixin):
         :return: Estimated values, log probabilities of the actions, and entropies of the action distributions
         :raises ValueError: if the action distribution is bounded, and a number is no latent of it
         """
-        if isinstance(self.action_dist, BoundedDistribution) and not th.compiler.is_compiling():
-            self._check_latents(actions, *self.action_dist.latent_range)
+        if (bounded := bounded_part(self.action_dist)) is not None and not th.compiler.is_compiling():
+            self._check_latents(split_boxes(self.action_space, actions)[0], *bounded.latent_range)
         return self.evaluate_samples(obs, actions)
 
     def evaluate_samples(self, obs: PyTorchObs, samples: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
@@ -198,9 +261,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
             remedy = f"""`action_dist="{self.action_dist_name}"` evaluates latents from {low:g} to {high:g}"""
             refuse("actions", f"{smallest:g} to {largest:g}", f"{remedy}; give actions to `policy.evaluate_env_actions`")
 
-    def evaluate_env_actions(
-        self, obs: PyTorchObs, actions: th.Tensor | np.ndarray
-    ) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
+    def evaluate_env_actions(self, obs: PyTorchObs, actions: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
         """
         Evaluate actions as environments get them, for instance those of an expert (behaviour cloning), with gradients.
 
@@ -208,12 +269,15 @@ class ActionDistributionMixin(ActionMaskingMixin):
         millionth of the width are evaluated there.
 
         :param obs: Observations, as :meth:`evaluate_actions` takes them
-        :param actions: Actions within the bounds of the action space, shape ``(batch_size, *action_shape)``
+        :param actions: Actions within the bounds of the action space, shape ``(batch_size, *action_shape)``; of a ``Dict`` or
+            ``Tuple`` action space a list of actions, or a dictionary or tuple of arrays
         :return: Estimated values, log probabilities of the actions, and entropies of the action distributions, with those of
             bounded distributions in units of the bounds
         :raises ValueError: if an action is not within the bounds
         """
-        array, space = th.as_tensor(actions).detach().cpu().numpy(), self.action_space
+        space = self.action_space
+        actions = space.flattened(actions) if isinstance(space, FlatActionSpace) else actions
+        array = th.as_tensor(actions).detach().cpu().numpy()
         if isinstance(space, spaces.Box):
             _check_within_bounds(array, space)
             array = self.scale_action(array) if self.squash_output else array
@@ -260,9 +324,11 @@ class ActionDistributionMixin(ActionMaskingMixin):
         }
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
+        space = self.action_space
         # SB3 leaves out `share_features_extractor`.
         return {
             **super()._get_constructor_parameters(),
+            "action_space": space.structure if isinstance(space, FlatActionSpace) else space,
             "share_features_extractor": self.share_features_extractor,
             **self._action_distribution_keywords(),
         }
@@ -278,10 +344,12 @@ def unscaled(policy: ActorCriticPolicy, samples: th.Tensor, low: th.Tensor, high
     :param high: Upper bounds of the actions, shape ``action_shape``
     :return: Actions within the bounds, shape ``(n, *action_shape)``
     """
-    if not isinstance(policy.action_dist, BoundedDistribution):
+    if (bounded := bounded_part(policy.action_dist)) is None:
         return low + 0.5 * (samples + 1.0) * (high - low)
-    position = policy.action_dist.position_of_tensor(samples)
-    return th.clamp(low * (1 - position) + high * position, low, high)
+    latents, others = split_boxes(policy.action_space, samples)
+    low, high = (split_boxes(policy.action_space, bound)[0] for bound in (low, high))
+    position = bounded.position_of_tensor(latents)
+    return joined(th.clamp(low * (1 - position) + high * position, low, high), others)
 
 
 def unscales_as_known(policy: ActorCriticPolicy) -> bool:
@@ -391,7 +459,8 @@ class ScaledTanh(nn.Module):
     """
     ``tanh``, scaled to the range from the lower to the upper bounds of a space.
 
-    :param space: ``Box`` with finite bounds; its dimensions are flattened
+    :param space: ``Box`` with finite bounds; its dimensions are flattened. Of a hybrid action space, the outputs for the
+        ``Box`` parts, which come first, are scaled; the others are returned unchanged
     """
 
     middle: th.Tensor
@@ -399,16 +468,19 @@ class ScaledTanh(nn.Module):
 
     def __init__(self, space: spaces.Box):
         super().__init__()
-        low, high = (th.tensor(bound.flatten(), dtype=th.float64) for bound in (space.low, space.high))
+        bounds = (split_boxes(space, bound)[0] for bound in (space.low, space.high))
+        low, high = (th.tensor(bound.flatten(), dtype=th.float64) for bound in bounds)
         self.register_buffer("middle", (low / 2 + high / 2).float())
         self.register_buffer("half_width", (high / 2 - low / 2).float())
 
     def forward(self, values: th.Tensor) -> th.Tensor:
         """
-        :param values: Values, shape ``(batch_size, action_dim)``
+        :param values: Values, shape ``(batch_size, n_outputs)``
         :return: Values within the bounds, the same shape
         """
-        return self.middle + self.half_width * th.tanh(values)
+        n = len(self.middle)
+        scaled = self.middle + self.half_width * th.tanh(values[:, :n])
+        return scaled if values.shape[1] == n else th.cat([scaled, values[:, n:]], dim=1)
 
 
 def check_action_distribution(
@@ -442,20 +514,36 @@ def check_action_distribution(
             check_type(name, values[name], (bool, np.bool_, int), "give True or False")
         if values[name] != default:
             _check_goes_with(name, values[name], default, action_space, use_sde)
-    if isinstance(action_space, spaces.Box):
+    if use_sde:
+        check_exploration(use_sde, action_space)
+    for space in boxes_of(action_space):
         if family.is_bounded:
-            _check_bounds("action_dist", action_dist, action_space)
+            # The vectors of hybrid actions are in float32.
+            _check_bounds("action_dist", action_dist, space, np.float32 if is_hybrid(action_space) else np.float64)
         if mean_tanh:
-            _check_bounds("mean_tanh", mean_tanh, action_space, np.float32)
+            _check_bounds("mean_tanh", mean_tanh, space, np.float32)
     _check_family(family, deterministic_action, mean_tanh, learn_std, action_space, log_std_init)
+
+
+def check_exploration(use_sde: bool, action_space: spaces.Space | None) -> None:
+    """
+    Refuse gSDE for hybrid actions.
+
+    :param use_sde: Value of the option
+    :param action_space: Action space, ``None`` if it is not known yet
+    :raises ValueError: if it is a ``Dict`` or ``Tuple``
+    """
+    if is_hybrid(action_space):
+        refuse("use_sde", use_sde, f"it is for an action space that is a Box, not for parts of {action_space}; give False")
 
 
 def _check_goes_with(name: str, value: Any, default: Any, action_space: spaces.Space | None, use_sde: bool) -> None:
     """Checks for every option that changes SB3's Gaussian."""
     if isinstance(default, bool):
         check_type(name, value, (bool, np.bool_), "give True or False")
-    if action_space is not None and not isinstance(action_space, spaces.Box):
-        refuse(name, value, f"{action_space} is not a Box; leave it at {default!r}")
+    if action_space is not None and not boxes_of(action_space):
+        what = "has no Box" if is_hybrid(action_space) else "is not a Box"
+        refuse(name, value, f"{action_space} {what}; leave it at {default!r}")
     if use_sde:
         remedy = f"gSDE has an action distribution of its own; give `use_sde=False`, or leave {name} at {default!r}"
         refuse(name, value, remedy)
@@ -480,9 +568,10 @@ def _check_family(
     """Checks that depend on the action distribution."""
     name, choices = family.name, family.deterministic_actions
     if family.is_bounded:
-        if isinstance(action_space, spaces.Box) and not np.issubdtype(action_space.dtype, np.floating):
-            remedy = f"{action_space} has integers; declare a Box of floats, and round in the environment"
-            refuse("action_dist", name, remedy)
+        for space in boxes_of(action_space):
+            if not np.issubdtype(space.dtype, np.floating):
+                remedy = f"{space} has integers; declare a Box of floats, and round in the environment"
+                refuse("action_dist", name, remedy)
         if mean_tanh:
             refuse("mean_tanh", mean_tanh, f'it is for `action_dist="gaussian"`; {name!r} is bounded already, leave it out')
     if not family.has_log_std and not learn_std:

@@ -29,7 +29,7 @@ class RolloutConfig:
     Options of one rollout.
 
     :param n_steps: Number of steps to collect in each environment
-    :param action_space: Action space of a single environment
+    :param action_space: Space of the samples of the policy for a single environment
     :param device: Device of the policy
     :param num_timesteps: Number of timesteps trained before the rollout, for messages
     :param is_watched: Whether user code may read or change anything at each step: values and log probabilities are then
@@ -69,7 +69,7 @@ class Transition(NamedTuple):
     :param observations: Observations before the step, as the environments returned them, shape ``(n_envs, *obs_shape)``
     :param starts: Whether each observation starts an episode, shape ``(n_envs,)``
     :param action: Output of the policy for these observations
-    :param env_actions: Actions as passed to the environments, shape ``(n_envs, *action_shape)``
+    :param env_actions: Actions within the bounds, shape ``(n_envs, *action_shape)``; vectors for a ``Dict`` or ``Tuple``
     :param rewards: Rewards of the step, shape ``(n_envs,)``
     :param gamma: Discount factor
     :param truncated: Index of the environment and terminal observation of each truncated episode

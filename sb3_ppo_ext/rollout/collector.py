@@ -15,6 +15,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, restored_if_refused
+from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.distributions.masked import choices_of
 from sb3_ppo_ext.policies.action_masking import add_mask
@@ -42,6 +43,12 @@ class RolloutCollector(OnPolicyAlgorithm):
     # Whether invalid actions are masked, and the key of the masks in the observations, `None` if a method returns them
     action_masking: bool
     action_mask_key: str | None
+
+    @property
+    def _sample_space(self) -> spaces.Space:
+        """Space of the samples of the policy: that of the actions, or of the vectors for a ``Dict`` or ``Tuple``."""
+        of_policy = self.policy.action_space
+        return of_policy if isinstance(of_policy, FlatActionSpace) else self.action_space
 
     @property
     def _last_lstm_states(self) -> Any:
@@ -101,10 +108,11 @@ class RolloutCollector(OnPolicyAlgorithm):
             action = actor.act(self.policy, seen, self._last_episode_starts, n_steps)  # type: ignore[arg-type]
             obs_tensor, samples, values, log_probs = action
             check_outputs(self.policy, samples, n_steps, self.num_timesteps)
-            clipped_actions = self._actions_for_env(samples)
+            clipped_actions = self._within_bounds(samples)
             actions = clipped_actions if self._samples_latents else samples
+            env_actions = self._actions_for_env(clipped_actions)
 
-            new_obs, rewards, dones, infos = checks.checked(env.step(clipped_actions), n_steps)
+            new_obs, rewards, dones, infos = checks.checked(env.step(env_actions), n_steps)
             check_finite(self, "observation", new_obs, n_steps)
             check_finite(self, "reward", rewards, n_steps)
 
@@ -142,24 +150,32 @@ class RolloutCollector(OnPolicyAlgorithm):
     def _rollout_config(self, callback: BaseCallback, n_rollout_steps: int) -> RolloutConfig:
         return RolloutConfig(
             n_rollout_steps,
-            self.action_space,
+            self._sample_space,
             self.device,
             self.num_timesteps,
             is_watched=is_user_class(type(self)) or runs_user_code(callback),
             truncations=self._truncations,
         )
 
-    def _actions_for_env(self, actions: np.ndarray) -> np.ndarray:
+    def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
         """
         :param actions: Actions or latents that the policy sampled, shape ``(n_envs, *action_shape)``
         :return: Actions within the bounds of the action space, of the same shape
         """
-        if not isinstance(self.action_space, spaces.Box):
+        space = self._sample_space
+        if not isinstance(space, spaces.Box):
             return actions
         if self.policy.squash_output:
             return self.policy.unscale_action(actions)
         # Samples of a Gaussian are unbounded. Equal to `np.clip`, in a third of its time.
-        return np.minimum(np.maximum(actions, self.action_space.low), self.action_space.high)
+        return np.minimum(np.maximum(actions, space.low), space.high)
+
+    def _actions_for_env(self, actions: np.ndarray) -> Any:
+        """
+        :param actions: Actions within the bounds, shape ``(n_envs, *action_shape)``
+        :return: Actions as the environments take them: for a ``Dict`` or ``Tuple`` action space a list
+        """
+        return structured(self._sample_space, actions)
 
     def _truncated_episodes(self, dones: np.ndarray, infos: list[dict[str, Any]], step: int) -> Iterator[tuple[int, Any]]:
         """Index of the environment and copy of the terminal observation of each truncated episode."""

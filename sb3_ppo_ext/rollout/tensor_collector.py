@@ -14,7 +14,8 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy
-from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
+from sb3_ppo_ext.common.observations import dtype_of, map_observations
 from sb3_ppo_ext.distributions.masked import choices_of
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.action_masks import leave_choices, refuse_empty
@@ -22,7 +23,6 @@ from sb3_ppo_ext.rollout.actors import CachedPolicy
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
-from sb3_ppo_ext.tensor_envs.tensor_spaces import dtype_of
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep
 from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes
@@ -86,7 +86,7 @@ class ShownStep:
     What callbacks can read of a step, in NumPy.
 
     :param samples: Actions, or latents of a bounded distribution
-    :param env_actions: Actions as the environments got them
+    :param env_actions: Actions within the bounds, as vectors for a ``Dict`` or ``Tuple``
     :param result: Step of the environments
     :param env: Environments
     :param seen: Observations before the step
@@ -114,7 +114,7 @@ class TensorCollection:
     def __init__(self, model: Any, env: Any, callback: BaseCallback, buffer: TensorRolloutBuffer, n_steps: int):
         self.model, self.env, self.callback, self.buffer, self.n_steps = model, env, callback, buffer, n_steps
         self.is_watched = is_user_class(type(model)) or runs_user_code(callback)
-        space = model.action_space
+        space = self.space = model._sample_space
         # Bounds of the actions, `None` if there are none
         self.bounds = bounds_on_device(space.low, space.high, env.device) if isinstance(space, spaces.Box) else None
         self.cached = CachedPolicy(buffer, self.is_watched) if isinstance(buffer, TensorSequenceBuffer) else None
@@ -155,7 +155,7 @@ class TensorCollection:
             with th.no_grad():
                 samples, values, log_probs = act(seen) if self.cached is None else self.cached(model.policy, step)
                 env_actions = self._for_env(samples)
-            result = env.step_tensors(env_actions)
+            result = env.step_tensors(self._structured(env_actions))
             model.num_timesteps += env.num_envs * model.ranks.size
             shown = ShownStep(samples, env_actions, result, env, seen)
             variables = self._locals(step, seen, values, log_probs, shown)
@@ -195,11 +195,14 @@ class TensorCollection:
     def _for_env(self, samples: th.Tensor) -> th.Tensor:
         """Actions within the bounds of the action space."""
         if self.bounds is None:
-            return samples.to(dtype_of(self.model.action_space))
+            return samples.to(dtype_of(self.space))
         low, high = self.bounds
         if self.model.policy.squash_output:
             return unscaled(self.model.policy, samples, low, high)
         return th.clamp(samples, low, high)
+
+    def _structured(self, actions: th.Tensor) -> Any:
+        return self.space.batched(actions) if isinstance(self.space, FlatActionSpace) else actions
 
     # For callbacks
 
@@ -218,6 +221,7 @@ class TensorCollection:
             values=values,
             log_probs=log_probs,
             clipped_actions=shown.env_actions,
+            env_actions=Later(lambda: structured(self.space, shown.env_actions.get())),
             new_obs=shown.new_obs,
             rewards=shown.rewards,
             dones=shown.dones,

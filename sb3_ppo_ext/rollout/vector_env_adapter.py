@@ -7,7 +7,9 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
@@ -57,7 +59,12 @@ class VectorEnvAdapter(VecEnv):
         self._reset_options()
         return _copied(observations)
 
-    def step_async(self, actions: np.ndarray) -> None:
+    def step_async(self, actions: Any) -> None:
+        space = self.action_space
+        if isinstance(space, spaces.Dict | spaces.Tuple):
+            # Gymnasium takes one dictionary or tuple of arrays.
+            arrays: Any = create_empty_array(space, self.num_envs)
+            actions = concatenate(space, actions, arrays)
         self.actions = actions
 
     def step_wait(self) -> VecEnvStepReturn:

@@ -8,9 +8,10 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 
+from sb3_ppo_ext.common.hybrid_actions import map_parts
+from sb3_ppo_ext.common.observations import dtype_of
 from sb3_ppo_ext.common.validation import check_device, check_number, check_observation_space, refuse
 from sb3_ppo_ext.tensor_envs.jax_functions import compiled, functions_of, import_jax
-from sb3_ppo_ext.tensor_envs.tensor_spaces import dtype_of
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
 
 
@@ -86,8 +87,9 @@ class JaxVecEnv(TensorVecEnv):
         observations, self._state = self._reset_all(self._key)
         return self._to_torch(observations)
 
-    def _step(self, actions: th.Tensor) -> TensorStep:
-        self._state, results = self._step_all(self._state, _to_jax(self._jax, actions.detach()))
+    def _step(self, actions: Any) -> TensorStep:
+        converted = map_parts(lambda part: _to_jax(self._jax, part.detach()), actions)
+        self._state, results = self._step_all(self._state, converted)
         observations, rewards, terminated, truncated, last, log = results
         return TensorStep(
             self._to_torch(observations),

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch as th
 from gymnasium import spaces
 
+from sb3_ppo_ext.common.observations import dtype_of
 from sb3_ppo_ext.common.validation import check_type, refuse
-
-
-def dtype_of(space: spaces.Space) -> th.dtype:
-    """
-    :param space: Space that is not a ``Dict``
-    :return: Dtype of its tensors: that of the space, float32 instead of float64, and int64 for a ``Discrete``
-    """
-    dtype = th.from_numpy(np.empty(0, space.dtype)).dtype
-    return th.float32 if dtype == th.float64 else dtype
 
 
 def map_tensors(observations: Any, function: Callable[..., Any], *others: Any) -> Any:
@@ -59,12 +50,19 @@ def _is_same_device(one: th.device, other: th.device) -> bool:
 def check_tensors(name: str, tensors: Any, space: spaces.Space, num_envs: int, device: th.device) -> None:
     """
     :param name: Name of the tensors
-    :param tensors: Tensor, or a dictionary of tensors if the space is a ``Dict``
+    :param tensors: Tensor, or a dictionary or tuple of tensors if the space is a ``Dict`` or ``Tuple``
     :param space: Space of one row
     :param num_envs: Number of rows
     :param device: Device that they must be on
     :raises ValueError: if they do not fit the space
     """
+    if isinstance(space, spaces.Tuple):
+        check_type(name, tensors, tuple, f"give a tuple of {len(space.spaces)}, as in the space")
+        if len(tensors) != len(space.spaces):
+            refuse(f"len({name})", len(tensors), f"give {len(space.spaces)}, as in the space")
+        for index, part in enumerate(space.spaces):
+            check_tensors(f"{name}[{index}]", tensors[index], part, num_envs, device)
+        return None
     if not isinstance(space, spaces.Dict):
         return check_tensor(name, tensors, (num_envs, *(space.shape or ())), dtype_of(space), device)
     check_type(name, tensors, dict, f"give a dictionary with the keys {list(space.spaces)}, those of the space")

@@ -17,8 +17,10 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
+from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, sample_space
+from sb3_ppo_ext.common.observations import dtype_of
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
-from sb3_ppo_ext.tensor_envs.tensor_spaces import check_tensor, check_tensors, dtype_of, map_tensors
+from sb3_ppo_ext.tensor_envs.tensor_spaces import check_tensor, check_tensors, map_tensors
 
 TensorObs: TypeAlias = "th.Tensor | dict[str, th.Tensor]"
 _NOT_FILLED = th.empty(0)
@@ -64,7 +66,7 @@ class TensorVecEnv(VecEnv, ABC):
     :param num_envs: Number of environments
     :param observation_space: Observation space of one environment. Observations have its dtype, float32 instead of float64
     :param action_space: Action space of one environment. Actions have its dtype, float32 instead of float64; discrete ones
-        are int64 of shape ``(n_envs,)``
+        are int64 of shape ``(n_envs,)``. Those of a ``Dict`` or ``Tuple`` are dictionaries or tuples of tensors
     :param device: Device of all tensors
     :raises ValueError: if an argument is not valid
     """
@@ -87,7 +89,7 @@ class TensorVecEnv(VecEnv, ABC):
         self._returns = th.zeros(num_envs, device=self.device)
         self._lengths = th.zeros(num_envs, dtype=th.int64, device=self.device)
         self._is_checked = self._has_warned = False
-        self._actions: np.ndarray | None = None
+        self._actions: Any = None
         self._last_observations: Any = None
         self._start = time.time()
 
@@ -101,11 +103,12 @@ class TensorVecEnv(VecEnv, ABC):
         """
 
     @abstractmethod
-    def _step(self, actions: th.Tensor) -> TensorStep:
+    def _step(self, actions: Any) -> TensorStep:
         """
         Step all environments, and begin new episodes where one has ended. It must not wait for the device.
 
-        :param actions: Actions, shape ``(n_envs, *action_shape)``
+        :param actions: Actions, shape ``(n_envs, *action_shape)``; a dictionary or tuple of tensors if the action space is a
+            ``Dict`` or ``Tuple``
         :return: The step, without ``episode_returns`` and ``episode_lengths``
         """
 
@@ -123,12 +126,13 @@ class TensorVecEnv(VecEnv, ABC):
         self._lengths.zero_()
         return observations
 
-    def step_tensors(self, actions: th.Tensor) -> TensorStep:
+    def step_tensors(self, actions: Any) -> TensorStep:
         """
         Step all environments, and begin new episodes where one has ended, without waiting for the device. What the
         environment returns is checked in the first step.
 
-        :param actions: Actions on the device of the environment, shape ``(n_envs, *action_shape)``
+        :param actions: Actions on the device of the environment, shape ``(n_envs, *action_shape)``; a dictionary or tuple of
+            tensors if the action space is a ``Dict`` or ``Tuple``
         :return: The step
         :raises ValueError: if a tensor of the first step has another shape, dtype or device than it must have
         """
@@ -176,9 +180,10 @@ class TensorVecEnv(VecEnv, ABC):
         self._last_observations = map_tensors(observations, _copied_to_host)
         return self._last_observations
 
-    def step_async(self, actions: np.ndarray) -> None:
+    def step_async(self, actions: Any) -> None:
         """
-        :param actions: Actions of the next :meth:`step_wait`, shape ``(n_envs, *action_shape)``
+        :param actions: Actions of the next :meth:`step_wait`, shape ``(n_envs, *action_shape)``, or a list of dictionaries or
+            tuples if the action space is a ``Dict`` or ``Tuple``
         """
         self._actions = actions
 
@@ -190,12 +195,16 @@ class TensorVecEnv(VecEnv, ABC):
         """
         return self.step_to_numpy(self.step_tensors(self.pending_actions()))
 
-    def pending_actions(self) -> th.Tensor:
+    def pending_actions(self) -> Any:
         """
-        :return: Actions that :meth:`step_async` was given, on the device, shape ``(n_envs, *action_shape)``
+        :return: Actions that :meth:`step_async` was given, on the device, shape ``(n_envs, *action_shape)``; in a dictionary
+            or tuple if the action space is a ``Dict`` or ``Tuple``
         """
-        shape = (self.num_envs, *(self.action_space.shape or ()))
-        actions = th.as_tensor(np.asarray(self._actions), dtype=dtype_of(self.action_space))
+        space = sample_space(self.action_space)
+        if isinstance(space, FlatActionSpace):
+            return space.batched(th.from_numpy(space.flattened(self._actions)).to(self.device))
+        shape = (self.num_envs, *(space.shape or ()))
+        actions = th.as_tensor(np.asarray(self._actions), dtype=dtype_of(space))
         return actions.reshape(shape).to(self.device)
 
     def step_to_numpy(self, step: TensorStep) -> VecEnvStepReturn:

@@ -10,8 +10,8 @@ import torch as th
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
+from sb3_ppo_ext.common.observations import dtype_of
 from sb3_ppo_ext.common.validation import check_observation_space, check_type, refuse
-from sb3_ppo_ext.tensor_envs.tensor_spaces import dtype_of
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
 
 #: Keys of the last observations in the infos: of Gymnasium and Isaac Lab, of ManiSkill
@@ -84,7 +84,7 @@ class TorchVecEnv(TensorVecEnv):
             result = reset(**{name: value for name, value in given.items() if takes_any or name in known})
         return self._selected(result[0] if isinstance(result, tuple) else result)
 
-    def _step(self, actions: th.Tensor) -> TensorStep:
+    def _step(self, actions: Any) -> TensorStep:
         results = self.env.step(actions)
         if len(results) == 4:
             observations, rewards, dones, infos = results

@@ -12,7 +12,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.distributions import BoundedDistribution
+from sb3_ppo_ext.distributions import bounded_part
 from sb3_ppo_ext.policies.actor_critic import evaluator
 from sb3_ppo_ext.update.losses import (
     AUXILIARY_LOSSES,
@@ -115,8 +115,8 @@ def ppo_loss(
     entropy_term = entropy_loss(inputs.entropy, inputs.log_prob)
     loss = policy_term + config.ent_coef * entropy_term + config.vf_coef * value_term
     measured: dict[str, th.Tensor] = {}
-    if isinstance(inputs.distribution, BoundedDistribution):
-        measured["action_parameters"] = inputs.distribution.parameters().detach()
+    if (bounded := bounded_part(inputs.distribution)) is not None:
+        measured["action_parameters"] = bounded.parameters().detach()
     for name, coefficient, term in auxiliary_losses(inputs, config):
         measured[name] = term.detach()
         loss = loss + coefficient * term

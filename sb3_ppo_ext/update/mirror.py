@@ -15,6 +15,7 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import VecNormalize
 
+from sb3_ppo_ext.common.hybrid_actions import is_hybrid
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import BoundedDistribution, location
 from sb3_ppo_ext.distributions.masked import choices_of
@@ -97,6 +98,8 @@ class MirroredActions:
     def __init__(self, policy: Any, where: str, value: Any):
         space, device = policy.action_space, policy.device
         reflection = parse_reflection(where, value)
+        if is_hybrid(space):
+            refuse(where, value, "the actions are a Dict or Tuple, which cannot be mirrored; leave the loss out")
         if isinstance(reflection, ReflectionMatrix):
             refuse(where, value, "actions are independent of each other in their distribution; give indices and signs")
         _check_actions(where, value, reflection, space)

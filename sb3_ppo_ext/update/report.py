@@ -13,7 +13,7 @@ from stable_baselines3.common.utils import explained_variance
 
 from sb3_ppo_ext.distributed.ranks import Ranks
 from sb3_ppo_ext.distributed.statistics import Moments
-from sb3_ppo_ext.distributions import BoundedDistribution
+from sb3_ppo_ext.distributions import bounded_part
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.metrics import LOGGED_OTHERWISE, Metrics
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
@@ -129,16 +129,18 @@ def action_statistics(metrics: Metrics, policy: ActorCriticPolicy, buffer: Rollo
     :param config: Options of the update
     :return: Means over the actions of the rollout, by name
     """
-    if metrics["action_parameters"] and isinstance(policy.action_dist, BoundedDistribution):
+    if metrics["action_parameters"] and (bounded := bounded_part(policy.action_dist)) is not None:
         described = metrics.vector("action_parameters")
-        return policy.action_dist.statistics(described) if len(described) else {}
+        return bounded.statistics(described) if len(described) else {}
     if config.loss.action_bounds is None or config.samples_latents:
         return {}
-    # Fraction of the action components that are at or beyond a bound, where the environment receives the bound
+    # Fraction of the action components that are at or beyond a bound, where the environment receives the bound. In hybrid
+    # actions, those with bounds come first.
+    n = len(config.loss.action_bounds[0])
     if isinstance(buffer, TensorRolloutBuffer):
-        of_tensors = buffer.tensors["actions"].flatten(0, 1)
+        of_tensors = buffer.tensors["actions"].flatten(0, 1)[:, :n]
         at_bounds = (of_tensors <= config.loss.action_bounds[0]) | (of_tensors >= config.loss.action_bounds[1])
         return {"actions_at_bounds": at_bounds.float().mean()}
     low, high = (bound.cpu().numpy() for bound in config.loss.action_bounds)
-    actions = buffer.actions.reshape(-1, math.prod(low.shape))
+    actions = buffer.actions.reshape(-1, buffer.action_dim)[:, :n]
     return {"actions_at_bounds": float(np.mean((actions <= low) | (actions >= high)))}

@@ -63,7 +63,11 @@ class TrialHyperparams(dict[str, Any]):
         return type(self)(self)
 
     def update(self, sampled: Mapping[str, Any]) -> None:  # type: ignore[override]
-        policy_kwargs = {**(self.get("policy_kwargs") or {}), **sampled.get("policy_kwargs", {})}
+        own, chosen = self.get("policy_kwargs") or {}, dict(sampled.get("policy_kwargs", {}))
+        if own.keys() & {"actor_keys", "critic_keys"}:
+            # These decide on it.
+            chosen.pop("share_features_extractor", None)
+        policy_kwargs = {**own, **chosen}
         super().update({**sampled, "policy_kwargs": policy_kwargs})
 
 

@@ -125,12 +125,13 @@ def run(job: Job) -> list[Row]:
 def evaluated(model: PPOExt, task: str, seed: int) -> tuple[float, float]:
     """Mean return of 16 episodes without exploration, of 200 steps or until their end, and the error of the task."""
     env = make_env(task, 16, 1000 + seed)
-    observations, returns, running, errors = env.reset(), np.zeros(16), np.ones(16, bool), []
+    observations: Any = env.reset()
+    returns, running, errors = np.zeros(16), np.ones(16, bool), []
     before: Any = None
     for _ in range(200):
         actions = mean_actions(model, observations)
         if task == SYMMETRY:
-            errors.append(np.abs(actions + mean_actions(model, observations * np.float32([1, -1, -1]))).mean())
+            errors.append(np.abs(actions + mean_actions(model, observations * np.array([1, -1, -1], np.float32))).mean())
         elif task == SMOOTHNESS and before is not None:
             errors.append(np.abs(actions - before).mean())
         before = actions
@@ -157,7 +158,7 @@ def plot(rows: list[Row]) -> Figure:
             if of_arm := select(rows, task=task, arm=arm):
                 plot_curve(ax, of_arm, "return", label=arm)
         ax.set(title=task, xlabel="1000 timesteps", ylabel="return")
-        ax.legend()
+        ax.legend(fontsize=7)
     return figure
 
 

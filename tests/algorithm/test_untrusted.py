@@ -34,6 +34,7 @@ CONFIGURATIONS = [
     dict(policy="MlpTransformerPolicy", policy_kwargs=TRANSFORMER, vtrace=True),
     dict(policy="MultiInputTransformerPolicy", observation_space=DICT, policy_kwargs=TRANSFORMER),
     dict(policy="MultiInputPolicy", observation_space=DICT, policy_kwargs=dict(learn_std=False)),
+    dict(policy="MultiInputPolicy", observation_space=DICT, policy_kwargs=dict(actor_keys=["joints"], critic_keys=["gear"])),
     dict(policy="CnnPolicy", observation_space=IMAGE, action_space=DISCRETE),
     dict(use_sde=True, policy_kwargs=dict(activation_fn=th.nn.ReLU, optimizer_class=th.optim.SGD, optimizer_kwargs={})),
     dict(action_space=spaces.MultiDiscrete([2, 3]), policy_kwargs=dict(features_extractor_class=FlattenExtractor)),

@@ -10,6 +10,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
+from support import hybrid  # noqa: F401  # registers its task
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
 from support.toys import IMAGE, make_toys
 
@@ -45,6 +46,13 @@ CONFIGURATIONS = {
     "RND": dict(wrapper=partial(RNDReward, n_steps=16)),
     "RND, sums of episodes": dict(wrapper=partial(RNDReward, n_steps=16, episodic=True), backend="fused"),
     "many environments": dict(n_envs=4, n_steps=16),
+    "hybrid actions": dict(env_id="Passing-v0"),
+    "hybrid actions, transformer": dict(
+        env_id="Passing-v0",
+        policy="MlpTransformerPolicy",
+        policy_kwargs=dict(context_length=4, d_model=16, use_last_action=True),
+        action_dist="beta",
+    ),
     "MuJoCo": dict(env_id="HalfCheetah-v5", backend="eager"),
 }
 # MuJoCo starts a process when it is imported.

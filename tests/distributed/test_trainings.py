@@ -27,12 +27,13 @@ FEW = [
     *("plain/fused/one segment", "plain/eager/adaptive_lr_kl", "plain/eager/accumulate_grad", "plain/device/kl_coef"),
     *("plain/fused/caps_temporal", "normalized/device/mirror"),
     *("plain/eager/vtrace", "plain/native/uneven minibatches", "dict/fused/sgd", "tensors/device/default"),
+    *("dict/fused/different keys", "hybrid/native/further losses", "hybrid/eager/kl_coef"),
 ]
 ALL = [f"{env}/{backend}/{option}" for env in ("plain", "normalized") for backend in BACKENDS for option in OPTIONS]
 ALL += [f"tensors/{backend}/{option}" for backend in ("device", "eager") for option in OPTIONS]
 ALL = [name for name in ALL if not name.startswith("tensors") or not name.endswith("mirror")]  # other actions
 ALL = [name for name in ALL if "native" not in name or not name.endswith(("mirror", "caps_temporal"))]
-ALL += [f"dict/{backend}/sgd" for backend in ("eager", "fused", "device")]
+ALL += [f"dict/{backend}/{option}" for backend in ("eager", "fused", "device") for option in ("sgd", "different keys")]
 # Muon's steps are computed in bfloat16. Together, the other options amplify rounding.
 TOLERANCES = {"muon": 2e-2, "priorities with moving averages and V-trace": 2e-4}
 

@@ -16,6 +16,7 @@ from stable_baselines3.common.distributions import (
     SquashedDiagGaussianDistribution,
     StateDependentNoiseDistribution,
 )
+from support.hybrid import integer_parts
 
 from sb3_ppo_ext.distributions import (
     ACTION_DISTS,
@@ -104,7 +105,7 @@ def test_bernoulli():
 
 
 # So that there are four numbers for each observation; two dimensions otherwise
-SIZES = {"categorical": 4, "multi_categorical": [2, 2], "bernoulli": 4}
+SIZES = {"categorical": 4, "multi_categorical": [2, 2], "bernoulli": 4, "hybrid": integer_parts()}
 SIZES |= {f"masked_{name}": SIZES[name] for name in ("categorical", "multi_categorical")}
 
 

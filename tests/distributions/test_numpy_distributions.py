@@ -9,6 +9,7 @@ from stable_baselines3.common.distributions import (
     CategoricalDistribution,
     StateDependentNoiseDistribution,
 )
+from support.hybrid import integer_parts
 
 from sb3_ppo_ext.distributions import FAMILIES, numpy_distribution
 from sb3_ppo_ext.distributions.masked import MaskedDistribution
@@ -17,7 +18,7 @@ from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 # Distributions with masks are those without, given outputs that are masked.
 OF_OUTPUTS = [family for family in FAMILIES if not issubclass(family.torch_class, MaskedDistribution)]
 # What the constructor of a family takes, if not three dimensions
-SIZES = {"categorical": 4, "multi_categorical": [3, 2], "beta": 2}
+SIZES = {"categorical": 4, "multi_categorical": [3, 2], "beta": 2, "hybrid": integer_parts()}
 
 
 # Of some families, further keywords of the constructor and the range of the logarithms of the standard deviations

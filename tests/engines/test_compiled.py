@@ -8,6 +8,7 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from support.engines import FUSED, SMALL, UPDATES, VECTORS, assert_same_update, make, relative_error, updated
+from support.hybrid import TensorPassing
 from support.options import assert_continues
 from support.parity import assert_equal
 from support.toys import DICT, IMAGE, make_toys
@@ -54,6 +55,19 @@ def check_update(**kwargs):
 def test_update(quick):
     """An update with many options at once equals the reference's."""
     check_update(**EVERYTHING)
+
+
+def test_hybrid_update(quick, recwarn):
+    """The distribution of hybrid actions is compiled as one function with the loss."""
+    check_update(**MANY["hybrid, Beta"])
+    assert not [warning for warning in recwarn if "stays eager" in str(warning.message)]
+
+
+def test_hybrid_actions_in_tensors(quick, recwarn):
+    """The policy acts in hybrid actions as one compiled function."""
+    model = PPOExt("MlpPolicy", TensorPassing(), backend="compile", **SMALL)
+    model.learn(2 * 8 * SMALL["n_steps"])
+    assert not [warning for warning in recwarn if "eager" in str(warning.message)]
 
 
 def test_update_in_cpp():

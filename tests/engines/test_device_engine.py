@@ -18,6 +18,7 @@ from stable_baselines3.common.callbacks import (
 )
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNormalize
+from support import hybrid
 from support.device_training import SMALL, assert_same, assert_same_training, same_draws, tensor_env, trained
 from support.options import SINGLE
 from support.torch_envs import TorchCartPole, TorchPendulum
@@ -40,10 +41,14 @@ SPACES = {
     "MultiInputPolicy": dict(observation_space=DICT),
 }
 TRANSFORMER = dict(context_length=6, d_model=16, n_heads=2, use_last_action=True, use_last_reward=True)
+KEYS = dict(actor_keys=["joints", "gear"])
 OF_SEQUENCES = {
     "MlpTransformerPolicy": {},
     "CnnTransformerPolicy": dict(env=dict(observation_space=IMAGE)),
     "MultiInputTransformerPolicy": dict(env=dict(observation_space=DICT)),
+    "MultiInputTransformerPolicy, different keys": dict(
+        env=dict(observation_space=DICT), policy_kwargs={**TRANSFORMER, **KEYS}
+    ),
     "MlpTransformerPolicy, two": dict(policy_kwargs={**TRANSFORMER, "share_features_extractor": False}),
     "MlpTransformerPolicy, context 1": dict(policy_kwargs={**TRANSFORMER, "context_length": 1}),
     "MlpTransformerPolicy, context 40": dict(policy_kwargs={**TRANSFORMER, "context_length": 40}),
@@ -62,6 +67,8 @@ ACTIONS = {
     "categorical": dict(env=dict(action_space=spaces.Discrete(4))),
     "multi-categorical": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
     "Bernoulli": dict(env=dict(action_space=spaces.MultiBinary(3))),
+    "hybrid": dict(env=dict(action_space=hybrid.SPACES["all kinds"]), bounds_coef=0.1, kl_coef=0.1),
+    "hybrid, Beta": dict(env=dict(action_space=hybrid.SPACES["nested"]), action_dist="beta", kl_coef=0.1),
     "gSDE": dict(use_sde=True, sde_sample_freq=4),
 }
 NOT_HERE = {"backend", "action_dist", "amp_dtype"}
@@ -73,6 +80,9 @@ TOGETHER = {
     "own critic, AdamW": dict(critic_learning_rate=1e-3, optimizer="adamw", weight_decay=0.1),
     "weight decay": dict(weight_decay=0.1, max_clip_fraction=0.01),
     "SGD": dict(optimizer="sgd", accumulate_grad=2),
+    "different keys": dict(
+        policy="MultiInputPolicy", env=dict(observation_space=DICT), policy_kwargs=KEYS, critic_learning_rate=1e-3
+    ),
 }
 
 
@@ -257,6 +267,18 @@ def test_transfers(sim, options):
     assert waits <= 3 * BUDGET
     assert waits + counts.to_device <= 3 * BUDGET + 3
     assert counts.operations > 1000
+
+
+@pytest.mark.parametrize("action_dist", ["gaussian", "beta"])
+@pytest.mark.parametrize("in_tuples", [False, True], ids=["dict", "tuple"])
+def test_transfers_of_hybrid_actions(sim, in_tuples, action_dist):
+    """Parts of actions are taken from what the policy samples on the device."""
+    env = hybrid.TensorPassing(device=sim.name, in_tuples=in_tuples)
+    options = {**SMALL, "batch_size": 64, "action_dist": action_dist, "kl_coef": 0.1}
+    model = PPOExt("MlpPolicy", env, device=sim.name, **options).learn(8 * 16)
+    with sim.counting() as counts:
+        model.learn(3 * 8 * 16, reset_num_timesteps=False)
+    assert counts.to_host + counts.items + counts.to_device <= 3 * BUDGET + 3
 
 
 def test_transfers_of_numpy_environments(sim):

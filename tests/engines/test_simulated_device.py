@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from support.hybrid import SPACES
 from support.options import SINGLE
 from support.toys import DICT, IMAGE, make_toys
 
@@ -16,14 +17,19 @@ pytestmark = [
 ]
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, backend="eager")
 TRANSFORMER = dict(context_length=6, d_model=16, n_heads=2, use_last_action=True, use_last_reward=True)
+KEYS = dict(actor_keys=["joints", "gear"])
 POLICIES = {
     "MlpPolicy": {},
     "MlpPolicy, separate extractors": dict(policy_kwargs=dict(share_features_extractor=False)),
     "CnnPolicy": dict(env=dict(observation_space=IMAGE)),
     "MultiInputPolicy": dict(env=dict(observation_space=DICT)),
+    "MultiInputPolicy, different keys": dict(env=dict(observation_space=DICT), policy_kwargs=KEYS),
     "MlpTransformerPolicy": dict(policy_kwargs=TRANSFORMER),
     "CnnTransformerPolicy": dict(env=dict(observation_space=IMAGE), policy_kwargs=TRANSFORMER),
     "MultiInputTransformerPolicy": dict(env=dict(observation_space=DICT), policy_kwargs=TRANSFORMER),
+    "MultiInputTransformerPolicy, different keys": dict(
+        env=dict(observation_space=DICT), policy_kwargs={**TRANSFORMER, **KEYS}
+    ),
 }
 ACTIONS = {
     "gaussian": {},
@@ -33,6 +39,8 @@ ACTIONS = {
     "categorical": dict(env=dict(action_space=spaces.Discrete(4))),
     "multi-categorical": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
     "Bernoulli": dict(env=dict(action_space=spaces.MultiBinary(3))),
+    "hybrid": dict(env=dict(action_space=SPACES["all kinds"]), bounds_coef=0.1, kl_coef=0.1),
+    "hybrid, Beta": dict(env=dict(action_space=SPACES["nested"]), action_dist="beta", kl_coef=0.1),
     "gSDE": dict(use_sde=True, sde_sample_freq=4),
     "gSDE, squashed": dict(use_sde=True, policy_kwargs=dict(squash_output=True, use_expln=True, full_std=False)),
 }

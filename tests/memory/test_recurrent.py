@@ -118,6 +118,9 @@ UPDATES = {
     "box in float64": of(dict(action_space=spaces.Box(-2.0, 2.0, (2,), np.float64))),
     "images": of(dict(observation_space=IMAGE), policy="CnnLstmPolicy"),
     "dict": of(dict(observation_space=DICT), policy="MultiInputLstmPolicy"),
+    "dict, different keys": of(
+        dict(observation_space=DICT), policy="MultiInputLstmPolicy", keywords=dict(actor_keys=["gear", "joints"])
+    ),
     "one environment": of(dict(n_envs=1)),
     "never ended": of(dict(length=10**6, p_end=0.0)),
     "a remainder": of(batch_size=7),

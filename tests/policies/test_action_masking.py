@@ -16,7 +16,7 @@ from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 from support import toys
-from support.engines import VECTORS, assert_same_update
+from support.engines import KEYS, VECTORS, assert_same_update
 from support.engines import make as make_engine
 from support.masks import ACTIONS, MaskedToy, choices_of, make_masked
 from support.parity import assert_equal, assert_equal_runs, train
@@ -115,6 +115,11 @@ UPDATES = {
     "multi-discrete, KL": dict(env=dict(action_space=ACTIONS["multi-discrete"]), kl_coef=0.5),
     "discrete observations": dict(env=dict(observation_space=spaces.Discrete(4))),
     "dict of vectors": dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy"),
+    "different keys": dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy", policy_kwargs=KEYS),
+    "different keys, in the observation": dict(
+        **dict(env=dict(observation_space=VECTORS, wrapper=ActionMaskWrapper), action_mask_key="action_mask"),
+        **dict(policy="MultiInputPolicy", policy_kwargs=KEYS),
+    ),
     "accumulated": dict(accumulate_grad=2, batch_size=4),
     "segments, EMA, V-trace": dict(priority_alpha=0.6, priority_segment=4, advantage_norm="ema", vtrace=True),
     "in the observation": dict(env=dict(wrapper=ActionMaskWrapper), action_mask_key="action_mask"),

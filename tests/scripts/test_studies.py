@@ -26,9 +26,11 @@ STUDIES = ROOT / "scripts" / "studies"
         ("memory", 2048, ["--tasks", "T-maze 10", "CartPoleNoVel-v1"]),
         ("robustness", 60_000, ["--tasks", "counting", "--arms", "transformer", "frames", "--rates", "1e-3"]),
         ("held_back", 1024, []),
+        ("hybrid_actions", 8192, []),
         ("tensor_learning", 40_960, []),
         ("ranks", 8192, []),
         ("action_masks", 16_384, []),
+        ("asymmetric", 8192, []),
         ("auxiliary_losses", 8192, []),
         ("action_distributions", 1024, ["--tasks", "Pendulum-v1", "MountainCarContinuous-v0", "BangBang"]),
     ],
@@ -46,7 +48,8 @@ def test_study(name, timesteps, tasks, tmp_path):
 def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
-    names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "auxiliary_losses"}
+    names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "asymmetric", "hybrid_actions"}
+    names |= {"auxiliary_losses"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from support.hybrid import SPACES
 from support.toys import DICT, IMAGE, VECTOR, make_toys
 from torch import nn
 
@@ -11,6 +12,7 @@ from sb3_ppo_ext import PPOExt
 
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
 VECTORS = spaces.Dict({"joints": VECTOR, "gear": spaces.Discrete(3)})
+KEYS = dict(actor_keys=["joints"])
 
 
 def make(env=None, policy="MlpPolicy", backend="native", make_env=make_toys, **options):
@@ -56,6 +58,14 @@ UPDATES = {
     "discrete": dict(env=dict(action_space=spaces.Discrete(4))),
     "multi-discrete": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
     "multi-binary": dict(env=dict(action_space=spaces.MultiBinary(3))),
+    "hybrid": dict(env=dict(action_space=SPACES["all kinds"]), ent_coef=0.1),
+    "hybrid, all losses": dict(
+        env=dict(action_space=SPACES["nested"]), bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, learning_rate=1e-3
+    ),
+    "hybrid, Beta": dict(env=dict(action_space=SPACES["dict"]), action_dist="beta", kl_coef=0.5, ent_coef=0.1),
+    "hybrid, squashed": dict(env=dict(action_space=SPACES["tuple"]), action_dist="squashed_gaussian", ent_coef=0.1),
+    "hybrid, mean_tanh": dict(env=dict(action_space=SPACES["all kinds"]), policy_kwargs=dict(mean_tanh=True), ent_coef=0.1),
+    "hybrid, integers": dict(env=dict(action_space=SPACES["integers"]), ent_coef=0.1, kl_coef=0.5),
     "discrete observations": dict(env=dict(observation_space=spaces.Discrete(5))),
     "multi-discrete observations": dict(env=dict(observation_space=spaces.MultiDiscrete([4, 3]))),
     "multi-binary observations": dict(env=dict(observation_space=spaces.MultiBinary(4))),
@@ -63,6 +73,11 @@ UPDATES = {
     "observations of shape (2, 3)": dict(env=dict(observation_space=spaces.Box(-1.0, 1.0, (2, 3), np.float32))),
     "flat images": dict(env=dict(observation_space=IMAGE), rtol=1e-4),
     "dict of vectors": dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy"),
+    "different keys": dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy", policy_kwargs=KEYS),
+    "different keys, gSDE, V-trace, segments": dict(
+        **dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy", policy_kwargs=KEYS, use_sde=True),
+        **dict(vtrace=True, priority_alpha=0.6, priority_segment=4, critic_learning_rate=1e-3, ent_coef=0.1),
+    ),
     "one environment": dict(env=dict(n_envs=1)),
     "a remainder": dict(batch_size=7),
     "a single sample left": dict(batch_size=31),
@@ -105,6 +120,10 @@ FUSED = {
     "gSDE": dict(use_sde=True),
     "images": dict(env=dict(observation_space=IMAGE), policy="CnnPolicy", rtol=1e-4),
     "dict": dict(env=dict(observation_space=DICT), policy="MultiInputPolicy", rtol=1e-4),
+    "dict, different keys": dict(
+        **dict(env=dict(observation_space=DICT), policy="MultiInputPolicy", rtol=1e-4),
+        policy_kwargs=dict(actor_keys=["camera"], critic_keys=["gear", "joints"]),
+    ),
     "box": {},
     "GELU": dict(policy_kwargs=dict(activation_fn=nn.GELU)),
     "max_clip_fraction": dict(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001),

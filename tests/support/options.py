@@ -3,6 +3,7 @@
 import copy
 import inspect
 import random
+from collections.abc import Mapping
 
 import numpy as np
 import torch as th
@@ -60,11 +61,13 @@ MASKED = [with_needs({name: value}) for name in OF_MASKS for value in VALUES[nam
 def is_legal(options, action_space):
     """Whether the options can be combined, written down independently of the table."""
     get = {**DEFAULTS, **options}.get
-    box = isinstance(action_space, spaces.Box)
+    is_hybrid = isinstance(action_space, spaces.Dict | spaces.Tuple)
+    parts = action_space.spaces if is_hybrid else {"": action_space}
+    box = any(isinstance(part, spaces.Box) for part in (parts.values() if isinstance(parts, Mapping) else parts))
     return not (
         (get("bounds_coef") > 0 and not box)
-        or (get("use_sde") and not box)
-        or (get("action_masking") and box)
+        or (get("use_sde") and not isinstance(action_space, spaces.Box))
+        or (get("action_masking") and (box or is_hybrid))
         or (get("action_mask_key") and not get("action_masking"))
         or (get("action_dist") != "gaussian" and (not box or get("use_sde")))
         or (get("action_dist") == "beta" and get("bounds_coef") > 0)
@@ -96,10 +99,8 @@ def make(options, action_space=None, env=None):
 
 
 def make_env(options, action_space=None):
-    if not options.get("action_masking"):
+    if not options.get("action_masking") or not isinstance(action_space, spaces.Discrete | None):
         return make_toys(action_space=action_space or BOX_ACTION, length=5)
-    if isinstance(action_space, spaces.Box):
-        return make_toys(action_space=action_space, length=5)
     wrapper = ActionMaskWrapper if options.get("action_mask_key") else None
     return make_masked(action_space=action_space or spaces.Discrete(3), length=5, wrapper=wrapper)
 

@@ -39,9 +39,16 @@ class ToyEnv(gym.Env):
         assert self.action_space.contains(action), action
         self.t += 1
         first = next(iter(self.observation.values())) if isinstance(self.observation, dict) else self.observation
-        reward = float(np.sum(np.asarray(action, dtype=float)) * np.mean(first) / 10 + self.t / self.length)
+        reward = float(_sum(action) * np.mean(first) / 10 + self.t / self.length)
         self.observation = self.observation_space.sample()
         return self.observation, reward, bool(self.np_random.random() < self.p_end), self.t >= self.length, {}
+
+
+def _sum(action):
+    """Sum of all numbers of an action."""
+    if isinstance(action, dict | tuple):
+        return sum(_sum(part) for part in (action.values() if isinstance(action, dict) else action))
+    return np.sum(np.asarray(action, dtype=float))
 
 
 def make_toys(n_envs=2, vec_env_class=DummyVecEnv, **kwargs):

@@ -296,3 +296,26 @@ def test_training():
     """PPOExt learns on it, and episodes are counted."""
     model = PPOExt("MlpPolicy", pole(8), n_steps=32, batch_size=64, n_epochs=1, device="cpu").learn(512)
     assert len(model.ep_info_buffer) > 10
+
+
+@pytest.mark.parametrize("in_tuples", [False, True], ids=["dict", "tuple"])
+def test_hybrid_actions(in_tuples):
+    """A function of one copy gets a dictionary or tuple of its actions, as `predict` returns it and as it is trained."""
+    parts = {"kind": spaces.Discrete(3), "push": PUSH}
+
+    def reset(key):
+        return jax.numpy.zeros(1), jax.numpy.zeros(1)
+
+    def step(key, state, action):
+        kind, push = action if in_tuples else (action["kind"], action["push"])
+        state = state + kind + push
+        return state, state, 10.0 * kind + push[0], False, False
+
+    action_space = spaces.Tuple(tuple(parts.values())) if in_tuples else spaces.Dict(parts)
+    copies = dict(num_envs=4, observation_space=BOX, action_space=action_space)
+    env = JaxVecEnv((reset, step), **copies, max_episode_steps=5)
+    model = PPOExt("MlpPolicy", env, n_steps=8, batch_size=16, device="cpu", seed=0).learn(64)
+    actions, _ = model.predict(env.reset())
+    _, rewards, _, _ = env.step(actions)
+    expected = [10 * a[0] + a[1][0] if in_tuples else 10 * a["kind"] + a["push"][0] for a in actions]
+    np.testing.assert_allclose(rewards, expected, rtol=1e-5)

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from support.torch_envs import TorchCartPole, TorchPendulum
 from support.torch_simulators import CLOCK, PUSH, LikeIsaacLab, LikeManiSkill, LikeRslRl
 
-from sb3_ppo_ext import PPOExt, TorchVecEnv
+from sb3_ppo_ext import PPOExt, TensorVecNormalize, TorchVecEnv
 
 ACTIONS = th.zeros(4, 1)
 # Copies 0 and 1 terminate after 3 and 4 steps, 2 terminates at its limit of 5, and 3 is cut off after 5.
@@ -126,6 +126,23 @@ def test_finite_horizons():
         step = env.step_tensors(ACTIONS)
     assert ended(step.terminated) == [2, 3]
     assert not step.truncated.any()
+
+
+@pytest.mark.parametrize("policy", ["MultiInputPolicy", "MultiInputTransformerPolicy"])
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_groups_of_actor_and_critic(policy, normalizes):
+    """With the groups of Isaac Lab as keys, the actor reads its own, and the critic both; the actor alone needs one."""
+    env = isaac(None)
+    env = TensorVecNormalize(env) if normalizes else env
+    keywords = dict(context_length=4, d_model=8, n_heads=2) if "Transformer" in policy else {}
+    options = dict(n_steps=8, batch_size=16, n_epochs=2, seed=0, device="cpu")
+    model = PPOExt(policy, env, policy_kwargs=dict(actor_keys=["policy"], **keywords), **options).learn(64)
+    assert [*model.policy.pi_features_extractor.extractors] == ["policy"]
+    assert [*model.policy.vf_features_extractor.extractors] == ["critic", "policy"]
+    full = {"policy": np.ones((4, 2), np.float32), "critic": np.ones((4, 2), np.float32)}
+    expected = model.predict(full, deterministic=True)[0]
+    actor = model.policy.without_critic()
+    np.testing.assert_array_equal(actor.predict({"policy": full["policy"]}, deterministic=True)[0], expected)
 
 
 def test_keys():

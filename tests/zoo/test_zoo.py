@@ -397,7 +397,7 @@ class Mixed(gym.Env):
         return self.observation_space.sample(), 0.0, False, False, {}
 
 
-gym.register("Mixed-v0", Mixed)
+gym.register("Mixed-v0", Mixed, max_episode_steps=20)
 
 
 @pytest.mark.parametrize(
@@ -470,6 +470,15 @@ def test_recurrent_policy(tmp_path, train_here, enjoy_here, capsys):
     assert "Mean reward" in enjoy_here("CartPoleNoVel-v1", 600)
 
 
+def test_different_keys(tmp_path, train_here, enjoy_here):
+    """The keys of actor and critic are given on the command line; the agent is watched with all observations."""
+    keys = "policy_kwargs:dict(actor_keys=['vector'], critic_keys=['vector', 'word'])"
+    train_here("--env", "Mixed-v0", "-n", "64", "-params", "policy:'MultiInputPolicy'", keys, "n_steps:8", "n_envs:2")
+    model = PPOExt.load(saved(tmp_path, "Mixed-v0"))
+    assert (model.policy.actor_keys, model.policy.critic_keys) == (["vector"], ["vector", "word"])
+    assert "Mean reward" in enjoy_here("Mixed-v0", 60)
+
+
 def test_defaults_of_recurrent_ppo(tmp_path):
     """Where an entry of RecurrentPPO relies on the defaults of that algorithm, PPOExt has the same, unless they are given."""
     given = dict(policy="MlpLstmPolicy")
@@ -515,6 +524,14 @@ def test_sampled_policy_kwargs_are_merged():
     trial.update(dict(gamma=0.99, policy_kwargs=dict(net_arch=[64])))
     assert trial == dict(gamma=0.99, policy_kwargs=dict(log_std_init=-2, net_arch=[64]))
     assert hyperparams == dict(gamma=0.9, policy_kwargs=dict(log_std_init=-2, net_arch=[8]))
+
+
+def test_different_keys_in_trials():
+    """Where the entry has keys of actor or critic, they decide whether features extractors are shared, and not the trial."""
+    keys = dict(actor_keys=["vector"])
+    trial = TrialHyperparams(policy_kwargs=keys)
+    trial.update(dict(policy_kwargs=dict(net_arch=[64], share_features_extractor=True)))
+    assert trial == dict(policy_kwargs=dict(keys, net_arch=[64]))
 
 
 def test_policy_kwargs_of_the_yaml_reach_the_trials(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from sb3_ppo_ext.distributions.masked import INVALID
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.policies.action_masking import parts_without_mask, without_mask
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTanh
+from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 
 ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu"}
 # Number of samples whose activations stay in the caches between `forward` and `backward`
@@ -48,9 +49,10 @@ class Perceptron:
     :param hidden: Hidden layers with their activations
     :param last: Output layer
     :param with_latents: Whether to return the inputs of the output layer as well
+    :param columns: Features that the network reads, ``None`` for all
     """
 
-    def __init__(self, hidden: nn.Sequential, last: nn.Linear, with_latents: bool = False):
+    def __init__(self, hidden: nn.Sequential, last: nn.Linear, with_latents: bool = False, columns: slice | None = None):
         self.layers = [*(layer for layer in hidden if isinstance(layer, nn.Linear)), last]
         activation = next((ACTIVATIONS[type(layer)] for layer in hidden if type(layer) in ACTIVATIONS), "tanh")
         self.gradients = [np.zeros(p.shape, np.float32) for layer in self.layers for p in (layer.weight, layer.bias)]
@@ -59,6 +61,7 @@ class Perceptron:
             [(layer.weight.detach().numpy(), layer.bias.detach().numpy(), *own) for layer, *own in pairs], activation
         )
         self.n_outputs, self.n_latents, self.with_latents = last.out_features, last.in_features, with_latents
+        self.columns = columns
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Pairs of each parameter and its gradient"""
@@ -70,8 +73,15 @@ class Perceptron:
         :return: Outputs, shape ``(n, n_outputs)``, or outputs and latents, shape ``(n, n_outputs + n_latents)``
         """
         outputs = self.empty(features)
-        self.network.forward(features, outputs)
+        self.network.forward(self.read(features), outputs)
         return self.complete(outputs)
+
+    def read(self, features: np.ndarray) -> np.ndarray:
+        """
+        :param features: Features of the observations, shape ``(n, n_features)``
+        :return: Inputs of the network
+        """
+        return features if self.columns is None else np.ascontiguousarray(features[:, self.columns])
 
     def empty(self, features: np.ndarray) -> np.ndarray:
         """
@@ -104,8 +114,12 @@ class NativePolicy:
         last, transform = _split(policy.action_net)
         self._action_dist = policy.action_dist
         self.distribution = numpy_distribution(policy.action_dist, getattr(policy, "log_std", None), transform)
-        self.actor = Perceptron(policy.mlp_extractor.policy_net, last, self.distribution.needs_latents)
-        self.critic = Perceptron(policy.mlp_extractor.value_net, policy.value_net)
+        # Networks that read different parts of the observations read different columns of the features.
+        self.is_asymmetric = isinstance(policy, ObservationKeysMixin) and policy.is_asymmetric
+        n = policy.pi_features_extractor.features_dim
+        of_actor, of_critic = (slice(n), slice(n, None)) if self.is_asymmetric else (None, None)
+        self.actor = Perceptron(policy.mlp_extractor.policy_net, last, self.distribution.needs_latents, of_actor)
+        self.critic = Perceptron(policy.mlp_extractor.value_net, policy.value_net, columns=of_critic)
         self.networks = (self.actor, self.critic)
         # Threads that compute both networks; `None` for the thread of the caller alone
         self.threads: Any = None
@@ -178,7 +192,8 @@ class NativePolicy:
         if self.threads is None:
             return self.actor(features), self.critic(features).ravel()
         outputs, values = self.actor.empty(features), self.critic.empty(features)
-        self.threads.forward([(self.actor.network, features, outputs), (self.critic.network, features, values)])
+        actor, critic = self.actor, self.critic
+        self.threads.forward([(actor.network, actor.read(features), outputs), (critic.network, critic.read(features), values)])
         return self.actor.complete(outputs), values.ravel()
 
     def backward(self, d_outputs: np.ndarray, d_values: np.ndarray, accumulate: bool) -> None:
@@ -223,6 +238,9 @@ class NativePolicy:
         :return: Features, float32 of shape ``(n, n_features)``
         """
         with th.no_grad():
+            if self.is_asymmetric:
+                both: Any = self.policy.extract_features(observations)
+                return th.cat(both, dim=1).numpy()
             features: Any = self._extract(observations, self.policy.pi_features_extractor)
             return np.ascontiguousarray(features.numpy())
 

@@ -72,6 +72,8 @@ ACTIONS = (
     "spaces.Discrete(2)",
     "spaces.MultiDiscrete([3, 2])",
     "spaces.MultiBinary(2)",
+    f"spaces.Dict(a={BOX}, b=spaces.Discrete(3))",
+    f"spaces.Tuple([spaces.MultiBinary(2), spaces.Dict(a=spaces.MultiDiscrete([2, 3]), b={BOX})])",
 )
 RARE_ACTIONS = (
     "spaces.Box(-3, 3, (2,), np.int64)",
@@ -96,6 +98,11 @@ RARE_ACTIONS = (
     "spaces.MultiBinary(1)",
     "spaces.Dict(a=spaces.Discrete(2))",
     "spaces.Tuple([spaces.Discrete(2)])",
+    "spaces.Dict(a=spaces.Box(-1.0, 1.0, (2,), np.float64), b=spaces.Box(-3e38, 3e38, (1,)))",
+    "spaces.Dict(a=spaces.Box(-1e300, 1e300, (1,), np.float64))",
+    "spaces.Dict(a=spaces.Box(0, 9, (2,), np.int64))",
+    "spaces.Dict(a=spaces.Tuple([]))",
+    "spaces.Tuple([spaces.Text(3), spaces.Discrete(2)])",
     "spaces.Text(3)",
 )
 POLICIES = {
@@ -256,7 +263,7 @@ def _env(rng, mode):
         env["infos"] = repr(rng.choice(["success", "rubbish"]))
     if mode == "extreme" and rng.random() < 0.05:
         env["nan_at"] = str(rng.choice([0, 1, 3]))
-    return env, kind, action.startswith("spaces.Box")
+    return env, kind, "spaces.Box" in action
 
 
 def _wrappers(rng, observation, action, way):

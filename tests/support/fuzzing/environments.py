@@ -30,6 +30,10 @@ INFOS = {
 
 def contains(space, action):
     """Whether an action is in a space, up to its dtype: SB3 gives an environment float32 for any ``Box``."""
+    if isinstance(space, spaces.Dict):
+        return action.keys() == space.spaces.keys() and all(contains(space[key], part) for key, part in action.items())
+    if isinstance(space, spaces.Tuple):
+        return len(action) == len(space) and all(map(contains, space, action))
     if isinstance(space, spaces.Box):
         return action.shape == space.shape and bool(np.all((space.low <= action) & (action <= space.high)))
     return space.contains(action)

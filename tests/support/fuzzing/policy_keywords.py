@@ -32,6 +32,7 @@ OF_TRANSFORMER = {
     "use_last_action": ("True",),
     "use_last_reward": ("True",),
 }
+OF_DICTIONARIES = {"actor_keys": ("['a']", "['b']", "('b', 'a')", "None"), "critic_keys": ("['b']", "['a', 'b']", "None")}
 _TRANSFORMER = "TransformerExtractor, 'features_extractor_kwargs': dict(d_model=4, n_heads=2, n_frames=1)"
 EXTRACTORS = {
     "vector": ("FlattenExtractor", _TRANSFORMER),
@@ -105,6 +106,9 @@ RUBBISH = {
     "shared_lstm": ("True", "None", "1", "'x'"),
     "lstm_kwargs": ("5", "dict(bidirectional=True)", "dict(proj_size=1)", "dict(dropout=2)", "dict(bias=None)"),
     "rnn": ("'rnn'", "None", "5", "nn.GRU"),
+    "actor_keys": ("[]", "['x']", "'a'", "5", "[['a']]", "{'a'}", "[None]"),
+    "critic_keys": ("[]", "['a', 'x']", "'b'", "True", "[0]", "{}"),
+    "with_critic": ("False", "True", "None"),
     "observation_space": ("None", "spaces.Discrete(2)"),
     "use_sde": ("True",),
     "nope": ("1",),
@@ -132,8 +136,12 @@ def drawn(rng, memory, has_box, uses_sde, obs_kind):
     if uses_sde:
         choices = {name: choices[name] for name in choices if name not in ("mean_tanh", "learn_std")} | OF_SDE
     choices |= {"Transformer": OF_TRANSFORMER, "Lstm": OF_LSTM}.get(memory, {})
+    if obs_kind == "dict":
+        choices |= OF_DICTIONARIES
     for name in rng.sample(sorted(choices), rng.choice([0, 0, 1, 2, 3])):
         given[name] = rng.choice(choices[name])
+    if given.keys() & OF_DICTIONARIES.keys():
+        given = {name: given[name] for name in given if name not in ("share_features_extractor", "shared_lstm")}
     if given.get("shared_lstm") == "True":
         given |= {"enable_critic_lstm": "False", "share_features_extractor": "True"}
     if given.get("squash_output") == "True":

@@ -24,6 +24,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy, MultiInputActor
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
 from stable_baselines3.common.vec_env import DummyVecEnv
 from support.fuzzing.environments import contains, make_env
+from support.hybrid import equal
 from support.toys import LogRecorder
 from support.zips import Zip
 from torch import nn
@@ -121,7 +122,7 @@ def act(model, deterministic=True, n=3):
         )
         action, memory = model.predict(observation, memory, deterministic=deterministic)
         if not contains(model.action_space, action):
-            raise Broken(f"{action!r} ({action.dtype}) is not in {model.action_space}")
+            raise Broken(f"{action!r} ({getattr(action, 'dtype', None)}) is not in {model.action_space}")
         memory = memory.with_rewards(np.zeros(1)) if hasattr(memory, "with_rewards") else memory
         actions.append(action)
     return actions
@@ -129,7 +130,7 @@ def act(model, deterministic=True, n=3):
 
 def _same_actions(model, other, what):
     for expected, actual in zip(act(model), act(other), strict=True):
-        if not np.array_equal(expected, actual):
+        if not equal(expected, actual):
             raise Broken(f"{what} acts differently: {expected} became {actual}")
     return other
 
