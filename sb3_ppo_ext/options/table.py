@@ -381,7 +381,7 @@ class PPOExtOptions:
         "symmetry, or smooth actions; `None` for none",
         group=LOSSES,
         accepted=Losses(),
-        example={"caps_temporal": 0.1, "caps_spatial": {"coef": 0.05, "std": 0.01}},
+        example={"caps_temporal": 0.1},
         conflicts=(Conflict(equals("backend", "native")), Conflict(NEXT_WITH_OWN_GET, OWN_GET_REMEDY)),
         change=Change(steps=("_setup_policy_losses", "_check_backend")),
     )

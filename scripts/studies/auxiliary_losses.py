@@ -3,11 +3,12 @@ What mirror symmetry, smooth actions and intrinsic rewards are worth.
 
 - Pendulum, symmetry: the mirror loss and the augmentation by mirrored samples. ``error`` is the mean distance of the mean
   action from the mirror image of that for the mirrored observation, in units of the torque.
-- Pendulum, smoothness: the losses of CAPS. ``error`` is the mean change of the mean action from step to step.
+- Mass, smoothness: a mass is pushed to the middle and seen with noise; with and without the losses of CAPS. ``error`` is the
+  mean change of the mean action from step to step, within the bounds -1 and 1.
 - MountainCar, sparse: the reward is 1 at the goal and 0 elsewhere; with and without the intrinsic reward of RND. ``error`` is
   the fraction of episodes that do not reach the goal.
 
-At the end, each policy is evaluated without noise.
+At the end, each policy is evaluated without exploration.
 
 Run it: python scripts/studies/auxiliary_losses.py (about five minutes on two cores)
 It writes docs/studies/auxiliary_losses.csv and docs/studies/auxiliary_losses.svg.
@@ -19,6 +20,7 @@ import gymnasium as gym
 import numpy as np
 import torch as th
 from common import (
+    BatchedEnv,
     Job,
     Recorder,
     Row,
@@ -32,6 +34,7 @@ from common import (
     save_plot,
     select,
 )
+from gymnasium import spaces
 from matplotlib.figure import Figure
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecEnv
@@ -39,7 +42,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext import FastDummyVecEnv, PPOExt, RNDReward
 
 MIRROR = {"obs": [0, [1, -1], [2, -1]], "action": [[0, -1]]}
-SYMMETRY, SMOOTHNESS, EXPLORATION = "Pendulum, symmetry", "Pendulum, smoothness", "MountainCar, sparse"
+SYMMETRY, SMOOTHNESS, EXPLORATION = "Pendulum, symmetry", "Mass, smoothness", "MountainCar, sparse"
 # Options of each arm, by task; those of the exploration are the arguments of `RNDReward`
 TASKS: dict[str, dict[str, Any]] = {
     SYMMETRY: {
@@ -50,15 +53,15 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     SMOOTHNESS: {
         "plain": None,
-        "temporal 0.03": {"caps_temporal": 0.03},
         "temporal 0.1": {"caps_temporal": 0.1},
+        "temporal 0.3": {"caps_temporal": 0.3},
         "spatial 0.1": {"caps_spatial": {"coef": 0.1, "std": 0.1}},
-        "both": {"caps_temporal": 0.03, "caps_spatial": {"coef": 0.1, "std": 0.1}},
+        "spatial 0.3": {"caps_spatial": {"coef": 0.3, "std": 0.1}},
     },
     EXPLORATION: {"plain": None, "RND": {"coef": 0.02}},
 }
 TIMESTEPS = {SYMMETRY: 50_000, SMOOTHNESS: 50_000, EXPLORATION: 150_000}
-PENDULUM: dict[str, Any] = dict(n_steps=256, batch_size=128, gamma=0.9, learning_rate=1e-3)
+SHORT: dict[str, Any] = dict(n_steps=256, batch_size=128, gamma=0.9, learning_rate=1e-3)
 MOUNTAIN_CAR: dict[str, Any] = dict(n_steps=128, batch_size=256, n_epochs=4, gamma=0.99, gae_lambda=0.98, learning_rate=1e-3)
 
 
@@ -70,8 +73,33 @@ class SparseReward(gym.RewardWrapper):
         return float(position.state[0] >= position.goal_position)
 
 
+class NoisyMass(BatchedEnv):
+    """A mass on a line with a force from -1 to 1, whose position and velocity are seen with noise."""
+
+    NOISE, STEP = 0.1, 0.1
+
+    def __init__(self, n_envs: int, seed: int):
+        space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        super().__init__(n_envs, space, spaces.Box(-1.0, 1.0, (1,), np.float32), 100, seed)
+        self.state = np.zeros((n_envs, 2))
+
+    def begin(self, which: np.ndarray) -> None:
+        self.state[which] = self.rng.uniform(-1, 1, (int(which.sum()), 2)) * [2.0, 0.0]
+
+    def observe(self) -> np.ndarray:
+        return np.float32(self.state + self.NOISE * self.rng.standard_normal(self.state.shape))
+
+    def act(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        self.state[:, 1] += self.STEP * 2 * actions[:, 0]
+        self.state[:, 0] += self.STEP * self.state[:, 1]
+        rewards = -np.abs(self.state[:, 0])
+        return rewards, rewards, np.zeros(self.num_envs, bool)
+
+
 def make_env(task: str, n_envs: int, seed: int) -> VecEnv:
-    if task != EXPLORATION:
+    if task == SMOOTHNESS:
+        return NoisyMass(n_envs, seed)
+    if task == SYMMETRY:
         return make_vec_env("Pendulum-v1", n_envs, seed=seed, vec_env_cls=FastDummyVecEnv)
     return make_vec_env("MountainCar-v0", n_envs, seed=seed, wrapper_class=SparseReward, vec_env_cls=FastDummyVecEnv)
 
@@ -84,7 +112,7 @@ def run(job: Job) -> list[Row]:
     if is_exploration and given is not None:
         env = RNDReward(env, **given, seed=job.seed)
     losses = None if is_exploration else given
-    options = MOUNTAIN_CAR if is_exploration else PENDULUM
+    options = MOUNTAIN_CAR if is_exploration else SHORT
     model = PPOExt("MlpPolicy", env, seed=job.seed, device="cpu", auxiliary_losses=losses, **options)
     recorder = Recorder({})
     model.learn(job.timesteps, callback=recorder)
@@ -95,7 +123,7 @@ def run(job: Job) -> list[Row]:
 
 
 def evaluated(model: PPOExt, task: str, seed: int) -> tuple[float, float]:
-    """Mean return of 16 episodes of 200 steps without noise, and the error of the task."""
+    """Mean return of 16 episodes without exploration, of 200 steps or until their end, and the error of the task."""
     env = make_env(task, 16, 1000 + seed)
     observations: Any = env.reset()
     returns, running, errors = np.zeros(16), np.ones(16, bool), []
@@ -118,7 +146,9 @@ def mean_actions(model: PPOExt, observations: Any) -> np.ndarray:
     """Mean actions within the bounds; probabilities of discrete ones."""
     with th.no_grad():
         distribution: Any = model.policy.get_distribution(model.policy.obs_to_tensor(observations)[0]).distribution
-    return np.clip(distribution.mean.numpy(), -2, 2) if hasattr(distribution, "loc") else distribution.probs.numpy()
+    space: Any = model.action_space
+    is_gaussian = hasattr(distribution, "loc")
+    return np.clip(distribution.mean.numpy(), space.low, space.high) if is_gaussian else distribution.probs.numpy()
 
 
 def plot(rows: list[Row]) -> Figure:
