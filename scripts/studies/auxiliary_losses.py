@@ -37,7 +37,7 @@ from common import (
 from gymnasium import spaces
 from matplotlib.figure import Figure
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_ppo_ext import FastDummyVecEnv, PPOExt, RNDReward
 
@@ -58,7 +58,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "spatial 0.1": {"caps_spatial": {"coef": 0.1, "std": 0.1}},
         "spatial 0.3": {"caps_spatial": {"coef": 0.3, "std": 0.1}},
     },
-    EXPLORATION: {"plain": None, "RND": {"coef": 0.02}},
+    EXPLORATION: {"plain": None, "RND 0.02": {"coef": 0.02}, "RND 0.1": {"coef": 0.1}},
 }
 TIMESTEPS = {SYMMETRY: 50_000, SMOOTHNESS: 50_000, EXPLORATION: 150_000}
 SHORT: dict[str, Any] = dict(n_steps=256, batch_size=128, gamma=0.9, learning_rate=1e-3)
@@ -111,6 +111,8 @@ def run(job: Job) -> list[Row]:
     env = make_env(task, 16 if is_exploration else 8, job.seed)
     if is_exploration and given is not None:
         env = RNDReward(env, **given, seed=job.seed)
+    if is_exploration:
+        env = VecNormalize(env, norm_reward=False)
     losses = None if is_exploration else given
     options = MOUNTAIN_CAR if is_exploration else SHORT
     model = PPOExt("MlpPolicy", env, seed=job.seed, device="cpu", auxiliary_losses=losses, **options)
@@ -127,8 +129,9 @@ def evaluated(model: PPOExt, task: str, seed: int) -> tuple[float, float]:
     env = make_env(task, 16, 1000 + seed)
     observations: Any = env.reset()
     returns, running, errors = np.zeros(16), np.ones(16, bool), []
-    before: Any = None
+    normalizer, before = model.get_vec_normalize_env(), None
     for _ in range(200):
+        observations = observations if normalizer is None else normalizer.normalize_obs(observations)
         actions = mean_actions(model, observations)
         if task == SYMMETRY:
             errors.append(np.abs(actions + mean_actions(model, observations * np.array([1, -1, -1], np.float32))).mean())
