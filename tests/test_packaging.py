@@ -34,7 +34,9 @@ def run(*command, **kwargs):
 
 
 def copy_checkout(target):
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "demo", "logs", "*.egg-info", "__pycache__", "*.so")
+    ignored = shutil.ignore_patterns(
+        ".*", "build", "dist", "demo", "logs", "*.egg-info", "__pycache__", "*.so", "MUJOCO_LOG.TXT"
+    )
     shutil.copytree(ROOT, target, symlinks=True, ignore=ignored)
 
 

@@ -29,6 +29,8 @@ def test_every_block_is_run_or_says_why_not(page):
     """A block is in a language that is run or names none of them, and its commands are known or marked with a reason."""
     for block in PAGES[page]:
         assert block.language in LANGUAGES | OTHER_LANGUAGES, f"{page}:{block.line}"
+        if block.language == "python":
+            compile(block.code, f"{page}:{block.line}", "exec")
     for line, words in commands(PAGES[page]):
         try:
             module_and_arguments(words)

@@ -155,7 +155,8 @@ OTHERS = {
     "policy_kwargs": ("5", "'x'", "[]", "dict(nope=1)", "{5: 5}", "{'net_arch': {5: [4]}}"),
     "env": ("None", "5", "'Nope-v9'", "object()", "int", "'CartPole-v1'", "spaces.Discrete(2)", "[]"),
 }
-DRAWN = sorted(set(ALL_OPTIONS) - {"policy_kwargs", "action_mask_key"})  # no environment has such a key
+# No environment has a key for masks, and auxiliary losses are dictionaries.
+DRAWN = sorted(set(ALL_OPTIONS) - {"policy_kwargs", "action_mask_key", "auxiliary_losses"})
 # What SB3's users change between two calls of `learn`
 CHANGED = (*DRAWN, "sde_sample_freq")
 # Arguments of ``load`` that nothing is refused for
