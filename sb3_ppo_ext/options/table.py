@@ -240,7 +240,12 @@ class PPOExtOptions:
         "Whether the environments say which actions are valid, so that the policy chooses among these alone "
         "(https://arxiv.org/abs/2006.14171)",
         group=DISTRIBUTION,
-        conflicts=(Conflict(NOT_MASKABLE, "{action_space} has no actions that could be masked; leave it at False"),),
+        conflicts=(
+            Conflict(
+                NOT_MASKABLE,
+                "{action_space} is no Discrete, MultiDiscrete or MultiBinary, whose actions can be masked; leave it at False",
+            ),
+        ),
         change=OF_POLICY,
     )
     action_mask_key: str | None = option(

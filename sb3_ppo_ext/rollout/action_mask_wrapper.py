@@ -35,7 +35,11 @@ class ActionMaskWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
         if not env.has_wrapper_attr(METHOD):
             refuse("env", env, f"it has no method `{METHOD}`; give it one, or wrap it in sb3-contrib's `ActionMasker` first")
         if not isinstance(env.action_space, MASKABLE):
-            refuse("env", env, f"its action space {env.action_space} has no actions that could be masked")
+            refuse(
+                "env",
+                env,
+                f"its action space is {env.action_space}, and masks are for Discrete, MultiDiscrete and MultiBinary",
+            )
         self.observation_space = with_mask(env.observation_space, env.action_space)
         (self._n_choices,) = self.observation_space[self.KEY].shape or (0,)
 

@@ -383,7 +383,7 @@ def test_bad_arguments():
     """What cannot work is refused before the training, with a remedy."""
     masked = make_masked()
     refused("no method `action_masks`", "MlpPolicy", make_toys(action_space=spaces.Discrete(3)), action_masking=True)
-    refused("no actions that could be masked", "MlpPolicy", make_toys(), action_masking=True)
+    refused("whose actions can be masked", "MlpPolicy", make_toys(), action_masking=True)
     refused("without `action_masking=True`", "MlpPolicy", masked, action_mask_key="action_mask")
     refused("action_mask_key='action_mask'", "MlpPolicy", masked, **IN_OBSERVATION)
     refused("give a key", "MlpPolicy", masked, action_masking=True, action_mask_key=3)
