@@ -61,7 +61,7 @@ def run_commands(page, folder):
     lines = ["import runpy, sys, os"]
     for line, words in commands(PAGES[page]):
         if not isinstance(words[-1], str):
-            path = folder / "hyperparameters.yml"
+            path = folder / f"hyperparameters_{words[-1].line}.yml"
             path.write_text(words[-1].code)
             words = [*words[:-1], str(path)]
         module, arguments = module_and_arguments(words)
