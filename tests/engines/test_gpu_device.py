@@ -1,12 +1,14 @@
 """``backend="device"`` on CUDA: the training of the CPU, with few transfers, and zips that go on everywhere."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv
+from support.device_training import SMALL, assert_same, logs_of, same_draws
 from support.options import SINGLE
 from support.torch_envs import TorchCartPole, TorchPendulum
 from support.toys import DICT, IMAGE, ToyEnv, make_toys
@@ -16,8 +18,6 @@ from sb3_ppo_ext.common.guards import NonFiniteDataError, NonFinitePolicyError
 from sb3_ppo_ext.engines.device.actor import DeviceActor
 from sb3_ppo_ext.engines.device.steppers import MaskedAdamStepper
 from sb3_ppo_ext.update import tensor_rollout
-from sb3_ppo_ext.update.minibatches import PrioritizedSegments
-from sb3_ppo_ext.update.tensor_estimates import TensorEstimates
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 
 pytestmark = [
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You are trying to run PPOExt on the GPU"),
 ]
 CUDA = "cuda"
-SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3)
 WITH_TENSORS = {**SMALL, "batch_size": 64}
 SPACES = {
     "MlpPolicy": {},
@@ -47,24 +46,9 @@ OPTIONS = {str(options): options for options in SINGLE if not options.keys() & N
 BUDGET = 10
 
 
-class HostSegments:
-    """Prioritised segments that are drawn from NumPy's generator, as on the CPU, and copied to the device."""
-
-    def __init__(self, advantages, *args):
-        self.device = advantages.device
-        self.of_host = PrioritizedSegments(advantages.cpu().numpy(), *args)
-
-    def epoch(self, batch_size):
-        for indices, weights in self.of_host.epoch(batch_size):
-            yield th.from_numpy(indices).to(self.device), th.from_numpy(weights).to(self.device)
-
-
-@pytest.fixture
-def same_draws(monkeypatch):
-    """Let the GPU draw the minibatches that the CPU draws."""
-    draw = lambda n, device: th.from_numpy(np.random.permutation(n)).to(device)  # noqa: E731
-    monkeypatch.setattr(tensor_rollout, "permutation", draw)
-    monkeypatch.setattr(TensorEstimates, "segments_class", HostSegments)
+same_draws = pytest.fixture(same_draws)
+# CUDA rounds in another order.
+assert_same = partial(assert_same, atol=1e-4, atol_of_logs=1e-3)
 
 
 @pytest.fixture(autouse=True)
@@ -102,22 +86,6 @@ def updated_from_one_rollout(env=None, **options):
         np.random.seed(0)
         model.train()
     return models
-
-
-def logs_of(model):
-    return {key: value for key, value in model.logger.name_to_value.items() if "time/" not in key}
-
-
-def assert_same(expected, actual):
-    """Parameters, the optimiser's counts and logs of two models are the same, to rounding."""
-    on_cpu = {name: tensor.cpu() for name, tensor in actual.policy.state_dict().items()}
-    for name, tensor in expected.policy.state_dict().items():
-        th.testing.assert_close(on_cpu[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
-    one, other = logs_of(expected), logs_of(actual)
-    assert one.keys() == other.keys()
-    np.testing.assert_allclose([*other.values()], [*one.values()], rtol=1e-2, atol=1e-3)
-    counts = [[float(s["step"]) for s in m.policy.optimizer.state.values() if "step" in s] for m in (expected, actual)]
-    assert counts[0] == counts[1]
 
 
 def is_finite(model):

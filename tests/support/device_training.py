@@ -44,14 +44,14 @@ def logs_of(model):
     return {key: value for key, value in model.logger.name_to_value.items() if "time/" not in key}
 
 
-def assert_same(expected, actual):
+def assert_same(expected, actual, atol=5e-5, atol_of_logs=1e-4):
     """Parameters, the optimiser's counts and logs of two models are the same, to rounding."""
     on_cpu = {name: tensor.cpu() for name, tensor in actual.policy.state_dict().items()}
     for name, tensor in expected.policy.state_dict().items():
-        th.testing.assert_close(on_cpu[name], tensor, rtol=1e-3, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}")
+        th.testing.assert_close(on_cpu[name], tensor, rtol=1e-3, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
     one, other = logs_of(expected), logs_of(actual)
     assert one.keys() == other.keys()
-    np.testing.assert_allclose([*other.values()], [*one.values()], rtol=1e-2, atol=1e-4)
+    np.testing.assert_allclose([*other.values()], [*one.values()], rtol=1e-2, atol=atol_of_logs)
     counts = [[float(s["step"]) for s in m.policy.optimizer.state.values() if "step" in s] for m in (expected, actual)]
     assert counts[0] == counts[1]
 
