@@ -77,6 +77,7 @@ ON_DEVICE = [f"plain/device/{name}" for name in ("default", "target_kl", "kl_coe
 ON_DEVICE += ["plain/device/max_clip_fraction", "tensors/device/default", "normalized/device/default"]
 
 
+@pytest.mark.slow
 def test_updates_on_a_device_without_shared_memory(tmp_path):
     """The same on a simulated device, where decisions are made on the device, with gloo, as between machines."""
     assert_equal_one_process(tmp_path, 2, ON_DEVICE, "--device", "simulated", "--gloo")
@@ -236,6 +237,7 @@ def test_the_zoo_trains_independently(tmp_path):
     assert [model.num_timesteps for model in models] == [128, 128]
 
 
+@pytest.mark.slow
 def test_the_zoo_does_not_tune(tmp_path):
     """``-optimize`` is refused with a remedy: ranks train one model."""
     arguments = [*ZOO, "-optimize", "--n-trials", "1", "-f", str(tmp_path / "logs")]

@@ -13,6 +13,7 @@ SMALL = ["n_envs:4", "n_steps:32", "batch_size:64", "n_epochs:1"]
 PENDULUM, CART_POLE = "gymnax-Pendulum-v1", "gymnax-CartPole-v1"
 
 
+@pytest.mark.slow
 def test_commands(tmp_path):
     """`train`, `enjoy` and `-optimize` find the environment by its name."""
     arguments = ["--env", "gymnax/CartPole-v1", "-n", "256", "--save-freq", "128", "-params", *SMALL]

@@ -106,6 +106,7 @@ def test_continue_training(trained, tmp_path, train_here):
     assert after._n_updates > before._n_updates
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_our_own_command(tmp_path):
     """`python -m sb3_ppo_ext.zoo` needs no hook."""
