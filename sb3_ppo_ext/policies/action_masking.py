@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions.masked import MaskedDistribution, choices_of, make_masked_distribution
-from sb3_ppo_ext.policies.observation_keys import KEYWORDS, ObservationKeysMixin
+from sb3_ppo_ext.policies.observation_keys import KEYWORDS, ObservationKeysMixin, select
 
 # Keys of an observation to which a mask is added: an observation that is no dictionary, and the mask
 OBSERVATION, ACTION_MASK = "observation", "action_mask"
@@ -66,7 +67,8 @@ class ActionMaskingMixin(ObservationKeysMixin):
 
     def _masks_of(self, obs: Any) -> th.Tensor:
         """Masks of the actions that the policy is asked for, shape ``(n_samples, n_choices)``."""
-        masks: th.Tensor = obs[self.action_mask_key]
+        key: Any = self.action_mask_key
+        masks: th.Tensor = select("action distribution", obs, [key])[key]
         return masks
 
     def forward(self, obs: th.Tensor, deterministic: bool = False) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
@@ -141,7 +143,7 @@ def masked_observation(policy: Any, observation: Any, masks: Any, in_observation
         )
         masks = np.ones((*batch, sum(choices)), bool)
     array = np.asarray(masks)
-    if array.size != sum(choices) * max(1, *batch, 0):
+    if array.size != sum(choices) * math.prod(batch):
         refuse("action_masks", f"of shape {array.shape}", f"give {sum(choices)} numbers for each observation")
     array = (array != 0).reshape(*batch, sum(choices))
     if not all(part.any(axis=-1).all() for part in np.split(array, np.cumsum(choices)[:-1], axis=-1)):
@@ -165,7 +167,7 @@ def parts_without_mask(observations: dict[str, Any], key: str) -> Any:
     :param key: Key of the mask
     :return: What actor and critic read, as in :func:`without_mask`
     """
-    if len(observations) == 2 and OBSERVATION in observations:  # the other one is the mask
+    if len(observations) == 2 and OBSERVATION in observations and key != OBSERVATION:
         return observations[OBSERVATION]
     return {name: part for name, part in observations.items() if name != key}
 

@@ -121,8 +121,7 @@ class ObservationKeysMixin(SavedPolicy):
         keys = self._read_by_critic if of_critic else self._read_by_actor
         if keys is None:
             return BasePolicy.extract_features(self, obs, extractor)  # type: ignore[arg-type]
-        assert isinstance(obs, dict)
-        parts = select("critic" if of_critic else "actor", obs, keys)
+        parts: Any = select("critic" if of_critic else "actor", obs, keys)
         preprocessed = preprocess_obs(parts, self.observation_space, normalize_images=self.normalize_images)
         features: th.Tensor = extractor(self._as_read(preprocessed))
         return features
@@ -184,7 +183,7 @@ class ObservationKeysMixin(SavedPolicy):
         :return: What the actor reads of it
         :raises ValueError: if a part is missing
         """
-        if self._read_by_actor is None or not isinstance(observation, Mapping):
+        if self._read_by_actor is None:
             return observation
         return select("actor", observation, (*self._read_by_actor, *self._not_read))
 
@@ -260,14 +259,19 @@ def _layers(net_arch: Any, name: str) -> list[int]:
     return layers
 
 
-def select(reader: str, observation: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+def select(reader: str, observation: Any, keys: Iterable[str]) -> dict[str, Any]:
     """
     :param reader: Who reads the observation
     :param observation: Observation, or batch of observations
     :param keys: Keys of the parts to select
     :return: These parts, in the order of the keys
-    :raises ValueError: if one is missing
+    :raises ValueError: if one is missing, or the observation is no dictionary
     """
+    if not isinstance(observation, Mapping):
+        raise BadArgumentError(
+            f"The observation is {type(observation).__name__!r}, of which the {reader} reads {', '.join(map(repr, keys))}; "
+            "give a dictionary with these keys."
+        )
     if missing := [key for key in keys if key not in observation]:
         raise BadArgumentError(
             f"The observation has no {missing[0]!r}, which the {reader} reads: it has "

@@ -413,6 +413,19 @@ def test_bad_masks_of_predict(masks):
         make().predict(np.zeros(3, np.float32), action_masks=masks)
 
 
+@pytest.mark.parametrize("method", ["forward", "get_distribution", "predict_values", "evaluate_actions", "predict"])
+@pytest.mark.parametrize("obs", [np.zeros((1, 3), np.float32), {"observation": np.zeros((1, 3), np.float32)}], ids=type)
+def test_observations_without_masks(method, obs):
+    """The policy refuses observations without what it reads."""
+    policy = make().policy
+    if method == "predict_values" and isinstance(obs, dict):
+        return  # values need no masks
+    given = obs if method == "predict" else policy.obs_to_tensor(obs)[0] if isinstance(obs, dict) else th.as_tensor(obs)
+    actions = [th.zeros(1)] if method == "evaluate_actions" else []
+    with pytest.raises(ValueError, match=r"The observation (is|has no)"):
+        getattr(policy, method)(given, *actions)
+
+
 class Bad(MaskedToy):
     """Has another mask in the sixth step."""
 
