@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.cases import one_in
 
 ROOT = Path(__file__).parent.parent
 HOOK = "sb3_ppo_ext_zoo.pth"
@@ -69,7 +70,8 @@ class Installation:
         return run(self.python, "-c", code, cwd=self.site_packages, **kwargs)
 
 
-@pytest.fixture(scope="module", params=["wheel", "editable"])
+# The suite itself runs in an editable installation.
+@pytest.fixture(scope="module", params=one_in(2, ["wheel", "editable"]))
 def installation(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     copy_checkout(folder / "source")

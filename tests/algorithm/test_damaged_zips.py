@@ -139,6 +139,7 @@ def test_zip_that_was_packed_again(model):
     assert_equal(model.policy.state_dict(), loaded.policy.state_dict(), "policy")
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_memory_of_bombs(tmp_path):
     """A file of 0.1 MB that claims to have 100 takes less than 30, wherever its zeros are."""

@@ -11,6 +11,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from support import hybrid  # noqa: F401  # registers its task
+from support.cases import one_in
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
 from support.toys import IMAGE, make_toys
 
@@ -56,7 +57,8 @@ CONFIGURATIONS = {
     "MuJoCo": dict(env_id="HalfCheetah-v5", backend="eager"),
 }
 # MuJoCo starts a process when it is imported.
-NAMES = [pytest.param(name, marks=pytest.mark.integration if name == "MuJoCo" else ()) for name in CONFIGURATIONS]
+NAMES = one_in(2, [name for name in CONFIGURATIONS if name != "MuJoCo"], "transformer")
+NAMES += [pytest.param("MuJoCo", marks=pytest.mark.integration)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -228,6 +228,7 @@ def test_the_zoo(tmp_path):
     assert (folder / "CartPole-v1" / "vecnormalize.pkl").exists()
 
 
+@pytest.mark.slow
 def test_the_zoo_trains_independently(tmp_path):
     """With ``distributed: "off"`` in the YAML file, each process trains a model of its own, in a folder of its own."""
     config = tmp_path / "ppo_ext.yml"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from support.cases import one_in
 from support.hybrid import SPACES
 from support.options import SINGLE
 from support.toys import DICT, IMAGE, make_toys
@@ -78,7 +79,7 @@ def test_policies(sim, policy):
 
 
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy"])
-@pytest.mark.parametrize("actions", ACTIONS)
+@pytest.mark.parametrize("actions", one_in(3, ACTIONS))
 def test_actions(sim, actions, policy):
     """Each action distribution is trained as on the CPU, together with the losses that depend on it."""
     options = {"ent_coef": 0.01, **ACTIONS[actions]}
@@ -89,7 +90,7 @@ def test_actions(sim, actions, policy):
     assert_same_training(sim, policy=policy, **options)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", one_in(3, OPTIONS))
 def test_options(sim, options):
     """Each option acts as on the CPU."""
     assert_same_training(sim, **OPTIONS[options])

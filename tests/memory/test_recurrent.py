@@ -13,6 +13,7 @@ from sb3_contrib import RecurrentPPO
 from sb3_contrib.ppo_recurrent import CnnLstmPolicy, MlpLstmPolicy, MultiInputLstmPolicy
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.evaluation import evaluate_policy
+from support.cases import one_in
 from support.engines import assert_same_update
 from support.options import SINGLE
 from support.parity import assert_equal, assert_equal_runs, train
@@ -84,7 +85,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_equal_to_recurrent_ppo(name):
     """Parameters, optimiser, rollouts, logs and states are those of RecurrentPPO, to the bit."""
     case = CASES[name]
@@ -141,7 +142,7 @@ UPDATES = {
 }
 
 
-@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("name", one_in(2, UPDATES))
 def test_fused_updates(name):
     """From the same rollout, the fused engine, which packs sequences, makes the update of the eager one, which pads them."""
     assert_same_update(other="fused", **UPDATES[name])

@@ -7,6 +7,7 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
+from support.cases import one_in
 from support.masks import make_masked
 from support.toys import DICT, IMAGE, make_toys
 from support.training import BOTH, changed, logged, make, run
@@ -268,7 +269,7 @@ TRANSFORMER = dict(context_length=4, d_model=8, n_heads=2, use_last_action=True,
 
 
 @pytest.mark.parametrize("backend", ["eager", "device"])
-@pytest.mark.parametrize("name", [name for name in ACTIONS if name != "gSDE"])
+@pytest.mark.parametrize("name", one_in(4, [name for name in ACTIONS if name != "gSDE"]))
 def test_policies_with_a_transformer(name, backend):
     """The whole history is mirrored, with the last actions: the loss makes the policy its own mirror image."""
     env, options, action, _ = ACTIONS[name]

@@ -27,6 +27,7 @@ def test_commands(tmp_path):
     assert "Best trial" in printed
 
 
+@pytest.mark.slow
 def test_normalised(tmp_path, train_here, enjoy_here):
     """With `normalize`, the statistics are saved in SB3's format and read by `enjoy` and a training that goes on."""
     train_here("--env", "gymnax/Pendulum-v1", "-n", "256", "-params", *SMALL, "normalize:True", "--eval-freq", "128")

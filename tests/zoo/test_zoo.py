@@ -44,7 +44,7 @@ SMALL = ["-params", "n_steps:128", "n_epochs:2"]
 @pytest.mark.parametrize(
     ("env_id", "arguments"),
     [
-        ("CartPole-v1", ["-n", "600"]),  # in our YAML
+        pytest.param("CartPole-v1", ["-n", "600"], marks=pytest.mark.slow),  # in our YAML, as a command
         pytest.param("Pendulum-v1", ["-n", "8192", "-conf", str(ZOO_FILE), *SMALL], marks=pytest.mark.slow),  # with gSDE
         ("HalfCheetah-v4", ["-n", "600", "-params", "n_epochs:1"]),  # in the Zoo's: normalised, with policy_kwargs
         pytest.param("BipedalWalkerHardcore-v3", ["-n", "2048", *SMALL], marks=pytest.mark.slow),
@@ -86,6 +86,7 @@ def test_enjoy(trained):
     assert "Mean reward" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_record_video(trained):
@@ -179,7 +180,7 @@ def trials(storage, name="study"):
     ("sampler", "pruner", "more"),
     [
         ("tpe", "median", ["--n-trials", "3"]),
-        ("random", "halving", ["--n-trials", "2", "--n-jobs", "2"]),
+        pytest.param("random", "halving", ["--n-trials", "2", "--n-jobs", "2"], marks=pytest.mark.slow),
         pytest.param("random", "none", ["--max-total-trials", "2", "--optimization-log-path", "t"], marks=pytest.mark.slow),
     ],
 )
@@ -289,6 +290,7 @@ def test_a_subclass_of_ppo_ext_in_the_zoo(tmp_path, monkeypatch):
     assert model.extra == 2
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_source_checkout_of_the_zoo(tmp_path):
     """The Zoo's YAML files are found in a source checkout, where they lie beside the package."""

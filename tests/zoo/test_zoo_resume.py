@@ -99,6 +99,7 @@ def test_hyperparameters_are_those_of_the_run(run, zoo_here):
     assert PPOExt.load(run / f"{ENV}.zip").n_epochs == 5
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_monitor_files_of_other_processes(zoo_here, tmp_path):
     """Environments in other processes keep the episodes before the checkpoint, too."""
