@@ -22,6 +22,7 @@ from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.tensor_envs.torch_vec_env import TorchVecEnv
 from sb3_ppo_ext.update.mirror import Mirror, mirror_loss
 from sb3_ppo_ext.update.smoothness import smoothness_loss
+from sb3_ppo_ext.zoo.presets import make, presets
 
 try:
     __version__ = version("sb3-ppo-ext")
@@ -59,7 +60,9 @@ __all__ = [
     "VectorEnvAdapter",
     "WorkerError",
     "__version__",
+    "make",
     "mirror_loss",
+    "presets",
     "smoothness_loss",
 ]
 

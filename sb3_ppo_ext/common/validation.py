@@ -207,8 +207,8 @@ def check_known_options(given: Iterable[str], known: Iterable[str], where: str) 
     for name in given:
         if name not in known:
             public = sorted(option for option in known if not option.startswith("_"))
-            close = get_close_matches(str(name), public, n=1)
-            remedy = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(public)}."
+            close = [f"`{option}`" for option in get_close_matches(str(name), public, n=3)]
+            remedy = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(public)}."
             raise UnknownOptionError(f"{where} has no option `{name}`: {remedy}")
 
 

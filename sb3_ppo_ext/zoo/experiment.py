@@ -13,6 +13,7 @@ from pathlib import Path
 from pprint import pprint
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import gymnasium as gym
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
@@ -47,6 +48,7 @@ from sb3_ppo_ext.zoo.yaml_entries import (
     find_hyperparams,
     is_default_file,
     merge_trial,
+    policy_for,
     read_saved,
 )
 
@@ -73,12 +75,15 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         saved = read_saved(folder / experiment.env_name / "config.yml")
         return dict(saved), saved
     env_name, trial_id = experiment.env_name, experiment.trial_id
-    _choose_entry(experiment)
+    key = _choose_entry(experiment)
     experiment.trial_id = None
     try:
         hyperparams, saved_hyperparams = theirs()
     finally:
         experiment.env_name, experiment.trial_id = env_name, trial_id
+    if key == "default" and "policy" not in (experiment.custom_hyperparams or {}):
+        hyperparams["policy"] = saved_hyperparams["policy"] = policy_for(_observation_space(experiment, hyperparams))
+        print(f"Policy for the observations of {env_name}: {hyperparams['policy']}")
     if Path(experiment.config).name == OF_RECURRENT_PPO:
         # Its entries leave out what is the default of RecurrentPPO.
         hyperparams = {**DEFAULTS_OF_RECURRENT_PPO, **hyperparams}
@@ -92,10 +97,13 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
     return hyperparams, saved_hyperparams
 
 
-def _choose_entry(experiment: "ExperimentManager") -> None:
-    """Set the file, ``experiment.config``, and the key in it, ``experiment.env_name``, that the Zoo reads."""
+def _choose_entry(experiment: "ExperimentManager") -> str | None:
+    """
+    Set the file, ``experiment.config``, and the key in it, ``experiment.env_name``, that the Zoo reads. Return this key, or
+    ``None`` if the user has named the file.
+    """
     if not is_default_file(experiment.config, experiment.algo):
-        return
+        return None
     env_id = experiment.env_name.gym_id
     zoo_file = Path(experiment.config).with_name("ppo.yml")
     policy = (experiment.custom_hyperparams or {}).get("policy")
@@ -104,6 +112,17 @@ def _choose_entry(experiment: "ExperimentManager") -> None:
     if key != env_id:
         print(f"No hyperparameters for {env_id}, using those of {key}")
         experiment.env_name = type(experiment.env_name)(key)
+    return key
+
+
+def _observation_space(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> spaces.Space:
+    """Observation space of one environment with its wrappers."""
+    env_kwargs = {**experiment.env_kwargs, **hyperparams.get("env_kwargs", {})}
+    env = gym.spec(experiment.env_name.gym_id).make(**env_kwargs)
+    wrap = sys.modules["rl_zoo3.exp_manager"].get_wrapper_class(hyperparams)
+    env = env if wrap is None else wrap(env)
+    env.close()
+    return env.observation_space
 
 
 def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
@@ -180,16 +199,40 @@ def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager")
     Use the vectorized environments that copy less and that use all cores, write the log to ``progress.csv`` for
     ``plot_run``, and let each trial keep the ``policy_kwargs`` of the hyperparameters that it starts from.
     """
-    experiment.vec_env_class = VEC_ENVS.get(experiment.vec_env_class, experiment.vec_env_class)
-    if experiment.env_name.gym_id.startswith(GYMNAX_PREFIX):
-        copies: Any = functools.partial(_gymnax_copies, experiment, experiment.vec_env_class)
-        experiment.vec_env_class = copies
+    _use_fast_environments(experiment)
     find_interrupted_run(experiment)
     find_run(experiment)
     results = theirs()
     experiment.callbacks.append(ProgressFile(experiment.save_path))
     experiment._hyperparams = TrialHyperparams(experiment._hyperparams)
     return results
+
+
+def _use_fast_environments(experiment: "ExperimentManager") -> None:
+    experiment.vec_env_class = VEC_ENVS.get(experiment.vec_env_class, experiment.vec_env_class)
+    if experiment.env_name.gym_id.startswith(GYMNAX_PREFIX):
+        copies: Any = functools.partial(_gymnax_copies, experiment, experiment.vec_env_class)
+        experiment.vec_env_class = copies
+
+
+def make_model(experiment: "ExperimentManager", tensorboard_log: str | None) -> tuple[PPOExt, VecEnv]:
+    """
+    What the Zoo begins a training with, without the folder of a run.
+
+    :param experiment: Experiment before its setup
+    :param tensorboard_log: Folder for TensorBoard; ``None`` for no log
+    :return: The model and its environments
+    :raises ValueError: if the hyperparameters are not valid
+    """
+    _use_fast_environments(experiment)
+    hyperparams, _ = experiment.read_hyperparameters()
+    kwargs, experiment.env_wrapper, callbacks, experiment.vec_env_wrapper = experiment._preprocess_hyperparams(hyperparams)
+    if callbacks:
+        refuse("callback", callbacks, "the model does not keep callbacks; give them to `learn`")
+    env = experiment.create_envs(experiment.n_envs, no_log=True)
+    algorithm: Any = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
+    same = {name: getattr(experiment, name) for name in ("seed", "device", "verbose")}
+    return algorithm(env=env, tensorboard_log=tensorboard_log, **same, **kwargs), env
 
 
 def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", trial: "optuna.Trial") -> float:

@@ -5,14 +5,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gymnasium import spaces
+from stable_baselines3.common.preprocessing import is_image_space
+
 from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 
 if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
 
+# Height and width in pixels that SB3's ``NatureCNN`` needs
+SMALLEST_IMAGE = 36
 # The Zoo's file for its RecurrentPPO, and the defaults of that algorithm that are others than PPO's
 OF_RECURRENT_PPO, DEFAULTS_OF_RECURRENT_PPO = "ppo_lstm.yml", {"n_steps": 128, "batch_size": 128}
 HYPERPARAMS = Path(__file__).parent / "hyperparams" / "ppo_ext.yml"
+# Keys of values that several entries share, which are no entries themselves
+TEMPLATES = {"shared"}
 
 
 def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, policy: Any = None) -> tuple[Path, str]:
@@ -26,8 +33,8 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, policy: Any 
     :param policy: Name or class of the policy that the user asks for, ``None`` for that of the entry. Unless our own entry of
         the environment has such a policy, a transformer takes our entry ``memory``, and a recurrent policy the Zoo's entry
         for its RecurrentPPO, or else our entry ``recurrent``
-    :return: File to read and key of the entry in it; for an environment without an entry, our ``default`` or the
-        Zoo's ``atari``
+    :return: File to read and key of the entry in it; for an environment without an entry, our ``default`` or ``minigrid``, or
+        the Zoo's ``atari``
     """
     import yaml  # comes with the Zoo; `register` must be able to report that the Zoo is missing
 
@@ -43,7 +50,21 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, policy: Any 
     for path, listed in entries.items():
         if env_id in listed:
             return path, env_id
-    return (zoo_file, "atari") if "AtariEnv" in entry_point else (HYPERPARAMS, "default")
+    if "AtariEnv" in entry_point:
+        return zoo_file, "atari"
+    return HYPERPARAMS, "minigrid" if entry_point.startswith("minigrid.") else "default"
+
+
+def policy_for(space: spaces.Space) -> str:
+    """
+    :param space: Observation space
+    :return: Name of the policy that reads such observations, for an entry that is not for an environment of its own
+    """
+    if isinstance(space, spaces.Dict):
+        return "MultiInputPolicy"
+    # SB3's network for images cannot read smaller ones; as vectors, they are divided by 255 as well.
+    is_image = is_image_space(space) and min(sorted(space.shape or ())[-2:]) >= SMALLEST_IMAGE
+    return "CnnPolicy" if is_image else "MlpPolicy"
 
 
 def is_default_file(config: str, algo: str) -> bool:

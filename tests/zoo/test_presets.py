@@ -1,0 +1,153 @@
+"""Tests of `make` and `presets`: tuned hyperparameters from Python."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
+from support.parity import assert_equal
+from support.zoo import manager, saved
+
+from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, make, presets
+from sb3_ppo_ext.zoo.yaml_entries import policy_for
+
+
+class Observing(gym.Env):
+    """Shows samples of any space."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space):
+        self.observation_space = space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), float(action), False, False, {}
+
+
+def image(*shape):
+    return spaces.Box(0, 255, shape, np.uint8)
+
+
+SPACES = {
+    "vector": (spaces.Box(-1, 1, (3,), np.float32), "MlpPolicy"),
+    "image": (image(64, 48, 3), "CnnPolicy"),
+    "channels-first": (image(1, 36, 36), "CnnPolicy"),
+    "small-image": (image(7, 7, 3), "MlpPolicy"),
+    "dict": (spaces.Dict(image=image(40, 40, 1), speed=spaces.Box(-1, 1, (2,), np.float32)), "MultiInputPolicy"),
+    "discrete": (spaces.Discrete(5), "MlpPolicy"),
+}
+for name, (space, _) in SPACES.items():
+    gym.register(f"Observing-{name}-v0", Observing, max_episode_steps=20, kwargs=dict(space=space))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "hyperparams"),
+    [
+        ("CartPole-v1", {}),
+        ("Pendulum-v1", {"n_steps": 64, "n_envs": 3}),
+        ("MountainCarContinuousNoVel-v0", {"n_steps": 32, "frame_stack": 2}),
+        pytest.param("HalfCheetah-v5", {"n_steps": 32}, marks=pytest.mark.integration),
+    ],
+)
+def test_equal_to_the_zoo(env_id, hyperparams, tmp_path):
+    """Two iterations of the training are those of the Zoo, to the bit."""
+    model, env = make(env_id, seed=3, device="cpu", **hyperparams)
+    experiment = manager(env_id=env_id, folder=tmp_path, seed=3, eval_freq=-1, verbose=0, hyperparams=dict(hyperparams))
+    expected, _ = experiment.setup_experiment()
+    assert_equal(expected.policy.state_dict(), model.policy.state_dict(), "policy before")
+    timesteps = 2 * model.n_steps * model.n_envs
+    for each in (expected, model):
+        each.learn(timesteps)
+    assert model.num_timesteps == expected.num_timesteps == timesteps
+    assert_equal(expected.policy.state_dict(), model.policy.state_dict(), "policy")
+    assert env is not model.env or model.env.num_envs == experiment.n_envs
+
+
+def test_arguments_replace_the_entry():
+    """Number and class of the environments, and hyperparameters of PPOExt and of the Zoo, can be given."""
+    model, env = make("CartPole-v1", n_envs=3, seed=0, vec_env_cls=ParallelVecEnv, learning_rate=1e-3, action_dist="gaussian")
+    env.close()
+    assert isinstance(env, ParallelVecEnv)
+    assert env.num_envs == 3
+    assert model.learning_rate(1.0) == model.learning_rate(0.5) == 1e-3
+    model, env = make("CartPole-v1", device="cpu", normalize=True, frame_stack=2)
+    assert isinstance(env, VecNormalize | VecFrameStack)
+    assert env.observation_space.shape == (8,)
+    assert isinstance(env.unwrapped, FastDummyVecEnv)
+    assert env.num_envs == presets()["CartPole-v1"]["n_envs"]
+
+
+def test_arguments_of_the_environment():
+    """Keyword arguments reach the environment."""
+    _, env = make("Pendulum-v1", n_envs=1, env_kwargs={"g": 3.0})
+    assert env.get_attr("g") == [3.0]
+
+
+def test_nothing_is_printed_or_written(tmp_path, monkeypatch, capsys):
+    """Without `verbose`, nothing is printed, and no folder of a run is created."""
+    monkeypatch.chdir(tmp_path)
+    model, _ = make("CartPole-v1")
+    model.learn(256)
+    assert capsys.readouterr().out == ""
+    assert not list(tmp_path.iterdir())
+    make("CartPole-v1", verbose=1)
+    assert "gae_lambda" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_default_chooses_the_policy(name):
+    """The policy of `default` reads the observations, and trains."""
+    space, policy = SPACES[name]
+    assert policy_for(space) == policy
+    model, _ = make(f"Observing-{name}-v0", n_steps=8, batch_size=8, n_epochs=1, n_envs=1, device="cpu")
+    assert type(model.policy) is model.policy_aliases[policy]
+    model.learn(16)
+
+
+def test_the_zoo_chooses_the_policy(tmp_path):
+    """So does the Zoo, which saves this policy, unless the user names one."""
+    arguments = dict(env_id="Observing-dict-v0", folder=tmp_path, eval_freq=-1)
+    model, hyperparams = manager(**arguments, hyperparams=dict(n_steps=8)).setup_experiment()
+    assert hyperparams["policy"] == "MultiInputPolicy"
+    assert type(model.policy) is model.policy_aliases["MultiInputPolicy"]
+    given = dict(n_steps=8, policy="MultiInputTransformerPolicy")
+    _, hyperparams = manager(**arguments, hyperparams=given).setup_experiment()
+    assert hyperparams["policy"] == "MultiInputTransformerPolicy"
+
+
+@pytest.mark.integration
+def test_minigrid(tmp_path, train_here):
+    """MiniGrid's tasks without an entry are trained with its wrapper for flat observations."""
+    train_here("--env", "MiniGrid-Empty-8x8-v0", "-n", "256", "-params", "n_envs:2", "--gym-packages", "minigrid")
+    assert saved(tmp_path, "MiniGrid-Empty-8x8-v0").exists()
+
+
+def test_presets():
+    """All entries are listed, those of the Zoo as well, and what is changed in them has no effect on the next call."""
+    found = presets()
+    assert found["HalfCheetah-v5"]["gamma"] == 0.98
+    assert found["BipedalWalkerHardcore-v3"]["n_timesteps"] > 0
+    assert {"default", "memory", "recurrent", "minigrid"} <= found.keys()
+    assert "shared" not in found
+    found["CartPole-v1"]["gamma"] = 0.0
+    assert presets()["CartPole-v1"]["gamma"] == 0.98
+
+
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        ("env='CartPol-v1'.*CartPole", dict(env_id="CartPol-v1")),
+        ("n_envs=0", dict(env_id="CartPole-v1", n_envs=0)),
+        ("vec_env_cls='dummy'", dict(env_id="CartPole-v1", vec_env_cls="dummy")),
+        ("`learning_rate` or", dict(env_id="CartPole-v1", learning_rat=1e-3)),
+    ],
+)
+def test_bad_arguments(match, arguments):
+    """Arguments that are not valid are refused, with a remedy."""
+    with pytest.raises(ValueError, match=match):
+        make(**arguments)
