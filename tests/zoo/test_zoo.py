@@ -448,7 +448,7 @@ def test_tasks_without_velocities():
 @pytest.mark.integration  # importing MuJoCo's windows starts a process
 def test_every_entry_is_legal(tmp_path):
     """Each entry of our YAML builds a model."""
-    for env_id in yaml.safe_load(HYPERPARAMS.read_text()).keys() - {"memory", "recurrent", "default", "shared"}:
+    for env_id in yaml.safe_load(HYPERPARAMS.read_text()).keys() - {"memory", "recurrent", "default", "minigrid", "shared"}:
         model, _ = manager(env_id=env_id, folder=tmp_path, eval_freq=-1).setup_experiment()
         assert type(model) is PPOExt
 
