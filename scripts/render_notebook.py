@@ -21,8 +21,8 @@ PAGE = ROOT / "docs" / "notebook.md"
 PICTURES = ROOT / "docs" / "notebook"
 NOT_RUN = "<!-- not run: the tests run the notebook -->\n"
 LINK = (
-    "This page is the notebook [quick_start.ipynb](../examples/quick_start.ipynb) with its outputs. To run it, open the file "
-    "in Jupyter, or upload it to [Colab](https://colab.research.google.com)."
+    "This page is the notebook [quick_start.ipynb](../examples/quick_start.ipynb) with its outputs. "
+    "To run it, open the file in\nJupyter, or upload it to [Colab](https://colab.research.google.com)."
 )
 
 
@@ -63,7 +63,7 @@ def _outputs(cell: Any, number: int, pictures: Path) -> Iterator[str]:
             path = pictures / f"cell_{number}.png"
             path.write_bytes(base64.b64decode(data["image/png"]))
             yield f"![Output of the cell above]({pictures.name}/{path.name})"
-        elif output.get("name") != "stderr" and (text := "".join(data.get("text/plain", output.get("text", ""))).strip()):
+        elif output.get("name") != "stderr" and (text := "".join(data.get("text/plain", output.get("text", ""))).strip("\n")):
             yield f"```text\n{text}\n```"
 
 

@@ -343,6 +343,7 @@ def test_load_from_hub(folder, monkeypatch):
     assert set(kwargs["allow_patterns"]) == {"config.json", "vec_normalize.json", "vec_normalize.pkl", "*.zip"}
 
 
+@pytest.mark.integration
 def test_the_zoo_reads_it(folder, tmp_path, monkeypatch):
     """RL Zoo's `load_from_hub` makes a folder of a run, which acts as on our evaluation."""
     from rl_zoo3 import load_from_hub as zoo
