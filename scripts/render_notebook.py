@@ -1,7 +1,7 @@
 """
 Run ``examples/quick_start.ipynb`` and write it with its outputs as a page of the documentation, ``docs/notebook.md``.
 
-With ``--check``, nothing is run, and the command fails if the code on the page is not that of the notebook.
+With ``--check``, nothing is run, and the command fails if text or code on the page is not that of the notebook.
 """
 
 import argparse
@@ -74,7 +74,8 @@ def main() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     if check:
         text = PAGE.read_text(encoding="utf-8")
-        missing = [block for block in code_blocks(notebook) if block not in text]
+        prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+        missing = [part for part in [*prose, *code_blocks(notebook)] if part not in text]
         sys.exit(f"{PAGE} does not have:\n{missing[0]}" if missing else 0)
     with tempfile.TemporaryDirectory() as folder:
         execute(notebook, Path(folder))

@@ -7,11 +7,12 @@ there in a plain form, which is read without unpickling.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import shutil
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,16 +200,21 @@ def _evaluate(model: PPOExt, env: VecEnv, n_episodes: int, deterministic: bool, 
         remedy = "its spaces are not those of the model; give an environment with the wrappers of the training"
         refuse("env", env, f"{remedy}: {env.observation_space}, not {model.observation_space}")
     normalization = unwrap_vec_normalize(env)
-    before = normalization and (normalization.training, normalization.norm_reward)
-    if normalization is not None:
-        normalization.training = normalization.norm_reward = False
-    try:
+    with contextlib.nullcontext() if normalization is None else _as_it_is(normalization):
         env.seed(seed)
         mean, std = evaluate_policy(model, env, n_episodes, deterministic, warn=False)
-    finally:
-        if normalization is not None and before is not None:
-            normalization.training, normalization.norm_reward = before
     return Evaluation(float(np.mean(mean)), float(np.mean(std)), int(n_episodes), deterministic, seed)
+
+
+@contextlib.contextmanager
+def _as_it_is(normalization: VecNormalize) -> Iterator[None]:
+    """Statistics stay as they are, and rewards are those of the environment."""
+    before = normalization.training, normalization.norm_reward
+    normalization.training = normalization.norm_reward = False
+    try:
+        yield
+    finally:
+        normalization.training, normalization.norm_reward = before
 
 
 def _file_name(env_id: str) -> str:
@@ -258,12 +264,13 @@ def _plot(runs: list[Path], seed: int | None) -> tuple[Any, list[tuple[int | Non
     """Plot of the runs, and the seed and the last logged return of each; the first is that of the model, with its seed."""
     from sb3_ppo_ext.plot_run import find_runs, plot_runs, read_log
 
-    figure, found = plot_runs(runs), []
+    found: list[tuple[int | None, float]] = []
     for run in find_runs(runs):
-        _, returns = read_log(run).get("rollout/ep_rew_mean", ((), ()))
-        if len(returns):
+        log = read_log(run)
+        if "rollout/ep_rew_mean" in log:
+            _, returns = log["rollout/ep_rew_mean"]
             found.append((_seed_of(run) if found else seed, float(returns[-1])))
-    return figure, found
+    return plot_runs(runs), found
 
 
 def _seed_of(run: Path) -> int | None:

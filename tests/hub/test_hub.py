@@ -17,8 +17,9 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import SimpleMultiObsEnv
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from support.torch_envs import TorchPendulum
 
-from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext import PPOExt, TensorVecNormalize, TorchVecEnv
 from sb3_ppo_ext.hub import load_folder, load_from_hub, push_to_hub, save_folder
 from sb3_ppo_ext.hub.card import command_of
 from sb3_ppo_ext.hub.normalization import normalized, statistics_of
@@ -265,6 +266,18 @@ def test_statistics_of_dictionaries():
     assert statistics_of(again) == plain
     np.testing.assert_array_equal(again.obs_rms["vec"].mean, env.obs_rms["vec"].mean)
     assert again.norm_obs_keys == ["vec"]
+
+
+def test_statistics_of_tensor_environments():
+    """Environments that step in tensors get a normalisation in tensors, with the same statistics."""
+    env = TensorVecNormalize(TorchVecEnv(TorchPendulum(2)))
+    env.reset()
+    env.step(np.zeros((2, 1), np.float32))
+    plain = json.loads(json.dumps(statistics_of(env)))
+    again = normalized(TorchVecEnv(TorchPendulum(2)), plain)
+    assert isinstance(again, TensorVecNormalize)
+    assert statistics_of(again) == plain
+    assert statistics_of(normalized(make_vec_env(ENV_ID), plain)) == plain
 
 
 class FakeApi:

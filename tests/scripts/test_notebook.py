@@ -1,4 +1,4 @@
-"""The notebook runs, and the page of the documentation has its code."""
+"""The notebook runs, and the page of the documentation has its text and code."""
 
 import os
 import subprocess
