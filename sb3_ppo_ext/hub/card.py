@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -168,14 +169,16 @@ def _version(name: str) -> str:
 def command_of(folder: Path) -> str | None:
     """
     :param folder: Folder with the ``command.txt`` of a training by RL Zoo
-    :return: Command that repeats it, without the paths of the machine; ``None`` if there is none
+    :return: Command that repeats it, without paths of the machine and passwords of a database; ``None`` if there is none
     """
     path = folder / "command.txt"
     # The Zoo joins the arguments with spaces, without the quotes that a shell needs.
     words = path.read_text(encoding="utf-8").split() if path.is_file() else []
     ends = ("rl_zoo3/train.py", "rl_zoo3.train", "train")
     start = next((index for index, word in enumerate(words) if word.replace("\\", "/").endswith(ends)), None)
-    return None if start is None else shlex.join(["rl_zoo3", "train", *words[start + 1 :]])
+    if start is None:
+        return None
+    return shlex.join(["rl_zoo3", "train", *(re.sub(r"://[^/]*@", "://", word) for word in words[start + 1 :])])
 
 
 def check_command(command: object) -> None:

@@ -26,6 +26,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize, 
 from sb3_ppo_ext.common.saved_models import refused
 from sb3_ppo_ext.common.validation import (
     BadArgumentError,
+    check_dictionary,
     check_number,
     refuse,
     unknown_environments_as_value_errors,
@@ -41,8 +42,8 @@ CONFIG = "config.json"
 PICKLED_STATISTICS, PLAIN_STATISTICS = "vec_normalize.pkl", "vec_normalize.json"
 METRICS = "train_eval_metrics.zip"
 PLOT = "learning_curve.png"
-# Files of the Zoo's run in the subfolder with the name of the environment
-OF_RUN = ("config.yml", "args.yml")
+# Arguments of the Zoo's command that are saved; others, such as the address of a database, may be private.
+ARGUMENTS = ("algo", "env", "n_timesteps", "seed")
 
 
 def save_folder(
@@ -69,9 +70,10 @@ def save_folder(
     :param env: Environment for the evaluation, not the one that the model trains in; by default one that is made from
         ``env_id``. With a ``VecNormalize`` around the training environments, its statistics are used
     :param env_id: Gymnasium's id of the environment; ``None`` for that of ``env``, or of the training
-    :param env_kwargs: Keyword arguments of the environment, if it is made from ``env_id``
+    :param env_kwargs: Keyword arguments of the environment, if it is made from ``env_id``; ``None`` for those of the run, if RL
+        Zoo has trained it
     :param runs: Folder of the training, with its logs, as for ``plot_runs``; with those of other seeds after it. The card has
-        a plot of them, and the last returns of each. If it is a run of RL Zoo, its files are copied
+        a plot of them, and the last returns of each. If it is a run of RL Zoo, its hyperparameters and logs are copied
     :param command: Shell command that repeats the training; ``None`` for that of the run, if RL Zoo has trained it
     :param n_eval_episodes: Number of episodes of the evaluation, at least 1
     :param deterministic: Whether actions are the mode of the distribution, or sampled
@@ -90,6 +92,8 @@ def save_folder(
         refuse("video", str(video), "there is no such file")
     run_folders = _run_folders(runs)
     figure, last_returns = _plot(run_folders, model.seed) if run_folders else (None, [])
+    arguments = _arguments_of(run_folders[0]) if run_folders else {}
+    env_kwargs = _checked_kwargs(env_kwargs if env_kwargs is not None else arguments.get("env_kwargs") or {})
     evaluated = _evaluated_environment(model, env, env_id, env_kwargs, seed)
     env_id = env_id or _id_of(evaluated.env)
     evaluation = _evaluate(model, evaluated.env, n_eval_episodes, deterministic, seed)
@@ -105,7 +109,13 @@ def save_folder(
     if video is not None:
         shutil.copy(video, folder / "replay.mp4")
     params = run_folders[0] / name if run_folders else None
-    _write_files_of_the_zoo(folder, params, env_kwargs or {}, normalization is not None, model.n_envs)
+    arguments = {key: arguments[key] for key in ARGUMENTS if key in arguments}
+    _write_json(folder / "args.yml", {**arguments, "env_kwargs": env_kwargs})  # JSON is YAML, too.
+    _write_json(folder / "env_kwargs.yml", env_kwargs)
+    if params is not None and (params / "config.yml").is_file():
+        shutil.copy(params / "config.yml", folder / "config.yml")
+    else:
+        _write_json(folder / "config.yml", {"n_envs": model.n_envs, "normalize": normalization is not None})
     _write_metrics(folder / METRICS, run_folders[:1])
     _write_results(folder, evaluation)
     if figure is not None:
@@ -114,7 +124,7 @@ def save_folder(
         env_id=env_id,
         policy=policy_name(model),
         options=options_of(model),
-        environment=environment_code(env_id, model.n_envs, model.seed, env_kwargs or {}, normalization),
+        environment=environment_code(env_id, model.n_envs, model.seed, env_kwargs, normalization),
         num_timesteps=model.num_timesteps,
         evaluation=evaluation,
         runs=last_returns,
@@ -122,7 +132,7 @@ def save_folder(
         has_plot=figure is not None,
         repo_id=repo_id,
     )
-    _write_json(folder / CONFIG, _config(card, env_kwargs or {}, normalization is not None))
+    _write_json(folder / CONFIG, _config(card, env_kwargs, normalization is not None))
     (folder / "README.md").write_text(card.text(), encoding="utf-8")
     return folder
 
@@ -230,17 +240,6 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_files_of_the_zoo(folder: Path, params: Path | None, env_kwargs: Any, is_normalized: bool, n_envs: int) -> None:
-    # JSON is YAML, too.
-    made = {"config.yml": {"n_envs": n_envs, "normalize": is_normalized}, "args.yml": {"env_kwargs": env_kwargs}}
-    for name in OF_RUN:
-        if params is not None and (params / name).is_file():
-            shutil.copy(params / name, folder / name)
-        else:
-            _write_json(folder / name, made[name])
-    _write_json(folder / "env_kwargs.yml", env_kwargs)
-
-
 def _write_metrics(path: Path, runs: list[Path]) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in (file for run in runs for file in sorted([*run.glob("*.csv"), *run.glob("evaluations.npz")])):
@@ -273,13 +272,27 @@ def _plot(runs: list[Path], seed: int | None) -> tuple[Any, list[tuple[int | Non
     return plot_runs(runs), found
 
 
-def _seed_of(run: Path) -> int | None:
+def _arguments_of(run: Path) -> dict[str, Any]:
+    """Arguments of the Zoo's command that has made a run."""
     from sb3_ppo_ext.zoo.yaml_entries import read_saved
 
-    arguments = next(run.glob("*/args.yml"), None)
-    seed = None if arguments is None else read_saved(arguments).get("seed")
-    # Without `--seed`, the Zoo draws one, which it writes there, too.
+    path = next(run.glob("*/args.yml"), None)
+    return {} if path is None else read_saved(path)
+
+
+def _seed_of(run: Path) -> int | None:
+    # Without `--seed`, the Zoo draws one, which it saves.
+    seed = _arguments_of(run).get("seed")
     return seed if isinstance(seed, int) and seed >= 0 else None
+
+
+def _checked_kwargs(env_kwargs: Any) -> dict[str, Any]:
+    check_dictionary("env_kwargs", env_kwargs)
+    try:
+        json.dumps(env_kwargs)
+    except (TypeError, ValueError):
+        refuse("env_kwargs", env_kwargs, "only numbers, strings, lists and dictionaries can be saved; give `env` instead")
+    return dict(env_kwargs)
 
 
 def _config(card: Card, env_kwargs: Any, is_normalized: bool) -> dict[str, Any]:

@@ -215,6 +215,8 @@ def test_folders_that_are_refused(copy, damage, arguments, message):
         ({"video": "no_such.mp4"}, "there is no such file"),
         ({"runs": "no_such_folder"}, "no `progress.csv`"),
         ({"command": "```"}, "give the text of a shell command"),
+        ({"env_kwargs": {"a": object()}}, "can be saved"),
+        ({"env_kwargs": 3}, "env_kwargs"),
     ],
 )
 def test_arguments_that_are_refused(model, tmp_path, arguments, message):
@@ -372,6 +374,25 @@ def test_the_zoo_reads_it(folder, tmp_path, monkeypatch):
     assert mean == json.loads((folder / "results.json").read_text())["mean_reward"]
 
 
+def test_files_of_a_run_of_the_zoo(model, tmp_path):
+    """Command, seed, hyperparameters and keyword arguments come from the run; the address of a database stays there."""
+    run = tmp_path / "run"
+    (run / ENV_ID).mkdir(parents=True)
+    (run / "progress.csv").write_text("time/total_timesteps,rollout/ep_rew_mean\n64,-900\n128,-800\n")
+    secret = "postgresql://me:secret@host/x"
+    (run / ENV_ID / "args.yml").write_text(f"seed: 5\nalgo: ppo_ext\nstorage: {secret}\nenv_kwargs:\n  g: 9.0\n")
+    (run / ENV_ID / "config.yml").write_text("n_envs: 4\nnormalize: true\n")
+    (run / ENV_ID / "command.txt").write_text(f"rl_zoo3 train --algo ppo_ext --storage {secret}")
+    made = save_folder(model, tmp_path / "new", runs=[run, run.parent], n_eval_episodes=1)
+    text = (made / "README.md").read_text()
+    assert "```bash\nrl_zoo3 train --algo ppo_ext --storage postgresql://host/x\n```" in text
+    assert f"| {model.seed} | -800.00 |" in text
+    assert json.loads((made / "args.yml").read_text()) == {"algo": "ppo_ext", "seed": 5, "env_kwargs": {"g": 9.0}}
+    assert (made / "config.yml").read_text() == (run / ENV_ID / "config.yml").read_text()
+    assert 'env_kwargs={"g": 9.0}' in text
+    assert not [path for path in made.iterdir() if b"secret" in path.read_bytes()]
+
+
 @pytest.mark.parametrize(
     ("text", "command"),
     [
@@ -381,6 +402,7 @@ def test_the_zoo_reads_it(folder, tmp_path, monkeypatch):
         ),
         ("python -m rl_zoo3.train -params a:'b'", """rl_zoo3 train -params 'a:'"'"'b'"'"''"""),
         ("C:\\me\\python.exe C:\\me\\rl_zoo3\\train.py --seed 3", "rl_zoo3 train --seed 3"),
+        ("rl_zoo3 train --storage postgresql://me:secret@host:5433/x", "rl_zoo3 train --storage postgresql://host:5433/x"),
         ("python mine.py", None),
     ],
 )
