@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -125,7 +126,8 @@ REFUSED = {
     "NatureCNN": dict(env=dict(observation_space=IMAGE), policy="CnnPolicy"),
     "OwnForward computes": dict(policy=OwnForward),
     "OwnExtractor": dict(policy_kwargs=dict(features_extractor_class=OwnExtractor)),
-    "activations .*GELU": dict(policy_kwargs=dict(activation_fn=nn.GELU)),
+    "activations .*Mish": dict(policy_kwargs=dict(activation_fn=nn.Mish)),
+    "ELU.* has arguments": dict(policy_kwargs=dict(activation_fn=partial(nn.ELU, 0.5))),
     "OwnBuffer": dict(rollout_buffer_class=OwnBuffer),
     "too many layers": dict(policy_kwargs=dict(net_arch=[4] * 16)),
     "large layers": dict(policy_kwargs=dict(net_arch=[512, 512])),

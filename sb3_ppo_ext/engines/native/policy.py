@@ -23,7 +23,7 @@ from sb3_ppo_ext.policies.action_masking import parts_without_mask, without_mask
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTanh
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 
-ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu"}
+ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu", nn.ELU: "elu", nn.SiLU: "silu", nn.GELU: "gelu"}
 # Number of samples whose activations stay in the caches between `forward` and `backward`
 BLOCK = 2048
 # Methods that the extension module replaces: a policy that overrides one of them is computed by PyTorch.
@@ -328,6 +328,8 @@ def _networks_reason(policy: ActorCriticPolicy) -> str | None:
         kinds = {type(layer) for layer in hidden[1::2]}
         if len(kinds) > 1 or not kinds <= ACTIVATIONS.keys():
             return f"activations {sorted(kind.__name__ for kind in kinds)} are not supported"
+        if any(layer.extra_repr() != type(layer)().extra_repr() for layer in hidden[1::2]):
+            return f"{hidden[1]} has arguments other than the defaults"
     return _layers_reason(policy, [*parts[0][::2], *parts[1][::2], last, policy.value_net])
 
 
