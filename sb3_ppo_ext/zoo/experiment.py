@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
+from copy import deepcopy
 from pathlib import Path
 from pprint import pprint
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,6 +31,7 @@ from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
+from sb3_ppo_ext.zoo.best_trial import write_best_trial
 from sb3_ppo_ext.zoo.distributed_runs import (
     create_log_folder,
     find_interrupted_run,
@@ -94,6 +96,7 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         saved_hyperparams = OrderedDict(sorted(hyperparams.items()))
         print(f"Hyperparameters with those of trial {trial_id}:")
         pprint(saved_hyperparams)
+    experiment.entry = deepcopy(dict(saved_hyperparams))  # type: ignore[attr-defined]  # for the entry of the best trial
     return hyperparams, saved_hyperparams
 
 
@@ -245,6 +248,7 @@ def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", t
     policy = experiment._hyperparams.get("policy")
     trial.set_user_attr("policy", getattr(policy, "__name__", str(policy)))
     trial.set_user_attr("n_timesteps", experiment.n_timesteps)
+    experiment.study = trial.study  # type: ignore[attr-defined]  # the Zoo does not keep it
     token = _TRIAL.set(trial)
     try:
         return theirs(trial)
@@ -256,10 +260,14 @@ def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", t
 
 
 def hyperparameters_optimization(theirs: Callable[[], None], experiment: "ExperimentManager") -> None:
-    """Let a study in a database survive workers that die. Studies in a journal file do not."""
+    """
+    Print and save the hyperparameters of the best trial as an entry of a YAML file. Let a study in a database survive workers
+    that die; studies in a journal file do not.
+    """
     storage = experiment.storage
     if not isinstance(storage, str) or "://" not in storage or storage.endswith(".log"):
-        return theirs()
+        theirs()
+        return write_best_trial(experiment)
     from sb3_ppo_ext.zoo.study_storage import fail_stale_trials, open_storage
 
     database: Any = open_storage(storage)
@@ -267,6 +275,7 @@ def hyperparameters_optimization(theirs: Callable[[], None], experiment: "Experi
     experiment.storage = database
     try:
         theirs()
+        write_best_trial(experiment)
     finally:
         experiment.storage = storage
 

@@ -103,10 +103,10 @@ def merge_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], tr
     """
     _check_study(experiment.storage, experiment.study_name, trial_id)
     sampled = _load_trial(experiment, trial_id)
-    merged = TrialHyperparams(hyperparams, policy_kwargs=_evaluate(hyperparams.get("policy_kwargs")))
+    merged = TrialHyperparams(hyperparams, policy_kwargs=evaluate(hyperparams.get("policy_kwargs")))
     merged.update(sampled)
     given = dict(experiment.custom_hyperparams or {})
-    given["policy_kwargs"] = {**merged["policy_kwargs"], **_evaluate(given.get("policy_kwargs"))}
+    given["policy_kwargs"] = {**merged["policy_kwargs"], **evaluate(given.get("policy_kwargs"))}
     merged |= {name: value for name, value in given.items() if name in sampled}
     return dict(merged)
 
@@ -140,8 +140,11 @@ def _load_trial(experiment: "ExperimentManager", trial_id: int) -> dict[str, Any
         raise ValueError(f"`--trial-id {trial_id}`: {remedy}") from error
 
 
-def _evaluate(policy_kwargs: Any) -> dict[str, Any]:
-    """Evaluate a string as Python code that may use ``nn`` and ``th``, as the Zoo does."""
+def evaluate(policy_kwargs: Any) -> dict[str, Any]:
+    """
+    :param policy_kwargs: Dictionary, Python code of one that may use ``nn`` and ``th``, or ``None``
+    :return: Dictionary, evaluated as the Zoo does
+    """
     if isinstance(policy_kwargs, str):
         policy_kwargs = eval(policy_kwargs, vars(sys.modules["rl_zoo3.exp_manager"]))
     return dict(policy_kwargs or {})
