@@ -29,8 +29,8 @@ def sample_ppo_ext_params(
     """
     Sample PPO's hyperparameters and those of PPOExt: the action distribution (for a ``Box``), the normalization of advantages,
     the control of the KL divergence, a decay of the learning rate, a separate learning rate of the critic, and for
-    history-based policies the size of the transformer, LSTM or GRU. No minibatch is larger than a rollout, and what would have
-    no effect is not sampled: with one minibatch, statistics of the advantages per minibatch; with one step of the optimiser per
+    history-based policies the size of the transformer, LSTM or GRU. No minibatch is larger than a rollout. What would have no
+    effect is not sampled: with one minibatch, statistics of the advantages per minibatch; with one step of the optimiser per
     update, which begins where the policy has not moved yet, a clip range and a control of the KL divergence.
 
     :param trial: Trial that samples. Two of its user attributes are used if they are set: ``policy``, the name of the policy,

@@ -88,10 +88,9 @@ def test_entry_equals_the_hyperparameters_of_the_trial(n_envs, tmp_path, monkeyp
         path.write_text(yaml.safe_dump({"Pendulum-v1": best_entry(experiment, trial.params)}))
         model, _ = manager(**arguments, config=str(path)).setup_experiment()
         assert model.env.get_attr("g") == [9.0] * n_envs
-        assert model._set_up.keys() == of_trial._set_up.keys()
-        for name, value in model._set_up.items():
-            theirs = of_trial._set_up[name]
-            if callable(value):
+        for name in model._set_up.keys() - {"seed"}:  # Trials have none.
+            value, theirs = model._set_up[name], of_trial._set_up[name]
+            if callable(value) and not isinstance(value, type):
                 value, theirs = ([value_of(schedule, p) for p in (1.0, 0.5, 0.1)] for schedule in (value, theirs))
             assert value == theirs, name
         assert str(model.policy) == str(of_trial.policy)

@@ -84,8 +84,8 @@ def test_space_is_sampled():
 
 def test_what_has_no_effect_is_not_sampled():
     """
-    One step per update begins where the policy has not moved: neither a clip range nor a control of the KL divergence would act
-    on it. In a single minibatch, statistics per minibatch are those of the rollout.
+    One step per update begins where the policy has not moved: neither a clip range nor a control of the KL divergence would
+    act on it. In a single minibatch, statistics per minibatch are those of the rollout.
     """
     seen = {"one step": 0, "one minibatch": 0, "several": 0}
     for seed in range(300):
