@@ -19,7 +19,6 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
-from sb3_ppo_ext.common.schedules import make_schedule
 from sb3_ppo_ext.common.validation import BadArgumentError, refuse
 from sb3_ppo_ext.policies.action_masking import ACTION_MASK
 from sb3_ppo_ext.ppo_ext import PPOExt
@@ -40,6 +39,7 @@ from sb3_ppo_ext.zoo.distributed_runs import (
     save_trained_model,
     share_run,
 )
+from sb3_ppo_ext.zoo.entry_checks import check_entry, one_line_errors, unreadable_files_as_value_errors
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 from sb3_ppo_ext.zoo.resuming import create_callbacks, find_run, keep_monitor_files, load_pretrained_agent
 from sb3_ppo_ext.zoo.run_folder import resumed_folder
@@ -80,7 +80,8 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
     key = _choose_entry(experiment)
     experiment.trial_id = None
     try:
-        hyperparams, saved_hyperparams = theirs()
+        with unreadable_files_as_value_errors(experiment.config):
+            hyperparams, saved_hyperparams = theirs()
     finally:
         experiment.env_name, experiment.trial_id = env_name, trial_id
     if key == "default" and "policy" not in (experiment.custom_hyperparams or {}):
@@ -131,10 +132,7 @@ def _observation_space(experiment: "ExperimentManager", hyperparams: dict[str, A
 def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
     """Refuse invalid options before the Zoo writes its log folder, which the processes of torchrun share."""
     share_run(experiment, hyperparams.get("distributed", "auto"))
-    for name in ("learning_rate", "clip_range", "clip_range_vf"):
-        # The Zoo accepts any prefix in place of "lin".
-        if isinstance(hyperparams.get(name), str):
-            make_schedule(name, hyperparams[name])
+    check_entry(experiment, hyperparams)
     if hyperparams.get("action_masking") and hyperparams.get("action_mask_key") is None:
         remedy = "the Zoo passes no masks to `predict`; give `env_wrapper: sb3_ppo_ext.ActionMaskWrapper` and this as well, "
         refuse("action_masking", True, remedy + f"`action_mask_key: {ACTION_MASK}`")
@@ -203,9 +201,10 @@ def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager")
     ``plot_run``, and let each trial keep the ``policy_kwargs`` of the hyperparameters that it starts from.
     """
     _use_fast_environments(experiment)
-    find_interrupted_run(experiment)
-    find_run(experiment)
-    results = theirs()
+    with one_line_errors(experiment.verbose):
+        find_interrupted_run(experiment)
+        find_run(experiment)
+        results = theirs()
     experiment.callbacks.append(ProgressFile(experiment.save_path))
     experiment._hyperparams = TrialHyperparams(experiment._hyperparams)
     return results

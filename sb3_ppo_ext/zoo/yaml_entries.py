@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 
+from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 
 if TYPE_CHECKING:
@@ -118,26 +119,28 @@ def _check_study(storage: str | None, study_name: str | None, trial_id: int) -> 
     from optuna.storages.journal import JournalFileBackend
 
     if not storage or not study_name:
-        raise ValueError(f"`--trial-id {trial_id}`: of which study? Give its `--storage` and `--study-name` as well")
+        raise BadArgumentError(f"`--trial-id {trial_id}`: of which study? Give its `--storage` and `--study-name` as well")
     if trial_id < 0:
-        raise ValueError(f"`--trial-id {trial_id}`: trials are numbered from 0")
+        raise BadArgumentError(f"`--trial-id {trial_id}`: trials are numbered from 0")
     journal = storage.endswith(".log")
     if journal and not Path(storage).is_file():
-        raise ValueError(f"`--storage {storage}`: there is no such file; name the journal of the study")
+        raise BadArgumentError(f"`--storage {storage}`: there is no such file; name the journal of the study")
     opened = JournalStorage(JournalFileBackend(storage)) if journal else storage
     names = optuna.get_all_study_names(opened)
     if study_name not in names:
-        raise ValueError(f"`--study-name {study_name}`: no such study in that storage, which has {', '.join(names) or 'none'}")
+        raise BadArgumentError(
+            f"`--study-name {study_name}`: no such study in that storage, which has {', '.join(names) or 'none'}"
+        )
 
 
 def _load_trial(experiment: "ExperimentManager", trial_id: int) -> dict[str, Any]:
     try:
         return experiment.load_trial(experiment.storage or "", experiment.study_name or "", trial_id)
     except IndexError as error:
-        raise ValueError(f"`--trial-id {trial_id}`: the study {experiment.study_name} has no such trial") from error
+        raise BadArgumentError(f"`--trial-id {trial_id}`: the study {experiment.study_name} has no such trial") from error
     except KeyError as error:
         remedy = f"it did not sample {error}; name a finished trial of a study of `ppo_ext`"
-        raise ValueError(f"`--trial-id {trial_id}`: {remedy}") from error
+        raise BadArgumentError(f"`--trial-id {trial_id}`: {remedy}") from error
 
 
 def evaluate(policy_kwargs: Any) -> dict[str, Any]:
