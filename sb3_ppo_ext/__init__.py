@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from sb3_ppo_ext.algorithm.hparams import HParamCallback, hyperparameters
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, LinearToZero
 from sb3_ppo_ext.common.workers import WorkerError
@@ -37,6 +38,7 @@ __all__ = [
     "CnnTransformerPolicy",
     "DecaySchedule",
     "FastDummyVecEnv",
+    "HParamCallback",
     "JaxVecEnv",
     "KLAdaptive",
     "LastRewardWrapper",
@@ -60,6 +62,7 @@ __all__ = [
     "VectorEnvAdapter",
     "WorkerError",
     "__version__",
+    "hyperparameters",
     "make",
     "mirror_loss",
     "presets",
