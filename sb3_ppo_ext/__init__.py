@@ -12,6 +12,7 @@ from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy, Transfo
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.action_mask_wrapper import ActionMaskWrapper
 from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
+from sb3_ppo_ext.rollout.encode_text import EncodeText
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.rollout.last_reward_wrapper import LastRewardWrapper
 from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
@@ -37,6 +38,7 @@ __all__ = [
     "CnnPolicy",
     "CnnTransformerPolicy",
     "DecaySchedule",
+    "EncodeText",
     "FastDummyVecEnv",
     "HParamCallback",
     "JaxVecEnv",

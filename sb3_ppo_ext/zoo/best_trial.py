@@ -115,6 +115,6 @@ def as_code(value: Any) -> str:
     if isinstance(value, tuple):
         return "(" + "".join(f"{as_code(part)}, " for part in value) + ")"
     for module, named in _NAMED.items():
-        if isinstance(value, type) and getattr(named, value.__name__, None) is value:
+        if isinstance(value, type) and vars(named).get(value.__name__) is value:
             return f"{module}.{value.__name__}"
     raise NotCodeError(repr(value))

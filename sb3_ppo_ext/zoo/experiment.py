@@ -19,7 +19,7 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
-from sb3_ppo_ext.common.validation import BadArgumentError, refuse
+from sb3_ppo_ext.common.validation import BadArgumentError, check_observation_space, refuse
 from sb3_ppo_ext.policies.action_masking import ACTION_MASK
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
@@ -52,6 +52,7 @@ from sb3_ppo_ext.zoo.yaml_entries import (
     merge_trial,
     policy_for,
     read_saved,
+    wrappers_for,
 )
 
 if TYPE_CHECKING:
@@ -84,9 +85,10 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
             hyperparams, saved_hyperparams = theirs()
     finally:
         experiment.env_name, experiment.trial_id = env_name, trial_id
-    if key == "default" and "policy" not in (experiment.custom_hyperparams or {}):
-        hyperparams["policy"] = saved_hyperparams["policy"] = policy_for(_observation_space(experiment, hyperparams))
-        print(f"Policy for the observations of {env_name}: {hyperparams['policy']}")
+    if key == "default":
+        fitting = _fitting_observations(experiment, hyperparams)
+        print(f"For the observations of {env_name}: {fitting}")
+        hyperparams, saved_hyperparams = {**hyperparams, **fitting}, OrderedDict({**saved_hyperparams, **fitting})
     if Path(experiment.config).name == OF_RECURRENT_PPO:
         # Its entries leave out what is the default of RecurrentPPO.
         hyperparams = {**DEFAULTS_OF_RECURRENT_PPO, **hyperparams}
@@ -117,6 +119,17 @@ def _choose_entry(experiment: "ExperimentManager") -> str | None:
         print(f"No hyperparameters for {env_id}, using those of {key}")
         experiment.env_name = type(experiment.env_name)(key)
     return key
+
+
+def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> dict[str, Any]:
+    """Policy and wrappers for the observations of an environment, except for what the user gives."""
+    given, fitting = experiment.custom_hyperparams or {}, {}
+    space = _observation_space(experiment, hyperparams)
+    if "env_wrapper" not in given and (wrappers := wrappers_for(space)):
+        fitting["env_wrapper"] = wrappers
+        space = _observation_space(experiment, {**hyperparams, **fitting})
+    check_observation_space(space)
+    return fitting if "policy" in given else {**fitting, "policy": policy_for(space)}
 
 
 def _observation_space(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> spaces.Space:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 
-from sb3_ppo_ext.common.validation import BadArgumentError
+from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError
+from sb3_ppo_ext.rollout.encode_text import text_keys
 from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 
 if TYPE_CHECKING:
@@ -63,9 +64,29 @@ def policy_for(space: spaces.Space) -> str:
     """
     if isinstance(space, spaces.Dict):
         return "MultiInputPolicy"
-    # SB3's network for images cannot read smaller ones; as vectors, they are divided by 255 as well.
-    is_image = is_image_space(space) and min(sorted(space.shape or ())[-2:]) >= SMALLEST_IMAGE
-    return "CnnPolicy" if is_image else "MlpPolicy"
+    # As vectors, small images are divided by 255 as well.
+    return "CnnPolicy" if is_image_space(space) and not _is_small(space) else "MlpPolicy"
+
+
+def _is_small(image: spaces.Space) -> bool:
+    """Whether SB3's network for images cannot read an image."""
+    return min(sorted(image.shape or ())[-2:]) < SMALLEST_IMAGE
+
+
+def wrappers_for(space: spaces.Space) -> list[str]:
+    """
+    :param space: Observation space
+    :return: Names of wrappers after which a policy can read such observations: strings become numbers, and where there are
+        tuples, nested dictionaries, or dictionaries with images that are too small for SB3's network, all is flattened
+    """
+    strings = text_keys(space)
+    parts = space.spaces if isinstance(space, spaces.Dict) else {None: space}
+    others = [part for key, part in parts.items() if key not in strings]
+    is_readable = all(isinstance(part, SUPPORTED_SPACES) for part in others)
+    has_small_images = isinstance(space, spaces.Dict) and any(is_image_space(part) and _is_small(part) for part in others)
+    must_be_flat = (not is_readable or has_small_images) and all(part.is_np_flattenable for part in others)
+    flatten = ["gymnasium.wrappers.FlattenObservation"] if must_be_flat else []
+    return [*(["sb3_ppo_ext.EncodeText"] if strings else []), *flatten]
 
 
 def is_default_file(config: str, algo: str) -> bool:
