@@ -39,8 +39,9 @@ class EncodeText(gym.ObservationWrapper[Any, Any, Any], gym.utils.RecordConstruc
         self._keys = text_keys(space)
         if not self._keys:
             refuse("env", env, f"no part of its observations is a string, but {space}; leave the wrapper out")
-        is_dict = isinstance(space, spaces.Dict)
-        self.observation_space = spaces.Dict({**space.spaces, **dict.fromkeys(self._keys, encoded)}) if is_dict else encoded
+        self.observation_space = encoded
+        if isinstance(space, spaces.Dict):
+            self.observation_space = spaces.Dict({**space.spaces, **dict.fromkeys(self._keys, encoded)})
 
     def observation(self, observation: Any) -> Any:
         """

@@ -114,7 +114,8 @@ def as_code(value: Any) -> str:
         return "[" + ", ".join(map(as_code, value)) + "]"
     if isinstance(value, tuple):
         return "(" + "".join(f"{as_code(part)}, " for part in value) + ")"
-    for module, named in _NAMED.items():
-        if isinstance(value, type) and vars(named).get(value.__name__) is value:
-            return f"{module}.{value.__name__}"
+    if isinstance(value, type):
+        for module, named in _NAMED.items():
+            if vars(named).get(value.__name__) is value:
+                return f"{module}.{value.__name__}"
     raise NotCodeError(repr(value))

@@ -54,7 +54,9 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, policy: Any 
             return path, env_id
     if "AtariEnv" in entry_point:
         return zoo_file, "atari"
-    return HYPERPARAMS, "minigrid" if entry_point.startswith("minigrid.") else "default"
+    # The wrapper of this entry has no place for the long instructions of BabyAI.
+    is_minigrid = entry_point.startswith("minigrid.") and "babyai" not in entry_point
+    return HYPERPARAMS, "minigrid" if is_minigrid else "default"
 
 
 def policy_for(space: spaces.Space) -> str:

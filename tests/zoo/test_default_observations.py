@@ -74,6 +74,14 @@ def test_wrappers_and_policy(name):
     model.learn(32)
 
 
+@pytest.mark.parametrize("env_id", ["MiniGrid-GoToObject-6x6-N2-v0", "BabyAI-GoToObj-v0", "BabyAI-BossLevel-v0"])
+def test_minigrid_and_babyai(env_id):
+    """Missions are read, also the long ones of BabyAI."""
+    model, _ = make(env_id, n_steps=8, batch_size=8, n_envs=1, device="cpu", seed=0)
+    assert model.observation_space.shape == ((2835,) if env_id.startswith("MiniGrid") else (4 + 147 + 32 * 64,))
+    model.learn(8)
+
+
 def test_what_nothing_can_read():
     """Spaces without a fixed size are refused, with the name of the space."""
     gym.register("Sampling-sequence-v0", Sampling, kwargs=dict(space=spaces.Sequence(VECTOR)))
