@@ -116,6 +116,7 @@ def as_code(value: Any) -> str:
         return "(" + "".join(f"{as_code(part)}, " for part in value) + ")"
     if isinstance(value, type):
         for module, named in _NAMED.items():
-            if vars(named).get(value.__name__) is value:
-                return f"{module}.{value.__name__}"
+            name = getattr(value, "__name__", "")
+            if vars(named).get(name) is value:
+                return f"{module}.{name}"
     raise NotCodeError(repr(value))

@@ -135,7 +135,7 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_native_does_not_support(reason, capsys):
     """`"native"` refuses with the reason; `"auto"` says the reason and takes another engine."""
-    with pytest.raises(ValueError, match=f"`backend='native'`.*{reason}.*auto"):
+    with pytest.raises(ValueError, match=f"`backend='native'`.*{reason}.*; give \"auto\", which chooses a backend that fits"):
         make(**REFUSED[reason])
     model = make(backend="auto", verbose=1, **REFUSED[reason])
     assert "Backend: fused (not native: " in capsys.readouterr().out
