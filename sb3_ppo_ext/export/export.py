@@ -192,10 +192,20 @@ def _captured(actor: Actor, path: Path, metadata: dict[str, Any]) -> bytes:
         message = str(error).strip().splitlines()
         refuse("policy", type(actor.policy).__name__, f"PyTorch cannot export it ({type(error).__name__}: {message[:1]})")
     proto = exported.model_proto
+    _name_batch(proto.graph, inputs[0].batch_dim)
     entry = proto.metadata_props.add()
     entry.key, entry.value = METADATA, json.dumps(metadata)
     content: bytes = proto.SerializeToString()
     return content
+
+
+def _name_batch(graph: Any, batch_dim: int) -> None:
+    """Name the dimension of the batch, where PyTorch has a number with a letter."""
+    symbol = graph.input[0].type.tensor_type.shape.dim[batch_dim].dim_param
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param == symbol:
+                dim.dim_param = "batch"
 
 
 def _program_file(program: Any, metadata: dict[str, Any]) -> bytes:

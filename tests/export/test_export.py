@@ -407,3 +407,12 @@ def test_missing_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ImportError, match=r"sb3-ppo-ext\[export\]"):
         make("box").export(tmp_path / "policy.onnx")
+
+
+def test_the_batch_has_a_name(tmp_path):
+    """The free dimension of all inputs and outputs has the same name."""
+    make("LSTM").export(tmp_path / "policy.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
+    shapes = {each.name: each.shape for each in (*session.get_inputs(), *session.get_outputs())}
+    assert shapes["observation"] == ["batch", 3]
+    assert shapes["hidden_state"] == shapes["next_cell_state"] == [1, "batch", 8]
