@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch as th
@@ -114,6 +115,9 @@ class NumpyDistribution(ABC):
 
     # Whether each row of outputs is followed by the latent features that the output layer computes them from
     needs_latents = False
+    # The same as `sample`, as a function of the outputs and the noise alone, which computes each row by itself; None if there
+    # is no such function, because samples need the parameters of the policy or further random numbers
+    sampler: ClassVar[Callable[[np.ndarray, np.ndarray], np.ndarray] | None] = None
 
     def __init__(self, distribution: Distribution, log_std: nn.Parameter | None):
         self.distribution = distribution

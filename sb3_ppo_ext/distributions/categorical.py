@@ -37,8 +37,20 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     return torch_kl_divergence(Categorical(logits=old, validate_args=False), new.distribution)
 
 
+def largest(outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """
+    :param outputs: Logits, shape ``(n, n_actions)``
+    :param noise: Gumbel noise, the same shape
+    :return: Samples, shape ``(n,)``
+    """
+    samples: np.ndarray = (outputs + noise).argmax(axis=1)
+    return samples
+
+
 class NumpyCategorical(NumpyDistribution):
     """NumPy implementation of SB3's ``CategoricalDistribution``. The outputs are the logits."""
+
+    sampler = staticmethod(largest)
 
     @classmethod
     def why_not(cls, distribution: Any) -> str | None:
@@ -51,7 +63,7 @@ class NumpyCategorical(NumpyDistribution):
         return -th.empty(n_steps, n_envs, n_outputs).exponential_().log_().numpy()
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        return (outputs + noise).argmax(axis=1)
+        return largest(outputs, noise)
 
     # The arrays have shape (n_actions, batch_size): NumPy is fast along the first dimension, but slow along a short last one.
 

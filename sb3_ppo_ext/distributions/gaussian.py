@@ -51,6 +51,8 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
 class NumpyGaussian(NumpyDistribution):
     """NumPy implementation of SB3's ``DiagGaussianDistribution``. The outputs are the means."""
 
+    sampler = np.add
+
     def __init__(self, distribution: Distribution, log_std: nn.Parameter):
         super().__init__(distribution, log_std)
         self.halves = np.full(len(self.parameter), -0.5, np.float32)
@@ -69,7 +71,7 @@ class NumpyGaussian(NumpyDistribution):
         return noise * np.exp(self.log_stds)
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        return outputs + noise
+        return np.add(outputs, noise)
 
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         self.inverse_std = np.exp(-self.log_stds)

@@ -21,6 +21,7 @@ from sb3_ppo_ext.distributions.masked import choices_of
 from sb3_ppo_ext.policies.action_masking import add_mask
 from sb3_ppo_ext.rollout.action_masks import ActionMasks
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
+from sb3_ppo_ext.rollout.overlap import OverlappedCollection, can_overlap
 from sb3_ppo_ext.rollout.shared_rollout import SharedRollout
 from sb3_ppo_ext.rollout.step_checks import StepChecks
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
@@ -97,6 +98,8 @@ class RolloutCollector(OnPolicyAlgorithm):
 
         callback.on_rollout_start()
         actor = self._make_actor(rollout_buffer, self._rollout_config(callback, n_rollout_steps))
+        if can_overlap(self, env, callback) and (make_share_actor := actor.for_share()) is not None:
+            return OverlappedCollection(self, env, callback, actor, n_rollout_steps).run(make_share_actor)
         checks = StepChecks(self)
         masks = ActionMasks(env, self.action_space, self.action_mask_key) if self.action_masking else None
 

@@ -5,6 +5,7 @@ steps at once at the end, unless user code may read them at each step.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,13 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.guards import check_outputs, refuse_policy
+from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import stack
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask, unsupported_reason
+from sb3_ppo_ext.engines.native.share_actor import NativeShareActor
 from sb3_ppo_ext.rollout.actors import Action, Actor, PolicyActor, RolloutConfig, Transition, note_truncations
+from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
 
 
 class NativeActor(Actor):
@@ -120,6 +124,29 @@ class NativeActor(Actor):
             if self.is_watched:
                 self._bootstrap()
         buffer.pos = step + 1
+
+    # Acting in several processes
+
+    def for_share(self) -> Callable[[slice], ShareActor] | None:
+        native, space = self.native, self.config.action_space
+        sampler, is_structured = native.distribution.sampler, isinstance(space, FlatActionSpace)
+        if self.is_watched or sampler is None or is_structured or native.reads_more_than_numbers or native.policy.squash_output:
+            return None
+        bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
+        layers, activation = native.actor.weights(), native.actor.activation
+        noise, shape, columns = self.scaled_noise, self.sample_shape, native.actor.columns
+        return lambda envs: NativeShareActor(layers, activation, columns, noise[:, envs], sampler, shape, bounds)
+
+    def record_all(
+        self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, Any]], gamma: float
+    ) -> None:
+        buffer = self.buffer
+        buffer.observations[:] = rollout.observations[:-1].reshape(buffer.observations.shape)
+        buffer.actions[:] = rollout.samples.reshape(buffer.actions.shape)
+        buffer.rewards[:] = rollout.rewards
+        buffer.episode_starts[0], buffer.episode_starts[1:] = starts, rollout.dones[:-1]
+        self.gamma, self.truncated = gamma, list(truncated)
+        buffer.pos = self.config.n_steps
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
         if self.is_watched:
