@@ -170,6 +170,7 @@ def training(setting: tuple[Any, int, int]) -> dict[str, Contender]:
     return {
         "PPOExt, FastDummyVecEnv": trainer(PPOExt, setting, FastDummyVecEnv),
         "PPOExt, ParallelVecEnv": trainer(PPOExt, setting, ParallelVecEnv, **FORK),
+        "PPOExt, ParallelVecEnv, overlap=False": trainer(PPOExt, setting, ParallelVecEnv, overlap=False, **FORK),
         "PPOExt, SubprocVecEnv": trainer(PPOExt, setting, SubprocVecEnv, **FORK),
         "SB3, DummyVecEnv": trainer(PPO, setting, DummyVecEnv),
         "SB3, SubprocVecEnv": trainer(PPO, setting, SubprocVecEnv, **FORK),

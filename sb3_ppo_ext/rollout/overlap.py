@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EventCallback
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EventCallback
 
 from sb3_ppo_ext.common.guards import check_finite, is_finite, refuse_policy
 from sb3_ppo_ext.rollout.actors import Actor
@@ -21,7 +21,7 @@ PATIENT = {
     "stable_baselines3.common.callbacks.EveryNTimesteps",
     "stable_baselines3.common.callbacks.ProgressBarCallback",
     "rl_zoo3.callbacks.SaveVecNormalizeCallback",
-    "sb3_ppo_ext.checkpoints.training_checkpoint.TrainingCheckpoint",
+    "sb3_ppo_ext.TrainingCheckpoint",
     "sb3_ppo_ext.zoo.atomic_saving.AtomicEvalCallback",
     "sb3_ppo_ext.zoo.progress_file.ProgressFile",
 }
@@ -47,7 +47,7 @@ def can_overlap(model: Any, env: Any, callback: BaseCallback) -> bool:
 
 
 def _is_patient(callback: BaseCallback | None, env: ParallelVecEnv) -> bool:
-    if callback is None:
+    if callback is None or (type(callback) is ConvertCallback and callback.callback is None):
         return True
     if f"{type(callback).__module__}.{type(callback).__qualname__}" not in PATIENT:
         return False
