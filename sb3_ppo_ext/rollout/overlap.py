@@ -94,7 +94,7 @@ class OverlappedCollection:
         model = self.model
         starts = np.array(model._last_episode_starts, bool)
         rollout = self.env.collect(make_actor, model._last_obs, self.n_steps)
-        env_actions = model._within_bounds(rollout.samples)
+        env_actions = model._within_bounds(rollout.samples) if rollout.n_steps else ()
         is_right = is_finite(rollout.observations) and is_finite(rollout.rewards)
         truncated: list[tuple[int, int, Any]] = []
         for step in range(rollout.n_steps):
@@ -112,7 +112,9 @@ class OverlappedCollection:
         if rollout.n_steps < self.n_steps:
             refuse_policy(model.policy, rollout.n_steps, model.num_timesteps)
 
-        self.env.actions = env_actions[-1]
+        # Copied, so that nothing keeps the whole rollout
+        model._last_obs, model._last_episode_starts = model._last_obs.copy(), model._last_episode_starts.copy()
+        self.env.actions = env_actions[-1].copy()
         self.actor.record_all(rollout, starts, truncated, model.gamma)
         values = self.actor.finish(model.policy, model._last_obs, model._last_episode_starts)
         self.callback.update_locals({"values": values, "n_steps": self.n_steps})

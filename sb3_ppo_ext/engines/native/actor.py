@@ -130,7 +130,13 @@ class NativeActor(Actor):
     def for_share(self) -> Callable[[slice], ShareActor] | None:
         native, space = self.native, self.config.action_space
         sampler, is_structured = native.distribution.sampler, isinstance(space, FlatActionSpace)
-        if self.is_watched or sampler is None or is_structured or native.reads_more_than_numbers or native.policy.squash_output:
+        if (
+            self.is_watched
+            or sampler is None
+            or is_structured
+            or native.reads_more_than_numbers
+            or native.policy.squash_output
+        ):
             return None
         bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
         layers, activation = native.actor.weights(), native.actor.activation

@@ -63,4 +63,6 @@ class NativeShareActor(ShareActor):
         samples = self.sampler(outputs, self.noise[step])
         if self.sample_shape is not None:
             samples = samples.reshape(self.sample_shape)
-        return samples, samples.copy() if self.bounds is None else np.minimum(np.maximum(samples, self.bounds[0]), self.bounds[1])
+        return samples, samples.copy() if self.bounds is None else np.minimum(
+            np.maximum(samples, self.bounds[0]), self.bounds[1]
+        )

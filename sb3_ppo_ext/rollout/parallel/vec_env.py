@@ -131,9 +131,7 @@ class ParallelVecEnv(VecEnv):
                 self._fill(infos, share.start, *answer)
         return self._observations(), self._arrays.rewards.copy(), self._arrays.dones.copy(), infos
 
-    def collect(
-        self, make_actor: Callable[[slice], ShareActor], observations: np.ndarray, n_steps: int
-    ) -> ShareRollout:
+    def collect(self, make_actor: Callable[[slice], ShareActor], observations: np.ndarray, n_steps: int) -> ShareRollout:
         """
         Step all environments for a whole rollout, or to the first observation, reward or output of the policy that is not
         finite. Processes do not wait for each other.
