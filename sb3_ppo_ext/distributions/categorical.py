@@ -8,7 +8,7 @@ from stable_baselines3.common.distributions import CategoricalDistribution
 from torch.distributions import Categorical
 from torch.distributions import kl_divergence as torch_kl_divergence
 
-from sb3_ppo_ext.distributions.base import NumpyDistribution
+from sb3_ppo_ext.distributions.base import NumpyDistribution, Sampler
 from sb3_ppo_ext.distributions.masked import MaskedCategoricalDistribution
 
 
@@ -50,8 +50,6 @@ def largest(outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
 class NumpyCategorical(NumpyDistribution):
     """NumPy implementation of SB3's ``CategoricalDistribution``. The outputs are the logits."""
 
-    sampler = staticmethod(largest)
-
     @classmethod
     def why_not(cls, distribution: Any) -> str | None:
         # SB3's `log_prob` takes actions of shape `(batch_size,)`, those of the buffer have one more dimension.
@@ -64,6 +62,9 @@ class NumpyCategorical(NumpyDistribution):
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         return largest(outputs, noise)
+
+    def sampler(self) -> Sampler:
+        return largest
 
     # The arrays have shape (n_actions, batch_size): NumPy is fast along the first dimension, but slow along a short last one.
 

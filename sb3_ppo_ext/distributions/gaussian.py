@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributions import Normal
 from torch.distributions import kl_divergence as torch_kl_divergence
 
-from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution
+from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution, Sampler
 
 
 def unsquashed_mean(distribution: Any) -> th.Tensor:
@@ -51,8 +51,6 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
 class NumpyGaussian(NumpyDistribution):
     """NumPy implementation of SB3's ``DiagGaussianDistribution``. The outputs are the means."""
 
-    sampler = np.add
-
     def __init__(self, distribution: Distribution, log_std: nn.Parameter):
         super().__init__(distribution, log_std)
         self.halves = np.full(len(self.parameter), -0.5, np.float32)
@@ -71,7 +69,10 @@ class NumpyGaussian(NumpyDistribution):
         return noise * np.exp(self.log_stds)
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        return np.add(outputs, noise)
+        return outputs + noise
+
+    def sampler(self) -> Sampler:
+        return np.add
 
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         self.inverse_std = np.exp(-self.log_stds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -122,25 +123,29 @@ class Actor(Protocol):
         """:return: Further variables that callbacks find in their ``locals`` after :meth:`act`, by name"""
         return {}
 
+
+class DivisibleActor(Actor):
+    """An actor that can also act for a whole rollout in several processes."""
+
+    @abstractmethod
     def for_share(self) -> Callable[[slice], ShareActor] | None:
         """
         :return: Function that makes an actor for some of the environments, which does what :meth:`act` would do for them in
             this rollout, to the bit; ``None`` if that is not possible
         """
-        return None
 
+    @abstractmethod
     def record_all(
         self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, Any]], gamma: float
     ) -> None:
         """
-        Record all steps at once, those of the actors of :meth:`for_share`.
+        Record all steps at once, in which the actors of :meth:`for_share` have acted.
 
         :param rollout: Rollout of all environments
         :param starts: Whether each of the first observations starts an episode, shape ``(n_envs,)``
         :param truncated: Step, index of the environment and terminal observation of each truncated episode
         :param gamma: Discount factor
         """
-        raise NotImplementedError
 
 
 class PolicyActor(Actor):

@@ -9,7 +9,7 @@ import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EventCallback
 
 from sb3_ppo_ext.common.guards import check_finite, is_finite, refuse_policy
-from sb3_ppo_ext.rollout.actors import Actor
+from sb3_ppo_ext.rollout.actors import Actor, DivisibleActor
 from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
 
@@ -29,21 +29,25 @@ PATIENT = {
 STEPS = ("step", "step_async", "step_wait")
 
 
-def can_overlap(model: Any, env: Any, callback: BaseCallback) -> bool:
+def overlapped_collection(
+    model: Any, env: Any, callback: BaseCallback, actor: Actor, n_steps: int
+) -> OverlappedCollection | None:
     """
     :param model: Model that collects a rollout
     :param env: Environments, with their wrappers
-    :param callback: Callback of the training, which runs no code of a user
-    :return: Whether nothing but the policy decides what the environments do in a rollout, and nothing sees them in between.
-        Wrappers such as ``VecNormalize`` need all environments at each step
+    :param callback: Callback of the training
+    :param actor: Actor of the rollout
+    :param n_steps: Number of steps to collect in each environment
+    :return: Collection of the rollout, if nothing but the actor decides what the environments do in it, and nothing sees them
+        in between; otherwise ``None``. Wrappers such as ``VecNormalize`` need all environments at each step
     """
-    return (
-        isinstance(env, ParallelVecEnv)
-        and env.overlap
-        and all(getattr(type(env), name) is getattr(ParallelVecEnv, name) and name not in vars(env) for name in STEPS)
-        and not model.action_masking
-        and _is_patient(callback, env)
-    )
+    if not isinstance(env, ParallelVecEnv) or not isinstance(actor, DivisibleActor):
+        return None
+    is_own = all(getattr(type(env), name) is getattr(ParallelVecEnv, name) and name not in vars(env) for name in STEPS)
+    if not env.overlap or not is_own or model.action_masking or not _is_patient(callback, env):
+        return None
+    make_actor = actor.for_share()
+    return None if make_actor is None else OverlappedCollection(model, env, callback, actor, make_actor, n_steps)
 
 
 def _is_patient(callback: BaseCallback | None, env: ParallelVecEnv) -> bool:
@@ -72,29 +76,38 @@ class OverlappedCollection:
     :param env: Environments
     :param callback: Callback of the training
     :param actor: Actor of the rollout
+    :param make_actor: Function that makes the actor for some environments
     :param n_steps: Number of steps to collect in each environment
     """
 
-    def __init__(self, model: Any, env: ParallelVecEnv, callback: BaseCallback, actor: Actor, n_steps: int):
+    def __init__(
+        self,
+        model: Any,
+        env: ParallelVecEnv,
+        callback: BaseCallback,
+        actor: DivisibleActor,
+        make_actor: Callable[[slice], ShareActor],
+        n_steps: int,
+    ):
         self.model, self.env, self.callback, self.actor, self.n_steps = model, env, callback, actor, n_steps
+        self.make_actor = make_actor
 
-    def run(self, make_actor: Callable[[slice], ShareActor]) -> bool:
+    def run(self) -> bool:
         """
-        :param make_actor: Function that makes the actor for some environments
         :return: False if a callback has ended the training
         """
         try:
-            return self._run(make_actor)
+            return self._run()
         except BaseException:
             # The environments are ahead of the model, or behind it: without a last observation, `learn` resets them.
             self.model._last_obs = None
             raise
 
-    def _run(self, make_actor: Callable[[slice], ShareActor]) -> bool:
+    def _run(self) -> bool:
         model = self.model
         starts = np.array(model._last_episode_starts, bool)
-        rollout = self.env.collect(make_actor, model._last_obs, self.n_steps)
-        env_actions = model._within_bounds(rollout.samples) if rollout.n_steps else ()
+        rollout = self.env.collect(self.make_actor, model._last_obs, self.n_steps)
+        env_actions: Any = model._within_bounds(rollout.samples) if rollout.n_steps else ()
         is_right = is_finite(rollout.observations) and is_finite(rollout.rewards)
         truncated: list[tuple[int, int, Any]] = []
         for step in range(rollout.n_steps):

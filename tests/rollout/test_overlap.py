@@ -25,7 +25,7 @@ from stable_baselines3.common.callbacks import (
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
 from support.parity import assert_equal
-from support.toys import BOX_ACTION, DICT, IMAGE, VECTOR, Brittle, ToyEnv
+from support.toys import BOX_ACTION, IMAGE, VECTOR, Brittle, ToyEnv
 from support.vec_envs import FORK, Slow, Talkative, assert_same, interrupted, nothing_is_left, without_clock
 
 from sb3_ppo_ext import ActionMaskWrapper, ParallelVecEnv, PPOExt, TrainingCheckpoint, WorkerError
@@ -130,6 +130,7 @@ OPTIONS = {
     "relu": dict(policy_kwargs=dict(net_arch=dict(pi=[300, 7], vf=[5]), activation_fn=th.nn.ReLU)),
     "no hidden layer": dict(policy_kwargs=dict(net_arch=[])),
     "truncations": dict(gamma=0.5, gae_lambda=0.7),
+    "squashed Gaussian": dict(action_dist="squashed_gaussian"),
     "threads": dict(native_threads=2),
     "normalised advantages": dict(advantage_norm="rollout"),
 }
@@ -208,7 +209,7 @@ MADE = {
     "masks": dict(fns=[lambda: ActionMaskWrapper(Masked())] * 2, policy="MultiInputPolicy"),
     "sde": dict(use_sde=True),
     "eager": dict(backend="eager"),
-    "squashed": dict(action_dist="squashed_gaussian"),
+    "beta": dict(action_dist="beta"),
 }
 
 

@@ -189,9 +189,9 @@ class NativePolicy:
             self.n_threads = n
 
     @property
-    def reads_more_than_numbers(self) -> bool:
-        """Whether observations are dictionaries, or are preprocessed by more than a conversion to float32."""
-        return not self._is_flat or self.mask_key is not None
+    def reads_numbers(self) -> bool:
+        """Whether observations are arrays, whose numbers the networks read as they are."""
+        return self._is_flat and self.mask_key is None
 
     def evaluate(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sb3_ppo_ext.distributions.base import Sampler
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor
 
@@ -24,7 +25,7 @@ class NativeShareActor(ShareActor):
     :param noise: Noise of each step, shape ``(n_steps, n_envs, n_outputs)``
     :param sampler: Function from outputs and noise to samples
     :param sample_shape: Shape of the samples of a step; ``None`` if they have it already
-    :param bounds: Smallest and largest actions, ``None`` if samples have none
+    :param for_env: Function from samples to new arrays of actions within the bounds, which can be pickled
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class NativeShareActor(ShareActor):
         activation: str,
         columns: slice | None,
         noise: np.ndarray,
-        sampler: Callable[[np.ndarray, np.ndarray], np.ndarray],
+        sampler: Sampler,
         sample_shape: tuple[int, ...] | None,
-        bounds: tuple[np.ndarray, np.ndarray] | None,
+        for_env: Callable[[np.ndarray], np.ndarray],
     ):
         self.layers, self.activation, self.columns = layers, activation, columns
-        self.noise, self.sampler, self.sample_shape, self.bounds = noise, sampler, sample_shape, bounds
+        self.noise, self.sampler, self.sample_shape, self.for_env = noise, sampler, sample_shape, for_env
         self._load()
 
     def _load(self) -> None:
@@ -63,6 +64,4 @@ class NativeShareActor(ShareActor):
         samples = self.sampler(outputs, self.noise[step])
         if self.sample_shape is not None:
             samples = samples.reshape(self.sample_shape)
-        return samples, samples.copy() if self.bounds is None else np.minimum(
-            np.maximum(samples, self.bounds[0]), self.bounds[1]
-        )
+        return samples, self.for_env(samples)

@@ -71,9 +71,10 @@ def joined(parts: Sequence[ShareRollout], firsts: Sequence[int]) -> ShareRollout
     parts = [part.first(n_steps) for part in parts]
     names = ("observations", "samples", "rewards", "dones")
     # Of no steps, the shape of the samples is not known.
-    arrays = [np.concatenate([getattr(part, name) for part in parts], axis=1 if n_steps else 0) for name in names]
+    axis = 1 if n_steps else 0
+    observations, samples, rewards, dones = (np.concatenate([getattr(part, name) for part in parts], axis) for name in names)
     infos: dict[int, dict[int, dict[str, Any]]] = {}
     for part, first in zip(parts, firsts, strict=True):
         for step, of_step in part.infos.items():
             infos.setdefault(step, {}).update({first + index: info for index, info in of_step.items()})
-    return ShareRollout(*arrays, infos, [info for part in parts for info in part.reset_infos])
+    return ShareRollout(observations, samples, rewards, dones, infos, [info for part in parts for info in part.reset_infos])

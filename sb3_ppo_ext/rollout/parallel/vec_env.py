@@ -144,10 +144,10 @@ class ParallelVecEnv(VecEnv):
         """
         self._share.attach(self._arrays)
         places = [slice(share.start, share.stop) for share in self._shares]
-        commands = {k: ("collect", (make_actor(own), observations[own], n_steps), {}) for k, own in enumerate(places)}
+        given = [(make_actor(own), observations[own], n_steps) for own in places]
         try:
             with self._errors_named:
-                answers = self._answers(commands)
+                answers = self._answers({k: ("collect", part, {}) for k, part in enumerate(given)})
         except BaseException:
             self._pool.abandon()
             raise
