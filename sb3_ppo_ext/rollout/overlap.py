@@ -25,6 +25,8 @@ PATIENT = {
     "sb3_ppo_ext.zoo.atomic_saving.AtomicEvalCallback",
     "sb3_ppo_ext.zoo.progress_file.ProgressFile",
 }
+# Bytes of the observations of a rollout above which the memory for copies of them, and the time for messages, matter
+LARGEST = 1 << 28
 # What a rollout calls of the environments
 STEPS = ("step", "step_async", "step_wait")
 
@@ -44,10 +46,13 @@ def overlapped_collection(
     if not isinstance(env, ParallelVecEnv) or not isinstance(actor, DivisibleActor):
         return None
     is_own = all(getattr(type(env), name) is getattr(ParallelVecEnv, name) and name not in vars(env) for name in STEPS)
-    if not env.overlap or not is_own or model.action_masking or not _is_patient(callback, env):
+    if not env.overlap or not is_own or not _is_patient(callback, env):
         return None
     make_actor = actor.for_share()
-    return None if make_actor is None else OverlappedCollection(model, env, callback, actor, make_actor, n_steps)
+    # If there is such a function, observations are arrays.
+    if make_actor is None or model._last_obs.nbytes * n_steps > LARGEST:
+        return None
+    return OverlappedCollection(model, env, callback, actor, make_actor, n_steps)
 
 
 def _is_patient(callback: BaseCallback | None, env: ParallelVecEnv) -> bool:

@@ -21,6 +21,7 @@ from stable_baselines3.common.callbacks import (
     ProgressBarCallback,
     StopTrainingOnMaxEpisodes,
     StopTrainingOnNoModelImprovement,
+    StopTrainingOnRewardThreshold,
 )
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
@@ -201,12 +202,23 @@ MADE = {
             Monitor(ToyEnv()), callback_after_eval=StopTrainingOnNoModelImprovement(5), eval_freq=1000
         )
     ),
+    "stop at a new best": dict(
+        callback=lambda model: EvalCallback(
+            Monitor(ToyEnv()), callback_on_new_best=StopTrainingOnRewardThreshold(1e9), eval_freq=1000
+        )
+    ),
     "evaluates the environments": dict(callback=lambda model: EvalCallback(model.env, eval_freq=1000, warn=False)),
     "VecNormalize": dict(wrap=VecNormalize),
     "VecMonitor": dict(wrap=VecMonitor),
     "replaced method": dict(wrap=replaced_step),
     "switched off": dict(wrap=switched_off),
-    "masks": dict(fns=[lambda: ActionMaskWrapper(Masked())] * 2, policy="MultiInputPolicy"),
+    "masks of a method": dict(fns=[Masked] * 2, action_masking=True),
+    "masks in observations": dict(
+        fns=[lambda: ActionMaskWrapper(Masked())] * 2,
+        policy="MultiInputPolicy",
+        action_masking=True,
+        action_mask_key="action_mask",
+    ),
     "sde": dict(use_sde=True),
     "eager": dict(backend="eager"),
     "beta": dict(action_dist="beta"),
@@ -223,6 +235,16 @@ def test_it_steps_aside(name, collected):
     assert model.num_timesteps == 64
     assert collected == []
     model.env.close()
+
+
+def test_large_rollouts_step_aside(collected, monkeypatch):
+    """Rollouts with so many numbers that copies of them matter are collected step by step."""
+    for limit, expected in ((16 * 2 * 12, [16]), (16 * 2 * 12 - 1, [16])):
+        monkeypatch.setattr(overlap, "LARGEST", limit)
+        model = make(toys(n_envs=2, cls=ToyEnv))
+        model.learn(32)
+        model.env.close()
+        assert collected == expected
 
 
 def test_subclasses_step_aside(collected):
@@ -329,6 +351,34 @@ def test_bad_data(name, index, collected):
     assert f"Environment {index}: the {'reward' if name == 'reward' else 'observation'}" in overlapped[0]
     assert_equal(message_of(fns, False, error), overlapped, "error")
     assert collected
+
+
+class Collapsing(ToyEnv):
+    """Says something that is not finite in its 20th step, and then raises errors."""
+
+    def __init__(self, what):
+        super().__init__(observation_space=spaces.Box(-np.inf, np.inf, (3,), np.float64), p_end=0)
+        self.what, self.age = what, 0
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.age += 1
+        if self.age > 20:
+            raise RuntimeError("collapsed")
+        if self.age == 20 and self.what == "observation":
+            observation = np.full(3, 1e300)  # finite, but not in float32
+        return observation, float("nan") if self.age == 20 and self.what == "reward" else reward, terminated, truncated, info
+
+
+@pytest.mark.parametrize("index", [0, 3])
+@pytest.mark.parametrize("what", ["observation", "reward"])
+def test_nothing_is_asked_of_broken_environments(what, index, collected):
+    """An environment is not stepped any more after it has said something that is not finite."""
+    fns = [lambda: ToyEnv(observation_space=Collapsing(what).observation_space)] * 4
+    fns[index] = lambda: Collapsing(what)
+    with pytest.raises(ValueError, match=f"Environment {index}: the {what} is not finite .* at step 3 "):
+        make(fns, n_steps=8).learn(1000)
+    assert collected == [8] * 3
 
 
 def test_policies_that_cannot_act(collected):
@@ -478,6 +528,33 @@ def test_the_zoo(train_here, collected):
     )
     assert collected == [32, 32]
     gc.collect()
+
+
+class Reporting(ToyEnv):
+    """Reports an episode at every third step, in the same dictionary, which it changes at each step, and sometimes success."""
+
+    def reset(self, **kwargs):
+        self.report = getattr(self, "report", {"r": 0.0, "l": 0})
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.report["r"] += reward
+        self.report["l"] += 1
+        if self.t % 3 == 0:
+            info["episode"] = self.report
+        if terminated:
+            info["is_success"] = reward > 0.5
+        return observation, reward, terminated, truncated, info
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_statistics_of_episodes(index, collected):
+    """Statistics of episodes are those of their step, wherever in an episode, and whatever the environment does with them."""
+    fns = [ToyEnv] * 3
+    fns[index] = lambda: Reporting(p_end=0.2)
+    same_without_overlap(fns)
+    assert collected
 
 
 def test_gymnasium(collected):
