@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from stable_baselines3.common.policies import (
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.type_aliases import GymEnv
-from stable_baselines3.common.vec_env import VecCheckNan, VecEnv, VecTransposeImage, is_vecenv_wrapped
+from stable_baselines3.common.vec_env import VecCheckNan, VecEnv, VecNormalize, VecTransposeImage, is_vecenv_wrapped
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from sb3_ppo_ext.algorithm.device_choice import without_device_line
@@ -39,6 +40,7 @@ from sb3_ppo_ext.common.validation import (
     unknown_environments_as_value_errors,
 )
 from sb3_ppo_ext.distributed.launch import Distributed, find_launch, own_device
+from sb3_ppo_ext.export import export_actor
 from sb3_ppo_ext.memory.policies import (
     CnnTransformerPolicy,
     MlpTransformerPolicy,
@@ -413,6 +415,32 @@ class PPOExt(TrainingLoop, ModelSetup):
         if self.device.type != "cpu" and self._sample_space is self.action_space:
             check_predicted(self.policy, np.asarray(actions))
         return actions, state
+
+    def export(
+        self,
+        path: str | Path,
+        deterministic: bool = True,
+        vec_normalize: VecNormalize | str | Path | None = None,
+        channels_last: bool | None = None,
+    ) -> None:
+        """
+        Write the actor into one file that acts without this package. Its inputs are observations as the environment gives
+        them, its outputs are actions as the environment takes them: the normalisation of observations, the networks, masks,
+        and the scaling or clipping to the bounds of the action space are inside. The size of the batch is free. A policy with
+        a memory has its state and ``episode_start`` as further inputs and the next state as outputs. See docs/export.md.
+
+        The file is compared with ``predict`` before it is written: if it acts differently, nothing is written.
+
+        :param path: Path of the file: ``.onnx``, or ``.pt`` for a program of ``torch.export``
+        :param deterministic: Whether the file acts deterministically. If not, the random numbers of a sample are inputs
+        :param vec_normalize: ``VecNormalize`` with the statistics of the observations, or the file that it was saved to, which
+            can execute code, as all pickles can; ``None`` for that of the model's environment, if it has one
+        :param channels_last: Whether the environment gives images with the channels last, so that ``VecTransposeImage``
+            transposes them; ``None`` for whether the model's environment does
+        :raises ValueError: if an argument is not valid, or the policy cannot be exported
+        :raises ImportError: if onnx, onnxscript or onnxruntime is not installed: ``pip install "sb3-ppo-ext[export]"``
+        """
+        export_actor(self, path, deterministic, vec_normalize, channels_last)
 
     def _get_policy_from_name(self, policy_name: str) -> type[BasePolicy]:
         if policy_name not in self.policy_aliases:

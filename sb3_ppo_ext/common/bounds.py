@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch as th
+from gymnasium import spaces
 
 
 def bounds_on_device(low: np.ndarray, high: np.ndarray, device: th.device) -> tuple[th.Tensor, th.Tensor]:
@@ -28,6 +29,18 @@ def clipped(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarra
     """
     within: np.ndarray = np.minimum(np.maximum(actions, low), high)
     return within
+
+
+def middle_and_half(space: spaces.Box) -> tuple[np.ndarray, np.ndarray]:
+    """
+    :param space: Space of actions
+    :return: What is subtracted from a flattened action, and what it is then divided by, so that it lies in [-1, 1] where there
+        are bounds; 0 and 1 elsewhere. Float64, shape ``(n_actions,)``
+    """
+    low, high = (bound.flatten().astype(np.float64) for bound in (space.low, space.high))
+    bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
+    middle, half = np.where(bounded, [(low / 2 + high / 2), (high / 2 - low / 2)], [[0.0], [1.0]])
+    return middle, half
 
 
 @lru_cache(maxsize=16)

@@ -68,8 +68,16 @@ class BoundedBetaDistribution(BoundedDistribution):
         :param outputs: Outputs of the output layer, first those for alpha, shape ``(batch_size, 2 * action_dim)``
         :return: The distribution itself
         """
-        self.dtype = at_least_float32(outputs).dtype
-        excess = F.softplus(outputs.double())
+        return self.of_excess(F.softplus(outputs.double()), at_least_float32(outputs).dtype)
+
+    def of_excess(self: SelfBoundedBeta, excess: th.Tensor, dtype: th.dtype) -> SelfBoundedBeta:
+        """
+        :param excess: ``alpha - 1`` and ``beta - 1`` before their sum is limited, float64, shape
+            ``(batch_size, 2 * action_dim)``
+        :param dtype: Dtype of samples, log probabilities and entropies
+        :return: The distribution itself
+        """
+        self.dtype = dtype
         alpha, beta = excess.chunk(2, dim=1)
         excess = excess / (1 + (alpha + beta) / self.max_concentration).repeat(1, 2)
         self.alpha, self.beta = (1 + excess).chunk(2, dim=1)

@@ -54,7 +54,7 @@ class NumpyCategorical(NumpyDistribution):
     def why_not(cls, distribution: Any) -> str | None:
         # SB3's `log_prob` takes actions of shape `(batch_size,)`, those of the buffer have one more dimension.
         known = (CategoricalDistribution, MaskedCategoricalDistribution)
-        return None if type(distribution) in known else "a categorical distribution that is not SB3's"
+        return None if type(distribution) in known else f"{type(distribution).__name__} is not SB3's categorical distribution"
 
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
         # The argmax of logits with Gumbel noise is a sample (Gumbel-max trick).

@@ -19,7 +19,7 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
-from sb3_ppo_ext.common.bounds import bounds_on_device
+from sb3_ppo_ext.common.bounds import bounds_on_device, middle_and_half
 from sb3_ppo_ext.common.hybrid_actions import kinds_of, structured
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations
 from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
@@ -399,9 +399,7 @@ def _encoded(actions: np.ndarray, space: spaces.Space) -> np.ndarray:
     encoded: Any = preprocess_obs(th.as_tensor(actions), space, normalize_images=False)
     flat = encoded.reshape(len(actions), -1).double().numpy()
     if isinstance(space, spaces.Box):
-        low, high = (bound.flatten().astype(np.float64) for bound in (space.low, space.high))
-        bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
-        middle, half = np.where(bounded, [(low / 2 + high / 2), (high / 2 - low / 2)], [[0.0], [1.0]])
+        middle, half = middle_and_half(space)
         flat = (flat - middle) / half
     return flat.astype(np.float32)
 
@@ -411,10 +409,7 @@ def _encoded_tensors(actions: th.Tensor, space: spaces.Space) -> th.Tensor:
     flat = encoded.reshape(len(actions), -1).float()
     if not isinstance(space, spaces.Box):
         return flat
-    low, high = space.low.flatten(), space.high.flatten()
-    bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
-    middle, half = np.where(bounded, [(low / 2 + high / 2), (high / 2 - low / 2)], [[0.0], [1.0]])
-    centre, scale = bounds_on_device(middle, half, flat.device)
+    centre, scale = bounds_on_device(*middle_and_half(space), flat.device)
     return (flat - centre) / scale
 
 

@@ -280,6 +280,8 @@ class ActionDistributionMixin(ActionMaskingMixin):
             array = array.reshape(len(array), -1).astype(np.float32)
         elif isinstance(space, spaces.Discrete):
             array = array.reshape(-1)
+        elif isinstance(space, spaces.MultiBinary):
+            array = array.astype(np.float32)  # PyTorch's Bernoulli takes no integers
         return self.evaluate_actions(obs, th.as_tensor(array, device=self.device))
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

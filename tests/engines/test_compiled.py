@@ -213,7 +213,7 @@ def test_without_a_compiler(monkeypatch, capsys):
     def fail():
         raise RuntimeError("No working C++ compiler found")
 
-    make(backend="auto", verbose=1, policy_kwargs=dict(activation_fn=nn.GELU))
+    make(backend="auto", verbose=1, policy_kwargs=dict(activation_fn=nn.Mish))
     assert "Backend: fused" in capsys.readouterr().out
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", fail)
     with pytest.raises(ValueError, match=r"`backend='compile'` is not valid: .*needs a C\+\+ compiler.*auto"):

@@ -30,7 +30,10 @@ def network_of(sizes, activation, module):
     return torch_net, _mlp.Network(list(rows), activation), gradients
 
 
-@pytest.mark.parametrize(("activation", "module"), [("tanh", nn.Tanh), ("relu", nn.ReLU)])
+ACTIVATIONS = [("tanh", nn.Tanh), ("relu", nn.ReLU), ("elu", nn.ELU), ("silu", nn.SiLU), ("gelu", nn.GELU)]
+
+
+@pytest.mark.parametrize(("activation", "module"), ACTIVATIONS)
 @pytest.mark.parametrize("sizes", [(3, 64, 64, 1), (17, 33, 6), (5, 7), (4, 8, 19, 20, 3), (1, 1, 1), (40, 100, 16, 2)])
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 200])
 def test_network(instruction_set, sizes, activation, module, n):
@@ -51,6 +54,29 @@ def test_network(instruction_set, sizes, activation, module, n):
         network.backward(d_out.numpy(), add)
         for parameter, gradient in zip(torch_net.parameters(), gradients, strict=True):
             assert relative_error(parameter.grad * (1 + add), th.from_numpy(gradient)) < 1e-5
+
+
+@pytest.mark.parametrize(("activation", "module"), ACTIVATIONS)
+def test_activations(instruction_set, activation, module):
+    """For numbers of any size, activations and their derivatives are exact to rounding, and NaN comes through."""
+    sizes = [0.0, 1e-30, 1e-6, 1e-3, 0.1, 0.34, 0.35, 0.5, 1.0, 2.0, 3.9, 4.1, 5.7, 9.0, 20.0, 86.9, 87.1, 100.0, 1e4, 1e18]
+    x = th.tensor([sign * size for size in sizes for sign in (1, -1)] + list(th.randn(1000) * 3)).unsqueeze(1).requires_grad_()
+    one = np.ones((1, 1), np.float32)
+    zero = np.zeros(1, np.float32)
+    # The gradient of the second weight is the sum of the activations, and that of the first bias the sum of the derivatives.
+    grads = [np.zeros_like(each) for each in (one, zero, one, zero)]
+    network = _mlp.Network([(one, zero, *grads[:2]), (one, zero, *grads[2:])], activation)
+    out, exact = np.empty((1, 1), np.float32), module()
+    for number in x.detach().numpy():
+        network.forward(number.reshape(1, 1), out)
+        network.backward(np.ones((1, 1), np.float32), False)
+        inner = th.tensor(number.reshape(1, 1).astype(np.float64), requires_grad=True)
+        expected = exact(inner)
+        expected.backward()
+        np.testing.assert_allclose(out.item(), expected.item(), rtol=2e-6, atol=5e-7, err_msg=str(number))
+        np.testing.assert_allclose(grads[1].item(), inner.grad.item(), rtol=2e-6, atol=1e-6, err_msg=str(number))
+    network.forward(np.float32([[np.nan]]), out)
+    assert np.isnan(out.item()) or activation == "relu"
 
 
 def test_network_takes_over_parameters():

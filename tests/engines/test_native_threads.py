@@ -78,7 +78,7 @@ def assert_equal(expected, actual):
 def test_networks(instruction_set, sizes, n, n_threads):
     """Outputs and gradients equal those of one thread to the bit, for several networks at once, of other sizes as well."""
     threads = _mlp.Threads(n_threads)
-    nets = lambda: [Net(sizes, n), Net((*sizes[:1], 9), 2 * n + 1, 1, "relu"), Net(sizes, n, 2, "relu")]  # noqa: E731
+    nets = lambda: [Net(sizes, n), Net((*sizes[:1], 9), 2 * n + 1, 1, "relu"), Net(sizes, n, 2, "gelu")]  # noqa: E731
     assert_equal(on_one_thread(nets()), on(threads, nets()))
 
 
@@ -267,7 +267,7 @@ def test_saved(tmp_path):
 @pytest.mark.parametrize("backend", ["eager", "fused", "auto"])
 def test_other_engines(backend, made):
     """Another engine trains as without the option, also one that `"auto"` chooses, and starts no threads."""
-    options = dict(backend=backend, policy_kwargs=dict(net_arch=[8], activation_fn=th.nn.GELU))
+    options = dict(backend=backend, policy_kwargs=dict(net_arch=[8], activation_fn=th.nn.Mish))
     models = [make(**copy.deepcopy(options), native_threads=n).learn(64) for n in (1, 2)]
     for one, other in zip(*(model.policy.parameters() for model in models), strict=True):
         assert th.equal(one, other)

@@ -23,7 +23,7 @@ from sb3_ppo_ext.policies.action_masking import parts_without_mask, without_mask
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTanh
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 
-ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu"}
+ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu", nn.ELU: "elu", nn.SiLU: "silu", nn.GELU: "gelu"}
 # Number of samples whose activations stay in the caches between `forward` and `backward`
 BLOCK = 2048
 # Methods that the extension module replaces: a policy that overrides one of them is computed by PyTorch.
@@ -303,12 +303,12 @@ def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
     if not isinstance(policy, ActorCriticPolicy) or any(
         getattr(type(policy), name) not in [getattr(cls, name) for cls in known] or name in vars(policy) for name in METHODS
     ):
-        return f"{type(policy).__name__} computes in its own way"
+        return f"{type(policy).__name__} computes in its own way, and this backend computes SB3's policies alone"
     if (reason := why_not_numpy(policy.action_dist)) is not None:
         return reason
     for extractor in {policy.pi_features_extractor, policy.vf_features_extractor}:
         if not _only_flattens(extractor):
-            return f"{type(extractor).__name__} may do more than flatten the observations"
+            return f"{type(extractor).__name__} may do more than flatten the observations, which is all that this backend can"
     return _networks_reason(policy)
 
 
@@ -328,32 +328,35 @@ def _only_flattens(extractor: nn.Module) -> bool:
 def _networks_reason(policy: ActorCriticPolicy) -> str | None:
     nets = policy.mlp_extractor
     if type(nets) is not MlpExtractor:
-        return f"{type(nets).__name__} is not SB3's"
+        return f"the hidden layers are in a {type(nets).__name__}, and this backend reads SB3's `MlpExtractor` alone"
     last, _ = _split(policy.action_net)
     parts: list[list[Any]] = [list(nets.policy_net), list(nets.value_net)]
     for hidden in parts:
         if len(hidden) // 2 >= MAX_LAYERS:
-            return "the policy has too many layers"
+            return f"the policy has too many layers: at most {MAX_LAYERS - 1} hidden layers are supported by this backend"
         kinds = {type(layer) for layer in hidden[1::2]}
         if len(kinds) > 1 or not kinds <= ACTIVATIONS.keys():
-            return f"activations {sorted(kind.__name__ for kind in kinds)} are not supported"
+            names = sorted(kind.__name__ for kind in kinds)
+            return f"the activations {names} are not supported by this backend, which takes one kind for all hidden layers"
+        if any(layer.extra_repr() != type(layer)().extra_repr() for layer in hidden[1::2]):
+            return f"{hidden[1]} has other arguments than the defaults, which this backend does not support"
     return _layers_reason(policy, [*parts[0][::2], *parts[1][::2], last, policy.value_net])
 
 
 def _layers_reason(policy: ActorCriticPolicy, linear: list[Any]) -> str | None:
     if not all(type(layer) is nn.Linear and layer.bias is not None for layer in linear):
-        return "the policy has layers that are not `nn.Linear`"
+        return "the policy has layers that are no `nn.Linear` with a bias, the only ones that this backend supports"
     if any(layer.weight.numel() == 0 for layer in linear):
-        return "the policy has layers without inputs or outputs"
+        return "the policy has layers without inputs or outputs, which this backend does not support"
     if any(layer.in_features * layer.out_features >= LARGE_LAYER for layer in linear):
-        return "the policy has large layers, which PyTorch multiplies as fast"
+        return "the policy has large layers, which this backend would multiply no faster than PyTorch"
     own = {p for layer in linear for p in (layer.weight, layer.bias)} | {getattr(policy, "log_std", None)}
     if not own >= set(policy.parameters()):
-        return "the policy has additional parameters of its own"
+        return "the policy has additional parameters of its own, which this backend would not train"
     if any(p.dtype != th.float32 or not p.is_contiguous() for p in policy.parameters()):
-        return "the policy has parameters that are not float32"
+        return "the policy has parameters that are not contiguous float32, the only ones that this backend supports"
     if not all(layer.weight.requires_grad and layer.bias.requires_grad for layer in linear):
-        return "the policy has frozen parameters"
+        return "the policy has frozen parameters, which this backend would train"
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in policy.modules()):
-        return "the policy has hooks"
+        return "the policy has hooks, which this backend would not call"
     return None

@@ -94,25 +94,95 @@ INLINE void NAME(tanh)(float *at)
     STORE(at, x * p / q);
 }
 
-static void NAME(activate)(enum activation activation, float *x, long n)
+/*
+ * exp(x) - 1 = 2^n (exp(r) - 1) + 2^n - 1, with x = n log 2 + r and a polynomial for exp(r) - 1, so that small numbers keep
+ * their digits. x is not positive; where exp(x) would be denormal, it is 0.
+ */
+INLINE VECTOR NAME(expm1)(VECTOR x)
+{
+    VECTOR small = SELECT(x < -87.0f, FULL(-87.0f), x);
+    /* The sum has no digits behind the point. */
+    VECTOR n = (small * 1.44269504f + 12582912.0f) - 12582912.0f;
+    VECTOR r = small - n * 0.693145752f - n * 1.42860677e-06f, p;
+    p = r * 1.98412698e-04f + 1.38888889e-03f;
+    p = p * r + 8.33333333e-03f;
+    p = p * r + 4.16666667e-02f;
+    p = p * r + 1.66666667e-01f;
+    p = p * r + 0.5f;
+    p = p * r * r + r;
+    VECTOR power = (VECTOR)((__builtin_convertvector(n, MASK) + 127) << 23);
+    return SELECT(x < -87.0f, FULL(-1.0f), power * p + (power - 1.0f));
+}
+
+/* A rational approximation with an error below 5e-7. Beyond 4, the error function is +-1 in float32. */
+INLINE VECTOR NAME(erf)(VECTOR x)
+{
+    x = SELECT(x < -4.0f, FULL(-4.0f), x);
+    x = SELECT(x > 4.0f, FULL(4.0f), x);
+    VECTOR z = x * x, p, q;
+    p = z * 1.9110880972911393e-08f + -1.942317673251536e-06f;
+    p = p * z + 0.0001472876657819383f;
+    p = p * z + 0.003990623153819042f;
+    p = p * z + 0.05152504441638586f;
+    p = p * z + 0.20712648246199758f;
+    p = p * z + 1.1283790939603453f;
+    q = z * 0.0010211248427928494f + 0.014958173534992755f;
+    q = q * z + 0.11797125499256143f;
+    q = q * z + 0.5168923134558288f;
+    q = q * z + 1.0f;
+    return x * p / q;
+}
+
+/* x / (1 + exp(-x)), and its derivative */
+INLINE void NAME(silu)(float *at, float *slope)
+{
+    VECTOR x = LOAD(at), e = NAME(expm1)(SELECT(x > 0.0f, -x, x)) + 1.0f;
+    /* exp(-|x|) does not overflow. */
+    VECTOR sigmoid = SELECT(x > 0.0f, FULL(1.0f), e) / (1.0f + e);
+    STORE(at, x * sigmoid);
+    STORE(slope, sigmoid * (1.0f + x * (1.0f - sigmoid)));
+}
+
+/* x times the cumulative distribution function of the normal distribution, and its derivative */
+INLINE void NAME(gelu)(float *at, float *slope)
+{
+    VECTOR x = LOAD(at), below = 0.5f + 0.5f * NAME(erf)(x * 0.70710678f);
+    VECTOR density = 0.39894228f * (NAME(expm1)(-0.5f * x * x) + 1.0f);
+    STORE(at, x * below);
+    STORE(slope, below + x * density);
+}
+
+/* Replace x by its activations, and write their derivatives to `slope` if `keeps_slope`. */
+static void NAME(activate)(enum activation activation, float *x, float *slope, long n)
 {
     for (long i = 0; i < n; i += LANES) {
+        VECTOR value = LOAD(x + i);
         if (activation == TANH)
             NAME(tanh)(x + i);
+        else if (activation == RELU)
+            STORE(x + i, SELECT(value < 0.0f, FULL(0.0f), value));
+        else if (activation == ELU)
+            STORE(x + i, SELECT(value > 0.0f, value, NAME(expm1)(SELECT(value > 0.0f, FULL(0.0f), value))));
+        else if (activation == SILU)
+            NAME(silu)(x + i, slope + i);
         else
-            STORE(x + i, SELECT(LOAD(x + i) < 0.0f, FULL(0.0f), LOAD(x + i)));
+            NAME(gelu)(x + i, slope + i);
     }
 }
 
-/* gradient *= the derivative of the activation, computed from its output */
-static void NAME(differentiate)(enum activation activation, float *gradient, const float *output, long n)
+/* gradient *= the derivative of the activation, which is `kept` if `keeps_slope`, or else computed from its output, `kept` */
+static void NAME(differentiate)(enum activation activation, float *gradient, const float *kept, long n)
 {
     for (long i = 0; i < n; i += LANES) {
-        VECTOR h = LOAD(output + i), g = LOAD(gradient + i);
+        VECTOR h = LOAD(kept + i), g = LOAD(gradient + i);
         if (activation == TANH)
             STORE(gradient + i, g * (1.0f - h * h));
-        else
+        else if (activation == RELU)
             STORE(gradient + i, SELECT(h > 0.0f, g, FULL(0.0f)));
+        else if (activation == ELU)
+            STORE(gradient + i, SELECT(h > 0.0f, g, g * (h + 1.0f)));
+        else
+            STORE(gradient + i, g * h);
     }
 }
 

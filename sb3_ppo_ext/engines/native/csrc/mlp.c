@@ -26,7 +26,8 @@ _Static_assert(sizeof(long) >= sizeof(Py_ssize_t), "sizes of arrays are kept in 
 /* Number of multiplications that are worth several threads */
 #define MIN_WORK 100000
 
-enum activation { TANH, RELU };
+enum activation { TANH, RELU, ELU, SILU, GELU, N_ACTIVATIONS };
+static const char *const activation_names[] = {"tanh", "relu", "elu", "silu", "gelu"};
 
 struct adam_step {
     float scale, weight_decay, weight1, weight2, beta2, step_size, inverse_root_correction2, eps;
@@ -34,7 +35,7 @@ struct adam_step {
 
 struct kernels {
     void (*product)(long, long, long, const float *, long, long, const float *, long, float *, long, const float *, int);
-    void (*activate)(enum activation, float *, long);
+    void (*activate)(enum activation, float *, float *, long);
     void (*differentiate)(enum activation, float *, const float *, long);
     void (*add_rows)(const float *, long, long, long, float *);
     double (*squares)(const float *, long);
@@ -265,8 +266,9 @@ struct layer {
     /* padded gradients of the parameters; that of the weight is transposed if this needs less padding */
     float *d_weight, *d_bias;
     int is_d_weight_transposed;
-    /* outputs for the last minibatch, in padded rows, and their gradients, if several threads compute them */
-    float *output, *delta;
+    /* outputs for the last minibatch, in padded rows, their gradients, if several threads compute them, and the derivatives of
+       their activations, if these are kept */
+    float *output, *delta, *slope;
 };
 
 typedef struct {
@@ -339,13 +341,19 @@ static int open_layers(Network *self, PyObject *layers)
 
 static int find_activation(PyObject *name, enum activation *activation)
 {
-    int is_tanh = !PyUnicode_CompareWithASCIIString(name, "tanh");
-    if (!is_tanh && PyUnicode_CompareWithASCIIString(name, "relu")) {
-        PyErr_Format(PyExc_ValueError, "no activation %R, give 'tanh' or 'relu'", name);
-        return -1;
-    }
-    *activation = is_tanh ? TANH : RELU;
-    return 0;
+    for (int i = 0; i < N_ACTIVATIONS; i++)
+        if (!PyUnicode_CompareWithASCIIString(name, activation_names[i])) {
+            *activation = i;
+            return 0;
+        }
+    PyErr_Format(PyExc_ValueError, "no activation %R, give 'tanh', 'relu', 'elu', 'silu' or 'gelu'", name);
+    return -1;
+}
+
+/* Whether the derivative cannot be computed from the output */
+static int keeps_slope(const Network *self)
+{
+    return self->activation == SILU || self->activation == GELU;
 }
 
 static void pack(Network *self)
@@ -389,7 +397,7 @@ static void network_dealloc(Network *self)
         PyBuffer_Release(&layer->weight), PyBuffer_Release(&layer->bias);
         PyBuffer_Release(&layer->weight_gradient), PyBuffer_Release(&layer->bias_gradient);
         free(layer->transposed), free(layer->rows), free(layer->padded_bias);
-        free(layer->d_weight), free(layer->d_bias), free(layer->output), free(layer->delta);
+        free(layer->d_weight), free(layer->d_bias), free(layer->output), free(layer->delta), free(layer->slope);
     }
     free(self->input), free(self->chunk[0]), free(self->chunk[1]);
     PyTypeObject *type = Py_TYPE(self);
@@ -406,8 +414,12 @@ static int reserve(Network *self, long n)
     if (!(self->input = allocate(n, self->layers[0].ld_in)))
         return -1;
     for (int i = 0; i < self->n_layers; i++) {
-        free(self->layers[i].output);
-        if (!(self->layers[i].output = allocate(n, self->layers[i].ld_out)))
+        struct layer *layer = &self->layers[i];
+        free(layer->output), free(layer->slope);
+        layer->slope = NULL;
+        if (!(layer->output = allocate(n, layer->ld_out)))
+            return -1;
+        if (keeps_slope(self) && i < self->n_layers - 1 && !(layer->slope = allocate(n, layer->ld_out)))
             return -1;
     }
     self->capacity = n;
@@ -454,7 +466,8 @@ static void forward_rows(Network *self, const float *x, float *out, long start, 
         kernels->product(rows, layer->ld_out, layer->n_in, input, layer->ld_in, 1, layer->transposed, layer->ld_out, output,
                          layer->ld_out, layer->padded_bias, 0);
         if (layer < last)
-            kernels->activate(self->activation, output, rows * layer->ld_out);
+            kernels->activate(self->activation, output, layer->slope ? layer->slope + start * layer->ld_out : NULL,
+                              rows * layer->ld_out);
         input = output;
     }
     copy_rows(input, last->ld_out, out + start * last->n_out, last->n_out, rows, last->n_out);
@@ -550,14 +563,14 @@ static void add_d_weight(struct layer *layer, long first, long bands, const floa
                          layer->d_weight + first * layer->ld_in, layer->ld_in, NULL, 1);
 }
 
-/* Write the gradients of the inputs of a layer, which are outputs of the one before. */
-static void differentiate_layer(Network *self, struct layer *layer, const float *delta, const float *input, float *next,
-                                long rows)
+/* Write the gradients of the inputs of a layer, which are outputs of the one before, beginning with the row `start`. */
+static void differentiate_layer(Network *self, struct layer *layer, const float *delta, float *next, long start, long rows)
 {
+    const float *kept = (keeps_slope(self) ? layer[-1].slope : layer[-1].output) + start * layer->ld_in;
     const float *weight = layer->ld_in == layer->n_in ? layer->weight.buf : layer->rows;
     kernels->product(rows, layer->ld_in, layer->n_out, delta, layer->ld_out, 1, weight, layer->ld_in, next, layer->ld_in, NULL,
                      0);
-    kernels->differentiate(self->activation, next, input, rows * layer->ld_in);
+    kernels->differentiate(self->activation, next, kept, rows * layer->ld_in);
 }
 
 PyDoc_STRVAR(backward_doc,
@@ -587,7 +600,7 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
             kernels->add_rows(delta, rows, layer->ld_out, layer->ld_out, layer->d_bias);
             if (layer == first)
                 break;
-            differentiate_layer(self, layer, delta, input, next, rows);
+            differentiate_layer(self, layer, delta, next, start, rows);
             float *swap = delta;
             delta = next, next = swap;
         }
@@ -608,9 +621,9 @@ static PyMethodDef network_methods[] = {
     {NULL},
 };
 
-PyDoc_STRVAR(network_doc,
-             "Network(layers, activation)\n\n"
-             "Linear layers with `tanh` or `relu` between them. Each layer is a tuple of weight, bias and their gradients.");
+PyDoc_STRVAR(network_doc, "Network(layers, activation)\n\n"
+                          "Linear layers with an activation between them, one of `tanh`, `relu`, `elu`, `silu` and `gelu`. "
+                          "Each layer is a tuple of weight, bias and their gradients.");
 static PyType_Slot network_slots[] = {
     {Py_tp_new, network_new},
     {Py_tp_dealloc, network_dealloc},
@@ -820,9 +833,8 @@ static void delta_task(void *argument, int number)
     const float *d_out = (float *)part->arrays[0].buf + (call->start + start) * last->n_out;
     copy_rows(d_out, last->n_out, last->delta + start * last->ld_out, last->ld_out, rows, last->n_out);
     for (struct layer *layer = last; layer > first; layer--)
-        differentiate_layer(self, layer, layer->delta + start * layer->ld_out,
-                            layer[-1].output + (call->start + start) * layer->ld_in, layer[-1].delta + start * layer->ld_in,
-                            rows);
+        differentiate_layer(self, layer, layer->delta + start * layer->ld_out, layer[-1].delta + start * layer->ld_in,
+                            call->start + start, rows);
 }
 
 static long rows_of_d_weight(const struct layer *layer)
