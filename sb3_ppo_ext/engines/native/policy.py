@@ -54,11 +54,11 @@ class Perceptron:
 
     def __init__(self, hidden: nn.Sequential, last: nn.Linear, with_latents: bool = False, columns: slice | None = None):
         self.layers = [*(layer for layer in hidden if isinstance(layer, nn.Linear)), last]
-        activation = next((ACTIVATIONS[type(layer)] for layer in hidden if type(layer) in ACTIVATIONS), "tanh")
+        self.activation = next((ACTIVATIONS[type(layer)] for layer in hidden if type(layer) in ACTIVATIONS), "tanh")
         self.gradients = [np.zeros(p.shape, np.float32) for layer in self.layers for p in (layer.weight, layer.bias)]
         pairs = zip(self.layers, self.gradients[::2], self.gradients[1::2], strict=True)
         self.network = extension.module.Network(
-            [(layer.weight.detach().numpy(), layer.bias.detach().numpy(), *own) for layer, *own in pairs], activation
+            [(layer.weight.detach().numpy(), layer.bias.detach().numpy(), *own) for layer, *own in pairs], self.activation
         )
         self.n_outputs, self.n_latents, self.with_latents = last.out_features, last.in_features, with_latents
         self.columns = columns
@@ -66,6 +66,10 @@ class Perceptron:
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Pairs of each parameter and its gradient"""
         yield from zip((p for layer in self.layers for p in (layer.weight, layer.bias)), self.gradients, strict=True)
+
+    def weights(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """:return: Weight matrix and bias of each layer, in the memory of the parameters"""
+        return [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in self.layers]
 
     def __call__(self, features: np.ndarray) -> np.ndarray:
         """
@@ -183,6 +187,11 @@ class NativePolicy:
         if n != self.n_threads:
             self.threads = None if n == 1 else extension.module.Threads(n)
             self.n_threads = n
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether observations are arrays, whose numbers the networks read as they are."""
+        return self._is_flat and self.mask_key is None
 
     def evaluate(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """
