@@ -252,8 +252,9 @@ class Timed:
 def times_of(setting: tuple[Any, int, int], n_workers: int, n_rollouts: int = 10) -> dict[str, float]:
     """Microseconds of the parts of a training, for each step of all environments."""
     env_id, n_envs, n_steps = setting
+    parallel: Any = ParallelVecEnv
     kwargs = {"n_workers": n_workers, **FORK}
-    env: Any = make_vec_env(env_id, n_envs, seed=0, vec_env_cls=ParallelVecEnv, vec_env_kwargs=kwargs)
+    env: Any = make_vec_env(env_id, n_envs, seed=0, vec_env_cls=parallel, vec_env_kwargs=kwargs)
     model = PPOExt("MlpPolicy", env, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu")
     model.learn(n_steps * n_envs)
     clock = time.perf_counter if n_workers else time.thread_time

@@ -70,8 +70,8 @@ def save_folder(
     :param env: Environment for the evaluation, not the one that the model trains in; by default one that is made from
         ``env_id``. With a ``VecNormalize`` around the training environments, its statistics are used
     :param env_id: Gymnasium's id of the environment; ``None`` for that of ``env``, or of the training
-    :param env_kwargs: Keyword arguments of the environment, if it is made from ``env_id``; ``None`` for those of the run, if RL
-        Zoo has trained it
+    :param env_kwargs: Keyword arguments of the environment, if it is made from ``env_id``; ``None`` for those of the run, if
+        RL Zoo has trained it
     :param runs: Folder of the training, with its logs, as for ``plot_runs``; with those of other seeds after it. The card has
         a plot of them, and the last returns of each. If it is a run of RL Zoo, its hyperparameters and logs are copied
     :param command: Shell command that repeats the training; ``None`` for that of the run, if RL Zoo has trained it

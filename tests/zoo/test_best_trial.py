@@ -149,7 +149,11 @@ def test_as_code(value):
     assert eval(as_code(value), {"nn": nn, "th": th}) == value
 
 
-@pytest.mark.parametrize("value", [PPOExt, [nn.ReLU()], functools.partial(nn.ELU), {"a": object()}], ids=["class", "module", "partial", "object"])
+@pytest.mark.parametrize(
+    "value",
+    [PPOExt, [nn.ReLU()], functools.partial(nn.ELU), {"a": object()}],
+    ids=["class", "module", "partial", "object"],
+)
 def test_no_code(value):
     """Objects and other classes have no code."""
     with pytest.raises(NotCodeError):
