@@ -215,7 +215,6 @@ MADE = {
     "masks of a method": dict(fns=[Masked] * 2, action_masking=True),
     "masks in observations": dict(
         fns=[lambda: ActionMaskWrapper(Masked())] * 2,
-        policy="MultiInputPolicy",
         action_masking=True,
         action_mask_key="action_mask",
     ),
