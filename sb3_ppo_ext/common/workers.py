@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -46,13 +48,28 @@ def raise_if_worker_died(env: Any, error: Exception) -> None:
 
 
 def _end(env: SubprocVecEnv) -> None:
-    for process in env.processes:
-        process.terminate()
-    for process in env.processes:
-        process.join(1)
+    end_processes(env.processes)
     for remote in env.remotes:
         remote.close()
     env.closed, env.waiting = True, False
+
+
+def end_processes(processes: Sequence[Any], grace: float = 0.0) -> None:
+    """
+    End processes by SIGTERM, and by SIGKILL those that ignore it, as processes do that were forked while pygame had a window.
+
+    :param processes: Processes to end
+    :param grace: Seconds that they have to end by themselves
+    """
+    deadline = time.monotonic() + grace
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for end in ("terminate", "kill"):
+        for process in processes:
+            if process.is_alive():
+                getattr(process, end)()
+        for process in processes:
+            process.join(1)
 
 
 def describe_death(exit_code: int | None) -> str:

@@ -20,7 +20,7 @@ from stable_baselines3.common.vec_env.patch_gym import _patch_env
 from stable_baselines3.common.vec_env.subproc_vec_env import _worker
 
 from sb3_ppo_ext.common.validation import check_number, refuse
-from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death
+from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes
 
 # Seconds in which a worker whose main process has gone may close its environment
 GRACE = 2.0
@@ -105,14 +105,7 @@ class CheckedSubprocVecEnv(SubprocVecEnv):
         self.closed, self.waiting = True, False
         for remote in self.remotes:
             remote.connection.close()  # Workers that find nobody there close their environments and end.
-        deadline = time.monotonic() + GRACE
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for end in ("terminate", "kill"):
-            for process in self.processes:
-                getattr(process, end)()
-            for process in self.processes:
-                process.join(1)
+        end_processes(self.processes, GRACE)
 
 
 class _Raised(NamedTuple):

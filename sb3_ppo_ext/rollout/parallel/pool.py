@@ -17,7 +17,7 @@ import cloudpickle
 import gymnasium as gym
 from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
 
-from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death
+from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes
 from sb3_ppo_ext.rollout.parallel.flags import RUNG, flags_in
 from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
 from sb3_ppo_ext.rollout.parallel.worker import WAKE_UP, Job, Reply, work
@@ -262,15 +262,7 @@ class WorkerPool:
         self.abandon()
         for connection in self.connections:
             hang_up(connection)
-        deadline = time.monotonic() + GRACE
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for how in ("terminate", "kill"):
-            for process in self.processes:
-                if process.is_alive():
-                    getattr(process, how)()
-            for process in self.processes:
-                process.join(1)
+        end_processes(self.processes, GRACE)
 
 
 def hang_up(connection: Connection) -> None:
