@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
 
@@ -97,7 +98,7 @@ def test_card(model, folder):
     assert "![Returns and statistics of the training](learning_curve.png)" in text
     assert re.search(r"\| 0 \| -\d+\.\d\d \|", text)  # the seed of the training, and its last return
     assert 'load_from_hub("USER/NAME")' in text
-    assert f"| torch | {th.__version__} |" in text
+    assert f"| torch | {version('torch')} |" in text
     assert 'policy_kwargs={"net_arch": [8]}' in text
 
 
