@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,4 +91,7 @@ def _hide_later_events(output: TensorBoardOutputFormat, num_timesteps: int) -> N
 
     folder = output.writer.log_dir
     output.writer.close()
+    # TensorBoard reads files in the order of their names. They begin with the second in which the file was opened, and end
+    # with a number that counts the files of the process: as text, 10 comes before 9.
+    time.sleep(1.001 - time.time() % 1)
     output.writer = SummaryWriter(log_dir=folder, purge_step=num_timesteps + 1)

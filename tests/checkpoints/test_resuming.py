@@ -358,9 +358,13 @@ def test_failure_of_the_first_checkpoint(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_hides_what_is_repeated(tmp_path):
+def test_tensorboard_hides_what_is_repeated(tmp_path, monkeypatch):
     """TensorBoard shows each time step once, in the folder of the run, although another run was started since."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    # The number at the end of the names of event files: its tenth is the first of the resumed run.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(8))
 
     logs = tmp_path / "tensorboard"
     paths = checkpoints_of(toy_model(tensorboard_log=str(logs)), tmp_path)
