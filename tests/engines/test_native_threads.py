@@ -129,12 +129,19 @@ def test_other_threads_run_meanwhile():
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads")
 def test_threads_end():
     """Threads start when they are first needed, and end with the object."""
-    before, threads, net = len(os.listdir("/proc/self/task")), _mlp.Threads(4), Net((17, 128, 128, 3), 200)
-    assert len(os.listdir("/proc/self/task")) == before
+    before, threads, net = tasks(), _mlp.Threads(4), Net((17, 128, 128, 3), 200)
+    assert not tasks() - before
     threads.forward([net.forth()])
-    assert len(os.listdir("/proc/self/task")) == before + 3
+    # Meanwhile, threads of earlier tests may end.
+    started = tasks() - before
+    assert len(started) == 3
     del threads
-    assert len(os.listdir("/proc/self/task")) == before
+    assert not started & tasks()
+
+
+def tasks():
+    """Numbers of the threads of this process."""
+    return set(os.listdir("/proc/self/task"))
 
 
 FORKS = """
