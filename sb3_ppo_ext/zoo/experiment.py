@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import gymnasium as gym
 from gymnasium import spaces
-from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
 from sb3_ppo_ext.common.validation import BadArgumentError, check_observation_space, refuse
@@ -47,9 +46,11 @@ from sb3_ppo_ext.zoo.yaml_entries import (
     DEFAULTS_OF_RECURRENT_PPO,
     OF_RECURRENT_PPO,
     TrialHyperparams,
+    can_be_normalized,
     find_hyperparams,
     is_default_file,
     merge_trial,
+    normalization_for,
     policy_for,
     read_saved,
     wrappers_for,
@@ -122,13 +123,16 @@ def _choose_entry(experiment: "ExperimentManager") -> str | None:
 
 
 def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> dict[str, Any]:
-    """Policy and wrappers for the observations of an environment, except for what the user gives."""
-    given, fitting = experiment.custom_hyperparams or {}, {}
+    """Policy, wrappers and normalisation for the observations of an environment, except for what the user gives."""
+    given = experiment.custom_hyperparams or {}
+    fitting: dict[str, Any] = {}
     space = _observation_space(experiment, hyperparams)
     if "env_wrapper" not in given and (wrappers := wrappers_for(space)):
         fitting["env_wrapper"] = wrappers
         space = _observation_space(experiment, {**hyperparams, **fitting})
     check_observation_space(space)
+    if "normalize" not in given and (normalization := normalization_for(space)):
+        fitting["normalize"] = str(normalization)
     return fitting if "policy" in given else {**fitting, "policy": policy_for(space)}
 
 
@@ -177,9 +181,9 @@ def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManage
 def _normalizable(space: spaces.Space) -> dict[str, Any]:
     """:return: Keyword arguments for ``VecNormalize``, so that it normalizes only the observations that it can"""
     if isinstance(space, spaces.Dict):
-        keys = [key for key, part in space.spaces.items() if not _normalizable(part)]
+        keys = [key for key, part in space.spaces.items() if can_be_normalized(part)]
         return {"norm_obs_keys": keys} if keys else {"norm_obs": False}
-    return {} if isinstance(space, spaces.Box) and not is_image_space(space) else {"norm_obs": False}
+    return {} if can_be_normalized(space) else {"norm_obs": False}
 
 
 def create_envs(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 
@@ -89,6 +90,35 @@ def wrappers_for(space: spaces.Space) -> list[str]:
     must_be_flat = (not is_readable or has_small_images) and all(part.is_np_flattenable for part in others)
     flatten = ["gymnasium.wrappers.FlattenObservation"] if must_be_flat else []
     return [*(["sb3_ppo_ext.EncodeText"] if strings else []), *flatten]
+
+
+def normalization_for(space: spaces.Space) -> dict[str, Any]:
+    """
+    Normalised, a pixel or a flag that is rarely 1 would become larger than everything else when it is.
+
+    :param space: Observation space
+    :return: Keyword arguments for ``VecNormalize`` that leave alone what lies between 0 and 1 already; none where it would
+        not normalise that, or where there is nothing of the kind
+    """
+    if not isinstance(space, spaces.Dict):
+        return {"norm_obs": False} if _is_scaled(space) else {}
+    if not any(map(_is_scaled, space.spaces.values())):
+        return {}
+    keys = [key for key, part in space.spaces.items() if can_be_normalized(part) and not _is_scaled(part)]
+    return {"norm_obs_keys": keys} if keys else {"norm_obs": False}
+
+
+def can_be_normalized(space: spaces.Space) -> bool:
+    """
+    :param space: Observation space that is not a ``Dict``
+    :return: Whether ``VecNormalize`` can normalise such observations
+    """
+    return isinstance(space, spaces.Box) and not is_image_space(space)
+
+
+def _is_scaled(space: spaces.Space) -> bool:
+    """Whether each number is a flag, or lies between 0 and 1."""
+    return isinstance(space, spaces.Box) and bool(np.all(space.low == 0) and np.all(space.high == 1))
 
 
 def is_default_file(config: str, algo: str) -> bool:

@@ -7,7 +7,7 @@ from gymnasium import spaces
 from support.zoo import config, manager, saved
 
 from sb3_ppo_ext import make
-from sb3_ppo_ext.zoo.yaml_entries import wrappers_for
+from sb3_ppo_ext.zoo.yaml_entries import normalization_for, wrappers_for
 
 ENCODE, FLATTEN = "sb3_ppo_ext.EncodeText", "gymnasium.wrappers.FlattenObservation"
 VECTOR = spaces.Box(-1, 1, (2,), np.float32)
@@ -58,6 +58,8 @@ SPACES = {
     "nested": (spaces.Dict(part=spaces.Dict(speed=VECTOR), word=spaces.Discrete(3)), [FLATTEN], "MlpPolicy", (5,)),
     "flat": (spaces.Dict(speed=VECTOR, image=image(36, 36, 1)), [], "MultiInputPolicy", None),
     "vector": (VECTOR, [], "MlpPolicy", (2,)),
+    "flags": (spaces.Box(0, 1, (3, 3, 4), bool), [], "MlpPolicy", (3, 3, 4)),
+    "vector-and-flags": (spaces.Dict(flags=spaces.Box(0, 1, (4,)), speed=VECTOR), [], "MultiInputPolicy", None),
 }
 for name, (space, *_) in SPACES.items():
     gym.register(f"Sampling-{name}-v0", Sampling, max_episode_steps=10, kwargs=dict(space=space))
@@ -80,6 +82,35 @@ def test_minigrid_and_babyai(env_id):
     model, _ = make(env_id, n_steps=8, batch_size=8, n_envs=1, device="cpu", seed=0)
     assert model.observation_space.shape == ((2835,) if env_id.startswith("MiniGrid") else (4 + 147 + 32 * 64,))
     model.learn(8)
+
+
+@pytest.mark.parametrize(
+    ("space", "kwargs"),
+    [
+        (VECTOR, {}),
+        (image(40, 40, 3), {}),
+        (spaces.Discrete(3), {}),
+        (spaces.Box(0, np.array([1, 2], np.float32)), {}),
+        (spaces.Box(0, 1, (2,)), {"norm_obs": False}),
+        (spaces.Box(0, 1, (3, 3, 4), bool), {"norm_obs": False}),
+        (spaces.Dict(a=VECTOR, b=spaces.Discrete(3)), {}),
+        (spaces.Dict(a=VECTOR, b=spaces.Box(0, 1, (2,)), c=image(40, 40, 3)), {"norm_obs_keys": ["a"]}),
+        (spaces.Dict(b=spaces.Box(0, 1, (2,)), c=image(40, 40, 3)), {"norm_obs": False}),
+    ],
+)
+def test_what_is_normalized(space, kwargs):
+    """What lies between 0 and 1 is not normalised; what cannot be normalised is left to `VecNormalize`'s other arguments."""
+    assert normalization_for(space) == kwargs
+
+
+def test_flags_stay_as_they_are():
+    """With `default`, rewards are normalised and flags are not, unless the user asks for it."""
+    _, env = make("Sampling-flags-v0", n_envs=1)
+    assert (env.norm_obs, env.norm_reward) == (False, True)
+    _, env = make("Sampling-vector-and-flags-v0", n_envs=1)
+    assert env.norm_obs_keys == ["speed"]
+    _, env = make("Sampling-flags-v0", n_envs=1, normalize=True)
+    assert env.norm_obs
 
 
 def test_what_nothing_can_read():
