@@ -116,15 +116,22 @@ class Block(nn.Module):
             ``(batch_size, n, span + n)``
         :return: New tokens, shape ``(batch_size, n, d_model)``
         """
-        queries, keys, values = (self._heads(x) for x in (self.query(self.norm(tokens)), keys, values))
+        attended = (self.attention(tokens, keys, visible) @ self._heads(values)).transpose(1, 2).flatten(2)
+        tokens = self.join_attention(tokens, self.out(attended))
+        return tokens if self.ffn is None else self.join_ffn(tokens, self.ffn(tokens))
+
+    def attention(self, tokens: th.Tensor, keys: th.Tensor, visible: th.Tensor) -> th.Tensor:
+        """
+        Arguments are those of :meth:`forward`.
+
+        :return: Weight of each of those with keys in each head, shape ``(batch_size, n_heads, n, span + n)``
+        """
+        queries, keys = self._heads(self.query(self.norm(tokens))), self._heads(keys)
         scores = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
         distances = self.distances(tokens.shape[1], tokens.device)
         scores = scores + self.DISTANCE_SCALE * self.distance_scores[:, distances.clamp(0, self.span)]
         hidden = ~visible | (distances < 0) | (distances > self.span)
-        weights = th.softmax(scores.masked_fill(hidden.unsqueeze(1), -math.inf), dim=-1)
-        attended = (weights @ values).transpose(1, 2).flatten(2)
-        tokens = self.join_attention(tokens, self.out(attended))
-        return tokens if self.ffn is None else self.join_ffn(tokens, self.ffn(tokens))
+        return th.softmax(scores.masked_fill(hidden.unsqueeze(1), -math.inf), dim=-1)
 
     def distances(self, n: int, device: th.device) -> th.Tensor:
         """

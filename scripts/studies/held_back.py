@@ -1,6 +1,7 @@
 """
-What an update learns, and what it only learns by heart: after each epoch, policy loss, value error and KL divergence on the
-rollout that it learns from, and on one of the same policy in other environments.
+What an update learns, and what it only learns by heart: after each epoch, policy loss, value error, KL divergence, norms of
+the gradients by part of the network, and entropy of the attention, on the rollout that it learns from, and on one of the same
+policy in other environments.
 
 It compares the transformer with the one that has what most transformers have (LayerNorm with the usual epsilon, feed-forward
 networks), with PPO on stacked frames, and with RecurrentPPO. The task is a cart-pole with noisy positions and no velocities.
@@ -9,6 +10,8 @@ Run it: python scripts/studies/held_back.py (about an hour on one core, most of 
 It writes docs/studies/held_back.csv and docs/studies/held_back.svg.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -32,12 +35,15 @@ from robustness import make_model
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
+from torch import nn
 
 from sb3_ppo_ext.memory.transformer import Block
 
 ARMS = ("transformer", "usual LayerNorm", "usual LayerNorm, feed-forward", "frames", "RecurrentPPO")
 TASK, RATE, N_EPOCHS = "noisy cart-pole", 1e-3, 10
 PARTS = ("learning", "held back")
+# Beginnings of the names of the parameters
+LAYERS = {"memory": ("pi_transformer", "lstm"), "networks": ("mlp_extractor",), "outputs": ("action_net", "value_net")}
 
 
 class Half:
@@ -63,7 +69,10 @@ class Half:
 
 
 def measure(model: Any, rollout: Any) -> Row:
-    """Clipped gain of the policy, error of the values relative to the variance of the returns, and KL divergence."""
+    """
+    Clipped gain of the policy, error of the values relative to the variance of the returns, KL divergence, norms of the
+    gradients of the loss, and entropy of the attention.
+    """
     whole = next(rollout.get(None))
     if isinstance(model, RecurrentPPO):
         seen = whole.mask > 0
@@ -71,15 +80,49 @@ def measure(model: Any, rollout: Any) -> Row:
     else:
         whole = rollout._get_samples(np.arange(rollout.buffer_size * rollout.n_envs))  # in order, for sequences
         seen, memory = th.ones(len(whole.advantages), dtype=th.bool), []
-    with th.no_grad():
+    with attention_entropies(model.policy) as entropies:
         values, log_prob, _ = model.policy.evaluate_actions(whole.observations, whole.actions.flatten(), *memory)
     advantages, returns = whole.advantages[seen], whole.returns[seen]
     log_ratio = (log_prob - whole.old_log_prob)[seen]
     normalized = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     ratio = log_ratio.exp()
     gain = th.minimum(ratio * normalized, ratio.clamp(0.8, 1.2) * normalized).mean()
-    error = (values.flatten()[seen] - returns).square().mean() / returns.var()
-    return {"gain": gain.item(), "value_error": error.item(), "kl": (ratio - 1 - log_ratio).mean().item()}
+    error = (values.flatten()[seen] - returns).square().mean()
+    row = {"gain": gain.item(), "value_error": (error / returns.var()).item(), "kl": (ratio - 1 - log_ratio).mean().item()}
+    gradients = gradient_norms(model.policy, model.vf_coef * error - gain)
+    return {**row, **gradients, "attention_entropy": float(np.mean(entropies)) if entropies else np.nan}
+
+
+def gradient_norms(policy: nn.Module, loss: th.Tensor) -> Row:
+    named = dict(policy.named_parameters())
+    gradients = dict(zip(named, th.autograd.grad(loss, list(named.values())), strict=True))
+    norms = {}
+    for layers, beginnings in LAYERS.items():
+        squares = [gradient.square().sum().item() for name, gradient in gradients.items() if name.startswith(beginnings)]
+        norms[f"gradient_{layers}"] = float(np.sqrt(sum(squares)))
+    return norms
+
+
+@contextmanager
+def attention_entropies(policy: nn.Module) -> Iterator[list[float]]:
+    """Mean entropies of the attention in each block, where 1 is that of equal weights for all that is visible."""
+    entropies: list[float] = []
+
+    def add(block: nn.Module, inputs: Any) -> None:
+        assert isinstance(block, Block)
+        tokens, keys, _, visible = inputs
+        with th.no_grad():
+            weights = block.attention(tokens, keys, visible)
+        n_visible = (weights > 0).sum(dim=-1)
+        of_weights = -(weights * weights.clamp(min=1e-30).log()).sum(dim=-1)
+        entropies.append((of_weights / n_visible.log())[n_visible > 1].mean().item())
+
+    hooks = [block.register_forward_pre_hook(add) for block in policy.modules() if isinstance(block, Block)]
+    try:
+        yield entropies
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def run(job: Job) -> list[Row]:
@@ -120,10 +163,14 @@ def mean_rows(rows: list[Row]) -> list[Row]:
         for part in PARTS:
             kind = select(rows, epoch=epoch, part=part)
             names = kind[0].keys() - {"epoch", "part"}
-            means.append(
-                {"epoch": epoch, "part": part} | {name: float(np.nanmean([row[name] for row in kind])) for name in names}
-            )
+            means.append({"epoch": epoch, "part": part} | {name: mean_of([row[name] for row in kind]) for name in names})
     return means
+
+
+def mean_of(values: list[float]) -> float:
+    """Mean of the values that are not NaN, NaN if all are"""
+    known = [value for value in values if not np.isnan(value)]
+    return float(np.mean(known)) if known else np.nan
 
 
 def report(rows: list[Row]) -> None:
@@ -135,6 +182,18 @@ def report(rows: list[Row]) -> None:
             lines.append([arm, str(epoch), *cells, mean_and_std(np.array([row["return"] for row in parts[0]]))])
     header = ["arm", "epoch", *(f"{name}, {part}" for name in ("gain", "KL") for part in PARTS), "return"]
     print_table("Means over the updates of a training, mean ± std over seeds", header, lines)
+    report_gradients(rows)
+
+
+def report_gradients(rows: list[Row]) -> None:
+    names = [*(f"gradient_{layers}" for layers in LAYERS), "attention_entropy"]
+    lines = []
+    for arm in ARMS:
+        for epoch in (1, N_EPOCHS):
+            kind = select(rows, arm=arm, epoch=epoch, part="learning")
+            lines.append([arm, str(epoch), *(mean_and_std(np.array([row[name] for row in kind]), 3) for name in names)])
+    header = ["arm", "epoch", *(name.replace("_", ", ") for name in names)]
+    print_table("Norms of gradients, and entropy of the attention relative to equal weights", header, lines)
 
 
 def plot(rows: list[Row]) -> Figure:
