@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from sb3_ppo_ext.algorithm.hparams import HParamCallback, hyperparameters
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, LinearToZero
 from sb3_ppo_ext.common.workers import WorkerError
@@ -11,6 +12,7 @@ from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy, Transfo
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.action_mask_wrapper import ActionMaskWrapper
 from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
+from sb3_ppo_ext.rollout.encode_text import EncodeText
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.rollout.last_reward_wrapper import LastRewardWrapper
 from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
@@ -36,7 +38,9 @@ __all__ = [
     "CnnPolicy",
     "CnnTransformerPolicy",
     "DecaySchedule",
+    "EncodeText",
     "FastDummyVecEnv",
+    "HParamCallback",
     "JaxVecEnv",
     "KLAdaptive",
     "LastRewardWrapper",
@@ -60,6 +64,7 @@ __all__ = [
     "VectorEnvAdapter",
     "WorkerError",
     "__version__",
+    "hyperparameters",
     "make",
     "mirror_loss",
     "presets",

@@ -66,20 +66,24 @@ PANELS = (
 )
 
 
-def find_runs(folders: Iterable[str | Path]) -> list[Path]:
+def find_runs(folders: str | Path | Iterable[str | Path]) -> list[Path]:
     """
-    :param folders: Folders of runs, or folders that contain them at any depth, such as ``logs``
+    :param folders: Folders of runs, or folders that contain them at any depth, such as ``logs``; or one such folder
     :return: Folders of the runs, in the order of the arguments and, within one, of their names
     :raises ValueError: if there is no log in one of them
     """
     runs: list[Path] = []
-    for folder in map(Path, folders):
+    for folder in _paths(folders):
         found = sorted({path.parent for pattern in PATTERNS for path in folder.rglob(pattern)})
         if not found:
             raise ValueError(_nothing_in(folder))
         # A folder in that of a run has another log of the same run.
         runs += [path for path in found if path not in runs and not set(path.parents) & set(found)]
     return runs
+
+
+def _paths(folders: str | Path | Iterable[str | Path]) -> list[Path]:
+    return [Path(folders)] if isinstance(folders, str | Path) else [Path(folder) for folder in folders]
 
 
 def _nothing_in(folder: Path) -> str:
@@ -148,7 +152,7 @@ def _read_evaluations(folder: Path) -> Log:
         return {"eval/mean_reward": (evaluations["timesteps"], evaluations["results"].mean(axis=1))}
 
 
-def plot_runs(folders: Iterable[str | Path]) -> Figure:
+def plot_runs(folders: str | Path | Iterable[str | Path]) -> Figure:
     """
     Plot one run or compare several in the same panels. If the runs lie in folders of several algorithms, as ``logs/ppo`` and
     ``logs/ppo_ext`` of RL Zoo, each algorithm has a colour; otherwise each run has one. ::
@@ -158,11 +162,11 @@ def plot_runs(folders: Iterable[str | Path]) -> Figure:
         plot_runs(["logs/ppo/Pendulum-v1_1", "logs/ppo_ext/Pendulum-v1_1"]).savefig("comparison.svg")
 
     :param folders: Folders of the runs, or folders that contain them at any depth, of which runs without an update are left
-        out
+        out; or one such folder
     :return: Figure with a panel for each quantity that at least one run has logged
     :raises ValueError: see :func:`find_runs` and :func:`read_log`
     """
-    folders = list(map(Path, folders))
+    folders = _paths(folders)
     found = {run: _read_unless_empty(run, is_named=run in folders) for run in find_runs(folders)}
     runs = [run for run, log in found.items() if log]
     if not runs:

@@ -170,6 +170,7 @@ def training(setting: tuple[Any, int, int]) -> dict[str, Contender]:
     return {
         "PPOExt, FastDummyVecEnv": trainer(PPOExt, setting, FastDummyVecEnv),
         "PPOExt, ParallelVecEnv": trainer(PPOExt, setting, ParallelVecEnv, **FORK),
+        "PPOExt, ParallelVecEnv, overlap=False": trainer(PPOExt, setting, ParallelVecEnv, overlap=False, **FORK),
         "PPOExt, SubprocVecEnv": trainer(PPOExt, setting, SubprocVecEnv, **FORK),
         "SB3, DummyVecEnv": trainer(PPO, setting, DummyVecEnv),
         "SB3, SubprocVecEnv": trainer(PPO, setting, SubprocVecEnv, **FORK),
@@ -229,69 +230,56 @@ def take_turns(contenders: Mapping[str, Contender], rounds: int, patience: float
 
 class Timed:
     """
-    A function, and the seconds of the processor that it has taken, which other programs hardly change.
+    A method, and the seconds that it has taken.
 
-    :param function: The function
+    :param owner: Object whose method it takes the place of
+    :param name: Name of the method
+    :param clock: Clock: that of the processor is hardly changed by other programs
     """
 
-    def __init__(self, function: Callable[..., Any]):
-        self.function, self.seconds = function, 0.0
+    def __init__(self, owner: Any, name: str, clock: Callable[[], float] = time.thread_time):
+        self.function, self.clock, self.seconds = getattr(owner, name), clock, 0.0
+        vars(owner)[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        start = time.thread_time()
+        start = self.clock()
         try:
             return self.function(*args, **kwargs)
         finally:
-            self.seconds += time.thread_time() - start
+            self.seconds += self.clock() - start
 
 
-def undisturbed(function: Callable[[], Any], number_of_calls: int = 4000) -> float:
-    """:return: Microseconds than which 2 % of the calls are faster: single calls are shorter than what disturbs them"""
-    times = []
-    for _ in range(number_of_calls):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return float(np.quantile(times, 0.02)) * 1e6
-
-
-def give_cores(*pids: int) -> None:
-    """Give each process a core of its own, as the scheduler does where no other program runs, or a single one all cores."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = range(os.cpu_count() or 1)
-        for number_of_process, pid in enumerate(pids):
-            os.sched_setaffinity(pid, {cores[number_of_process]} if len(pids) > 1 else cores)
+def times_of(setting: tuple[Any, int, int], n_workers: int, n_rollouts: int = 10) -> dict[str, float]:
+    """Microseconds of the parts of a training, for each step of all environments."""
+    env_id, n_envs, n_steps = setting
+    parallel: Any = ParallelVecEnv
+    kwargs = {"n_workers": n_workers, **FORK}
+    env: Any = make_vec_env(env_id, n_envs, seed=0, vec_env_cls=parallel, vec_env_kwargs=kwargs)
+    model = PPOExt("MlpPolicy", env, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu")
+    model.learn(n_steps * n_envs)
+    clock = time.perf_counter if n_workers else time.thread_time
+    timed = {
+        "environments": Timed(env._share, "step_envs", clock),
+        "share": Timed(env._share, "collect", clock),
+        "all": Timed(env, "collect", clock),
+        "update": Timed(model, "train", clock),
+        "training": Timed(model, "learn", clock),
+    }
+    vars(model)["learn"](n_rollouts * n_steps * n_envs, reset_num_timesteps=False)
+    env.close()
+    return {name: 1e6 * each.seconds / (n_rollouts * n_steps) for name, each in timed.items()}
 
 
 def parts_of(setting: tuple[Any, int, int]) -> dict[str, float]:
-    """Microseconds of the parts of a training, in one process."""
-    env_id, n_envs, n_steps = setting
-    cls: Any = ParallelVecEnv
-    with_worker, one = (
-        make_vec_env(env_id, n_envs, seed=0, vec_env_cls=cls, vec_env_kwargs={"n_workers": n, **FORK}) for n in (1, 0)
-    )
-    actions = np.array([one.action_space.sample() for _ in range(n_envs)])
-    for env in (one, with_worker):
-        env.reset()
-    worker: int = vars(with_worker)["processes"][0].pid
-    give_cores(os.getpid(), worker)
-    # In turns, since processors change their speed
-    both = [(undisturbed(lambda: with_worker.step(actions)), undisturbed(lambda: one.step(actions))) for _ in range(3)]
-    give_cores(os.getpid())
-    model = PPOExt("MlpPolicy", one, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu")
-    model.learn(n_steps * n_envs)
-    n_rollouts = 10
-    step, update, learn = Timed(one.step), Timed(model.train), Timed(model.learn)
-    vars(one)["step"], vars(model)["train"] = step, update
-    learn(n_rollouts * n_steps * n_envs, reset_num_timesteps=False)
-    for env in (one, with_worker):
-        env.close()
-    each = 1e6 / (n_rollouts * n_steps)
+    """Microseconds of the parts of a training: those of the processor in one process, and what a worker adds."""
+    one = times_of(setting, 0)
+    both = [times_of(setting, 1) for _ in range(3)]
     return {
-        "step of an environment": step.seconds * each / n_envs,
-        "wake-up of the processes, and infos": float(np.median([half - one_step / 2 for half, one_step in both])),
-        "policy and the rest": (learn.seconds - update.seconds - step.seconds) * each,
-        "update, for each step": update.seconds * each,
+        "step of an environment": one["environments"] / setting[1],
+        "policy, in each process": one["share"] - one["environments"],
+        "messages, and waiting for the other process": float(np.median([each["all"] - each["share"] for each in both])),
+        "the rest of a rollout": one["training"] - one["update"] - one["share"],
+        "update, for each step": one["update"],
     }
 
 
@@ -303,9 +291,10 @@ def on_cores(parts: Mapping[str, float], measured: int, n_envs: int, n_cores: in
     :param n_cores: Number of cores
     :return: Thousand steps per second
     """
-    infos = parts["wake-up of the processes, and infos"] * (n_envs - n_envs // n_cores) / (measured / 2)
-    rest = (parts["policy and the rest"] + parts["update, for each step"]) * n_envs / measured
-    return 1e3 * n_envs / (parts["step of an environment"] * -(-n_envs // n_cores) + infos + rest)
+    messages = parts["messages, and waiting for the other process"] * (n_envs - n_envs // n_cores) / (measured / 2)
+    rest = (parts["the rest of a rollout"] + parts["update, for each step"]) * n_envs / measured
+    of_process = parts["step of an environment"] * -(-n_envs // n_cores) + parts["policy, in each process"]
+    return 1e3 * n_envs / (of_process + messages + rest)
 
 
 def model() -> dict[str, Any]:

@@ -63,7 +63,8 @@ UNSEEN = {
 }
 # The Zoo's numbers of steps
 MEMORY = {"CartPoleNoVel-v1": 100_000, "PendulumNoVel-v1": 100_000, "MountainCarContinuousNoVel-v0": 300_000}
-BUDGETS = {**CONTROL, **UNSEEN, **MEMORY}
+# The usual benchmark of PPO, at the usual length
+ROBOTS = dict.fromkeys(("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5", "Swimmer-v5"), 1_000_000)
 SB3_DEFAULTS = {"policy": "MlpPolicy"}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 RUNNING: set[subprocess.Popen] = set()
@@ -85,13 +86,33 @@ class Arm:
 
 
 DEFAULT_ARMS = {"SB3's defaults": Arm("ppo", "sb3"), "default": Arm("ppo_ext", "ppo_ext", "default")}
-# In each suite, the baseline is the first arm, and ours the second.
-SUITES: dict[str, tuple[Sequence[str], dict[str, Arm]]] = {
-    "presets": (tuple(CONTROL), {"ppo": Arm("ppo", "ppo"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
-    "default": (tuple(CONTROL), DEFAULT_ARMS),
-    "unseen": (tuple(UNSEEN), DEFAULT_ARMS),
-    "memory": (tuple(MEMORY), {"ppo_lstm": Arm("ppo_lstm", "ppo_lstm"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
+# Numbers of steps of the tasks, and arms. The baseline is the first arm, and ours the second; others are only listed.
+SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
+    "presets": (CONTROL, {"ppo": Arm("ppo", "ppo"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
+    "default": (CONTROL, DEFAULT_ARMS),
+    "unseen": (UNSEEN, DEFAULT_ARMS),
+    "memory": (MEMORY, {"ppo_lstm": Arm("ppo_lstm", "ppo_lstm"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
+    # The native engine computes what SB3's PPO computes, up to rounding, and makes so many runs affordable.
+    "robots": (
+        ROBOTS,
+        {
+            "ppo": Arm("ppo_ext", "ppo"),
+            "ppo_ext": Arm("ppo_ext", "ppo_ext"),
+            "ppo, computed by SB3": Arm("ppo", "ppo"),
+        },
+    ),
 }
+
+
+def pair(suite: str) -> list[str]:
+    """:return: Names of the baseline and of our arm"""
+    return list(SUITES[suite][1])[:2]
+
+
+def timed_pair(suite: str) -> list[str]:
+    """:return: Names of the arm that does not use our algorithm, and of our arm"""
+    arms = SUITES[suite][1]
+    return [next(name for name, arm in arms.items() if arm.algo != "ppo_ext"), pair(suite)[1]]
 
 
 @dataclass(frozen=True)
@@ -106,7 +127,8 @@ class Job:
 
     @property
     def timesteps(self) -> int:
-        return min(BUDGETS[self.task], self.limit or BUDGETS[self.task])
+        full = SUITES[self.suite][0][self.task]
+        return min(full, self.limit or full)
 
     def entry(self) -> dict[str, Any]:
         arm = SUITES[self.suite][1][self.arm]
@@ -252,7 +274,7 @@ def measure_times(suite: str, tasks: Sequence[str], n_rounds: int = 5) -> dict[s
     :return: Ratio of the baseline's CPU time per step to ours, by task: the median over the rounds, in each of which both arms
         train in turns for at least one update, without evaluations
     """
-    arms = list(SUITES[suite][1])
+    arms = timed_pair(suite)
     ratios = {}
     for task in tasks:
         with tempfile.TemporaryDirectory() as folder:
@@ -301,10 +323,12 @@ def _processor() -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES), help="which ones to run (default: all)")
-    parser.add_argument("--tasks", nargs="+", choices=BUDGETS, default=list(BUDGETS), help="which ones to run (default: all)")
+    tasks = sorted({task for budgets, _ in SUITES.values() for task in budgets})
+    parser.add_argument("--tasks", nargs="+", choices=tasks, default=tasks, help="which ones to run (default: all)")
     arms = sorted({arm for _, arms in SUITES.values() for arm in arms})
     parser.add_argument("--arms", nargs="+", choices=arms, help="which ones to run (default: all of the suite)")
     parser.add_argument("--seeds", type=int, default=5, help="number of runs of each kind (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the others follow it (default: %(default)s)")
     parser.add_argument("--timesteps", type=int, help="of each run at most (default: no limit)")
     parser.add_argument("--processes", type=int, default=2, help="number of simultaneous runs (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("benchmark"), help="output folder (default: %(default)s)")
@@ -329,7 +353,7 @@ def main() -> None:
         # Limited runs, as in tests, have other hyperparameters than their task.
         runs = read(path) if arguments.timesteps else current(read(path), suite)
         if not runs.empty:
-            report(suite, runs, list(SUITES[suite][1]), arguments.out)
+            report(suite, runs, pair(suite), arguments.out)
 
 
 def jobs_of(suite: str, arguments: argparse.Namespace) -> list[Job]:
@@ -341,12 +365,11 @@ def jobs_of(suite: str, arguments: argparse.Namespace) -> list[Job]:
     :return: The jobs
     :raises ValueError: if a task has no hyperparameters
     """
-    tasks, arms = SUITES[suite]
-    tasks = tuple(task for task in tasks if task in arguments.tasks)
+    budgets, arms = SUITES[suite]
+    tasks = [task for task in budgets if task in arguments.tasks]
     wanted = [arm for arm in arms if arm in (arguments.arms or arms)]
-    jobs = [
-        Job(suite, task, arm, seed, arguments.timesteps) for seed in range(arguments.seeds) for task in tasks for arm in wanted
-    ]
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    jobs = [Job(suite, task, arm, seed, arguments.timesteps) for seed in seeds for task in tasks for arm in wanted]
     for job in jobs:
         job.entry()
     return jobs

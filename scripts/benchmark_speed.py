@@ -133,7 +133,7 @@ POLICIES: dict[str, tuple[Setting, dict[str, Any]]] = {
 
 COMPILED = {
     "b": MAIN["b"],
-    "GELU, b": Setting("Pendulum-v1", 4, 4096, options={**B, "policy_kwargs": dict(activation_fn=nn.GELU)}),
+    "Mish, b": Setting("Pendulum-v1", 4, 4096, options={**B, "policy_kwargs": dict(activation_fn=nn.Mish)}),
     "256-256, b": POLICIES["256-256, b"][0],
     "CNN": POLICIES["CNN"][0],
 }

@@ -21,7 +21,7 @@ LABELS = {
     "256-256, a": "networks of 256-256, a",
     "256-256, b": "networks of 256-256, b",
     "256-256, c": "networks of 256-256, c",
-    "GELU, b": "GELU, b",
+    "Mish, b": "Mish, b",
     "compile": '`backend="compile"`',
     "Dict": "Dict observations, b",
     "CNN": "CNN on four frames of 84 x 84 (`fused`)",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import optuna
 import pandas as pd
-from benchmark_returns import ENVIRONMENT, SUITES, Arm, Job, add_versions, exit_on_sigterm, read, rows_of, run_jobs
+from benchmark_returns import CONTROL, ENVIRONMENT, SUITES, Arm, Job, add_versions, exit_on_sigterm, read, rows_of, run_jobs
 from optuna.storages.journal import JournalFileBackend
 from returns_report import report
 
@@ -59,7 +59,7 @@ def load(storage: Path) -> optuna.Study:
 def add_suite(study: optuna.Study, storage: Path) -> None:
     """Add a suite with two arms: the Zoo's entry, and the hyperparameters of the best trial."""
     trial = ("--storage", str(storage), "--study-name", STUDY, "--trial-id", str(study.best_trial.number))
-    SUITES[SUITE] = ((TASK,), {THEIRS: Arm("ppo", "ppo"), OURS: Arm("ppo_ext", "ppo_ext", words=trial)})
+    SUITES[SUITE] = ({TASK: CONTROL[TASK]}, {THEIRS: Arm("ppo", "ppo"), OURS: Arm("ppo_ext", "ppo_ext", words=trial)})
 
 
 def parse_arguments() -> argparse.Namespace:

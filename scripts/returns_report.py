@@ -29,6 +29,7 @@ TITLES = {
     "default": "Table: `default` and SB3's defaults",
     "unseen": "Table: `default` on tasks that played no part in choosing it",
     "memory": "Table: history-based policies",
+    "robots": "Table: robots of MuJoCo, one million steps",
     "tuning": "Table: tuning",
 }
 # Number of evaluations whose mean is the score of a run

@@ -1,7 +1,9 @@
 """What all tests share. Plain helpers, such as toy environments, are in `tests/support`."""
 
+import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 from multiprocessing.process import BaseProcess
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch as th
 
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # in tests and examples that import ONNX Runtime
 platform.uname().processor  # noqa: B018 - SB3's `save` asks for it, by a process whose answer is kept
 
 
@@ -19,6 +22,14 @@ def _same_random_numbers():
     random.seed(0)
     np.random.seed(0)
     th.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_left_alone():
+    """Handlers that stay would make later tests, and the processes that they fork, ignore signals."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    yield
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 @pytest.fixture(autouse=True)

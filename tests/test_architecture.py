@@ -29,11 +29,11 @@ def test_imports_go_one_way():
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "module", ["sb3_ppo_ext", "sb3_ppo_ext.zoo", "sb3_ppo_ext.zoo.import_hook", "sb3_ppo_ext.zoo.__main__"]
+    "module", ["sb3_ppo_ext", "sb3_ppo_ext.hub", "sb3_ppo_ext.zoo", "sb3_ppo_ext.zoo.import_hook", "sb3_ppo_ext.zoo.__main__"]
 )
 def test_importing_is_light(module):
     """No import of ours brings the Zoo, what comes with it, plots or JAX."""
-    heavy = {"rl_zoo3", "optuna", "sqlalchemy", "yaml", "pandas", "matplotlib", "jax"}
+    heavy = {"rl_zoo3", "optuna", "sqlalchemy", "yaml", "pandas", "matplotlib", "jax", "huggingface_hub"}
     assert run(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()\n"
 
 

@@ -112,6 +112,7 @@ def test_quantities_that_were_not_logged_have_no_panel(tmp_path):
 
 def test_several_runs(run_folder):
     """Each run has a line in each panel, and the legend names it."""
+    assert lines(plot_runs(str(run_folder))).keys() == lines(plot_runs([run_folder])).keys()
     figure = plot_runs([run_folder, run_folder / "tensorboard"])
     assert len(lines(figure)["clip fraction"]) == 2
     labels = [text.get_text() for text in figure.legends[0].get_texts()]

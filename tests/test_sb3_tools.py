@@ -83,7 +83,7 @@ def test_predict():
     assert action.shape == (2,)
     assert state is None
     batch, _ = model.predict(np.stack([observation] * 3), deterministic=True)
-    np.testing.assert_allclose(batch, np.stack([action] * 3), rtol=1e-5)
+    np.testing.assert_allclose(batch, np.stack([action] * 3), rtol=1e-5, atol=1e-7)
     assert (model.predict(observation)[0] != action).any()
 
 

@@ -67,7 +67,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
     def _check_backend(self) -> None:
         backend, reasons = choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons:
-            refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto"')
+            refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto", which chooses a backend that fits')
         if ENGINES[backend].keeps_rollouts_on_device(self._engine_setup()):
             self._check_device_of_environments()
         if self.amp_dtype is not None and not ENGINES[backend].supports_amp:

@@ -14,11 +14,13 @@ from stable_baselines3.common.save_util import recursive_getattr
 from stable_baselines3.common.type_aliases import GymEnv, TensorDict
 
 from sb3_ppo_ext.common.atomic_files import write_whole
+from sb3_ppo_ext.common.hybrid_actions import is_hybrid
 from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.saved_models import (
     ModelFile,
     SavedModel,
     UnfitStateError,
+    only_for_ppo_ext,
     read_model,
     read_policy_kwargs,
     read_renamed,
@@ -27,13 +29,18 @@ from sb3_ppo_ext.common.saved_models import (
     with_plain_attributes,
 )
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
-from sb3_ppo_ext.options import PPOExtOptions
+from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.policies.actor_critic import check_parameters_are_of, fixes_std
 from sb3_ppo_ext.update.optimizers import adopt_state, check_state_is_whole, check_step, keep_counts_on_host
 
 SelfSavedState = TypeVar("SelfSavedState", bound="SavedState")
-# State of options that adapt during the training, saved under these names if it exists
-LEARNED = ("advantage_normalizer", "kl_coefficient", "adaptive_lr", "loss_scale")
+# State of options that adapt during the training, saved under these names if it exists -> the option
+LEARNED = {
+    "advantage_normalizer": "advantage_norm",
+    "kl_coefficient": "kl_target",
+    "adaptive_lr": "adaptive_lr_kl",
+    "loss_scale": "amp_dtype",
+}
 # Attributes that are created again after loading
 NOT_SAVED = (
     *("_truncations", "_tensors_after", "_samples_latents", "_engines", "_interrupted", "_set_up"),
@@ -52,13 +59,32 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         Save all the attributes of the object and the model parameters in a zip-file. The file is replaced at once: if saving
         fails or is interrupted, the former file is kept.
 
+        If other algorithms cannot load it, as the parameters of another action distribution, their ``load`` says so.
+
         :param path: path to the file where the rl agent should be saved
         :param exclude: name of parameters that should be excluded in addition to the default ones
         :param include: name of parameters that might be excluded but should be included anyway
         """
         file = io.BytesIO()
         super().save(file, exclude, include)
-        write_whole(path, with_plain_attributes(file, vars(self)), suffix="zip")
+        content = with_plain_attributes(file, vars(self))
+        if own := self._options_of_ppo_ext_alone():
+            content = only_for_ppo_ext(content, " and ".join(own))
+        write_whole(path, content, suffix="zip")
+
+    def _options_of_ppo_ext_alone(self) -> list[str]:
+        """Options whose parameters or states SB3's algorithms have no place for."""
+        names = [option for learned, option in LEARNED.items() if getattr(self, learned) is not None]
+        names += [
+            name for name, plain in (("action_dist", "gaussian"), ("action_masking", False)) if getattr(self, name) != plain
+        ]
+        if len(self.policy.optimizer.param_groups) > 1:
+            names += [name for name in ("optimizer", "weight_decay", "critic_learning_rate") if self._differs(name)]
+        space = [f"`action_space={self.action_space}`"] if is_hybrid(self.action_space) else []
+        return [*(f"`{name}={getattr(self, name)!r}`" for name in names), *space]
+
+    def _differs(self, name: str) -> bool:
+        return bool(getattr(self, name) != ALL_OPTIONS[name].default)
 
     @classmethod
     def load(

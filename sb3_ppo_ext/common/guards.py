@@ -163,6 +163,14 @@ def _why_not_finite(policy: th.nn.Module) -> str:
     return f"parameters that are not finite: {', '.join(bad)}"
 
 
+def is_finite(data: np.ndarray) -> bool:
+    """
+    :param data: Array of shape ``(n_envs, ...)``
+    :return: Whether all numbers are finite, also in float32
+    """
+    return _is_surely_finite(data) or find_non_finite(data) is None
+
+
 def _is_surely_finite(data: Any) -> bool:
     """Quick check of a float array, three times as fast as the full check, because it runs at every step."""
     if type(data) is not np.ndarray or data.dtype.kind != "f":

@@ -10,7 +10,7 @@ import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch as th
 from stable_baselines3.common.save_util import json_to_data, open_path
@@ -24,6 +24,8 @@ SavedModel = str | pathlib.Path | io.BufferedIOBase
 
 # SB3's member with all attributes, of which it pickles those that JSON does not know, and ours with the plain form of these
 _DATA, _PLAIN = "data", "sb3_ppo_ext.json"
+# First attribute of a model that no other algorithm can load: other algorithms raise an error when they unpickle it.
+_MARK = "_load_with_PPOExt"
 # Keys of a pickled attribute in SB3's JSON
 _PICKLED, _TYPE = ":serialized:", ":type:"
 _STATES = {"policy.pth", "policy.optimizer.pth"}
@@ -170,6 +172,7 @@ def _model_file(name: str, members: dict[str, bytes], own_modules: set[str]) -> 
     data, plain = json.loads(members[_DATA]), json.loads(members.get(_PLAIN, b"null"))
     if not isinstance(data, dict) or not isinstance(plain, dict | None):
         raise TypeError("its attributes have no names")
+    data.pop(_MARK, None)
     others = {
         member: checked_tensors(content) if member.endswith(".pth") else content
         for member, content in members.items()
@@ -213,6 +216,43 @@ def with_plain_attributes(file: io.BytesIO, attributes: Mapping[str, Any]) -> by
         data = json.loads(archive.read(_DATA))
     plain = {name: to_plain_or_culprit(attributes[name]) for name, value in data.items() if _is_pickled(value)}
     return with_members(file, {_PLAIN: json.dumps(plain).encode()})
+
+
+class _OnlyForPPOExt:
+    """What cannot be unpickled."""
+
+    def __init__(self, why: str):
+        self.why = why
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return refuse_other_algorithms, (self.why,)
+
+
+def refuse_other_algorithms(why: str) -> NoReturn:
+    """
+    What SB3 calls when another algorithm loads a model that it cannot load.
+
+    :param why: Options with which the model was saved
+    :raises BadArgumentError: always
+    """
+    remedy = "which no other algorithm knows: load it with `sb3_ppo_ext.PPOExt.load`"
+    raise BadArgumentError(f"This model was saved by PPOExt with {why}, {remedy}")
+
+
+def only_for_ppo_ext(content: bytes, why: str) -> bytes:
+    """
+    Add an attribute that SB3 reads first, and that makes the ``load`` of other algorithms name the one to use. PPOExt drops
+    it.
+
+    :param content: Zip of a model
+    :param why: Options that no other algorithm knows
+    :return: Zip with this attribute
+    """
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    pickled = base64.b64encode(pickle.dumps(_OnlyForPPOExt(why))).decode()
+    data = {_MARK: {_TYPE: "loaded by PPOExt alone", _PICKLED: pickled}, **json.loads(members[_DATA])}
+    return zipped({**members, _DATA: json.dumps(data, indent=4).encode()})
 
 
 def _is_pickled(value: Any) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch as th
@@ -16,6 +17,7 @@ from sb3_ppo_ext.distributed.launch import Launch
 from sb3_ppo_ext.distributed.shared_sum import SharedSum, on_one_machine
 
 T = TypeVar("T")
+Averager: TypeAlias = Callable[[list[float], float], list[float]]
 
 
 class Ranks:
@@ -52,6 +54,16 @@ class Ranks:
         summands: np.ndarray = np.array(array, dtype=np.float64, ndmin=1)
         return self.sum(th.from_numpy(summands)).numpy().reshape(np.shape(array))
 
+    def averager(self, tensors: list[th.Tensor], n: int) -> Averager:
+        """
+        :param tensors: Tensors in floating point, all on the same device
+        :param n: How many further numbers there are
+        :return: Function of these numbers and of the weight of this rank, at least 0. It replaces the tensors by their means
+            over all ranks, in one exchange, and returns the means of the numbers in float32. They are equal to the bit on
+            all ranks
+        """
+        return lambda numbers, weight: numbers
+
     def gather(self, value: T) -> list[T]:
         """
         :param value: Object that can be pickled
@@ -69,6 +81,32 @@ class Ranks:
 
 
 SINGLE = Ranks()
+
+
+class SharedAverager:
+    """
+    The :meth:`Ranks.averager` of tensors in shared memory.
+
+    :param shared: Exchange through shared memory
+    :param tensors: Tensors in float32 on the CPU
+    :param n: Number of further numbers
+    """
+
+    def __init__(self, shared: SharedSum, tensors: list[th.Tensor], n: int):
+        self.shared, self.numbers = shared, np.empty(n, np.float32)
+        plain = [tensor.contiguous() for tensor in tensors]
+        self.arrays = [*(tensor.numpy() for tensor in plain), self.numbers]
+        self.copied = [(tensor, copy) for tensor, copy in zip(tensors, plain, strict=True) if copy is not tensor]
+
+    def __call__(self, numbers: list[float], weight: float) -> list[float]:
+        for tensor, copy in self.copied:
+            copy.copy_(tensor)
+        self.numbers[:] = numbers
+        self.shared.mean(self.arrays, weight)
+        for tensor, copy in self.copied:
+            tensor.copy_(copy)
+        means: list[float] = self.numbers.tolist()
+        return means
 
 
 class ProcessGroup(Ranks):
@@ -96,6 +134,19 @@ class ProcessGroup(Ranks):
         else:
             dist.all_reduce(on_host, group=self.group)
         return on_host.to(tensor.device)
+
+    def averager(self, tensors: list[th.Tensor], n: int) -> Averager:
+        if self.shared is not None and all(t.dtype == th.float32 and t.device.type == "cpu" for t in tensors):
+            return SharedAverager(self.shared, tensors, n)
+        return partial(self._average, tensors)
+
+    def _average(self, tensors: list[th.Tensor], numbers: list[float], weight: float) -> list[float]:
+        last = tensors[0].new_tensor([*numbers, 1.0])
+        flat = self.sum(th.cat([*(tensor.reshape(-1) for tensor in tensors), last]) * weight)
+        flat = flat / flat[-1]
+        *means, last = flat.split([*(tensor.numel() for tensor in tensors), len(last)])
+        th._foreach_copy_(tensors, [mean.view_as(tensor) for mean, tensor in zip(means, tensors, strict=True)])
+        return last[:-1].tolist()
 
     def gather(self, value: T) -> list[T]:
         data = np.frombuffer(pickle.dumps(value), np.uint8)

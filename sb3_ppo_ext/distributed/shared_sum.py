@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch as th
 import torch.distributed as dist
 
@@ -62,11 +63,22 @@ class SharedSum:
         :raises TimeoutError: if a rank does not arrive within half an hour
         :raises RuntimeError: if another rank has failed
         """
-        n_bytes = tensor.numel() * tensor.element_size()
+        self._exchange("sum", tensor.numel() * tensor.element_size(), tensor.numpy())
+
+    def mean(self, arrays: list[np.ndarray], weight: float) -> None:
+        """
+        :param arrays: Contiguous arrays in float32, which become the means over all ranks
+        :param weight: Weight of the arrays of this rank
+        :raises TimeoutError: if a rank does not arrive within half an hour
+        :raises RuntimeError: if another rank has failed
+        """
+        self._exchange("mean", 4 + sum([array.nbytes for array in arrays]), arrays, weight)
+
+    def _exchange(self, name: str, n_bytes: int, *args: Any) -> None:
         if n_bytes > self.capacity:
             self._allocate(max(1 << 16, 2 * n_bytes))
         try:
-            self.reduction.sum(tensor.numpy(), TIMEOUT)
+            getattr(self.reduction, name)(*args, TIMEOUT)
         except BaseException:
             self.abort()  # Others would be at another sum than this rank.
             raise

@@ -51,19 +51,22 @@ class Moments(NamedTuple):
         return cls(n, mean, squares / n, extremes[:, 0].min(), extremes[:, 1].max())
 
 
-def mean_and_std_of_each(sums: th.Tensor, squares: Any, ranks: Ranks) -> tuple[th.Tensor, th.Tensor]:
+def mean_and_std_of_each(own: th.Tensor, ranks: Ranks) -> tuple[th.Tensor, th.Tensor]:
     """
     Statistics of several groups of numbers, each of which is spread over the ranks.
 
-    :param sums: Number and sum of the numbers of this rank in each group, shape ``(2, n_groups)``
-    :param squares: Function from the means of the groups, shape ``(n_groups,)``, to the sums of the squared differences from
-        them, of the same shape
+    :param own: Number and mean of the numbers of this rank in each group, and the sum of their squared differences from this
+        mean, shape ``(3, n_groups)``; zeros for a group without numbers
     :param ranks: Ranks of the training
     :return: Means and standard deviations (with a divisor of n - 1) of each group, both of shape ``(n_groups,)``
     """
-    n, totals = ranks.sum(sums)
-    means = totals / n
-    return means, (ranks.sum(squares(means)) / (n - 1).clamp(min=1)).sqrt()
+    of_all = own.new_zeros(ranks.size, *own.shape)
+    of_all[ranks.index] = own
+    n, means, squares = ranks.sum(of_all).unbind(1)
+    total = n.sum(dim=0)
+    mean = (n * means).sum(dim=0) / total
+    squares = (squares + n * (means - mean).square()).sum(dim=0)
+    return mean, (squares / (total - 1).clamp(min=1)).sqrt()
 
 
 def rows_of_all(ranks: Ranks, n_rows: int, delta: Numbers, var: Numbers) -> tuple[Any, Numbers, Numbers]:

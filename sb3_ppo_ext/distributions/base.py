@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch import nn
 
 # Action that `get_actions(deterministic=True)` returns
 DeterministicAction = Literal["mean", "mode"]
+# Function from outputs and noise to samples
+Sampler = Callable[[np.ndarray, np.ndarray], np.ndarray]
 LOG_2, LOG_2_PI = math.log(2), math.log(2 * math.pi)
 # Smallest distance of an action from a bound, as a fraction of the width: at the bound, logarithms would be infinite.
 EDGE = 1e-6
@@ -162,6 +165,13 @@ class NumpyDistribution(ABC):
         :return: Actions as the rollout buffer stores them, shape ``(n_envs, action_dim)``, or ``(n_envs,)`` if they are
             discrete
         """
+
+    def sampler(self) -> Sampler | None:
+        """
+        :return: :meth:`sample` as a function that computes each row by itself, and can be pickled; ``None`` if samples depend
+            on the parameters of the policy or on further random numbers
+        """
+        return None
 
     @abstractmethod
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:

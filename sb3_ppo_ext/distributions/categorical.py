@@ -8,7 +8,7 @@ from stable_baselines3.common.distributions import CategoricalDistribution
 from torch.distributions import Categorical
 from torch.distributions import kl_divergence as torch_kl_divergence
 
-from sb3_ppo_ext.distributions.base import NumpyDistribution
+from sb3_ppo_ext.distributions.base import NumpyDistribution, Sampler
 from sb3_ppo_ext.distributions.masked import MaskedCategoricalDistribution
 
 
@@ -37,6 +37,16 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     return torch_kl_divergence(Categorical(logits=old, validate_args=False), new.distribution)
 
 
+def largest(outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """
+    :param outputs: Logits, shape ``(n, n_actions)``
+    :param noise: Gumbel noise, the same shape
+    :return: Samples, shape ``(n,)``
+    """
+    samples: np.ndarray = (outputs + noise).argmax(axis=1)
+    return samples
+
+
 class NumpyCategorical(NumpyDistribution):
     """NumPy implementation of SB3's ``CategoricalDistribution``. The outputs are the logits."""
 
@@ -44,14 +54,17 @@ class NumpyCategorical(NumpyDistribution):
     def why_not(cls, distribution: Any) -> str | None:
         # SB3's `log_prob` takes actions of shape `(batch_size,)`, those of the buffer have one more dimension.
         known = (CategoricalDistribution, MaskedCategoricalDistribution)
-        return None if type(distribution) in known else "a categorical distribution that is not SB3's"
+        return None if type(distribution) in known else f"{type(distribution).__name__} is not SB3's categorical distribution"
 
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
         # The argmax of logits with Gumbel noise is a sample (Gumbel-max trick).
         return -th.empty(n_steps, n_envs, n_outputs).exponential_().log_().numpy()
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        return (outputs + noise).argmax(axis=1)
+        return largest(outputs, noise)
+
+    def sampler(self) -> Sampler:
+        return largest
 
     # The arrays have shape (n_actions, batch_size): NumPy is fast along the first dimension, but slow along a short last one.
 

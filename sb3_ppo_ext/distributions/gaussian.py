@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributions import Normal
 from torch.distributions import kl_divergence as torch_kl_divergence
 
-from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution
+from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution, Sampler
 
 
 def unsquashed_mean(distribution: Any) -> th.Tensor:
@@ -70,6 +70,9 @@ class NumpyGaussian(NumpyDistribution):
 
     def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
         return outputs + noise
+
+    def sampler(self) -> Sampler:
+        return np.add
 
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         self.inverse_std = np.exp(-self.log_stds)

@@ -46,7 +46,7 @@ class NumpyStateDependentNoise(NumpyDistribution):
     @classmethod
     def why_not(cls, distribution: Any) -> str | None:
         if distribution.learn_features or type(distribution) is not StateDependentNoiseDistribution:
-            return "gSDE of another kind than that of SB3's policies"
+            return "the policy has gSDE of another kind than that of SB3's policies"
         return None
 
     def pack(self) -> None:

@@ -123,13 +123,10 @@ class AutogradGradients(GradientSource):
         advantages = self.estimates.advantages_to_normalize()
         counts = [n_counted(*draw) for draw in draws]
         parts = [advantages[indices[:n]] for (indices, _), n in zip(draws, counts, strict=True)]
-        sums = th.stack([part.sum() for part in parts])
-        n = sums.new_tensor([float(n) for n in counts])
-
-        def squares(means: th.Tensor) -> th.Tensor:
-            return th.stack([(part - mean).square().sum() for part, mean in zip(parts, means, strict=True)])
-
-        means, stds = mean_and_std_of_each(th.stack([n, sums]), squares, self.config.ranks)
+        own_means = th.stack([part.sum() / max(len(part), 1) for part in parts])
+        squares = th.stack([(part - mean).square().sum() for part, mean in zip(parts, own_means, strict=True)])
+        own = th.stack([own_means.new_tensor([float(n) for n in counts]), own_means, squares])
+        means, stds = mean_and_std_of_each(own, self.config.ranks)
         return zip(means, stds, strict=True)
 
     def _split(self, indices: np.ndarray, weights: np.ndarray | None, of_all: Statistics | None = None) -> list[Minibatch]:

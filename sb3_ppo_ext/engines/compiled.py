@@ -71,7 +71,9 @@ class CompiledEngine(DeviceEngine):
         from torch.utils._triton import has_triton
 
         if isinstance(setup.buffer, RecurrentBufferMixin):
-            return f"{type(setup.policy).__name__} is recurrent"
+            return (
+                f"{type(setup.policy).__name__} is recurrent, and this backend supports policies without an LSTM or GRU alone"
+            )
         if not is_dynamo_supported():
             return "`torch.compile` does not support this platform"
         if setup.policy.device.type == "cuda":
@@ -214,7 +216,7 @@ class CompiledBackward:
 
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         if isinstance(error, InductorError):
-            refuse("backend", "compile", f'the compiler has failed, give "auto" ({reason})')
+            refuse("backend", "compile", f'the compiler has failed ({reason}); give "auto", which does without it')
         self.compiled.differentiate = None
         warnings.warn(f'`backend="compile"`: torch cannot trace the loss, which stays eager ({reason})', stacklevel=2)
 

@@ -33,7 +33,7 @@ class FusedEngine(Engine):
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
         if any(p.dtype != th.float32 or not p.is_contiguous() for p in setup.policy.parameters()):
-            return "the policy has parameters that are not float32"
+            return "the policy has parameters that are not contiguous float32, the only ones that this backend supports"
         return extension.unsupported_reason(setup.policy)
 
     def make_stepper(self, config: UpdateConfig) -> Stepper:

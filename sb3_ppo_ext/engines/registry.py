@@ -38,7 +38,7 @@ def choose_backend(backend: str, setup: Setup) -> tuple[str, dict[str, str]]:
     for name in AUTOMATIC if backend == "auto" else (backend,):
         reason = ENGINES[name].unsupported_reason(setup)
         if setup.has_amp and not ENGINES[name].supports_amp:
-            reason = "`amp_dtype` is set"
+            reason = f"`amp_dtype` is set, and {name!r} computes in float32 alone"
         if reason is not None:
             reasons[name] = reason
         elif backend != "auto" or ENGINES[name].is_automatic(setup):

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -104,7 +105,8 @@ def _require(path: Path) -> Callable[[bytes], Run]:
     if path.suffix in PROGRAMS:
         return _run_program
     try:
-        for name in ("onnx", "onnxscript", "onnxruntime"):
+        _onnx_runtime()
+        for name in ("onnx", "onnxscript"):
             importlib.import_module(name)
     except ImportError as error:
         raise ImportError(f"{error.name} is not installed: `pip install 'sb3-ppo-ext[export]'`") from error
@@ -230,9 +232,20 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+def _onnx_runtime() -> Any:
+    """ONNX Runtime; if it is imported here, then without the telemetry, threads and database with which it comes."""
+    name = "ORT_DISABLE_TELEMETRY"
+    before = os.environ.get(name)
+    try:
+        os.environ.setdefault(name, "1")
+        return importlib.import_module("onnxruntime")
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+
+
 def _run_onnx(content: bytes) -> Run:
-    runtime: Any = importlib.import_module("onnxruntime")
-    session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    session = _onnx_runtime().InferenceSession(content, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
     order = [each["name"] for each in json.loads(session.get_modelmeta().custom_metadata_map[METADATA])["inputs"]]
     # What the actor does not use is no input of the graph.

@@ -569,7 +569,9 @@ class PPOExtOptions:
         accepted=Choice(get_args(AmpDtype)),
         example="bfloat16",
         conflicts=tuple(
-            Conflict(equals("backend", name), 'give `backend="auto"` or `"device"`')
+            Conflict(
+                equals("backend", name), '`backend={backend!r}` computes in float32 alone; give `backend="auto"` or `"device"`'
+            )
             for name in ("native", "fused", "eager", "compile")
         ),
         change=Change(steps=("_setup_precision", "_setup_rollout_buffer", "_check_backend")),

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import numpy as np
@@ -205,11 +205,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
         space = self.action_space
         latents, others = split_boxes(space, scaled_action)
         low, high = (split_boxes(space, bound)[0] for bound in (space.low, space.high))
-        position = bounded.position(np.asarray(latents, dtype=np.float64))
-        # Not low + position * (high - low), which can overflow.
-        actions = low * (1 - position) + high * position
-        # Rounding can step over a bound.
-        return joined(np.clip(actions.astype(space.dtype), low, high), others)
+        return joined(actions_at(latents, bounded.position, low, high), others)
 
     def scale_action(self, action: np.ndarray) -> np.ndarray:
         """
@@ -284,6 +280,8 @@ class ActionDistributionMixin(ActionMaskingMixin):
             array = array.reshape(len(array), -1).astype(np.float32)
         elif isinstance(space, spaces.Discrete):
             array = array.reshape(-1)
+        elif isinstance(space, spaces.MultiBinary):
+            array = array.astype(np.float32)  # PyTorch's Bernoulli takes no integers
         return self.evaluate_actions(obs, th.as_tensor(array, device=self.device))
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -350,6 +348,24 @@ def unscaled(policy: ActorCriticPolicy, samples: th.Tensor, low: th.Tensor, high
     low, high = (split_boxes(policy.action_space, bound)[0] for bound in (low, high))
     position = bounded.position_of_tensor(latents)
     return joined(th.clamp(low * (1 - position) + high * position, low, high), others)
+
+
+def actions_at(
+    latents: np.ndarray, position: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray
+) -> np.ndarray:
+    """
+    :param latents: Latents of a bounded distribution, shape ``(n, *action_shape)``
+    :param position: Its function :meth:`BoundedDistribution.position`
+    :param low: Lower bounds of the actions, shape ``action_shape``
+    :param high: Upper bounds of the actions, shape ``action_shape``
+    :return: Actions within the bounds and of their dtype, shape ``(n, *action_shape)``
+    """
+    positions = position(np.asarray(latents, dtype=np.float64))
+    # Not low + position * (high - low), which can overflow.
+    actions = low * (1 - positions) + high * positions
+    # Rounding can step over a bound.
+    within: np.ndarray = np.clip(actions.astype(low.dtype), low, high)
+    return within
 
 
 def unscales_as_known(policy: ActorCriticPolicy) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from sb3_ppo_ext.memory.recurrence import RecurrentStates
 from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.memory.transformer import Cache
+from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.update.bootstrap import Truncation, last_values, terminal_values
 
 
@@ -120,6 +122,30 @@ class Actor(Protocol):
     def further_locals(self) -> dict[str, Any]:
         """:return: Further variables that callbacks find in their ``locals`` after :meth:`act`, by name"""
         return {}
+
+
+class DivisibleActor(Actor):
+    """An actor that can also act for a whole rollout in several processes."""
+
+    @abstractmethod
+    def for_share(self) -> Callable[[slice], ShareActor] | None:
+        """
+        :return: Function that makes an actor for some of the environments, which does what :meth:`act` would do for them in
+            this rollout, to the bit; ``None`` if that is not possible
+        """
+
+    @abstractmethod
+    def record_all(
+        self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, Any]], gamma: float
+    ) -> None:
+        """
+        Record all steps at once, in which the actors of :meth:`for_share` have acted.
+
+        :param rollout: Rollout of all environments
+        :param starts: Whether each of the first observations starts an episode, shape ``(n_envs,)``
+        :param truncated: Step, index of the environment and terminal observation of each truncated episode
+        :param gamma: Discount factor
+        """
 
 
 class PolicyActor(Actor):

@@ -14,6 +14,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, restored_if_refused
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
@@ -21,6 +22,7 @@ from sb3_ppo_ext.distributions.masked import choices_of
 from sb3_ppo_ext.policies.action_masking import add_mask
 from sb3_ppo_ext.rollout.action_masks import ActionMasks
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
+from sb3_ppo_ext.rollout.overlap import overlapped_collection
 from sb3_ppo_ext.rollout.shared_rollout import SharedRollout
 from sb3_ppo_ext.rollout.step_checks import StepChecks
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
@@ -97,6 +99,8 @@ class RolloutCollector(OnPolicyAlgorithm):
 
         callback.on_rollout_start()
         actor = self._make_actor(rollout_buffer, self._rollout_config(callback, n_rollout_steps))
+        if (overlapped := overlapped_collection(self, env, callback, actor, n_rollout_steps)) is not None:
+            return overlapped.run()
         checks = StepChecks(self)
         masks = ActionMasks(env, self.action_space, self.action_mask_key) if self.action_masking else None
 
@@ -167,8 +171,8 @@ class RolloutCollector(OnPolicyAlgorithm):
             return actions
         if self.policy.squash_output:
             return self.policy.unscale_action(actions)
-        # Samples of a Gaussian are unbounded. Equal to `np.clip`, in a third of its time.
-        return np.minimum(np.maximum(actions, space.low), space.high)
+        # Samples of a Gaussian are unbounded.
+        return clipped(actions, space.low, space.high)
 
     def _actions_for_env(self, actions: np.ndarray) -> Any:
         """

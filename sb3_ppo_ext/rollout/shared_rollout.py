@@ -79,6 +79,8 @@ class SharedRollout:
         :param infos: Infos of a step, of length ``n_envs``
         :param dones: Whether an episode has ended in each environment, shape ``(n_envs,)``
         """
+        if not dones.any() and not any("episode" in info for info in infos):
+            return
         for index in range(len(infos)):
             info = infos[index]
             success = info.get("is_success") if dones[index] else None

@@ -7,7 +7,7 @@ import torch as th
 
 from sb3_ppo_ext.common.schedules import in_float32_range
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
-from sb3_ppo_ext.distributed.statistics import Moments
+from sb3_ppo_ext.distributed.statistics import Moments, Numbers
 
 
 def normalize(advantages: th.Tensor) -> th.Tensor:
@@ -23,9 +23,9 @@ def normalize(advantages: th.Tensor) -> th.Tensor:
     return standardize(advantages, advantages.mean(), advantages.std())
 
 
-def standardize(advantages: th.Tensor, mean: th.Tensor | float, std: th.Tensor | float) -> th.Tensor:
+def standardize(advantages: Numbers, mean: Numbers | float, std: Numbers | float) -> Numbers:
     """
-    :param advantages: Advantages, shape ``(batch_size,)``
+    :param advantages: Advantages, tensor or array of shape ``(batch_size,)``
     :param mean: Their mean
     :param std: Their standard deviation
     :return: Normalised advantages, shape ``(batch_size,)``
@@ -42,7 +42,8 @@ def normalize_over(ranks: Ranks, advantages: th.Tensor) -> th.Tensor:
     if not ranks.are_several:
         return normalize(advantages)
     moments = Moments.of(advantages, ranks)
-    return standardize(advantages, moments.mean, (moments.variance * moments.n / (moments.n - 1)) ** 0.5)
+    normalized: th.Tensor = standardize(advantages, moments.mean, (moments.variance * moments.n / (moments.n - 1)) ** 0.5)
+    return normalized
 
 
 def vtrace(

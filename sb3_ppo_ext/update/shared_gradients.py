@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch as th
 from torch import nn
 
-from sb3_ppo_ext.distributed.ranks import Ranks
+from sb3_ppo_ext.distributed.ranks import SINGLE, Averager, Ranks
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.metrics import OF_SAMPLES, Metrics
 from sb3_ppo_ext.update.update import GradientSource, Stepper
@@ -27,9 +28,10 @@ class GradientAverage:
     def __init__(self, policy: nn.Module, ranks: Ranks):
         self.ranks = ranks
         self.learned = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        # What is exchanged: gradients, numbers, whether each parameter has a gradient, and 1; allocated at the first call
-        self.flat = th.zeros(0)
-        self.views: list[th.Tensor] = []
+        self.zeros: dict[nn.Parameter, th.Tensor] = {}
+        # Gradients of the last call, whose memory is often the same again, and the function that averages them
+        self.gradients: list[th.Tensor] = []
+        self.averager: Averager = SINGLE.averager([], 0)
 
     def __call__(self, n_samples: int, numbers: list[float]) -> list[float]:
         """
@@ -39,39 +41,25 @@ class GradientAverage:
         :param numbers: Means over these samples, as many in each call
         :return: Means over the samples of all ranks
         """
-        if not self.views:
-            self._allocate(len(numbers))
-        *views, tail = self.views
-        gradients = [parameter.grad for parameter in self.learned]
-        has_gradient = [float(gradient is not None) for gradient in gradients]
-        present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
-        if len(present) < len(views):
-            self.flat.zero_()
-        if present:
-            th._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-        tail.copy_(th.tensor([*numbers, *has_gradient, 1.0]))
-        self.flat.mul_(n_samples)
-        self.flat.copy_(self.ranks.sum(self.flat))
-        *means, weight = tail.tolist()
-        self.flat.mul_(1 / weight)
-        if len(present) == len(views):
-            th._foreach_copy_([gradient for _, gradient in present], views)
-        else:
-            self._set(views, means[len(numbers) :])
-        return [mean / weight for mean in means[: len(numbers)]]
-
-    def _set(self, views: list[th.Tensor], n_gradients: list[float]) -> None:
-        for parameter, view, n in zip(self.learned, views, n_gradients, strict=True):
+        has_gradient = [1.0 if parameter.grad is not None else 0.0 for parameter in self.learned]
+        gradients = [self._zeros(p) if (gradient := p.grad) is None else gradient for p in self.learned]
+        if len(gradients) != len(self.gradients) or any(map(operator.is_not, gradients, self.gradients)):
+            self.gradients = gradients
+            self.averager = self.ranks.averager(gradients, len(numbers) + len(gradients))
+        means = self.averager([*numbers, *has_gradient], n_samples)
+        for parameter, gradient, fraction in zip(self.learned, gradients, means[len(numbers) :], strict=True):
             # A parameter that no loss depends on has no gradient on any rank, and its optimiser leaves it as it is.
-            parameter.grad = view.clone() if n > 0 else None
+            if fraction == 0:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = gradient.clone()
+        return means[: len(numbers)]
 
-    def _allocate(self, n_numbers: int) -> None:
-        dtype = th.float64 if any(p.dtype == th.float64 for p in self.learned) else th.float32
-        sizes = [parameter.numel() for parameter in self.learned]
-        n_tail = n_numbers + len(sizes) + 1
-        self.flat = th.zeros(sum(sizes) + n_tail, dtype=dtype, device=self.learned[0].device)
-        *parts, tail = self.flat.split([*sizes, n_tail])
-        self.views = [*(part.view_as(p) for part, p in zip(parts, self.learned, strict=True)), tail]
+    def _zeros(self, parameter: nn.Parameter) -> th.Tensor:
+        """What a parameter without a gradient contributes to the averages."""
+        if parameter not in self.zeros:
+            self.zeros[parameter] = th.empty_like(parameter, requires_grad=False)
+        return self.zeros[parameter].zero_()
 
 
 class SharedGradients(GradientSource):

@@ -4,6 +4,7 @@ import argparse
 import runpy
 import sys
 
+from sb3_ppo_ext.zoo.entry_checks import one_line_errors
 from sb3_ppo_ext.zoo.registration import register
 from sb3_ppo_ext.zoo.resuming import arguments_to_resume
 
@@ -35,7 +36,8 @@ def main() -> None:
     register()
     arguments = sys.argv[2:]
     if script == "resume":
-        arguments = arguments_to_resume(_folder_to_resume(arguments))
+        with one_line_errors():
+            arguments = arguments_to_resume(_folder_to_resume(arguments))
     sys.argv = [f"{sys.argv[0]} {script}", *arguments]
     runpy.run_module(SCRIPTS[script], run_name="__main__", alter_sys=True)
 

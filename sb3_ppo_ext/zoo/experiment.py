@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
+from copy import deepcopy
 from pathlib import Path
 from pprint import pprint
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,8 +19,7 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
-from sb3_ppo_ext.common.schedules import make_schedule
-from sb3_ppo_ext.common.validation import BadArgumentError, refuse
+from sb3_ppo_ext.common.validation import BadArgumentError, check_observation_space, refuse
 from sb3_ppo_ext.policies.action_masking import ACTION_MASK
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
@@ -30,6 +30,7 @@ from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
+from sb3_ppo_ext.zoo.best_trial import write_best_trial
 from sb3_ppo_ext.zoo.distributed_runs import (
     create_log_folder,
     find_interrupted_run,
@@ -38,6 +39,7 @@ from sb3_ppo_ext.zoo.distributed_runs import (
     save_trained_model,
     share_run,
 )
+from sb3_ppo_ext.zoo.entry_checks import check_entry, one_line_errors, unreadable_files_as_value_errors
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 from sb3_ppo_ext.zoo.resuming import create_callbacks, find_run, keep_monitor_files, load_pretrained_agent
 from sb3_ppo_ext.zoo.run_folder import resumed_folder
@@ -50,6 +52,7 @@ from sb3_ppo_ext.zoo.yaml_entries import (
     merge_trial,
     policy_for,
     read_saved,
+    wrappers_for,
 )
 
 if TYPE_CHECKING:
@@ -78,12 +81,14 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
     key = _choose_entry(experiment)
     experiment.trial_id = None
     try:
-        hyperparams, saved_hyperparams = theirs()
+        with unreadable_files_as_value_errors(experiment.config):
+            hyperparams, saved_hyperparams = theirs()
     finally:
         experiment.env_name, experiment.trial_id = env_name, trial_id
-    if key == "default" and "policy" not in (experiment.custom_hyperparams or {}):
-        hyperparams["policy"] = saved_hyperparams["policy"] = policy_for(_observation_space(experiment, hyperparams))
-        print(f"Policy for the observations of {env_name}: {hyperparams['policy']}")
+    if key == "default":
+        fitting = _fitting_observations(experiment, hyperparams)
+        print(f"For the observations of {env_name}: {fitting}")
+        hyperparams, saved_hyperparams = {**hyperparams, **fitting}, OrderedDict({**saved_hyperparams, **fitting})
     if Path(experiment.config).name == OF_RECURRENT_PPO:
         # Its entries leave out what is the default of RecurrentPPO.
         hyperparams = {**DEFAULTS_OF_RECURRENT_PPO, **hyperparams}
@@ -94,6 +99,7 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         saved_hyperparams = OrderedDict(sorted(hyperparams.items()))
         print(f"Hyperparameters with those of trial {trial_id}:")
         pprint(saved_hyperparams)
+    experiment.entry = deepcopy(dict(saved_hyperparams))  # type: ignore[attr-defined]  # for the entry of the best trial
     return hyperparams, saved_hyperparams
 
 
@@ -115,6 +121,17 @@ def _choose_entry(experiment: "ExperimentManager") -> str | None:
     return key
 
 
+def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> dict[str, Any]:
+    """Policy and wrappers for the observations of an environment, except for what the user gives."""
+    given, fitting = experiment.custom_hyperparams or {}, {}
+    space = _observation_space(experiment, hyperparams)
+    if "env_wrapper" not in given and (wrappers := wrappers_for(space)):
+        fitting["env_wrapper"] = wrappers
+        space = _observation_space(experiment, {**hyperparams, **fitting})
+    check_observation_space(space)
+    return fitting if "policy" in given else {**fitting, "policy": policy_for(space)}
+
+
 def _observation_space(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> spaces.Space:
     """Observation space of one environment with its wrappers."""
     env_kwargs = {**experiment.env_kwargs, **hyperparams.get("env_kwargs", {})}
@@ -128,10 +145,7 @@ def _observation_space(experiment: "ExperimentManager", hyperparams: dict[str, A
 def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
     """Refuse invalid options before the Zoo writes its log folder, which the processes of torchrun share."""
     share_run(experiment, hyperparams.get("distributed", "auto"))
-    for name in ("learning_rate", "clip_range", "clip_range_vf"):
-        # The Zoo accepts any prefix in place of "lin".
-        if isinstance(hyperparams.get(name), str):
-            make_schedule(name, hyperparams[name])
+    check_entry(experiment, hyperparams)
     if hyperparams.get("action_masking") and hyperparams.get("action_mask_key") is None:
         remedy = "the Zoo passes no masks to `predict`; give `env_wrapper: sb3_ppo_ext.ActionMaskWrapper` and this as well, "
         refuse("action_masking", True, remedy + f"`action_mask_key: {ACTION_MASK}`")
@@ -200,9 +214,10 @@ def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager")
     ``plot_run``, and let each trial keep the ``policy_kwargs`` of the hyperparameters that it starts from.
     """
     _use_fast_environments(experiment)
-    find_interrupted_run(experiment)
-    find_run(experiment)
-    results = theirs()
+    with one_line_errors(experiment.verbose):
+        find_interrupted_run(experiment)
+        find_run(experiment)
+        results = theirs()
     experiment.callbacks.append(ProgressFile(experiment.save_path))
     experiment._hyperparams = TrialHyperparams(experiment._hyperparams)
     return results
@@ -245,6 +260,7 @@ def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", t
     policy = experiment._hyperparams.get("policy")
     trial.set_user_attr("policy", getattr(policy, "__name__", str(policy)))
     trial.set_user_attr("n_timesteps", experiment.n_timesteps)
+    experiment.study = trial.study  # type: ignore[attr-defined]  # the Zoo does not keep it
     token = _TRIAL.set(trial)
     try:
         return theirs(trial)
@@ -256,10 +272,14 @@ def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", t
 
 
 def hyperparameters_optimization(theirs: Callable[[], None], experiment: "ExperimentManager") -> None:
-    """Let a study in a database survive workers that die. Studies in a journal file do not."""
+    """
+    Print and save the hyperparameters of the best trial as an entry of a YAML file. Let a study in a database survive workers
+    that die; studies in a journal file do not.
+    """
     storage = experiment.storage
     if not isinstance(storage, str) or "://" not in storage or storage.endswith(".log"):
-        return theirs()
+        theirs()
+        return write_best_trial(experiment)
     from sb3_ppo_ext.zoo.study_storage import fail_stale_trials, open_storage
 
     database: Any = open_storage(storage)
@@ -267,6 +287,7 @@ def hyperparameters_optimization(theirs: Callable[[], None], experiment: "Experi
     experiment.storage = database
     try:
         theirs()
+        write_best_trial(experiment)
     finally:
         experiment.storage = storage
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 from argparse import Namespace
 from pathlib import Path
@@ -94,5 +95,9 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
+    if importlib.util.find_spec("yaml") is None:
+        raise ImportError(
+            "PyYAML is not installed: `pip install pyyaml`, or `pip install 'sb3-ppo-ext[zoo]'` for `make` as well"
+        )
     yaml: Any = importlib.import_module("yaml")
     return {name: dict(entry) for name, entry in yaml.safe_load(path.read_text(encoding="utf-8")).items()}

@@ -29,7 +29,9 @@ def sample_ppo_ext_params(
     """
     Sample PPO's hyperparameters and those of PPOExt: the action distribution (for a ``Box``), the normalization of advantages,
     the control of the KL divergence, a decay of the learning rate, a separate learning rate of the critic, and for
-    history-based policies the size of the transformer, LSTM or GRU. No minibatch is larger than a rollout.
+    history-based policies the size of the transformer, LSTM or GRU. No minibatch is larger than a rollout. What would have no
+    effect is not sampled: with one minibatch, statistics of the advantages per minibatch; with one step of the optimiser per
+    update, which begins where the policy has not moved yet, a clip range and a control of the KL divergence.
 
     :param trial: Trial that samples. Two of its user attributes are used if they are set: ``policy``, the name of the policy,
         and ``n_timesteps``, the length of the training
@@ -40,8 +42,10 @@ def sample_ppo_ext_params(
     """
     policy = str(trial.user_attrs.get("policy", "MlpPolicy"))
     _suggest_rollout(trial, n_envs, trial.user_attrs.get("n_timesteps"))
-    _suggest_learning(trial)
-    _suggest_learning_rate(trial, has_two_networks=policy == "MlpPolicy")
+    one_minibatch = _has_one_minibatch(trial.params)
+    several_steps = trial.params["n_epochs"] > 1 or not one_minibatch
+    _suggest_learning(trial, several_steps, one_minibatch)
+    _suggest_learning_rate(trial, several_steps, has_two_networks=policy == "MlpPolicy")
     if n_actions > 0:
         _suggest_action_distribution(trial)
     trial.suggest_categorical("net_arch", list(NETWORKS))
@@ -69,18 +73,30 @@ def _suggest_rollout(trial: "optuna.Trial", n_envs: int, n_timesteps: int | None
     trial.suggest_int("n_epochs", 1, 20, log=True)
 
 
-def _suggest_learning(trial: "optuna.Trial") -> None:
+def _has_one_minibatch(sampled_params: dict[str, Any]) -> bool:
+    rollout = _rollout(dict(sampled_params))
+    return bool(rollout["batch_size"] == rollout["n_steps"] * sampled_params["n_envs"])
+
+
+def _suggest_learning(trial: "optuna.Trial", several_steps: bool, one_minibatch: bool) -> None:
     trial.suggest_float("one_minus_gamma", 1e-4, 0.1, log=True)
     trial.suggest_float("one_minus_gae_lambda", 1e-3, 0.3, log=True)
-    trial.suggest_categorical("clip_range", [0.1, 0.2, 0.3, 0.4])
+    if several_steps:
+        trial.suggest_categorical("clip_range", [0.1, 0.2, 0.3, 0.4])
     trial.suggest_float("ent_coef", 1e-8, 0.1, log=True)
     trial.suggest_float("max_grad_norm", 0.3, 5.0, log=True)
-    trial.suggest_categorical("advantage_norm", ["minibatch", "rollout", "ema"])
+    if one_minibatch:
+        # Optuna wants the same choices for a name in all trials.
+        trial.suggest_categorical("advantage_norm_of_rollout", ["rollout", "ema"])
+    else:
+        trial.suggest_categorical("advantage_norm", ["minibatch", "rollout", "ema"])
 
 
-def _suggest_learning_rate(trial: "optuna.Trial", has_two_networks: bool) -> None:
+def _suggest_learning_rate(trial: "optuna.Trial", several_steps: bool, has_two_networks: bool) -> None:
     trial.suggest_float("learning_rate", 1e-5, 5e-3, log=True)
-    kl_control = trial.suggest_categorical("kl_control", ["none", "adaptive_lr", "penalty"])
+    kl_control = "none"
+    if several_steps:
+        kl_control = trial.suggest_categorical("kl_control", ["none", "adaptive_lr", "penalty"])
     if kl_control != "none":
         trial.suggest_float("kl", 0.003, 0.05, log=True)
     if kl_control != "adaptive_lr":
@@ -134,6 +150,8 @@ def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
         "gae_lambda": 1 - given.pop("one_minus_gae_lambda"),
         **_learning_rate(given),
     }
+    if "advantage_norm_of_rollout" in given:
+        hyperparams["advantage_norm"] = given.pop("advantage_norm_of_rollout")
     if "action_dist" in given:
         action_dist = given.pop("action_dist")
         use_sde = action_dist == "gsde"
@@ -153,7 +171,7 @@ def _rollout(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _learning_rate(given: dict[str, Any]) -> dict[str, Any]:
-    kl_control, factor = given.pop("kl_control"), given.pop("critic_lr_factor", 1.0)
+    kl_control, factor = given.pop("kl_control", "none"), given.pop("critic_lr_factor", 1.0)
     kl, penalised = given.pop("kl", None), kl_control == "penalty"
     learning_rate = given["learning_rate"]
     return {

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 
+from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError
+from sb3_ppo_ext.rollout.encode_text import text_keys
 from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 
 if TYPE_CHECKING:
@@ -52,7 +54,9 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, policy: Any 
             return path, env_id
     if "AtariEnv" in entry_point:
         return zoo_file, "atari"
-    return HYPERPARAMS, "minigrid" if entry_point.startswith("minigrid.") else "default"
+    # The wrapper of this entry has no place for the long instructions of BabyAI.
+    is_minigrid = entry_point.startswith("minigrid.") and "babyai" not in entry_point
+    return HYPERPARAMS, "minigrid" if is_minigrid else "default"
 
 
 def policy_for(space: spaces.Space) -> str:
@@ -62,9 +66,29 @@ def policy_for(space: spaces.Space) -> str:
     """
     if isinstance(space, spaces.Dict):
         return "MultiInputPolicy"
-    # SB3's network for images cannot read smaller ones; as vectors, they are divided by 255 as well.
-    is_image = is_image_space(space) and min(sorted(space.shape or ())[-2:]) >= SMALLEST_IMAGE
-    return "CnnPolicy" if is_image else "MlpPolicy"
+    # As vectors, small images are divided by 255 as well.
+    return "CnnPolicy" if is_image_space(space) and not _is_small(space) else "MlpPolicy"
+
+
+def _is_small(image: spaces.Space) -> bool:
+    """Whether SB3's network for images cannot read an image."""
+    return min(sorted(image.shape or ())[-2:]) < SMALLEST_IMAGE
+
+
+def wrappers_for(space: spaces.Space) -> list[str]:
+    """
+    :param space: Observation space
+    :return: Names of wrappers after which a policy can read such observations: strings become numbers, and where there are
+        tuples, nested dictionaries, or dictionaries with images that are too small for SB3's network, all is flattened
+    """
+    strings = text_keys(space)
+    parts = space.spaces if isinstance(space, spaces.Dict) else {None: space}
+    others = [part for key, part in parts.items() if key not in strings]
+    is_readable = all(isinstance(part, SUPPORTED_SPACES) for part in others)
+    has_small_images = isinstance(space, spaces.Dict) and any(is_image_space(part) and _is_small(part) for part in others)
+    must_be_flat = (not is_readable or has_small_images) and all(part.is_np_flattenable for part in others)
+    flatten = ["gymnasium.wrappers.FlattenObservation"] if must_be_flat else []
+    return [*(["sb3_ppo_ext.EncodeText"] if strings else []), *flatten]
 
 
 def is_default_file(config: str, algo: str) -> bool:
@@ -103,10 +127,10 @@ def merge_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], tr
     """
     _check_study(experiment.storage, experiment.study_name, trial_id)
     sampled = _load_trial(experiment, trial_id)
-    merged = TrialHyperparams(hyperparams, policy_kwargs=_evaluate(hyperparams.get("policy_kwargs")))
+    merged = TrialHyperparams(hyperparams, policy_kwargs=evaluate(hyperparams.get("policy_kwargs")))
     merged.update(sampled)
     given = dict(experiment.custom_hyperparams or {})
-    given["policy_kwargs"] = {**merged["policy_kwargs"], **_evaluate(given.get("policy_kwargs"))}
+    given["policy_kwargs"] = {**merged["policy_kwargs"], **evaluate(given.get("policy_kwargs"))}
     merged |= {name: value for name, value in given.items() if name in sampled}
     return dict(merged)
 
@@ -118,30 +142,35 @@ def _check_study(storage: str | None, study_name: str | None, trial_id: int) -> 
     from optuna.storages.journal import JournalFileBackend
 
     if not storage or not study_name:
-        raise ValueError(f"`--trial-id {trial_id}`: of which study? Give its `--storage` and `--study-name` as well")
+        raise BadArgumentError(f"`--trial-id {trial_id}`: of which study? Give its `--storage` and `--study-name` as well")
     if trial_id < 0:
-        raise ValueError(f"`--trial-id {trial_id}`: trials are numbered from 0")
+        raise BadArgumentError(f"`--trial-id {trial_id}`: trials are numbered from 0")
     journal = storage.endswith(".log")
     if journal and not Path(storage).is_file():
-        raise ValueError(f"`--storage {storage}`: there is no such file; name the journal of the study")
+        raise BadArgumentError(f"`--storage {storage}`: there is no such file; name the journal of the study")
     opened = JournalStorage(JournalFileBackend(storage)) if journal else storage
     names = optuna.get_all_study_names(opened)
     if study_name not in names:
-        raise ValueError(f"`--study-name {study_name}`: no such study in that storage, which has {', '.join(names) or 'none'}")
+        raise BadArgumentError(
+            f"`--study-name {study_name}`: no such study in that storage, which has {', '.join(names) or 'none'}"
+        )
 
 
 def _load_trial(experiment: "ExperimentManager", trial_id: int) -> dict[str, Any]:
     try:
         return experiment.load_trial(experiment.storage or "", experiment.study_name or "", trial_id)
     except IndexError as error:
-        raise ValueError(f"`--trial-id {trial_id}`: the study {experiment.study_name} has no such trial") from error
+        raise BadArgumentError(f"`--trial-id {trial_id}`: the study {experiment.study_name} has no such trial") from error
     except KeyError as error:
         remedy = f"it did not sample {error}; name a finished trial of a study of `ppo_ext`"
-        raise ValueError(f"`--trial-id {trial_id}`: {remedy}") from error
+        raise BadArgumentError(f"`--trial-id {trial_id}`: {remedy}") from error
 
 
-def _evaluate(policy_kwargs: Any) -> dict[str, Any]:
-    """Evaluate a string as Python code that may use ``nn`` and ``th``, as the Zoo does."""
+def evaluate(policy_kwargs: Any) -> dict[str, Any]:
+    """
+    :param policy_kwargs: Dictionary, Python code of one that may use ``nn`` and ``th``, or ``None``
+    :return: Dictionary, evaluated as the Zoo does
+    """
     if isinstance(policy_kwargs, str):
         policy_kwargs = eval(policy_kwargs, vars(sys.modules["rl_zoo3.exp_manager"]))
     return dict(policy_kwargs or {})

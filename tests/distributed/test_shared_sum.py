@@ -31,6 +31,40 @@ def test_sums(size, dtype):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("dtype", [th.float32, th.float64])
+def test_means(size, is_shared, dtype):
+    """Tensors and numbers become their weighted means, also those with gaps, and those of a rank without weight."""
+    generator = th.Generator().manual_seed(0)
+    shapes = [(3,), (64, 17), (2, 3, 4), ()]
+    given = [[th.randn(shape, generator=generator, dtype=dtype) for shape in shapes] for _ in range(size)]
+    weights = [128.0, 0.0, 3.0, 7.0, 49.0][:size]
+
+    def run(ranks):
+        if is_shared:
+            ranks.share_means()
+        tensors = [tensor.clone() for tensor in given[ranks.index]]
+        tensors[1] = tensors[1].t().contiguous().t()
+        before = [tensor.data_ptr() for tensor in tensors]
+        averager = ranks.averager(tensors, 2)
+        averager([0.0, 0.0], 1.0)
+        for tensor, value in zip(tensors, given[ranks.index], strict=True):
+            tensor.copy_(value)
+        numbers = averager([float(ranks.index), 1.0], weights[ranks.index])
+        assert [tensor.data_ptr() for tensor in tensors] == before
+        return tensors, numbers
+
+    results = on_ranks(size, run)
+    for index in range(len(shapes)):
+        expected = sum(w * tensors[index].double() for w, tensors in zip(weights, given, strict=True)) / sum(weights)
+        for tensors, _ in results:
+            th.testing.assert_close(tensors[index].double(), expected, rtol=1e-5, atol=1e-6)
+            assert th.equal(tensors[index], results[0][0][index])
+    expected = np.dot(weights, np.arange(size)) / sum(weights)
+    np.testing.assert_allclose([numbers for _, numbers in results], [[expected, 1.0]] * size, rtol=1e-6)
+
+
 def test_many_sums_of_ranks_at_different_speeds():
     """No rank reads a summand of another sum, whichever of them is ahead."""
 
@@ -104,6 +138,19 @@ def test_bad_buffers():
 
 
 BAD_RANKS = [(2, 2, 10), (-1, 2, 10), (0, 0, 10), (0, 2, 0), (0, 2, 2**62), (0, 10**6, 1)]
+
+
+def test_bad_means():
+    """Means of arrays of another type, of too large ones, and of what is no list of arrays, are refused."""
+    floats = np.zeros(3, np.float32)
+    for arrays, error in [([np.zeros(3)], ValueError), ([floats, np.zeros(100, np.float32)], ValueError)]:
+        with pytest.raises(error, match=r"float32|the memory is for"):
+            reduction().mean(arrays, 1.0, 0.2)
+    for arrays in (floats, [floats, "text"], [floats[::2]]):
+        with pytest.raises((ValueError, TypeError, BufferError)):
+            reduction().mean(arrays, 1.0, 0.2)
+    with pytest.raises(TimeoutError, match="rank 1 has not arrived"):
+        reduction().mean([floats, floats], 1.0, 0.2)
 
 
 @pytest.mark.parametrize(("index", "size", "capacity"), BAD_RANKS)

@@ -127,7 +127,7 @@ REFUSED = {
     "OwnForward computes": dict(policy=OwnForward),
     "OwnExtractor": dict(policy_kwargs=dict(features_extractor_class=OwnExtractor)),
     "activations .*Mish": dict(policy_kwargs=dict(activation_fn=nn.Mish)),
-    "ELU.* has arguments": dict(policy_kwargs=dict(activation_fn=partial(nn.ELU, 0.5))),
+    "ELU.* has other arguments": dict(policy_kwargs=dict(activation_fn=partial(nn.ELU, 0.5))),
     "OwnBuffer": dict(rollout_buffer_class=OwnBuffer),
     "too many layers": dict(policy_kwargs=dict(net_arch=[4] * 16)),
     "large layers": dict(policy_kwargs=dict(net_arch=[512, 512])),
@@ -137,7 +137,7 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_native_does_not_support(reason, capsys):
     """`"native"` refuses with the reason; `"auto"` says the reason and takes another engine."""
-    with pytest.raises(ValueError, match=f"`backend='native'`.*{reason}.*auto"):
+    with pytest.raises(ValueError, match=f"`backend='native'`.*{reason}.*; give \"auto\", which chooses a backend that fits"):
         make(**REFUSED[reason])
     model = make(backend="auto", verbose=1, **REFUSED[reason])
     assert "Backend: fused (not native: " in capsys.readouterr().out

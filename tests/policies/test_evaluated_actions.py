@@ -56,7 +56,8 @@ def test_discrete_actions(action_space):
     observations = observed(VECTOR)
     with th.no_grad():
         actions, _, log_probs = policy(observations)
-    th.testing.assert_close(policy.evaluate_env_actions(observations, actions.numpy())[1], log_probs)
+    for given in (actions.numpy(), actions.numpy().astype(action_space.dtype)):  # as the buffer, and as an expert has them
+        th.testing.assert_close(policy.evaluate_env_actions(observations, given)[1], log_probs)
 
 
 def test_squashed_noise():

@@ -218,7 +218,9 @@ def test_the_zoo_takes_it():
     """The Zoo takes our vectorised environments for `ppo_ext` in place of SB3's."""
     for before, after in [(DummyVecEnv, FastDummyVecEnv), (SubprocVecEnv, ParallelVecEnv)]:
         name = SimpleNamespace(gym_id="CartPole-v1")
-        experiment = SimpleNamespace(env_name=name, vec_env_class=before, _hyperparams={}, callbacks=[], save_path="logs")
+        experiment = SimpleNamespace(
+            env_name=name, vec_env_class=before, _hyperparams={}, callbacks=[], save_path="logs", verbose=0
+        )
         assert setup_experiment(lambda: "results", experiment) == "results"
         assert experiment.vec_env_class is after
 

@@ -68,6 +68,8 @@ def make(cls, how, index, **kwargs):
 
 
 def assert_ended(env):
+    for process in env.processes:
+        process.join(20)  # SB3's workers end when they notice that their pipe is closed.
     assert not any(process.is_alive() for process in env.processes)
     env.close()
     with pytest.raises((WorkerError, OSError), match=r"ended|closed"):

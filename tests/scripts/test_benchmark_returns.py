@@ -104,8 +104,8 @@ def test_report(tmp_path):
 
 
 def jobs():
-    for suite, (tasks, arms) in benchmark_returns.SUITES.items():
-        for task in tasks:
+    for suite, (budgets, arms) in benchmark_returns.SUITES.items():
+        for task in budgets:
             for arm in arms:
                 yield benchmark_returns.Job(suite, task, arm, 0)
 
@@ -114,7 +114,7 @@ def jobs():
 def test_entries(job):
     """Each job has hyperparameters; MuJoCo's tasks in version 5 take the Zoo's of version 4."""
     entry = job.entry()
-    assert entry["n_timesteps"] == benchmark_returns.BUDGETS[job.task]
+    assert entry["n_timesteps"] == benchmark_returns.SUITES[job.suite][0][job.task]
     if job.task == "Hopper-v5" and job.arm == "ppo":
         assert entry["batch_size"] == 32
     if job.arm == "SB3's defaults":
@@ -132,12 +132,23 @@ def test_the_command_has_the_entry(tmp_path):
     assert job.digest() != other.digest()
 
 
+def test_robots(monkeypatch):
+    """The Zoo's entries are computed by our engine, but the time is compared with SB3's."""
+    assert benchmark_returns.pair("robots") == ["ppo", "ppo_ext"]
+    assert benchmark_returns.timed_pair("robots") == ["ppo, computed by SB3", "ppo_ext"]
+    assert benchmark_returns.timed_pair("presets") == ["ppo", "ppo_ext"]
+    words = ["--suites", "robots", "--tasks", "Ant-v5", "--arms", "ppo", "--seeds", "2", "--first-seed", "200"]
+    monkeypatch.setattr(sys, "argv", ["benchmark_returns.py", *words])
+    jobs = benchmark_returns.jobs_of("robots", benchmark_returns.parse_arguments())
+    assert [(job.seed, job.timesteps) for job in jobs] == [(200, 1_000_000), (201, 1_000_000)]
+
+
 def test_words_of_an_arm(tmp_path, monkeypatch):
     """The words of an arm are in the command, and other words are another run."""
     digests = set()
     for words in ((), ("--trial-id", "1"), ("--trial-id", "2")):
         arm = benchmark_returns.Arm("ppo_ext", "ppo_ext", words=words)
-        monkeypatch.setitem(benchmark_returns.SUITES, "suite", (("Pendulum-v1",), {"arm": arm}))
+        monkeypatch.setitem(benchmark_returns.SUITES, "suite", ({"Pendulum-v1": 100_000}, {"arm": arm}))
         job = benchmark_returns.Job("suite", "Pendulum-v1", "arm", 0)
         assert " ".join(words) in " ".join(benchmark_returns.command(job, tmp_path))
         digests.add(job.digest())

@@ -7,6 +7,7 @@ import numpy as np
 
 from sb3_ppo_ext.distributed import _shared_sum
 from sb3_ppo_ext.distributed.ranks import ProcessGroup
+from sb3_ppo_ext.distributed.shared_sum import SharedSum
 
 CAPACITY = 1 << 20
 
@@ -17,6 +18,11 @@ class ThreadRanks(ProcessGroup):
     def __init__(self, index, size, memory):
         self.index, self.size, self.shared = index, size, None
         self.reduction = _shared_sum.Reduction(memory, index, size, CAPACITY)
+
+    def share_means(self):
+        """Let means be computed by the extension module, too, as where processes share memory."""
+        self.shared = SharedSum(None, self.index, self.size)
+        self.shared.reduction, self.shared.capacity = self.reduction, CAPACITY
 
     def sum(self, tensor):
         tensor = tensor.contiguous()

@@ -65,7 +65,7 @@ def test_samples_are_legal(env_id, policy, n_envs):
 def test_space_is_sampled():
     """Each value of each choice occurs, and what needs another choice occurs with it alone."""
     sampled = [sample(seed)[1] for seed in range(100)]
-    values = {name: {str(each[name]) for each in sampled} for name in sampled[0] if name != "policy_kwargs"}
+    values = {name: {str(each.get(name)) for each in sampled} for name in sampled[0] if name != "policy_kwargs"}
     assert values["action_dist"] == {"gaussian", "squashed_gaussian", "beta"}
     assert values["advantage_norm"] == {"minibatch", "rollout", "ema"}
     assert values["lr_decay"] == {"constant", "linear"}
@@ -80,6 +80,33 @@ def test_space_is_sampled():
         assert each["action_dist"] != "beta" or each["policy_kwargs"]["log_std_init"] == 0
     assert any(each["adaptive_lr_kl"] for each in sampled)
     assert any(each["critic_learning_rate"] for each in sampled)
+
+
+def test_what_has_no_effect_is_not_sampled():
+    """
+    One step per update begins where the policy has not moved: neither a clip range nor a control of the KL divergence would
+    act on it. In a single minibatch, statistics per minibatch are those of the rollout.
+    """
+    seen = {"one step": 0, "one minibatch": 0, "several": 0}
+    for seed in range(300):
+        trial, sampled = sample(seed)
+        one_minibatch = sampled["batch_size"] == 4 * sampled["n_steps"]
+        one_step = one_minibatch and sampled["n_epochs"] == 1
+        seen["one step" if one_step else "one minibatch" if one_minibatch else "several"] += 1
+        assert one_step == ("kl_control" not in trial.params) == ("clip_range" not in sampled)
+        assert not one_step or (sampled["adaptive_lr_kl"], sampled["kl_coef"], sampled["kl_target"]) == (None, 0.0, None)
+        assert one_minibatch == ("advantage_norm_of_rollout" in trial.params) == ("advantage_norm" not in trial.params)
+        assert sampled["advantage_norm"] in (["rollout", "ema"] if one_minibatch else ["minibatch", "rollout", "ema"])
+    assert min(seen.values()) > 0
+
+
+def test_trials_of_earlier_studies():
+    """Trials that sampled what has no effect can still be trained with."""
+    trial, sampled = sample(0)
+    earlier = {**trial.params, "kl_control": "adaptive_lr", "kl": 0.01, "advantage_norm": "minibatch"}
+    converted = HYPERPARAMS_CONVERTER["ppo_ext"](earlier)
+    assert (converted["adaptive_lr_kl"], converted["advantage_norm"]) == (0.01, "minibatch")
+    assert converted.keys() == sampled.keys()
 
 
 def test_discrete_actions_have_no_choice_of_distribution():
@@ -364,6 +391,7 @@ def test_an_empty_database_is_tried_again(others, tmp_path, monkeypatch):
 def test_storage_of_a_study_is_the_users_again(tmp_path, monkeypatch):
     """While a study runs, its database has a heartbeat; afterwards it is the user's again, and a journal stays what it is."""
     url, seen = f"sqlite:///{tmp_path}/study.db", []
+    monkeypatch.setattr("sb3_ppo_ext.zoo.experiment.write_best_trial", lambda experiment: None)
     experiment = manager(folder=tmp_path, storage=url, study_name="study", optimize_hyperparameters=True)
     hyperparameters_optimization(lambda: seen.append(experiment.storage), experiment)
     assert isinstance(seen[0], storage.HeartbeatStorage)

@@ -32,6 +32,7 @@ typedef struct {
     long index, size;
     Py_ssize_t capacity;
     uint64_t number; /* of the current sum */
+    char *scratch;   /* of `capacity` bytes */
 } Reduction;
 
 enum counter { ARRIVED, ADDED };
@@ -131,27 +132,59 @@ static void add_up(Reduction *self, char *sum, Py_ssize_t start, Py_ssize_t end,
     }
 }
 
-static int sum_over_ranks(Reduction *self, const Py_buffer *view, double timeout)
+/* Add up the first `length` bytes of the slots, which this rank has written to its own. Returns the sum, or NULL with an error
+ * set. For few ranks, the sum replaces the own copy in `own`. */
+static char *sum_of_slots(Reduction *self, char *own, Py_ssize_t length, char format, double timeout)
 {
-    char format = view->format[0];
-    self->number++;
-    memcpy(slot_of(self, self->index), view->buf, (size_t)view->len);
     atomic_store_explicit(counter_of(self, self->index, ARRIVED), self->number, memory_order_release);
     if (wait_for_all(self, ARRIVED, timeout) < 0)
-        return -1;
+        return NULL;
     if (self->size <= MAX_DIRECT) {
-        Py_BEGIN_ALLOW_THREADS add_up(self, view->buf, 0, view->len, format);
-        Py_END_ALLOW_THREADS return 0;
+        Py_BEGIN_ALLOW_THREADS add_up(self, own, 0, length, format);
+        Py_END_ALLOW_THREADS return own;
     }
-    /* Each rank adds up its share, and then copies those of the others. */
-    Py_ssize_t share = rounded((view->len + self->size - 1) / self->size);
-    Py_ssize_t start = self->index * share < view->len ? self->index * share : view->len;
-    Py_ssize_t end = start + share < view->len ? start + share : view->len;
+    /* Each rank adds up its share, and then reads those of the others. */
+    Py_ssize_t share = rounded((length + self->size - 1) / self->size);
+    Py_ssize_t start = self->index * share < length ? self->index * share : length;
+    Py_ssize_t end = start + share < length ? start + share : length;
     Py_BEGIN_ALLOW_THREADS add_up(self, slot_of(self, self->size) + start, start, end, format);
     Py_END_ALLOW_THREADS atomic_store_explicit(counter_of(self, self->index, ADDED), self->number, memory_order_release);
-    if (wait_for_all(self, ADDED, timeout) < 0)
+    return wait_for_all(self, ADDED, timeout) < 0 ? NULL : slot_of(self, self->size);
+}
+
+static int sum_over_ranks(Reduction *self, const Py_buffer *view, double timeout)
+{
+    self->number++;
+    memcpy(slot_of(self, self->index), view->buf, (size_t)view->len);
+    char *sum = sum_of_slots(self, view->buf, view->len, view->format[0], timeout);
+    if (sum == NULL)
         return -1;
-    memcpy(view->buf, slot_of(self, self->size), (size_t)view->len);
+    if (sum != view->buf)
+        memcpy(view->buf, sum, (size_t)view->len);
+    return 0;
+}
+
+static void multiply(float *restrict products, const float *restrict factors, float factor, Py_ssize_t n)
+{
+    for (Py_ssize_t i = 0; i < n; i++)
+        products[i] = factors[i] * factor;
+}
+
+/* Replace arrays by their weighted means. `length` is the number of bytes of all of them, and of the weight behind them. */
+static int mean_over_ranks(Reduction *self, const Py_buffer *views, Py_ssize_t n, Py_ssize_t length, float weight,
+                           double timeout)
+{
+    self->number++;
+    char *end = slot_of(self, self->index);
+    for (Py_ssize_t i = 0; i < n; end += views[i++].len)
+        multiply((float *)end, views[i].buf, weight, views[i].len / (Py_ssize_t)sizeof(float));
+    *(float *)end = weight;
+    char *sum = sum_of_slots(self, self->scratch, length, 'f', timeout);
+    if (sum == NULL)
+        return -1;
+    float scale = 1 / ((float *)sum)[length / (Py_ssize_t)sizeof(float) - 1];
+    for (Py_ssize_t i = 0; i < n; sum += views[i++].len)
+        multiply(views[i].buf, (float *)sum, scale, views[i].len / (Py_ssize_t)sizeof(float));
     return 0;
 }
 
@@ -178,6 +211,46 @@ static PyObject *reduction_sum(Reduction *self, PyObject *args)
     PyBuffer_Release(&view);
     if (status < 0)
         return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *reduction_mean(Reduction *self, PyObject *args)
+{
+    PyObject *arrays;
+    float weight;
+    double timeout;
+    if (!PyArg_ParseTuple(args, "O!fd", &PyList_Type, &arrays, &weight, &timeout))
+        return NULL;
+    if (!self->is_open) {
+        PyErr_SetString(PyExc_ValueError, "there is no shared memory");
+        return NULL;
+    }
+    Py_ssize_t n = PyList_GET_SIZE(arrays), n_views = 0, length = sizeof(float);
+    Py_buffer *views = PyMem_New(Py_buffer, n > 0 ? n : 1);
+    int status = views == NULL ? -1 : 0;
+    for (; status == 0 && n_views < n; n_views++) {
+        PyObject *array = PyList_GET_ITEM(arrays, n_views);
+        if (PyObject_GetBuffer(array, &views[n_views], PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE | PyBUF_FORMAT) < 0) {
+            status = -1;
+            break;
+        }
+        length += views[n_views].len;
+        if (strcmp(views[n_views].format, "f") != 0) {
+            PyErr_Format(PyExc_ValueError, "the format is %s; give arrays in float32", views[n_views].format);
+            status = -1;
+        }
+    }
+    if (status == 0 && length > self->capacity) {
+        PyErr_Format(PyExc_ValueError, "the arrays need %zd bytes, and the memory is for %zd", length, self->capacity);
+        status = -1;
+    }
+    if (status == 0)
+        status = mean_over_ranks(self, views, n, length, weight, timeout);
+    while (n_views > 0)
+        PyBuffer_Release(&views[--n_views]);
+    PyMem_Free(views);
+    if (status < 0)
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
@@ -209,10 +282,16 @@ static int reduction_init(Reduction *self, PyObject *args, PyObject *keywords)
         PyBuffer_Release(&self->memory);
         return -1;
     }
+    self->capacity = rounded(capacity);
+    self->scratch = PyMem_Malloc((size_t)self->capacity);
+    if (self->scratch == NULL) {
+        PyBuffer_Release(&self->memory);
+        PyErr_NoMemory();
+        return -1;
+    }
     self->is_open = 1;
     self->index = index;
     self->size = size;
-    self->capacity = rounded(capacity);
     return 0;
 }
 
@@ -221,6 +300,7 @@ static void reduction_dealloc(Reduction *self)
     PyTypeObject *type = Py_TYPE(self);
     if (self->is_open)
         PyBuffer_Release(&self->memory);
+    PyMem_Free(self->scratch);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
 }
@@ -235,6 +315,8 @@ static PyObject *reduction_abort(Reduction *self, PyObject *unused)
 
 static PyMethodDef reduction_methods[] = {
     {"abort", (PyCFunction)reduction_abort, METH_NOARGS, "Let all ranks that wait for this one raise an error."},
+    {"mean", (PyCFunction)reduction_mean, METH_VARARGS,
+     "Replace the numbers of a list of arrays by their means over all ranks, each of which has a weight."},
     {"sum", (PyCFunction)reduction_sum, METH_VARARGS, "Replace the numbers of an array by their sums over all ranks."},
     {NULL, NULL, 0, NULL}};
 static PyType_Slot reduction_slots[] = {{Py_tp_doc, "Sums over the ranks that share a memory of zeros."},

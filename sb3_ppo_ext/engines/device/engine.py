@@ -41,11 +41,15 @@ class DeviceEngine(FusedEngine):
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
         if isinstance(setup.buffer, RecurrentBufferMixin):
-            return f"{type(setup.policy).__name__} is recurrent"
+            return (
+                f"{type(setup.policy).__name__} is recurrent, and this backend supports policies without an LSTM or GRU alone"
+            )
         if type(setup.buffer) not in KNOWN_BUFFERS:
-            return f"the rollout buffer is a {type(setup.buffer).__name__}"
+            return (
+                f"the rollout buffer is a {type(setup.buffer).__name__}, and this backend replaces SB3's rollout buffers alone"
+            )
         if len({parameter.dtype for parameter in setup.policy.parameters()}) != 1:
-            return "the policy has parameters of several types"
+            return "the policy has parameters of several types, and this backend needs a single one"
         return None
 
     @classmethod

@@ -5,6 +5,8 @@ steps at once at the end, unless user code may read them at each step.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,16 +16,22 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
+from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_outputs, refuse_policy
+from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import stack
+from sb3_ppo_ext.distributions.base import bounded_part
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask, unsupported_reason
-from sb3_ppo_ext.rollout.actors import Action, Actor, PolicyActor, RolloutConfig, Transition, note_truncations
+from sb3_ppo_ext.engines.native.share_actor import NativeShareActor
+from sb3_ppo_ext.policies.actor_critic import actions_at, unscales_as_known
+from sb3_ppo_ext.rollout.actors import Action, DivisibleActor, PolicyActor, RolloutConfig, Transition, note_truncations
+from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
 
 
-class NativeActor(Actor):
+class NativeActor(DivisibleActor):
     """
-    An ``Actor`` that computes with the extension module. Random numbers are drawn for all steps at once.
+    An actor that computes with the extension module. Random numbers are drawn for all steps at once.
 
     :param native: Policy on the extension module
     :param buffer: Buffer to fill
@@ -120,6 +128,34 @@ class NativeActor(Actor):
             if self.is_watched:
                 self._bootstrap()
         buffer.pos = step + 1
+
+    # Acting in several processes
+
+    def for_share(self) -> Callable[[slice], ShareActor] | None:
+        native, space = self.native, self.config.action_space
+        sampler, actor = native.distribution.sampler(), native.actor
+        if self.is_watched or sampler is None or isinstance(space, FlatActionSpace) or not native.reads_numbers:
+            return None
+        bounded = bounded_part(native.policy.action_dist)
+        if native.policy.squash_output and (bounded is None or not unscales_as_known(native.policy)):
+            return None
+        for_env: Callable[[np.ndarray], np.ndarray] = np.copy
+        if isinstance(space, spaces.Box):
+            to_actions: Any = clipped if bounded is None else partial(actions_at, position=bounded.position)
+            for_env = partial(to_actions, low=space.low, high=space.high)
+        layers, noise, shape = actor.weights(), self.scaled_noise, self.sample_shape
+        return lambda envs: NativeShareActor(layers, actor.activation, actor.columns, noise[:, envs], sampler, shape, for_env)
+
+    def record_all(
+        self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, Any]], gamma: float
+    ) -> None:
+        buffer = self.buffer
+        buffer.observations[:] = rollout.observations[:-1].reshape(buffer.observations.shape)
+        buffer.actions[:] = rollout.samples.reshape(buffer.actions.shape)
+        buffer.rewards[:] = rollout.rewards
+        buffer.episode_starts[0], buffer.episode_starts[1:] = starts, rollout.dones[:-1]
+        self.gamma, self.truncated = gamma, list(truncated)
+        buffer.pos = self.config.n_steps
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
         if self.is_watched:

@@ -33,12 +33,14 @@ class NativeEngine(Engine):
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
         if setup.has_extra_loss:
-            return "`extra_actor_loss` may differentiate more of the policy than its outputs"
+            return (
+                "`extra_actor_loss` may differentiate more of the policy than its outputs, the only part that this backend can"
+            )
         if setup.has_policy_losses:
-            return "`auxiliary_losses` evaluates the policy at further observations"
+            return "`auxiliary_losses` evaluates the policy at further observations, which this backend cannot"
         reason = unsupported_reason(setup.policy)
         if reason is None and type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer):
-            return f"{type(setup.buffer).__name__} is not SB3's"
+            return f"the rollout buffer is a {type(setup.buffer).__name__}, and this backend reads SB3's rollout buffers alone"
         return reason
 
     def is_for(self, policy: ActorCriticPolicy) -> bool:

@@ -37,7 +37,11 @@ def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
     """
     if module is None:
         return "the extension module was not built, since there was no C compiler"
-    return None if policy.device.type == "cpu" else f"the policy is on {policy.device}"
+    return (
+        None
+        if policy.device.type == "cpu"
+        else f"the policy is on {policy.device}, and this backend computes on the CPU alone"
+    )
 
 
 def is_readable(parameter: nn.Parameter) -> bool:

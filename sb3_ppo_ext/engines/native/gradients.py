@@ -17,7 +17,7 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
-from sb3_ppo_ext.engines.native.epoch import FlatRollout, Measured, NativeMinibatches, normalize_each
+from sb3_ppo_ext.engines.native.epoch import FlatRollout, Measured, NativeMinibatches, mean_of_each, normalize_each
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
 from sb3_ppo_ext.update.advantages import standardize
 from sb3_ppo_ext.update.config import UpdateConfig
@@ -101,19 +101,15 @@ class AnalyticGradients(GradientSource):
         """Advantages, normalised in each step of the optimiser over the samples of all ranks."""
         if not self.config.ranks.are_several:
             return normalize_each(advantages, sizes)
-        counted = np.repeat(sizes > 0, sizes) if weights is None else weights > 0
-        values = th.from_numpy(np.where(counted, advantages, 0).astype(np.float64))
-        steps = th.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
-
-        def sums(parts: th.Tensor) -> th.Tensor:
-            return th.zeros(len(sizes), dtype=th.float64).index_add_(0, steps, parts)
-
-        def squares(means: th.Tensor) -> th.Tensor:
-            return sums(th.from_numpy(counted) * (values - means[steps]).square())
-
-        given = th.stack([sums(th.from_numpy(counted.astype(np.float64))), sums(values)])
-        means, stds = mean_and_std_of_each(given, squares, self.config.ranks)
-        return standardize(th.from_numpy(advantages), means[steps], stds[steps]).numpy().astype(np.float32)
+        # A sample without weight stands for an empty step.
+        counted = np.float64(1) if weights is None else (weights > 0).astype(np.float64)
+        n = sizes if weights is None else mean_of_each(counted, sizes) * sizes
+        own_means = mean_of_each(counted * advantages, sizes) * sizes / np.maximum(n, 1)
+        squares = mean_of_each(counted * np.square(advantages - np.repeat(own_means, sizes)), sizes) * sizes
+        own = th.from_numpy(np.stack([n, own_means, squares]))
+        means, stds = (np.repeat(each.numpy(), sizes) for each in mean_and_std_of_each(own, self.config.ranks))
+        normalized: np.ndarray = standardize(advantages, means, stds)
+        return normalized.astype(np.float32)
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Indices of the samples of an epoch, the number of samples in each step, and importance weights."""

@@ -54,11 +54,11 @@ class Perceptron:
 
     def __init__(self, hidden: nn.Sequential, last: nn.Linear, with_latents: bool = False, columns: slice | None = None):
         self.layers = [*(layer for layer in hidden if isinstance(layer, nn.Linear)), last]
-        activation = next((ACTIVATIONS[type(layer)] for layer in hidden if type(layer) in ACTIVATIONS), "tanh")
+        self.activation = next((ACTIVATIONS[type(layer)] for layer in hidden if type(layer) in ACTIVATIONS), "tanh")
         self.gradients = [np.zeros(p.shape, np.float32) for layer in self.layers for p in (layer.weight, layer.bias)]
         pairs = zip(self.layers, self.gradients[::2], self.gradients[1::2], strict=True)
         self.network = extension.module.Network(
-            [(layer.weight.detach().numpy(), layer.bias.detach().numpy(), *own) for layer, *own in pairs], activation
+            [(layer.weight.detach().numpy(), layer.bias.detach().numpy(), *own) for layer, *own in pairs], self.activation
         )
         self.n_outputs, self.n_latents, self.with_latents = last.out_features, last.in_features, with_latents
         self.columns = columns
@@ -66,6 +66,10 @@ class Perceptron:
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Pairs of each parameter and its gradient"""
         yield from zip((p for layer in self.layers for p in (layer.weight, layer.bias)), self.gradients, strict=True)
+
+    def weights(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """:return: Weight matrix and bias of each layer, in the memory of the parameters"""
+        return [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in self.layers]
 
     def __call__(self, features: np.ndarray) -> np.ndarray:
         """
@@ -184,6 +188,11 @@ class NativePolicy:
             self.threads = None if n == 1 else extension.module.Threads(n)
             self.n_threads = n
 
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether observations are arrays, whose numbers the networks read as they are."""
+        return self._is_flat and self.mask_key is None
+
     def evaluate(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """
         :param features: Features of the observations, float32 of shape ``(n, n_features)``
@@ -294,12 +303,12 @@ def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
     if not isinstance(policy, ActorCriticPolicy) or any(
         getattr(type(policy), name) not in [getattr(cls, name) for cls in known] or name in vars(policy) for name in METHODS
     ):
-        return f"{type(policy).__name__} computes in its own way"
+        return f"{type(policy).__name__} computes in its own way, and this backend computes SB3's policies alone"
     if (reason := why_not_numpy(policy.action_dist)) is not None:
         return reason
     for extractor in {policy.pi_features_extractor, policy.vf_features_extractor}:
         if not _only_flattens(extractor):
-            return f"{type(extractor).__name__} may do more than flatten the observations"
+            return f"{type(extractor).__name__} may do more than flatten the observations, which is all that this backend can"
     return _networks_reason(policy)
 
 
@@ -319,34 +328,35 @@ def _only_flattens(extractor: nn.Module) -> bool:
 def _networks_reason(policy: ActorCriticPolicy) -> str | None:
     nets = policy.mlp_extractor
     if type(nets) is not MlpExtractor:
-        return f"{type(nets).__name__} is not SB3's"
+        return f"the hidden layers are in a {type(nets).__name__}, and this backend reads SB3's `MlpExtractor` alone"
     last, _ = _split(policy.action_net)
     parts: list[list[Any]] = [list(nets.policy_net), list(nets.value_net)]
     for hidden in parts:
         if len(hidden) // 2 >= MAX_LAYERS:
-            return "the policy has too many layers"
+            return f"the policy has too many layers: at most {MAX_LAYERS - 1} hidden layers are supported by this backend"
         kinds = {type(layer) for layer in hidden[1::2]}
         if len(kinds) > 1 or not kinds <= ACTIVATIONS.keys():
-            return f"activations {sorted(kind.__name__ for kind in kinds)} are not supported"
+            names = sorted(kind.__name__ for kind in kinds)
+            return f"the activations {names} are not supported by this backend, which takes one kind for all hidden layers"
         if any(layer.extra_repr() != type(layer)().extra_repr() for layer in hidden[1::2]):
-            return f"{hidden[1]} has arguments other than the defaults"
+            return f"{hidden[1]} has other arguments than the defaults, which this backend does not support"
     return _layers_reason(policy, [*parts[0][::2], *parts[1][::2], last, policy.value_net])
 
 
 def _layers_reason(policy: ActorCriticPolicy, linear: list[Any]) -> str | None:
     if not all(type(layer) is nn.Linear and layer.bias is not None for layer in linear):
-        return "the policy has layers that are not `nn.Linear`"
+        return "the policy has layers that are no `nn.Linear` with a bias, the only ones that this backend supports"
     if any(layer.weight.numel() == 0 for layer in linear):
-        return "the policy has layers without inputs or outputs"
+        return "the policy has layers without inputs or outputs, which this backend does not support"
     if any(layer.in_features * layer.out_features >= LARGE_LAYER for layer in linear):
-        return "the policy has large layers, which PyTorch multiplies as fast"
+        return "the policy has large layers, which this backend would multiply no faster than PyTorch"
     own = {p for layer in linear for p in (layer.weight, layer.bias)} | {getattr(policy, "log_std", None)}
     if not own >= set(policy.parameters()):
-        return "the policy has additional parameters of its own"
+        return "the policy has additional parameters of its own, which this backend would not train"
     if any(p.dtype != th.float32 or not p.is_contiguous() for p in policy.parameters()):
-        return "the policy has parameters that are not float32"
+        return "the policy has parameters that are not contiguous float32, the only ones that this backend supports"
     if not all(layer.weight.requires_grad and layer.bias.requires_grad for layer in linear):
-        return "the policy has frozen parameters"
+        return "the policy has frozen parameters, which this backend would train"
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in policy.modules()):
-        return "the policy has hooks"
+        return "the policy has hooks, which this backend would not call"
     return None

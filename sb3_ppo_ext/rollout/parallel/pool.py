@@ -57,6 +57,8 @@ class WorkerPool:
         # Whether a message was on its way when the main process was interrupted
         self.is_torn = False
         self.is_closed, self.deadline = False, 0.0
+        # Steps of rollouts that each worker had begun when the deadline was set
+        self.n_begun: list[int] = []
         # A forked copy of the main process has nothing to close.
         self.owner = os.getpid()
 
@@ -99,7 +101,7 @@ class WorkerPool:
 
     def _set_deadline(self) -> None:
         if self.timeout is not None:
-            self.deadline = time.monotonic() + self.timeout
+            self.deadline, self.n_begun = time.monotonic() + self.timeout, self.arrays.n_begun.tolist()
 
     def prepare(self) -> None:
         """
@@ -131,6 +133,7 @@ class WorkerPool:
         :param commands: Commands by the index of the worker
         """
         messages = {index: cloudpickle.dumps(command) for index, command in commands.items()}
+        self.arrays.is_abandoned[0] = False
         self.is_torn = True
         self.inbox.clear()
         for index, message in messages.items():
@@ -138,6 +141,10 @@ class WorkerPool:
             self._write(index, message)
         self.due = list(messages)
         self.is_torn = False
+
+    def abandon(self) -> None:
+        """Let the workers end their rollouts before the next step. Their answers are discarded by the next command."""
+        self.arrays.is_abandoned[0] = True
 
     def _write(self, index: int, data: bytes) -> None:
         try:
@@ -197,16 +204,21 @@ class WorkerPool:
         return data
 
     def _block(self, index: int) -> None:
-        """Wait until there is an answer, or the worker has ended, at most until the deadline."""
+        """Wait until there is an answer, or the worker has ended, at most until the deadline after its last step."""
+        while not self._is_ready(index):
+            if self.arrays.n_begun[index] != self.n_begun[index]:
+                self._set_deadline()
+                continue
+            late = [self.name(each) for each in self.due if self.inbox.doze(each) and not self.connections[each].poll()]
+            self.fail(f"No answer in {self.timeout} seconds: {', '.join(late)}.")
+
+    def _is_ready(self, index: int) -> bool:
+        """Wait until there is something to read, or the worker has ended, at most until the deadline."""
         rest = None if self.timeout is None else max(0.0, self.deadline - time.monotonic())
         poll = self.polls[index]
         if poll is None:
-            ready: list[Any] = wait([self.connections[index], self.processes[index].sentinel], rest)
-        else:
-            ready = poll.poll(None if rest is None else 1000 * rest)
-        if not ready:
-            late = [self.name(each) for each in self.due if self.inbox.doze(each) and not self.connections[each].poll()]
-            self.fail(f"No answer in {self.timeout} seconds: {', '.join(late)}.")
+            return bool(wait([self.connections[index], self.processes[index].sentinel], rest))
+        return bool(poll.poll(None if rest is None else 1000 * rest))
 
     def _explain(self, index: int, error: Exception) -> NoReturn:
         self.processes[index].join(1)
@@ -235,6 +247,7 @@ class WorkerPool:
     def close(self) -> None:
         """Let the workers close their environments and end, also those that do not within ``timeout``."""
         if not self.is_closed and os.getpid() == self.owner:
+            self.abandon()
             for connection in self.connections:
                 hang_up(connection)  # Workers that find nobody there close their environments and end.
             for process in self.processes:
@@ -246,6 +259,7 @@ class WorkerPool:
         if os.getpid() != self.owner:
             return
         self.is_closed, self.due = True, []
+        self.abandon()
         for connection in self.connections:
             hang_up(connection)
         deadline = time.monotonic() + GRACE

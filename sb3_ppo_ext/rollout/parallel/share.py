@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 
+from sb3_ppo_ext.common.guards import is_finite
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays, numbers_of
-from sb3_ppo_ext.rollout.parallel.step_infos import StepInfos
+from sb3_ppo_ext.rollout.parallel.step_infos import StepInfos, detached
 
 
 class EnvironmentShare(FastDummyVecEnv):
@@ -58,6 +61,46 @@ class EnvironmentShare(FastDummyVecEnv):
         if not unusual:
             return None
         return unusual, {index: self.reset_infos[index] for index in unusual if self.buf_dones[index]}
+
+    def collect(self, actor: ShareActor, observations: np.ndarray, n_steps: int) -> ShareRollout:
+        """
+        Step all environments for a whole rollout, or to the first observation, reward or output of the policy that is not
+        finite.
+
+        :param actor: Actor for these environments
+        :param observations: Their last observations, which are no dictionaries
+        :param n_steps: Number of steps
+        :return: What they returned
+        """
+        (buffer,) = self.buf_obs.values()
+        seen = np.empty((n_steps + 1, *buffer.shape), buffer.dtype)
+        rewards, dones = (np.empty((n_steps, *array.shape), array.dtype) for array in (self.buf_rews, self.buf_dones))
+        samples: list[np.ndarray] = []
+        told: dict[int, dict[int, dict[str, Any]]] = {}
+        seen[0] = observations
+        is_last = False
+        while len(samples) < n_steps and not is_last:
+            step = len(samples)
+            chosen = actor.act(seen[step], step)
+            if chosen is None or not self.goes_on():
+                break
+            samples.append(chosen[0])
+            infos = self.step_envs(chosen[1])
+            seen[step + 1], rewards[step], dones[step] = buffer, self.buf_rews, self.buf_dones
+            is_last = step + 1 == n_steps or not is_finite(buffer) or not is_finite(self.buf_rews)
+            of_step = {i: detached(info) for i, info in enumerate(infos) if is_last or dones[step, i] or "episode" in info}
+            if of_step:
+                told[step] = of_step
+        n = len(samples)
+        return ShareRollout(seen[: n + 1], np.array(samples), rewards[:n], dones[:n], told, list(self.reset_infos))
+
+    def goes_on(self) -> bool:
+        """
+        Called before each step of a rollout.
+
+        :return: Whether somebody still waits for it
+        """
+        return True
 
     def reset_envs(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """

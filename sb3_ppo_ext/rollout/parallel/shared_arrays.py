@@ -51,6 +51,9 @@ class SharedArrays:
         self._add("from_workers", (n_workers * STRIDE,), np.uint8)
         self._add("action_dtype", (1,), np.int64)
         self._add("mail_sizes", (n_workers,), np.int64)
+        # Steps of rollouts that each worker has begun, and whether nobody waits for the rollout any more
+        self._add("n_begun", (n_workers,), np.int64)
+        self._add("is_abandoned", (1,), np.bool_)
         self._add("rewards", (n_envs,), np.float32)
         self._add("dones", (n_envs,), np.bool_)
         for key in keys:
@@ -74,6 +77,7 @@ class SharedArrays:
         self.own_rewards: np.ndarray | None = None
         self.to_workers, self.from_workers = self._array("to_workers"), self._array("from_workers")
         self.action_dtype, self.mail_sizes = self._array("action_dtype"), self._array("mail_sizes")
+        self.n_begun, self.is_abandoned = self._array("n_begun"), self._array("is_abandoned")
         self.rewards, self.dones = self._array("rewards"), self._array("dones")
         self.observations = {key[1]: self._array(key) for key in self.places if isinstance(key, tuple)}
         self.mail = [memoryview(self._array("mail")[index]) for index in range(len(self.mail_sizes))]

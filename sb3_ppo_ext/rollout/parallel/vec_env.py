@@ -20,10 +20,11 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_ppo_ext.common.cores import available_cores
 from sb3_ppo_ext.common.guards import EnvironmentDataError
-from sb3_ppo_ext.common.validation import check_choice, check_number, refuse
+from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.common.workers import WorkerError
 from sb3_ppo_ext.rollout.parallel.pool import Command, WorkerPool
 from sb3_ppo_ext.rollout.parallel.share import EnvironmentShare
+from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout, joined
 from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
 from sb3_ppo_ext.rollout.parallel.step_infos import detached
 
@@ -59,6 +60,9 @@ class ParallelVecEnv(VecEnv):
         default
     :param timeout: Seconds that a worker may take to answer, the creation of its environments included; ``None`` for no
         limit. Greater than 0. Environments in this process have no limit
+    :param overlap: Whether the processes may collect whole rollouts without waiting for each other at each step, where
+        ``PPOExt`` finds that nobody can see the difference: each then acts for its own environments, with the same results to
+        the bit
     :raises ValueError: if there is no environment, an argument or the observation space is not valid, or functions that are
         called in the same process return the same environment twice
     :raises WorkerError: if an environment cannot be created in a worker
@@ -72,7 +76,10 @@ class ParallelVecEnv(VecEnv):
         n_workers: int | None = None,
         start_method: str | None = None,
         timeout: float | None = None,
+        overlap: bool = True,
     ):
+        check_type("overlap", overlap, bool, "give True or False")
+        self.overlap = overlap
         start_method = _check_arguments(env_fns, n_workers, start_method, timeout)
         n_cores = available_cores()
         n_workers = min(n_cores - 1 if n_workers is None else n_workers, len(env_fns) - 1)
@@ -123,6 +130,30 @@ class ParallelVecEnv(VecEnv):
             if answer is not None:
                 self._fill(infos, share.start, *answer)
         return self._observations(), self._arrays.rewards.copy(), self._arrays.dones.copy(), infos
+
+    def collect(self, make_actor: Callable[[slice], ShareActor], observations: np.ndarray, n_steps: int) -> ShareRollout:
+        """
+        Step all environments for a whole rollout, or to the first observation, reward or output of the policy that is not
+        finite. Processes do not wait for each other.
+
+        :param make_actor: Function that makes the actor for some environments
+        :param observations: Last observations of all environments, which are no dictionaries
+        :param n_steps: Number of steps
+        :return: What they returned
+        :raises WorkerError: if a worker fails
+        """
+        self._share.attach(self._arrays)
+        places = [slice(share.start, share.stop) for share in self._shares]
+        given = [(make_actor(own), observations[own], n_steps) for own in places]
+        try:
+            with self._errors_named:
+                answers = self._answers({k: ("collect", part, {}) for k, part in enumerate(given)})
+        except BaseException:
+            self._pool.abandon()
+            raise
+        rollout = joined([answers[k] for k in range(len(places))], [own.start for own in places])
+        self.reset_infos = rollout.reset_infos
+        return rollout
 
     def _fill(self, infos: list[Any], first: int, unusual: dict[int, Any], resets: dict[int, Any]) -> None:
         for index, info in unusual.items():

@@ -23,7 +23,7 @@ from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
 # Seconds between two looks whether the main process is still there, in case that another process keeps its pipe open
 ORPHAN_CHECK = 5.0
 # Commands after whose errors the environments cannot go on
-OF_TRAINING = ("create", "step_infos", "reset_envs")
+OF_TRAINING = ("create", "step_infos", "reset_envs", "collect")
 # What is written to the pipe if there is nothing to say; pickles begin with another byte
 WAKE_UP = b"\0"
 
@@ -108,7 +108,13 @@ class _Worker:
         """Create the environments."""
         self.share = EnvironmentShare(self.job.env_fns.var, self.job.first)
         self.share.attach(self.arrays)
+        self.share.goes_on = self.goes_on  # type: ignore[method-assign]
         self.envs = slice(self.job.first, self.job.first + self.share.num_envs)
+
+    def goes_on(self) -> bool:
+        """Whether the main process still waits for the rollout. It sees that this one is alive."""
+        self.arrays.n_begun[self.job.worker] += 1
+        return not self.arrays.is_abandoned[0] and os.getppid() == self.parent
 
     def step(self) -> bytes:
         """Step the environments, with the actions in the shared memory."""

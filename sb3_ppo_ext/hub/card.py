@@ -1,0 +1,190 @@
+"""The model card: what the page of a model on the Hub says, and the metadata that the Hub reads."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+from sb3_ppo_ext.common.validation import described
+from sb3_ppo_ext.hub.settings import as_code
+
+PACKAGES = ("sb3-ppo-ext", "stable-baselines3", "torch", "gymnasium", "numpy")
+NO_REPOSITORY = "USER/NAME"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """
+    Returns of a policy.
+
+    :param mean: Mean return
+    :param std: Standard deviation of the returns
+    :param n_episodes: Number of episodes
+    :param deterministic: Whether the policy took the mode of its distribution
+    :param seed: Seed of the environments
+    """
+
+    mean: float
+    std: float
+    n_episodes: int
+    deterministic: bool
+    seed: int | None
+
+    def described(self) -> str:
+        """:return: The result in a sentence"""
+        actions = "deterministic" if self.deterministic else "sampled"
+        seed = "" if self.seed is None else f", with seed {self.seed} of the environment"
+        episodes = "episode" if self.n_episodes == 1 else "episodes"
+        return f"**{self.mean:.2f} ± {self.std:.2f}** over {self.n_episodes} {episodes} with {actions} actions{seed}"
+
+
+@dataclass(frozen=True)
+class Card:
+    """
+    What a model card says.
+
+    :param env_id: Id of the environment
+    :param policy: Name of the policy
+    :param options: Options that differ from their defaults
+    :param environment: Python code that makes the environments of the training
+    :param num_timesteps: Number of time steps of the training
+    :param evaluation: Returns of the model
+    :param runs: Seed and last logged return of each training in the plot
+    :param command: Command that repeats the training, if one is known
+    :param has_plot: Whether there is a plot, ``learning_curve.png``
+    :param repo_id: Repository on the Hub
+    """
+
+    env_id: str
+    policy: str
+    options: Mapping[str, Any]
+    environment: str
+    num_timesteps: int
+    evaluation: Evaluation
+    runs: Sequence[tuple[int | None, float]] = ()
+    command: str | None = None
+    has_plot: bool = False
+    repo_id: str = NO_REPOSITORY
+
+    def text(self) -> str:
+        """:return: The file ``README.md``, with the metadata before it"""
+        parts = [f"---\n{self._metadata()}\n---", f"# PPOExt on {self.env_id}", self._introduction(), self._usage()]
+        parts += [self._plot()] if self.has_plot else []
+        parts += [self._training(), self._versions()]
+        return "\n\n".join(parts) + "\n"
+
+    def _metadata(self) -> str:
+        from huggingface_hub import EvalResult, ModelCardData
+
+        task = "reinforcement-learning"
+        result = EvalResult(
+            task_type=task,
+            task_name=task,
+            dataset_type=self.env_id,
+            dataset_name=self.env_id,
+            metric_type="mean_reward",
+            metric_name="mean_reward",
+            metric_value=f"{self.evaluation.mean:.2f} +/- {self.evaluation.std:.2f}",
+            verified=False,
+        )
+        tags = [self.env_id, "deep-reinforcement-learning", task, "stable-baselines3", "sb3-ppo-ext"]
+        data = ModelCardData(
+            library_name="stable-baselines3", pipeline_tag=task, tags=tags, model_name="PPOExt", eval_results=[result]
+        )
+        return str(data.to_yaml()).strip()
+
+    def _introduction(self) -> str:
+        return (
+            f"A policy for `{self.env_id}`, trained for {self.num_timesteps:,} time steps by `PPOExt` of sb3_ppo_ext, a PPO "
+            "for [Stable-Baselines3](https://github.com/DLR-RM/stable-baselines3) and "
+            "[RL Zoo](https://github.com/DLR-RM/rl-baselines3-zoo).\n\n"
+            f"Return of an episode: {self.evaluation.described()}."
+        )
+
+    def _usage(self) -> str:
+        return f"""\
+## Usage
+
+```python
+from sb3_ppo_ext.hub import load_from_hub
+
+model, env = load_from_hub("{self.repo_id}")
+obs = env.reset()
+actions, state = model.predict(obs, deterministic={self.evaluation.deterministic})
+```
+
+Nothing of the files is executed, unless `trusted=True` is given."""
+
+    def _plot(self) -> str:
+        lines = ["## Learning curve", "", "![Returns and statistics of the training](learning_curve.png)"]
+        if self.runs:
+            lines += ["", "| seed | last logged mean return |", "| --- | --- |"]
+            lines += [f"| {'unknown' if seed is None else seed} | {last:.2f} |" for seed, last in self.runs]
+        return "\n".join(lines)
+
+    def _training(self) -> str:
+        arguments = "".join(f"    {name}={as_code(value)},\n" for name, value in self.options.items())
+        again = f"```bash\n{self.command}\n```\n\nThe same options in Python:\n\n" if self.command else ""
+        normalizes = self.environment.startswith("VecNormalize")
+        wrapper = "from stable_baselines3.common.vec_env import VecNormalize\n" if normalizes else ""
+        return f"""\
+## Training
+
+{again}```python
+from stable_baselines3.common.env_util import make_vec_env
+{wrapper}
+from sb3_ppo_ext import PPOExt
+
+env = {self.environment}
+model = PPOExt(
+    "{self.policy}",
+    env,
+{arguments})
+model.learn({self.num_timesteps:_})
+```"""
+
+    def _versions(self) -> str:
+        rows = [("Python", python_version()), *((name, _version(name)) for name in PACKAGES)]
+        return "\n".join(["## Versions", "", "| package | version |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)])
+
+
+def versions() -> dict[str, str]:
+    """:return: Version of each package that a training depends on"""
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def command_of(folder: Path) -> str | None:
+    """
+    :param folder: Folder with the ``command.txt`` of a training by RL Zoo
+    :return: Command that repeats it, without paths of the machine and passwords of a database; ``None`` if there is none
+    """
+    path = folder / "command.txt"
+    # The Zoo joins the arguments with spaces, without the quotes that a shell needs.
+    words = path.read_text(encoding="utf-8").split() if path.is_file() else []
+    ends = ("rl_zoo3/train.py", "rl_zoo3.train", "train")
+    start = next((index for index, word in enumerate(words) if word.replace("\\", "/").endswith(ends)), None)
+    if start is None:
+        return None
+    return shlex.join(["rl_zoo3", "train", *(re.sub(r"://[^/]*@", "://", word) for word in words[start + 1 :])])
+
+
+def check_command(command: object) -> None:
+    """
+    :param command: Command that is given by the user
+    :raises ValueError: if it would end its block in the card
+    """
+    if command is not None and (not isinstance(command, str) or "```" in command):
+        raise ValueError(f"`command={described(command)}` is not valid: give the text of a shell command")

@@ -1,0 +1,88 @@
+"""The options of a model, as a user would write them."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_ppo_ext.options.values import shown
+from sb3_ppo_ext.ppo_ext import PPOExt
+
+# What says where a model is computed or logged, and what it is made of after its set-up
+_LEFT_OUT = {"self", "policy", "env", "device", "verbose", "tensorboard_log", "stats_window_size", "_init_setup_model"}
+
+
+def options_of(model: PPOExt) -> dict[str, Any]:
+    """
+    :param model: Model
+    :return: Its options that differ from their defaults; schedules are numbers or strings where these exist
+    """
+    parameters = inspect.signature(type(model)).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items() if name not in _LEFT_OUT}
+    values = {name: _option(getattr(model, name)) for name in defaults if hasattr(model, name)}
+    return {name: value for name, value in values.items() if not _is_default(value, defaults[name])}
+
+
+def environment_code(
+    env_id: str, n_envs: int, seed: int | None, env_kwargs: Mapping[str, Any], normalization: VecNormalize | None
+) -> str:
+    """
+    :param env_id: Id of the environment
+    :param n_envs: Number of environments
+    :param seed: Seed of the training
+    :param env_kwargs: Keyword arguments of the environment
+    :param normalization: Normalisation of observations and rewards, if there is one
+    :return: Python code that makes the environments of a training
+    """
+    seed_given = "" if seed is None else f", seed={seed}"
+    kwargs_given = f", env_kwargs={as_code(env_kwargs)}" if env_kwargs else ""
+    code = f"make_vec_env({shown(env_id)}, n_envs={n_envs}{seed_given}{kwargs_given})"
+    if normalization is None:
+        return code
+    parameters = inspect.signature(VecNormalize).parameters
+    values = {name: getattr(normalization, name) for name in parameters if name not in ("venv", "training")}
+    changed = [f", {name}={as_code(value)}" for name, value in values.items() if value != parameters[name].default]
+    return f"VecNormalize({code}{''.join(changed)})"
+
+
+def policy_name(model: PPOExt) -> str:
+    """
+    :param model: Model
+    :return: Name of its policy, for the first argument of ``PPOExt``
+    """
+    names = {policy: name for name, policy in reversed(model.policy_aliases.items())}
+    return next((names[kind] for kind in model.policy_class.__mro__ if kind in names), model.policy_class.__name__)
+
+
+def as_code(value: Any) -> str:
+    """
+    :param value: Value of an option
+    :return: Value as Python code, or, of a function or an object, its name
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{shown(key)}: {as_code(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_code, value))}]"
+    return value.__qualname__ if hasattr(value, "__qualname__") else shown(value)
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    # What has been loaded has lists in place of tuples.
+    if default is None:
+        # After the set-up, these are the usual class, or an empty dictionary.
+        is_usual_class = isinstance(value, type) and value.__module__.partition(".")[0] in ("stable_baselines3", "sb3_ppo_ext")
+        return value is None or value == {} or is_usual_class
+    return bool((tuple(value) if isinstance(default, tuple) else value) == default)
+
+
+def _option(value: Any) -> Any:
+    if isinstance(value, FloatSchedule):
+        return _option(value.value_schedule)
+    if isinstance(value, ConstantSchedule):
+        return value.val
+    # Linear schedules of this package and of RL Zoo
+    if type(value).__name__ in ("LinearToZero", "SimpleLinearSchedule"):
+        return f"lin_{value.initial_value}"
+    return value

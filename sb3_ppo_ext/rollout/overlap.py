@@ -1,0 +1,166 @@
+"""Collection of rollouts whose environments do not wait for each other, where nobody can see the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EventCallback
+
+from sb3_ppo_ext.common.guards import check_finite, is_finite, refuse_policy
+from sb3_ppo_ext.rollout.actors import Actor, DivisibleActor
+from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
+from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
+
+# Callbacks that never end a training, do not use its environments, and read nothing of a step but what `_locals` gives them
+PATIENT = {
+    "stable_baselines3.common.callbacks.CallbackList",
+    "stable_baselines3.common.callbacks.CheckpointCallback",
+    "stable_baselines3.common.callbacks.EvalCallback",
+    "stable_baselines3.common.callbacks.EveryNTimesteps",
+    "stable_baselines3.common.callbacks.ProgressBarCallback",
+    "rl_zoo3.callbacks.SaveVecNormalizeCallback",
+    "sb3_ppo_ext.TrainingCheckpoint",
+    "sb3_ppo_ext.zoo.atomic_saving.AtomicEvalCallback",
+    "sb3_ppo_ext.zoo.progress_file.ProgressFile",
+}
+# Bytes of the observations of a rollout above which the memory for copies of them, and the time for messages, matter
+LARGEST = 1 << 28
+# What a rollout calls of the environments
+STEPS = ("step", "step_async", "step_wait")
+
+
+def overlapped_collection(
+    model: Any, env: Any, callback: BaseCallback, actor: Actor, n_steps: int
+) -> OverlappedCollection | None:
+    """
+    :param model: Model that collects a rollout
+    :param env: Environments, with their wrappers
+    :param callback: Callback of the training
+    :param actor: Actor of the rollout
+    :param n_steps: Number of steps to collect in each environment
+    :return: Collection of the rollout, if nothing but the actor decides what the environments do in it, and nothing sees them
+        in between; otherwise ``None``. Wrappers such as ``VecNormalize`` need all environments at each step
+    """
+    if not isinstance(env, ParallelVecEnv) or not isinstance(actor, DivisibleActor):
+        return None
+    is_own = all(getattr(type(env), name) is getattr(ParallelVecEnv, name) and name not in vars(env) for name in STEPS)
+    if not env.overlap or not is_own or not _is_patient(callback, env):
+        return None
+    make_actor = actor.for_share()
+    # If there is such a function, observations are arrays.
+    if make_actor is None or model._last_obs.nbytes * n_steps > LARGEST:
+        return None
+    return OverlappedCollection(model, env, callback, actor, make_actor, n_steps)
+
+
+def _is_patient(callback: BaseCallback | None, env: ParallelVecEnv) -> bool:
+    if callback is None or (type(callback) is ConvertCallback and callback.callback is None):
+        return True
+    if f"{type(callback).__module__}.{type(callback).__qualname__}" not in PATIENT:
+        return False
+    parts: list[BaseCallback | None] = []
+    if isinstance(callback, CallbackList):
+        parts += callback.callbacks
+    if isinstance(callback, EventCallback):
+        parts.append(callback.callback)
+    if isinstance(callback, EvalCallback):
+        parts.append(callback.callback_on_new_best)
+        if callback.eval_env.unwrapped is env:
+            return False
+    return all(_is_patient(part, env) for part in parts)
+
+
+class OverlappedCollection:
+    """
+    The collection of a rollout by :meth:`ParallelVecEnv.collect`. Callbacks are called afterwards, for one step after the
+    other, with the model as it would be after the step.
+
+    :param model: Model that collects it
+    :param env: Environments
+    :param callback: Callback of the training
+    :param actor: Actor of the rollout
+    :param make_actor: Function that makes the actor for some environments
+    :param n_steps: Number of steps to collect in each environment
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        env: ParallelVecEnv,
+        callback: BaseCallback,
+        actor: DivisibleActor,
+        make_actor: Callable[[slice], ShareActor],
+        n_steps: int,
+    ):
+        self.model, self.env, self.callback, self.actor, self.n_steps = model, env, callback, actor, n_steps
+        self.make_actor = make_actor
+
+    def run(self) -> bool:
+        """
+        :return: False if a callback has ended the training
+        """
+        try:
+            return self._run()
+        except BaseException:
+            # The environments are ahead of the model, or behind it: without a last observation, `learn` resets them.
+            self.model._last_obs = None
+            raise
+
+    def _run(self) -> bool:
+        model = self.model
+        starts = np.array(model._last_episode_starts, bool)
+        rollout = self.env.collect(self.make_actor, model._last_obs, self.n_steps)
+        env_actions: Any = model._within_bounds(rollout.samples) if rollout.n_steps else ()
+        is_right = is_finite(rollout.observations) and is_finite(rollout.rewards)
+        truncated: list[tuple[int, int, Any]] = []
+        for step in range(rollout.n_steps):
+            if not is_right:
+                check_finite(model, "observation", rollout.observations[step + 1], step)
+                check_finite(model, "reward", rollout.rewards[step], step)
+            infos = self._end_step(rollout, step, env_actions[step])
+            if infos is None:
+                model._last_obs = None
+                return False
+            if step in rollout.infos:
+                model._update_info_buffer(infos, rollout.dones[step])
+                truncated += [(step, *each) for each in model._truncated_episodes(rollout.dones[step], infos, step)]
+            model._last_obs, model._last_episode_starts = rollout.observations[step + 1], rollout.dones[step]
+        if rollout.n_steps < self.n_steps:
+            refuse_policy(model.policy, rollout.n_steps, model.num_timesteps)
+
+        # Copied, so that nothing keeps the whole rollout
+        model._last_obs, model._last_episode_starts = model._last_obs.copy(), model._last_episode_starts.copy()
+        self.env.actions = env_actions[-1].copy()
+        self.actor.record_all(rollout, starts, truncated, model.gamma)
+        values = self.actor.finish(model.policy, model._last_obs, model._last_episode_starts)
+        self.callback.update_locals({"values": values, "n_steps": self.n_steps})
+        self.callback.on_rollout_end()
+        return True
+
+    def _end_step(self, rollout: ShareRollout, step: int, env_actions: np.ndarray) -> list[dict[str, Any]] | None:
+        """Let the callbacks see a step, and return its infos; ``None`` if one of them ends the training."""
+        infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.env.num_envs)]
+        for index, info in rollout.infos.get(step, {}).items():
+            infos[index] = info
+        self.model.num_timesteps += self.env.num_envs * self.model.ranks.size
+        self.callback.update_locals(self._locals(rollout, step, env_actions, infos))
+        return infos if self.callback.on_step() else None
+
+    def _locals(self, rollout: ShareRollout, step: int, env_actions: np.ndarray, infos: Any) -> dict[str, Any]:
+        return {
+            "self": self.model,
+            "env": self.env,
+            "callback": self.callback,
+            "rollout_buffer": self.model.rollout_buffer,
+            "n_rollout_steps": self.n_steps,
+            "n_steps": step,
+            "samples": rollout.samples[step],
+            "actions": rollout.samples[step],
+            "clipped_actions": env_actions,
+            "new_obs": rollout.observations[step + 1],
+            "rewards": rollout.rewards[step],
+            "dones": rollout.dones[step],
+            "infos": infos,
+        }

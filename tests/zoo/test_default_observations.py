@@ -1,0 +1,112 @@
+"""The entry `default` reads any observations: it chooses wrappers and a policy."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from support.zoo import config, manager, saved
+
+from sb3_ppo_ext import make
+from sb3_ppo_ext.zoo.yaml_entries import wrappers_for
+
+ENCODE, FLATTEN = "sb3_ppo_ext.EncodeText", "gymnasium.wrappers.FlattenObservation"
+VECTOR = spaces.Box(-1, 1, (2,), np.float32)
+
+
+class Mission(spaces.Space[str]):
+    """Strings, of a class like MiniGrid's."""
+
+    def sample(self, mask=None, probability=None):
+        return "go to the " + str(self.np_random.choice(["red", "green"])) + " door"
+
+    def contains(self, x):
+        return isinstance(x, str)
+
+
+def image(*shape):
+    return spaces.Box(0, 255, shape, np.uint8)
+
+
+class Sampling(gym.Env):
+    """Shows samples of its space."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space, offset=0.0):
+        self.observation_space, self.offset = space, offset
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), float(action), False, False, {}
+
+
+# Space, wrappers, policy, and shape of what the policy reads
+SPACES = {
+    "minigrid": (
+        spaces.Dict(direction=spaces.Discrete(4), image=image(7, 7, 3), mission=Mission()),
+        [ENCODE, FLATTEN],
+        "MlpPolicy",
+        (4 + 147 + 32 * 64,),
+    ),
+    "large-image": (spaces.Dict(image=image(40, 40, 3), mission=Mission()), [ENCODE], "MultiInputPolicy", None),
+    "text": (spaces.Text(5), [ENCODE], "MlpPolicy", (32 * 64,)),
+    "small-image-in-dict": (spaces.Dict(image=image(7, 7, 3), speed=VECTOR), [FLATTEN], "MlpPolicy", (149,)),
+    "tuple": (spaces.Tuple([spaces.Discrete(3), VECTOR]), [FLATTEN], "MlpPolicy", (5,)),
+    "nested": (spaces.Dict(part=spaces.Dict(speed=VECTOR), word=spaces.Discrete(3)), [FLATTEN], "MlpPolicy", (5,)),
+    "flat": (spaces.Dict(speed=VECTOR, image=image(36, 36, 1)), [], "MultiInputPolicy", None),
+    "vector": (VECTOR, [], "MlpPolicy", (2,)),
+}
+for name, (space, *_) in SPACES.items():
+    gym.register(f"Sampling-{name}-v0", Sampling, max_episode_steps=10, kwargs=dict(space=space))
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_wrappers_and_policy(name):
+    """What the policy cannot read is encoded or flattened, and it is trained with."""
+    space, wrappers, policy, shape = SPACES[name]
+    assert wrappers_for(space) == wrappers
+    model, env = make(f"Sampling-{name}-v0", n_steps=8, batch_size=8, n_epochs=1, n_envs=2, device="cpu", seed=0)
+    assert type(model.policy) is model.policy_aliases[policy]
+    assert env.observation_space.shape == shape
+    model.learn(32)
+
+
+@pytest.mark.parametrize("env_id", ["MiniGrid-GoToObject-6x6-N2-v0", "BabyAI-GoToObj-v0", "BabyAI-BossLevel-v0"])
+def test_minigrid_and_babyai(env_id):
+    """Missions are read, also the long ones of BabyAI."""
+    model, _ = make(env_id, n_steps=8, batch_size=8, n_envs=1, device="cpu", seed=0)
+    assert model.observation_space.shape == ((2835,) if env_id.startswith("MiniGrid") else (4 + 147 + 32 * 64,))
+    model.learn(8)
+
+
+def test_what_nothing_can_read():
+    """Spaces without a fixed size are refused, with the name of the space."""
+    gym.register("Sampling-sequence-v0", Sampling, kwargs=dict(space=spaces.Sequence(VECTOR)))
+    assert wrappers_for(spaces.Sequence(VECTOR)) == []
+    with pytest.raises(ValueError, match="has a Sequence, which no policy can read"):
+        make("Sampling-sequence-v0")
+
+
+def test_train_and_enjoy(tmp_path, train_here, enjoy_here):
+    """The Zoo trains on such observations, saves the wrappers with the other hyperparameters, and watches the agent."""
+    train_here("--env", "Sampling-minigrid-v0", "-n", 64, "-params", "n_steps:16", "batch_size:16", "n_epochs:1")
+    assert saved(tmp_path, "Sampling-minigrid-v0").exists()
+    stored = config(tmp_path, "Sampling-minigrid-v0")
+    assert (stored["env_wrapper"], stored["policy"], stored["gamma"]) == ([ENCODE, FLATTEN], "MlpPolicy", 0.9925)
+    assert "Mean reward" in enjoy_here("Sampling-minigrid-v0", 30)
+
+
+def test_users_decide(tmp_path):
+    """A wrapper or policy of the user's is kept, and the other one fits it; keyword arguments reach the environment."""
+    arguments = dict(env_id="Sampling-minigrid-v0", folder=tmp_path, eval_freq=-1)
+    given = dict(n_steps=8, env_wrapper=[{ENCODE: dict(n_words=8)}, FLATTEN])
+    model, hyperparams = manager(**arguments, hyperparams=given, env_kwargs=dict(offset=1.0)).setup_experiment()
+    assert (hyperparams["env_wrapper"], hyperparams["policy"]) == (given["env_wrapper"], "MlpPolicy")
+    assert model.observation_space.shape == (4 + 147 + 8 * 64,)
+    assert model.env.get_attr("offset") == [1.0] * model.n_envs
+    given = dict(n_steps=8, policy="sb3_ppo_ext.MlpPolicy")
+    _, hyperparams = manager(**arguments, hyperparams=given).setup_experiment()
+    assert (hyperparams["env_wrapper"], hyperparams["policy"]) == ([ENCODE, FLATTEN], "sb3_ppo_ext.MlpPolicy")

@@ -1,0 +1,117 @@
+"""Mistakes in YAML files and on the command line of RL Zoo: one line that names the key and the remedy."""
+
+import re
+import sys
+
+import pytest
+from support.zoo import MODULE, manager, run, train
+
+from sb3_ppo_ext.zoo.__main__ import main
+from sb3_ppo_ext.zoo.entry_checks import CommandError
+
+ENTRY = "n_timesteps: 64\n  policy: MlpPolicy\n  n_steps: 16\n  batch_size: 16\n"
+# Text of a file -> what the message says
+FILES = {
+    "CartPole-v1:\n  n_steps: [16\n": "it is not YAML (while parsing a flow sequence",
+    "CartPole-v1:\nn_steps: 16\n": "each entry has to be a mapping of names to values",
+    "CartPole-v1: 16\n": "each entry has to be a mapping",
+    "- CartPole-v1\n": "each entry has to be a mapping",
+    "Acrobot-v1:\n  n_steps: 16\n": "Hyperparameters not found for ppo_ext-CartPole-v1",
+    "CartPole-v1:\n  policy: MlpPolicy\n": "The entry of CartPole-v1 has no `n_timesteps`: add it",
+    "CartPole-v1:\n  n_timesteps: 64\n": "has no `policy`: add it, such as `policy: MlpPolicy`",
+}
+# Further lines of an entry -> what the message says
+LINES = {
+    "normalise: true": "PPOExt has no option `normalise`: did you mean `normalize`",
+    "n_env: 2": "PPOExt has no option `n_env`: did you mean `n_envs`",
+    "n_envs: two": "`n_envs='two'` is not valid: give an integer",
+    "n_timesteps: 1e6": "`n_timesteps='1e6'` is not valid: give a number (in YAML, write",
+    "frame_stack: 0": "`frame_stack=0` is not valid",
+    "learning_rate: 3e-4": "`learning_rate='3e-4'` is not valid",
+    "normalize: yess": "`normalize='yess'` is not valid: it is no Python code",
+    "normalize: 3": "`normalize=3` is not valid: give true, false",
+    "normalize: {norm_obz: true}": "`normalize` has no option `norm_obz`: did you mean `norm_obs`",
+    "monitor_kwargs: {info: 1}": "`monitor_kwargs` has no option `info`",
+    "policy_kwargs: dict(net_arch=[64]": "`policy_kwargs='dict(net_arch=[64]'` is not valid",
+    "policy_kwargs: [64]": "`policy_kwargs=[64]` is not valid: give a dictionary",
+    "policy_kwargs: {net_arc: [64]}": "`policy_kwargs` has no option `net_arc`: did you mean `net_arch`",
+    "policy: my.Policy": "`policy='my.Policy'` is not valid: it cannot be imported",
+    "env_wrapper: rl_zoo3.wrappers.FrameSkp": "`env_wrapper='rl_zoo3.wrappers.FrameSkp'` is not valid",
+    "env_wrapper: TimeLimit": "give the full name of a class",
+    "env_wrapper:\n    - rl_zoo3.wrappers.FrameSkip:\n      skip: 2": "give one class with its keyword",
+    "env_wrapper:\n    - rl_zoo3.wrappers.FrameSkip:\n        skp: 2": "did you mean `skip`",
+    "action_dist: beta": "`action_dist='beta'` is not valid",
+}
+
+
+@pytest.mark.parametrize("text", [*FILES, *LINES])
+def test_mistakes_in_a_file(text, tmp_path, train_here):
+    """The message names the mistake, in one line, and is that with which the command ends."""
+    message = FILES.get(text) or LINES[text]
+    (tmp_path / "mine.yml").write_text(text if text in FILES else f"CartPole-v1:\n  {ENTRY}  {text}\n")
+    with pytest.raises(CommandError, match=re.escape(message)) as caught:
+        train_here("--env", "CartPole-v1", "-conf", "mine.yml")
+    assert caught.value.code == f"Error: {caught.value}"
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("conf", "message"),
+    [("missing.yml", "there is no such file"), ("no.module", "it cannot be read"), ("mine.py", "it cannot be read")],
+)
+def test_files_that_cannot_be_read(conf, message, tmp_path, train_here):
+    """Nor is there a traceback if the file is missing, or is another one."""
+    (tmp_path / "mine.py").write_text("hyperparameters = {}")
+    with pytest.raises(CommandError, match=f"`--conf-file {conf}`: {message}"):
+        train_here("--env", "CartPole-v1", "-conf", conf)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "normalize: {norm_obs: false, clip_reward: 5.0}",
+        "normalize: dict(norm_obs=False)",
+        "normalize: null",
+        "frame_stack: null",
+        "env_wrapper: null",
+        "env_wrapper: gymnasium.wrappers.FlattenObservation",
+        "env_wrapper:\n    - rl_zoo3.wrappers.FrameSkip:\n        skip: 2\n    - gymnasium.wrappers.FlattenObservation",
+        "policy_kwargs: dict(activation_fn=nn.ReLU)",
+        "policy_kwargs: {net_arch: [8]}",
+        "monitor_kwargs: dict(allow_early_resets=False)",
+        "callback: rl_zoo3.callbacks.RawStatisticsCallback",
+        "policy: sb3_ppo_ext.MlpPolicy",
+        "learning_rate: lin_0.001",
+    ],
+)
+def test_what_the_zoo_takes(more, tmp_path):
+    """Values in each form that the Zoo takes are accepted, and reach the model."""
+    path = tmp_path / "mine.yml"
+    path.write_text(f"CartPole-v1:\n  {ENTRY}  {more}\n")
+    model, _ = manager(env_id="CartPole-v1", folder=tmp_path, config=str(path), eval_freq=-1).setup_experiment()
+    assert model.n_steps == 16
+
+
+def test_traceback_on_demand(tmp_path, train_here):
+    """From verbosity 2 on, the error ends the command as in Python, with the traceback."""
+    with pytest.raises(ValueError, match="n_step") as caught:
+        train_here("--env", "CartPole-v1", "-params", "n_step:5", "--verbose", 2)
+    assert not isinstance(caught.value, SystemExit)
+
+
+def test_a_folder_that_cannot_be_resumed(tmp_path, monkeypatch):
+    """`resume` ends with a message as well."""
+    monkeypatch.setattr(sys, "argv", ["zoo", "resume", str(tmp_path)])
+    with pytest.raises(CommandError, match="give the folder of one run"):
+        main()
+
+
+@pytest.mark.integration
+def test_what_a_user_sees(tmp_path):
+    """The last line is the message, there is no traceback, and the exit status is that of an error."""
+    printed = train("--env", "CartPole-v1", "-params", "n_step:5", cwd=tmp_path, fails=True)
+    assert "Traceback" not in printed
+    assert "\nError: PPOExt has no option `n_step`: did you mean `n_steps`" in printed
+    printed = run(*MODULE, "sb3_ppo_ext.zoo", "resume", tmp_path, cwd=tmp_path, fails=True)
+    assert printed.startswith("Error: `folder=")
