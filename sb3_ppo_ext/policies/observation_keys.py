@@ -19,7 +19,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
 from sb3_ppo_ext.common.validation import BadArgumentError, check_type, refuse
-from sb3_ppo_ext.policies.residual_networks import NetTypeMixin, layers_of
+from sb3_ppo_ext.policies.networks import NetTypeMixin, layers_of
 
 SelfObservationKeys = TypeVar("SelfObservationKeys", bound="ObservationKeysMixin")
 # Keywords with the keys that each of the two networks reads
@@ -40,7 +40,7 @@ class ObservationKeysMixin(NetTypeMixin):
     :param actor_keys: Keys of the observations that the actor reads, ``None`` for all
     :param critic_keys: Keys of the observations that the critic reads, ``None`` for all
     :param with_critic: Whether there is a critic, see :meth:`without_critic`
-    :param kwargs: Keyword arguments of SB3's policy, and of :class:`~sb3_ppo_ext.policies.residual_networks.NetTypeMixin`
+    :param kwargs: Keyword arguments of SB3's policy, and of :class:`~sb3_ppo_ext.policies.networks.NetTypeMixin`
     :raises ValueError: if the observation space has no such keys, or ``share_features_extractor=True`` is given with different
         keys
     """

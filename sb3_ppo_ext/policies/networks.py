@@ -1,9 +1,8 @@
-"""Networks of residual blocks for actor and critic (``net_type="simba"``), in the place of SB3's ``MlpExtractor``."""
+"""Kinds of hidden layers for actor and critic (``net_type``), in SB3's ``MlpExtractor``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch as th
@@ -15,16 +14,14 @@ from torch import nn
 from sb3_ppo_ext.common.validation import check_choice, refuse
 from sb3_ppo_ext.policies.saved_policies import SavedPolicy
 
-NetType = Literal["mlp", "simba"]
-# Sizes for actor and critic, if `net_arch` is not given: a critic gains more from width than an actor.
-NET_ARCH = {"pi": [64], "vf": [128]}
-# Width of the hidden layer of a block, as a multiple of its input
+NetType = Literal["mlp", "layer_norm", "simba"]
+# Width of the hidden layer of a residual block, as a multiple of its input
 EXPANSION = 4
 
 
 class ResidualBlock(nn.Module):
     """
-    ``x + W2 f(W1 LayerNorm(x) + b1) + b2``
+    ``x + W2 f(W1 LayerNorm(x) + b1) + b2``, with a hidden layer of four times the size.
 
     :param size: Size of the input and of the output
     :param activation_fn: Class of the activation function f
@@ -44,46 +41,40 @@ class ResidualBlock(nn.Module):
         return outputs
 
 
-class ResidualExtractor(nn.Module):
+def normalized_layers(n_inputs: int, sizes: list[int], activation_fn: type[nn.Module]) -> nn.Sequential:
     """
-    Networks of the actor and of the critic: a linear layer, residual blocks, and a LayerNorm, as in SimBa.
+    Linear layers, each followed by a LayerNorm (https://arxiv.org/abs/1607.06450) and the activation function.
 
-    Paper: https://arxiv.org/abs/2410.09754
-
-    :param for_actor: Number of inputs of the actor's network
-    :param for_critic: Number of inputs of the critic's network
-    :param net_arch: Sizes of the blocks of each, see :func:`check_blocks`
+    :param n_inputs: Number of inputs
+    :param sizes: Sizes of the hidden layers
     :param activation_fn: Class of the activation function
+    :return: Network
     """
+    parts: list[nn.Module] = []
+    for n_in, n_out in zip([n_inputs, *sizes], sizes, strict=False):
+        parts += [nn.Linear(n_in, n_out), nn.LayerNorm(n_out), activation_fn()]
+    return nn.Sequential(*parts)
 
-    def __init__(self, for_actor: int, for_critic: int, net_arch: Mapping[str, list[int]], activation_fn: type[nn.Module]):
-        super().__init__()
-        self.policy_net = _network(for_actor, net_arch["pi"], activation_fn)
-        self.value_net = _network(for_critic, net_arch["vf"], activation_fn)
-        self.latent_dim_pi, self.latent_dim_vf = (*net_arch["pi"], for_actor)[0], (*net_arch["vf"], for_critic)[0]
 
-    def forward(self, features: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
-        """
-        :param features: Features, shape ``(batch_size, features_dim)``
-        :return: Inputs of the output layers of actor and critic
-        """
-        return self.forward_actor(features), self.forward_critic(features)
+def residual_layers(n_inputs: int, sizes: list[int], activation_fn: type[nn.Module]) -> nn.Sequential:
+    """
+    A linear layer, residual blocks and a LayerNorm, as in SimBa (https://arxiv.org/abs/2410.09754).
 
-    def forward_actor(self, features: th.Tensor) -> th.Tensor:
-        """
-        :param features: Features for the actor, shape ``(batch_size, features_dim)``
-        :return: Inputs of its output layer, shape ``(batch_size, latent_dim_pi)``
-        """
-        latents: th.Tensor = self.policy_net(features)
-        return latents
+    :param n_inputs: Number of inputs
+    :param sizes: Size of each residual block, all equal
+    :param activation_fn: Class of the activation function
+    :return: Network
+    """
+    if not sizes:
+        return nn.Sequential()
+    blocks = [ResidualBlock(size, activation_fn) for size in sizes]
+    return nn.Sequential(nn.Linear(n_inputs, sizes[0]), *blocks, nn.LayerNorm(sizes[0]))
 
-    def forward_critic(self, features: th.Tensor) -> th.Tensor:
-        """
-        :param features: Features for the critic, shape ``(batch_size, features_dim)``
-        :return: Inputs of its output layer, shape ``(batch_size, latent_dim_vf)``
-        """
-        latents: th.Tensor = self.value_net(features)
-        return latents
+
+NETWORKS: dict[str, Callable[[int, list[int], type[nn.Module]], nn.Sequential]] = {
+    "layer_norm": normalized_layers,
+    "simba": residual_layers,
+}
 
 
 class NetTypeMixin(SavedPolicy):
@@ -94,8 +85,9 @@ class NetTypeMixin(SavedPolicy):
     :param action_space: Action space
     :param lr_schedule: Learning rate schedule
     :param args: Further positional arguments of SB3's policy
-    :param net_type: ``"mlp"`` for SB3's networks, ``"simba"`` for residual blocks with LayerNorm. ``net_arch`` then has the size
-        of each block, all equal (``dict(pi=[64], vf=[128])`` by default), and ReLU is the default of ``activation_fn``
+    :param net_type: ``"mlp"`` for SB3's networks, ``"layer_norm"`` for a LayerNorm before each activation function, ``"simba"``
+        for residual blocks with LayerNorm. For ``"simba"``, ``net_arch`` has the size of each block, all equal
+        (``dict(pi=[64], vf=[128])`` by default), and ReLU is the default of ``activation_fn``
     :param kwargs: Keyword arguments of SB3's policy
     :raises ValueError: if there is no such kind, or the sizes of the blocks are not equal
     """
@@ -111,8 +103,11 @@ class NetTypeMixin(SavedPolicy):
     ):
         check_choice("net_type", net_type, get_args(NetType))
         self.net_type = net_type
-        if net_type == "simba":
+        if net_type == "simba" and args:
+            args = (blocks_of(args[0]), *args[1:])
+        elif net_type == "simba":
             kwargs["net_arch"] = blocks_of(kwargs.get("net_arch"))
+        if net_type == "simba" and len(args) < 2:
             kwargs.setdefault("activation_fn", nn.ReLU)
         super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
 
@@ -122,22 +117,26 @@ class NetTypeMixin(SavedPolicy):
         else:
             self.mlp_extractor = self.make_networks(self.features_dim, self.features_dim)
 
-    def make_networks(self, for_actor: int, for_critic: int) -> Any:
+    def make_networks(self, for_actor: int, for_critic: int) -> MlpExtractor:
         """
         :param for_actor: Number of inputs of the actor's network
         :param for_critic: Number of inputs of the critic's network
         :return: Both networks, those of SB3 with random numbers in its order
         """
-        if self.net_type == "simba":
-            arch: Any = self.net_arch
-            return ResidualExtractor(for_actor, for_critic, arch, self.activation_fn).to(self.device)
-        make = partial(MlpExtractor, activation_fn=self.activation_fn, device=self.device)
-        if for_actor == for_critic:
-            return make(for_actor, net_arch=self.net_arch)
-        networks = make(for_actor, net_arch={"pi": layers_of(self.net_arch, "pi")})
-        of_critic = make(for_critic, net_arch={"vf": layers_of(self.net_arch, "vf")})
-        networks.value_net, networks.latent_dim_vf = of_critic.value_net, of_critic.latent_dim_vf
+        if self.net_type == "mlp" and for_actor == for_critic:
+            return MlpExtractor(for_actor, self.net_arch, self.activation_fn, self.device)
+        networks = MlpExtractor(for_actor, [], self.activation_fn, self.device)
+        networks.policy_net, networks.latent_dim_pi = self._make_network(for_actor, layers_of(self.net_arch, "pi"))
+        networks.value_net, networks.latent_dim_vf = self._make_network(for_critic, layers_of(self.net_arch, "vf"))
         return networks
+
+    def _make_network(self, n_inputs: int, sizes: list[int]) -> tuple[nn.Sequential, int]:
+        """A network and the number of its outputs."""
+        if self.net_type == "mlp":
+            networks = MlpExtractor(n_inputs, {"pi": sizes}, self.activation_fn, self.device)
+            return networks.policy_net, networks.latent_dim_pi
+        network = NETWORKS[self.net_type](n_inputs, sizes, self.activation_fn)
+        return network.to(self.device), [n_inputs, *sizes][-1]
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         given = {} if self.net_type == "mlp" else {"net_type": self.net_type}
@@ -154,13 +153,6 @@ def layers_of(net_arch: Any, name: str) -> list[int]:
     return layers
 
 
-def _network(n_inputs: int, sizes: list[int], activation_fn: type[nn.Module]) -> nn.Sequential:
-    if not sizes:
-        return nn.Sequential()
-    blocks = [ResidualBlock(size, activation_fn) for size in sizes]
-    return nn.Sequential(nn.Linear(n_inputs, sizes[0]), *blocks, nn.LayerNorm(sizes[0]))
-
-
 def blocks_of(net_arch: Any) -> dict[str, list[int]]:
     """
     :param net_arch: Value of ``net_arch``, ``None`` for the default: the sizes of the blocks, one number for each, all equal, or
@@ -169,7 +161,9 @@ def blocks_of(net_arch: Any) -> dict[str, list[int]]:
     :raises ValueError: if the sizes are not equal
     """
     if net_arch is None:
-        return NET_ARCH
+        return {"pi": [64], "vf": [128]}  # a critic gains more from width than an actor
+    if isinstance(net_arch, list | tuple) and len(net_arch) == 1 and isinstance(net_arch[0], Mapping):
+        net_arch = net_arch[0]  # the form before SB3 1.8, which it still takes
     given = dict(net_arch) if isinstance(net_arch, Mapping) else {"pi": net_arch, "vf": net_arch}
     sizes = {key: [int(size) for size in given.get(key, ())] for key in ("pi", "vf")}
     for each in sizes.values():
