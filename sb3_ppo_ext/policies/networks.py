@@ -126,11 +126,11 @@ class NetTypeMixin(SavedPolicy):
         if self.net_type == "mlp" and for_actor == for_critic:
             return MlpExtractor(for_actor, self.net_arch, self.activation_fn, self.device)
         networks = MlpExtractor(for_actor, [], self.activation_fn, self.device)
-        networks.policy_net, networks.latent_dim_pi = self._make_network(for_actor, layers_of(self.net_arch, "pi"))
-        networks.value_net, networks.latent_dim_vf = self._make_network(for_critic, layers_of(self.net_arch, "vf"))
+        networks.policy_net, networks.latent_dim_pi = self._hidden_layers(for_actor, layers_of(self.net_arch, "pi"))
+        networks.value_net, networks.latent_dim_vf = self._hidden_layers(for_critic, layers_of(self.net_arch, "vf"))
         return networks
 
-    def _make_network(self, n_inputs: int, sizes: list[int]) -> tuple[nn.Sequential, int]:
+    def _hidden_layers(self, n_inputs: int, sizes: list[int]) -> tuple[nn.Sequential, int]:
         """A network and the number of its outputs."""
         if self.net_type == "mlp":
             networks = MlpExtractor(n_inputs, {"pi": sizes}, self.activation_fn, self.device)
