@@ -85,8 +85,8 @@ class NetTypeMixin(SavedPolicy):
     :param action_space: Action space
     :param lr_schedule: Learning rate schedule
     :param args: Further positional arguments of SB3's policy
-    :param net_type: ``"mlp"`` for SB3's networks, ``"layer_norm"`` for a LayerNorm before each activation function, ``"simba"``
-        for residual blocks with LayerNorm. For ``"simba"``, ``net_arch`` has the size of each block, all equal
+    :param net_type: ``"mlp"`` for SB3's networks, ``"layer_norm"`` for a LayerNorm before each activation function,
+        ``"simba"`` for residual blocks with LayerNorm. For ``"simba"``, ``net_arch`` has the size of each block, all equal
         (``dict(pi=[64], vf=[128])`` by default), and ReLU is the default of ``activation_fn``
     :param kwargs: Keyword arguments of SB3's policy
     :raises ValueError: if there is no such kind, or the sizes of the blocks are not equal
@@ -155,8 +155,8 @@ def layers_of(net_arch: Any, name: str) -> list[int]:
 
 def blocks_of(net_arch: Any) -> dict[str, list[int]]:
     """
-    :param net_arch: Value of ``net_arch``, ``None`` for the default: the sizes of the blocks, one number for each, all equal, or
-        a dictionary of such lists for actor (``pi``) and critic (``vf``)
+    :param net_arch: Value of ``net_arch``, ``None`` for the default: the sizes of the blocks, one number for each, all equal,
+        or a dictionary of such lists for actor (``pi``) and critic (``vf``)
     :return: Sizes of both
     :raises ValueError: if the sizes are not equal
     """

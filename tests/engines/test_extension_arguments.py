@@ -50,7 +50,12 @@ MESSAGES = [
     ("Network", ([linear(2, 3), norm(3)],), ValueError, "first and the last layer must be linear$"),
     ("Network", (["tanh", linear(3, 1)],), ValueError, "must follow a linear layer or a normalisation"),
     ("Network", ([linear(2, 3), "tanh", "tanh", linear(3, 1)],), ValueError, "must follow a linear layer or a normalisation$"),
-    ("Network", ([linear(3, 3), linear(3, 3), 1, linear(3, 1)],), ValueError, "a sum must have the index of a layer further up"),
+    (
+        "Network",
+        ([linear(3, 3), linear(3, 3), 1, linear(3, 1)],),
+        ValueError,
+        "a sum must have the index of a layer further up",
+    ),
     ("Network", ([linear(3, 3), linear(3, 3), -1, linear(3, 1)],), ValueError, "the index of a layer further up"),
     ("Network", ([linear(3, 3), linear(3, 3), 10**30, linear(3, 1)],), ValueError, "index of a layer further up"),
     ("Network", ([linear(3, 3), "relu", linear(3, 3), 0, linear(3, 1)],), ValueError, "no activation or sum follows"),

@@ -7,7 +7,7 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3 import PPO
-from support.engines import KEYS, VECTORS, assert_same_update, make
+from support.engines import KEYS, VECTORS, assert_same_update
 from support.options import assert_continues
 from support.parity import assert_equal_runs, train
 from support.toys import BOX_ACTION, DICT, IMAGE, VECTOR, ToyEnv, make_toys
@@ -92,7 +92,8 @@ def test_sizes_of_simba():
 def test_positional_arguments():
     """A policy that is made by hand takes `net_arch` and `activation_fn` at their places."""
     policy = MlpPolicy(VECTOR, BOX_ACTION, lambda _: 1e-3, [8, 8], nn.ELU, net_type="simba")
-    assert policy.net_arch == {"pi": [8, 8], "vf": [8, 8]} and policy.activation_fn is nn.ELU
+    assert policy.net_arch == {"pi": [8, 8], "vf": [8, 8]}
+    assert policy.activation_fn is nn.ELU
 
 
 @pytest.mark.parametrize("keywords", [{}, dict(net_type="mlp")])

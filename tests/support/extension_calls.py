@@ -137,7 +137,8 @@ class Entries:
 
     def wrong_layers(self):
         first, rest = self.layers[0], self.layers[1:]
-        yield from (None, 5, (), tuple(self.layers), {}, "word", [], [first] + [self.layer(self.sizes[1], self.sizes[1])] * 64, [None], [5], [()], [first[:3]])
+        yield from (None, 5, (), tuple(self.layers), {}, "word", [], [None], [5], [()], [first[:3]])
+        yield [first, *[self.layer(self.sizes[1], self.sizes[1])] * 64]
         for wrong in (*(name for name in WRONG_NAMES if name != 5), -1, len(self.layers), 10**40, True, 0.0, "tanh"):
             yield [*self.layers, wrong]
             yield [wrong, *self.layers]

@@ -51,7 +51,7 @@ def read(layer: Any) -> Layer:
     return layer.weight.detach().numpy(), layer.bias.detach().numpy()
 
 
-def make_network(layers: Iterable[Layer], gradients: Iterable[tuple[np.ndarray, np.ndarray]]) -> Any:
+def make_network(layers: Iterable[Layer], gradients: Iterable[tuple[np.ndarray, ...]]) -> Any:
     """
     :param layers: Layers of the network
     :param gradients: Arrays for the gradients of weight and bias of each layer with parameters

@@ -11,6 +11,7 @@ from sb3_ppo_ext.distributions.base import Sampler
 from sb3_ppo_ext.engines.native.layers import Layer, make_network
 from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor
 
+
 class NativeShareActor(ShareActor):
     """
     Computes what :meth:`NativeActor.act` does for some of the environments, to the bit: the extension module computes the
