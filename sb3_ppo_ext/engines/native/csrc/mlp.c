@@ -684,13 +684,11 @@ static void differentiate_layer(struct layer *layer, long at, long start, long r
         kernels->add(next, layer[-1].sum->delta + at * layer->ld_in, rows * layer->ld_in);
 }
 
-/* Write the gradients of the outputs of all layers, given those of the network, with `at` as above. */
-static void write_deltas(Network *self, const float *d_out, long at, long start, long rows)
+/* Write the gradients of the outputs of the last layer, those of the network, with `at` as above. */
+static void write_last_delta(Network *self, const float *d_out, long at, long start, long rows)
 {
     struct layer *last = &self->layers[self->n_layers - 1];
     copy_rows(d_out + start * last->n_out, last->n_out, last->delta + at * last->ld_out, last->ld_out, rows, last->n_out);
-    for (struct layer *layer = last; layer > self->layers; layer--)
-        differentiate_layer(layer, at, start, rows);
 }
 
 PyDoc_STRVAR(backward_doc,
@@ -711,13 +709,16 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
         }
     for (long start = 0; start < self->n_kept; start += CHUNK) {
         long rows = self->n_kept - start < CHUNK ? self->n_kept - start : CHUNK;
-        write_deltas(self, d_out.buf, 0, start, rows);
-        for (struct layer *layer = last; layer >= first; layer--)
+        write_last_delta(self, d_out.buf, 0, start, rows);
+        for (struct layer *layer = last; layer >= first; layer--) {
             if (!is_in_place(layer)) {
                 const float *input = read_by_weight(self, layer) + start * layer->ld_in;
                 add_d_weight(layer, 0, rows_of_d_weight(layer), input, layer->delta, rows);
                 kernels->add_rows(layer->delta, rows, layer->ld_out, layer->ld_out, layer->d_bias);
             }
+            if (layer > first)
+                differentiate_layer(layer, 0, start, rows);
+        }
     }
     for (struct layer *layer = first; layer <= last; layer++)
         if (!is_in_place(layer)) {
@@ -945,7 +946,10 @@ static void delta_task(void *argument, int number)
     struct call *call = argument;
     long start, rows;
     struct part *part = find_chunk(call, number, &start, &rows);
-    write_deltas(part->network, part->arrays[0].buf, start, call->start + start, rows);
+    Network *self = part->network;
+    write_last_delta(self, part->arrays[0].buf, start, call->start + start, rows);
+    for (struct layer *layer = &self->layers[self->n_layers - 1]; layer > self->layers; layer--)
+        differentiate_layer(layer, start, call->start + start, rows);
 }
 
 /* Number of rows of `d_weight` in a task: whole cache lines of a transposed gradient, and whole tiles of a product */
