@@ -32,8 +32,11 @@ def redraw_returns(table: Path) -> None:
     """
     report = import_module("returns_report")
     runs = pd.read_csv(table)
-    arms = sorted(runs["arm"].unique(), key=OURS.__contains__)
+    # The runs that SB3 itself has computed are listed, and not drawn.
+    arms = sorted((arm for arm in runs["arm"].unique() if not arm.endswith("computed by SB3")), key=OURS.__contains__)
     tasks = [task for task in runs["task"].unique() if set(arms) <= set(runs[runs["task"] == task]["arm"])]
+    if len(arms) < 2 or not tasks:
+        return  # So far, one of the arms has not been run.
     report.save(report.plot(runs, tasks, arms), table.with_suffix(".svg"))
 
 
