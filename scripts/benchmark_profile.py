@@ -179,7 +179,7 @@ def minibatches(sb3: Stopwatch, ext: Stopwatch, rounds: int) -> dict[str, dict[s
 def forward_of_a_layer(n: int) -> Callable[[], None]:
     """The forward pass of a single linear layer with 64 inputs and outputs."""
     weight, bias, x, out = (np.ones(shape, np.float32) for shape in ((64, 64), 64, (n, 64), (n, 64)))
-    network = _mlp.Network([(weight, bias, np.zeros_like(weight), np.zeros_like(bias))], "tanh")
+    network = _mlp.Network([(weight, bias, np.zeros_like(weight), np.zeros_like(bias))])
     network.pack()
     return lambda: network.forward(x, out)
 

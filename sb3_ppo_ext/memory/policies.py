@@ -27,7 +27,6 @@ from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
 from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer, Sequences
 from sb3_ppo_ext.memory.transformer import Cache, Transformer
-from sb3_ppo_ext.policies.observation_keys import make_mlp_extractor
 
 # Number of observations that are preprocessed at once where no gradient is needed
 MAX_IMAGES = 64
@@ -154,7 +153,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         self.pi_transformer = self.vf_transformer = self._make_transformer(self.pi_features_extractor)
         if not self.share_features_extractor:
             self.vf_transformer = self._make_transformer(self.vf_features_extractor)
-        self.mlp_extractor = make_mlp_extractor(self, self.pi_transformer.n_outputs, self.vf_transformer.n_outputs)
+        self.mlp_extractor = self.make_networks(self.pi_transformer.n_outputs, self.vf_transformer.n_outputs)
 
     def _make_transformer(self, extractor: BaseFeaturesExtractor) -> Transformer:
         size = extractor.features_dim + self.n_action_features + self.use_last_reward

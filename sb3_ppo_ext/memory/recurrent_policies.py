@@ -12,7 +12,6 @@ from stable_baselines3.common.policies import (
     ActorCriticPolicy,
     MultiInputActorCriticPolicy,
 )
-from stable_baselines3.common.torch_layers import MlpExtractor
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
@@ -115,9 +114,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
     # Networks
 
     def _build_mlp_extractor(self) -> None:
-        self.mlp_extractor = MlpExtractor(
-            self.lstm_output_dim, net_arch=self.net_arch, activation_fn=self.activation_fn, device=self.device
-        )
+        self.mlp_extractor = self.make_networks(self.lstm_output_dim, self.lstm_output_dim)
 
     def _build(self, lr_schedule: Schedule) -> None:
         if self.shared_lstm and not self.share_features_extractor:

@@ -41,7 +41,7 @@ _MARK, _OLD_MARK = "action_distribution_", "law_"
 # A dimension of the action space that is wider than this is probably not meant to be explored from end to end.
 WIDE, WIDER_THAN_OTHERS = 50.0, 10.0
 # Keywords that SB3's policies lack, and that `policy_kwargs` may have
-OWN_KEYWORDS = ("mean_tanh", "learn_std", *OF_KEYS)
+OWN_KEYWORDS = ("mean_tanh", "learn_std", "net_type", *OF_KEYS)
 
 
 class ActionDistributionMixin(ActionMaskingMixin):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,19 +14,19 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
-from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, MlpExtractor
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
 from sb3_ppo_ext.common.validation import BadArgumentError, check_type, refuse
-from sb3_ppo_ext.policies.saved_policies import SavedPolicy
+from sb3_ppo_ext.policies.networks import NetTypeMixin, layers_of
 
 SelfObservationKeys = TypeVar("SelfObservationKeys", bound="ObservationKeysMixin")
 # Keywords with the keys that each of the two networks reads
 KEYWORDS = ("actor_keys", "critic_keys")
 
 
-class ObservationKeysMixin(SavedPolicy):
+class ObservationKeysMixin(NetTypeMixin):
     """
     Mixin that lets actor and critic of a policy of SB3 read some keys of a Dict observation each. If these differ, each has a
     features extractor of its own, made for the space of its keys. The actor does not need what only the critic reads:
@@ -41,7 +40,7 @@ class ObservationKeysMixin(SavedPolicy):
     :param actor_keys: Keys of the observations that the actor reads, ``None`` for all
     :param critic_keys: Keys of the observations that the critic reads, ``None`` for all
     :param with_critic: Whether there is a critic, see :meth:`without_critic`
-    :param kwargs: Keyword arguments of SB3's policy
+    :param kwargs: Keyword arguments of SB3's policy, and of :class:`~sb3_ppo_ext.policies.networks.NetTypeMixin`
     :raises ValueError: if the observation space has no such keys, or ``share_features_extractor=True`` is given with different
         keys
     """
@@ -109,7 +108,7 @@ class ObservationKeysMixin(SavedPolicy):
         if for_actor == for_critic:
             super()._build_mlp_extractor()
         else:
-            self.mlp_extractor = make_mlp_extractor(self, for_actor, for_critic)
+            self.mlp_extractor = self.make_networks(for_actor, for_critic)
 
     def features_of(self, obs: PyTorchObs, extractor: nn.Module) -> th.Tensor:
         """
@@ -214,7 +213,7 @@ class ObservationKeysMixin(SavedPolicy):
             "critic_keys": given,
             "with_critic": False,
             "share_features_extractor": True,
-            "net_arch": {"pi": _layers(self.net_arch, "pi"), "vf": []},
+            "net_arch": {"pi": layers_of(self.net_arch, "pi"), "vf": []},
         }
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
@@ -236,27 +235,6 @@ class NoCritic(nn.Module):
             "This policy is an actor without its critic, from `policy.without_critic()`: it has no values. Call `predict` or "
             "`get_distribution`, or the policy that it was made from."
         )
-
-
-def make_mlp_extractor(policy: Any, for_actor: int, for_critic: int) -> MlpExtractor:
-    """
-    :param policy: Policy, with the sizes of the hidden layers
-    :param for_actor: Number of inputs of the actor's network
-    :param for_critic: Number of inputs of the critic's network
-    :return: Both networks, with random numbers in the order of SB3
-    """
-    make = partial(MlpExtractor, activation_fn=policy.activation_fn, device=policy.device)
-    if for_actor == for_critic:
-        return make(for_actor, net_arch=policy.net_arch)
-    networks = make(for_actor, net_arch={"pi": _layers(policy.net_arch, "pi")})
-    of_critic = make(for_critic, net_arch={"vf": _layers(policy.net_arch, "vf")})
-    networks.value_net, networks.latent_dim_vf = of_critic.value_net, of_critic.latent_dim_vf
-    return networks
-
-
-def _layers(net_arch: Any, name: str) -> list[int]:
-    layers: list[int] = net_arch.get(name, []) if isinstance(net_arch, dict) else net_arch
-    return layers
 
 
 def select(reader: str, observation: Any, keys: Iterable[str]) -> dict[str, Any]:

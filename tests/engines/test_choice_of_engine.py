@@ -126,10 +126,10 @@ REFUSED = {
     "NatureCNN": dict(env=dict(observation_space=IMAGE), policy="CnnPolicy"),
     "OwnForward computes": dict(policy=OwnForward),
     "OwnExtractor": dict(policy_kwargs=dict(features_extractor_class=OwnExtractor)),
-    "activations .*Mish": dict(policy_kwargs=dict(activation_fn=nn.Mish)),
+    "layer Mish.* activations": dict(policy_kwargs=dict(activation_fn=nn.Mish)),
     "ELU.* has other arguments": dict(policy_kwargs=dict(activation_fn=partial(nn.ELU, 0.5))),
     "OwnBuffer": dict(rollout_buffer_class=OwnBuffer),
-    "too many layers": dict(policy_kwargs=dict(net_arch=[4] * 16)),
+    "too many layers": dict(policy_kwargs=dict(net_arch=[4] * 32)),
     "large layers": dict(policy_kwargs=dict(net_arch=[512, 512])),
 }
 

@@ -59,6 +59,7 @@ OF_SEQUENCES = {
     "MlpTransformerPolicy, multi": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
     "MlpTransformerPolicy, binary": dict(env=dict(action_space=spaces.MultiBinary(3))),
     "MlpTransformerPolicy, beta": dict(action_dist="beta"),
+    "MlpTransformerPolicy, simba": dict(policy_kwargs=dict(TRANSFORMER, net_type="simba", net_arch=[16])),
 }
 ACTIONS = {
     "gaussian": {},
@@ -80,6 +81,8 @@ TOGETHER = {
     "own critic, AdamW": dict(critic_learning_rate=1e-3, optimizer="adamw", weight_decay=0.1),
     "weight decay": dict(weight_decay=0.1, max_clip_fraction=0.01),
     "SGD": dict(optimizer="sgd", accumulate_grad=2),
+    "layer_norm": dict(policy_kwargs=dict(net_type="layer_norm")),
+    "simba, Muon": dict(policy_kwargs=dict(net_type="simba", net_arch=[16]), optimizer="muon"),
     "different keys": dict(
         policy="MultiInputPolicy", env=dict(observation_space=DICT), policy_kwargs=KEYS, critic_learning_rate=1e-3
     ),
@@ -249,6 +252,7 @@ def test_transfers_with_normalisation(sim):
         {},
         dict(n_epochs=20),
         dict(action_dist="beta"),
+        dict(policy_kwargs=dict(net_type="simba", net_arch=[16])),
         dict(action_dist="squashed_gaussian", bounds_coef=0.1, kl_coef=0.1, kl_target=0.01),
         dict(advantage_norm="ema", target_kl=10.0, n_epochs=10),
         dict(vtrace=True, priority_alpha=0.5, priority_segment=4),

@@ -10,6 +10,8 @@ from support.engines import relative_error
 from support.toys import BOX_ACTION, VECTOR
 from torch import nn
 
+from sb3_ppo_ext.policies.networks import ResidualBlock
+
 _mlp = pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
 
 
@@ -20,17 +22,103 @@ def instruction_set(request):
     _mlp.use(_mlp.available()[0])
 
 
+ACTIVATIONS = [("tanh", nn.Tanh), ("relu", nn.ReLU), ("elu", nn.ELU), ("silu", nn.SiLU), ("gelu", nn.GELU)]
+
+
+def of_torch(modules):
+    """A network of the extension module for modules of PyTorch, and its gradients; a block is preceded by its input."""
+    names = {module: name for name, module in ACTIVATIONS}
+    layers, gradients = [], []
+    for module in modules:
+        if isinstance(module, ResidualBlock):
+            start = len(layers) - 1
+            inner, own = of_torch(module.layers)
+            layers, gradients = [*layers, *inner, start], [*gradients, *own]
+        elif type(module) in names:
+            layers.append(names[type(module)])
+        else:
+            own = [np.full(p.shape, 7, np.float32) for p in module.parameters()]
+            layers.append((*(p.detach().numpy() for p in module.parameters()), *own))
+            gradients += own
+    return layers, gradients
+
+
 def network_of(sizes, activation, module):
     """A module of PyTorch, the same as a network of the extension module, and the gradients of the latter."""
-    layers = [nn.Linear(*ends) for ends in itertools.pairwise(sizes)]
-    torch_net = nn.Sequential(*[part for layer in layers for part in (layer, module())][:-1])
-    gradients = [np.zeros(p.shape, np.float32) for p in torch_net.parameters()]
-    arrays = [p.detach().numpy() for p in torch_net.parameters()]
-    rows = zip(arrays[::2], arrays[1::2], gradients[::2], gradients[1::2], strict=True)
-    return torch_net, _mlp.Network(list(rows), activation), gradients
+    linear = [nn.Linear(*ends) for ends in itertools.pairwise(sizes)]
+    torch_net = nn.Sequential(*[part for layer in linear for part in (layer, module())][:-1])
+    layers, gradients = of_torch(torch_net)
+    return torch_net, _mlp.Network(layers), gradients
 
 
-ACTIVATIONS = [("tanh", nn.Tanh), ("relu", nn.ReLU), ("elu", nn.ELU), ("silu", nn.SiLU), ("gelu", nn.GELU)]
+def residual_net(module):
+    """Blocks of two kinds of sizes, between them and around them what else a network may have."""
+    return nn.Sequential(
+        nn.Linear(5, 24),
+        ResidualBlock(24, module),
+        ResidualBlock(24, module),
+        nn.LayerNorm(24),
+        module(),
+        nn.Linear(24, 19),
+        nn.LayerNorm(19),
+        nn.Linear(19, 33),
+        ResidualBlock(33, module),
+        nn.Linear(33, 3),
+    )
+
+
+def normalized_net(module):
+    parts = [[nn.Linear(*ends), nn.LayerNorm(ends[1]), module()] for ends in ((5, 1), (1, 64), (64, 37))]
+    return nn.Sequential(*itertools.chain(*parts), nn.Linear(37, 3))
+
+
+@pytest.mark.parametrize(("activation", "module"), ACTIVATIONS)
+@pytest.mark.parametrize("make_net", [residual_net, normalized_net])
+@pytest.mark.parametrize("n", [1, 64, 65, 200])
+def test_networks_with_normalisation_and_residual_blocks(instruction_set, make_net, activation, module, n):
+    """Outputs and gradients are those of PyTorch in double precision, those of weights and biases of LayerNorm as well."""
+    th.manual_seed(0)
+    torch_net = make_net(module)
+    for norm in torch_net.modules():
+        if isinstance(norm, nn.LayerNorm):
+            nn.init.normal_(norm.weight, 1.0, 0.5)
+            nn.init.normal_(norm.bias)
+    layers, gradients = of_torch(torch_net)
+    network = _mlp.Network(layers)
+    x, d_out = th.randn(n, 5), th.randn(n, 3)
+    out, latents = np.empty((n, 3), np.float32), np.empty((n, torch_net[-1].in_features), np.float32)
+    network.forward(x.numpy(), out)
+    network.latents(latents)
+    torch_net.double()
+    expected = torch_net(x.double())
+    expected.backward(d_out.double())
+    np.testing.assert_allclose(out, expected.detach().numpy(), rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(latents, torch_net[:-1](x.double()).detach().numpy(), rtol=1e-4, atol=2e-5)
+    for add in (False, True):
+        network.backward(d_out.numpy(), add)
+        for (name, parameter), gradient in zip(torch_net.named_parameters(), gradients, strict=True):
+            error = np.abs(parameter.grad.numpy() * (1 + add) - gradient).max()
+            assert error < 1e-4 * (1 + parameter.grad.abs().max()), name
+
+
+def test_normalisation_of_large_and_of_equal_numbers(instruction_set):
+    """LayerNorm takes numbers far from 0 and of any size, and numbers that are equal have the outputs ``bias``."""
+    identity, zeros = np.eye(37, dtype=np.float32), np.zeros(37, np.float32)
+    weight, bias = np.linspace(-1, 2, 37, dtype=np.float32), np.linspace(1, 2, 37, dtype=np.float32)
+    linear = (identity, zeros, identity.copy(), zeros.copy())
+    network = _mlp.Network([linear, (weight, bias, weight.copy(), bias.copy()), linear])
+    x = np.random.default_rng(0).normal(size=(5, 37)).astype(np.float32)
+    x[1] += 1000
+    x[2] *= 1e12
+    x[3] = 3
+    x[4, 0] = np.nan
+    out = np.empty_like(x)
+    network.forward(x, out)
+    tensors = (th.tensor(each, dtype=th.float64) for each in (x, weight, bias))
+    expected = nn.functional.layer_norm(next(tensors), (37,), *tensors)
+    np.testing.assert_allclose(out, expected.numpy(), rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(out[3], bias)
+    assert np.isnan(out[4]).all()
 
 
 @pytest.mark.parametrize(("activation", "module"), ACTIVATIONS)
@@ -65,7 +153,7 @@ def test_activations(instruction_set, activation, module):
     zero = np.zeros(1, np.float32)
     # The gradient of the second weight is the sum of the activations, and that of the first bias the sum of the derivatives.
     grads = [np.zeros_like(each) for each in (one, zero, one, zero)]
-    network = _mlp.Network([(one, zero, *grads[:2]), (one, zero, *grads[2:])], activation)
+    network = _mlp.Network([(one, zero, *grads[:2]), activation, (one, zero, *grads[2:])])
     out, exact = np.empty((1, 1), np.float32), module()
     for number in x.detach().numpy():
         network.forward(number.reshape(1, 1), out)
@@ -111,13 +199,13 @@ def test_network_refuses_arrays_that_do_not_fit():
     with pytest.raises(ValueError, match="float32"):
         network.latents(ones(3, 5))
     with pytest.raises(ValueError, match="fit together"):
-        _mlp.Network([(ones(3, 2), ones(3), ones(3, 2), ones(3)), (ones(1, 4), ones(1), ones(1, 4), ones(1))], "tanh")
+        _mlp.Network([(ones(3, 2), ones(3), ones(3, 2), ones(3)), (ones(1, 4), ones(1), ones(1, 4), ones(1))])
     with pytest.raises(ValueError, match="float32"):
-        _mlp.Network([(ones(3, 2), ones(2), ones(3, 2), ones(3))], "tanh")
+        _mlp.Network([(ones(3, 2), ones(2), ones(3, 2), ones(3))])
     with pytest.raises(ValueError, match="activation"):
-        _mlp.Network([(ones(3, 2), ones(3), ones(3, 2), ones(3))], "sine")
+        _mlp.Network([(ones(3, 2), ones(3), ones(3, 2), ones(3)), "sine"])
     with pytest.raises(ValueError, match="layers"):
-        _mlp.Network([], "tanh")
+        _mlp.Network([])
     with pytest.raises(ValueError, match="float32"):
         _mlp.Adam([(ones(3), ones(2), ones(3), ones(3))])
     with pytest.raises(ValueError, match="float32"):

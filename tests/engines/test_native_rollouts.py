@@ -48,6 +48,9 @@ ROLLOUTS = {
     "squashed": dict(action_dist="squashed_gaussian"),
     "beta": dict(action_dist="beta"),
     "gSDE": dict(use_sde=True),
+    "layer_norm": dict(policy_kwargs=dict(net_type="layer_norm", net_arch=[8, 12])),
+    "simba": dict(policy_kwargs=dict(net_type="simba", net_arch=dict(pi=[8], vf=[12, 12]))),
+    "simba, gSDE": dict(policy_kwargs=dict(net_type="simba", net_arch=[8]), use_sde=True),
     "gSDE, squashed": dict(use_sde=True, policy_kwargs=dict(squash_output=True, log_std_init=-2.0)),
 }
 

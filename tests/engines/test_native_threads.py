@@ -31,15 +31,26 @@ def instruction_set(request):
 class Net:
     """A network with random parameters, and a minibatch."""
 
-    def __init__(self, sizes, n, seed=0, activation="tanh"):
+    def __init__(self, sizes, n, seed=0, activation="tanh", is_residual=False):
         rng = np.random.default_rng(seed)
 
         def normal(*shape):
             return rng.normal(size=shape).astype(np.float32)
 
-        ends = itertools.pairwise(sizes)
-        self.layers = [(normal(o, i) / np.sqrt(i, dtype=np.float32), normal(o), normal(o, i), normal(o)) for i, o in ends]
-        self.network = _mlp.Network(self.layers, activation)
+        def linear(n_in, n_out):
+            weight = normal(n_out, n_in) / np.sqrt(n_in, dtype=np.float32)
+            return weight, normal(n_out), normal(n_out, n_in), normal(n_out)
+
+        def norm(size):
+            return tuple(normal(size) for _ in range(4))
+
+        self.layers = [linear(*sizes[:2])]
+        for ends in itertools.pairwise(sizes[1:]):
+            if is_residual:
+                layers = [norm(ends[0]), linear(ends[0], 40), activation, linear(40, ends[0]), len(self.layers) - 1]
+                self.layers += [*layers, norm(ends[0])]
+            self.layers += [linear(*ends)] if is_residual else [activation, linear(*ends)]
+        self.network = _mlp.Network(self.layers)
         self.x, self.out, self.d_out = normal(n, sizes[0]), np.empty((n, sizes[-1]), np.float32), normal(n, sizes[-1])
 
     def forth(self):
@@ -49,7 +60,7 @@ class Net:
         return self.network, self.d_out
 
     def results(self):
-        return [self.out.copy(), *(array.copy() for layer in self.layers for array in layer[2:])]
+        return [self.out.copy(), *(array.copy() for layer in self.layers if isinstance(layer, tuple) for array in layer[2:])]
 
 
 def on_one_thread(nets):
@@ -78,7 +89,11 @@ def assert_equal(expected, actual):
 def test_networks(instruction_set, sizes, n, n_threads):
     """Outputs and gradients equal those of one thread to the bit, for several networks at once, of other sizes as well."""
     threads = _mlp.Threads(n_threads)
-    nets = lambda: [Net(sizes, n), Net((*sizes[:1], 9), 2 * n + 1, 1, "relu"), Net(sizes, n, 2, "gelu")]  # noqa: E731
+
+    def nets():
+        some = [Net(sizes, n), Net((*sizes[:1], 9), 2 * n + 1, 1, "relu"), Net(sizes, n, 2, "gelu")]
+        return [*some, Net(sizes, n, 3, "silu", is_residual=True)]
+
     assert_equal(on_one_thread(nets()), on(threads, nets()))
 
 
@@ -152,7 +167,7 @@ mlp = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mlp)
 rng = np.random.default_rng(0)
 weight, bias, x, out = (rng.normal(size=shape).astype(np.float32) for shape in ((128, 128), 128, (500, 128), (500, 128)))
-network, threads = mlp.Network([(weight, bias, weight.copy(), bias.copy())], "tanh"), mlp.Threads(3)
+network, threads = mlp.Network([(weight, bias, weight.copy(), bias.copy())]), mlp.Threads(3)
 network.forward(x, out)
 expected = out.copy()
 

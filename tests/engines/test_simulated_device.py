@@ -22,10 +22,13 @@ KEYS = dict(actor_keys=["joints", "gear"])
 POLICIES = {
     "MlpPolicy": {},
     "MlpPolicy, separate extractors": dict(policy_kwargs=dict(share_features_extractor=False)),
+    "MlpPolicy, layer_norm": dict(policy_kwargs=dict(net_type="layer_norm")),
+    "MlpPolicy, simba": dict(policy_kwargs=dict(net_type="simba", net_arch=[16])),
     "CnnPolicy": dict(env=dict(observation_space=IMAGE)),
     "MultiInputPolicy": dict(env=dict(observation_space=DICT)),
     "MultiInputPolicy, different keys": dict(env=dict(observation_space=DICT), policy_kwargs=KEYS),
     "MlpTransformerPolicy": dict(policy_kwargs=TRANSFORMER),
+    "MlpTransformerPolicy, simba": dict(policy_kwargs=dict(TRANSFORMER, net_type="simba", net_arch=[16])),
     "CnnTransformerPolicy": dict(env=dict(observation_space=IMAGE), policy_kwargs=TRANSFORMER),
     "MultiInputTransformerPolicy": dict(env=dict(observation_space=DICT), policy_kwargs=TRANSFORMER),
     "MultiInputTransformerPolicy, different keys": dict(

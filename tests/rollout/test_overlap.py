@@ -130,6 +130,8 @@ def test_the_same_results_where_it_steps_aside(name, collected):
 OPTIONS = {
     "relu": dict(policy_kwargs=dict(net_arch=dict(pi=[300, 7], vf=[5]), activation_fn=th.nn.ReLU)),
     "no hidden layer": dict(policy_kwargs=dict(net_arch=[])),
+    "layer_norm": dict(policy_kwargs=dict(net_type="layer_norm")),
+    "simba": dict(policy_kwargs=dict(net_type="simba", net_arch=dict(pi=[9, 9], vf=[5]))),
     "truncations": dict(gamma=0.5, gae_lambda=0.7),
     "squashed Gaussian": dict(action_dist="squashed_gaussian"),
     "threads": dict(native_threads=2),

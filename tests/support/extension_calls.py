@@ -85,8 +85,10 @@ class Entries:
         self.module, self.rng, self.guarded = module, rng, Guarded()
         self.sizes = [rng.randint(1, 40) for _ in range(rng.randint(2, 5))]
         self.n = rng.choice([1, 2, 5, 63, 64, 65, 130])
-        self.layers = [self.layer(*ends) for ends in zip(self.sizes[:-1], self.sizes[1:], strict=True)]
-        self.network = module.Network(self.layers, "tanh")
+        self.layers = [self.layer(*self.sizes[:2])]
+        for ends in zip(self.sizes[1:-1], self.sizes[2:], strict=True):
+            self.layers += [*self.hidden(ends[0], len(self.layers) - 1), self.layer(*ends)]
+        self.network = module.Network(self.layers)
         self.array = self.guarded.array
         self.network.forward(self.array(self.n, self.sizes[0]), self.array(self.n, self.sizes[-1]))
         self.tensors = [tuple(self.array(*shape) for _ in range(4)) for shape in [(3, 2), (7,), (0,), ()]]
@@ -97,6 +99,12 @@ class Entries:
         array = self.guarded.array
         return array(n_out, n_in), array(n_out), array(n_out, n_in), array(n_out)
 
+    def hidden(self, size, before):
+        """What may lie between two linear layers."""
+        norm = tuple(self.guarded.array(size) for _ in range(4))
+        inner = [self.layer(size, 5), self.rng.choice(["relu", "gelu"]), self.layer(5, size)]
+        return self.rng.choice([["tanh"], [norm, "silu"], [norm, *inner, before], []])
+
     def all(self):
         """Names, functions, right arguments, and wrong values for each argument."""
         n, first, last, array = self.n, self.sizes[0], self.sizes[-1], self.array
@@ -106,7 +114,7 @@ class Entries:
         vectors = [array(n_envs) for _ in range(2)]
         read, written = (lambda a: list(wrong_arrays(a, False))), (lambda a: list(wrong_arrays(a, True)))
         network, adam, number = self.network, self.adam, list(WRONG_NUMBERS)
-        yield "Network", self.module.Network, (self.layers, "relu"), (self.wrong_layers(), list(WRONG_NAMES))
+        yield "Network", self.module.Network, (self.layers,), (self.wrong_layers(),)
         yield "Network.pack", network.pack, (), ()
         yield "Network.forward", network.forward, (x, out), (read(x), written(out))
         yield "Network.latents", network.latents, (latents,), (written(latents),)
@@ -129,7 +137,12 @@ class Entries:
 
     def wrong_layers(self):
         first, rest = self.layers[0], self.layers[1:]
-        yield from (None, 5, (), tuple(self.layers), {}, "word", [], self.layers * 17, [None], [5], [()], [first[:3]])
+        yield from (None, 5, (), tuple(self.layers), {}, "word", [], [None], [5], [()], [first[:3]])
+        yield [first, *[self.layer(self.sizes[1], self.sizes[1])] * 64]
+        for wrong in (*(name for name in WRONG_NAMES if name != 5), -1, len(self.layers), 10**40, True, 0.0, "tanh"):
+            yield [*self.layers, wrong]
+            yield [wrong, *self.layers]
+            yield [first, "tanh", wrong, *rest]
         yield from ([list(first)], [(*first, first[0])], [np.zeros((2, 2), np.float32)])
         yield [self.layer(self.sizes[0] + 1, self.sizes[1] + 1), self.layer(self.sizes[1], 3)]
         for n_in, n_out in ((0, 3), (3, 0), (0, 0)):
@@ -181,7 +194,7 @@ def call_wrongly(module, rng):
             for value in values:
                 attempt(f"{name}, argument {i}", function, (*right[:i], value, *right[i + 1 :]))
         function(*right)
-    classes = ((module.Network, (entries.layers, "tanh")), (module.Adam, (entries.tensors,)), (module.Threads, (2,)))
+    classes = ((module.Network, (entries.layers,)), (module.Adam, (entries.tensors,)), (module.Threads, (2,)))
     for cls, right in classes:
         made = cls(*right)
         attempt("new", cls.__new__, (cls,))
@@ -256,7 +269,7 @@ def call_again_within(module, rng):
         attempt("Threads.backward", threads.backward, ([(network, within[1])], within[1]), must_raise=False)
         layers = [entries.layer(3, 4), entries.layer(4, 5)]
         layers[0] = (Reentrant(entries, layers[0][0], other, layers), *layers[0][1:])
-        attempt("Network", module.Network, (layers, "tanh"), must_raise=False)
+        attempt("Network", module.Network, (layers,), must_raise=False)
         tensors = [tuple(array(3) for _ in range(4)) for _ in range(2)]
         tensors[0] = (Reentrant(entries, tensors[0][0], other, tensors), *tensors[0][1:])
         attempt("Adam", module.Adam, (tensors,), must_raise=False)
@@ -276,7 +289,7 @@ def run_out_of_memory(module, rng):
     wide = [tuple(np.zeros(shape, np.float32) for shape in ((4000, 3000), 4000, (4000, 3000), 4000))]
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**28, limits[1]))
-    calls = [("Network", module.Network, (wide, "tanh")), ("forward", network.forward, (x, out))]
+    calls = [("Network", module.Network, (wide,)), ("forward", network.forward, (x, out))]
     for name, function, args in [*calls, ("Threads.forward", entries.threads.forward, ([(network, x, out)],))]:
         print(name, "without memory", flush=True)
         try:

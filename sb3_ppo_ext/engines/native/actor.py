@@ -144,7 +144,7 @@ class NativeActor(DivisibleActor):
             to_actions: Any = clipped if bounded is None else partial(actions_at, position=bounded.position)
             for_env = partial(to_actions, low=space.low, high=space.high)
         layers, noise, shape = actor.weights(), self.scaled_noise, self.sample_shape
-        return lambda envs: NativeShareActor(layers, actor.activation, actor.columns, noise[:, envs], sampler, shape, for_env)
+        return lambda envs: NativeShareActor(layers, actor.columns, noise[:, envs], sampler, shape, for_env)
 
     def record_all(
         self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, Any]], gamma: float

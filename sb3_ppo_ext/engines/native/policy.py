@@ -19,11 +19,12 @@ from torch import nn
 from sb3_ppo_ext.distributions import numpy_distribution, why_not_numpy
 from sb3_ppo_ext.distributions.masked import INVALID
 from sb3_ppo_ext.engines.native import extension
+from sb3_ppo_ext.engines.native.layers import Layer, layers_in, make_network, read, trained
+from sb3_ppo_ext.engines.native.layers import unsupported_reason as layers_reason
 from sb3_ppo_ext.policies.action_masking import parts_without_mask, without_mask
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTanh
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 
-ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu", nn.ELU: "elu", nn.SiLU: "silu", nn.GELU: "gelu"}
 # Number of samples whose activations stay in the caches between `forward` and `backward`
 BLOCK = 2048
 # Methods that the extension module replaces: a policy that overrides one of them is computed by PyTorch.
@@ -35,41 +36,35 @@ METHODS = {
     "extract_features",
     "_get_action_dist_from_latent",
 }
-# Number of weights of a layer above which PyTorch multiplies as fast
-LARGE_LAYER = 512 * 512
 _version_of = attrgetter("_version")
-# Largest number of layers of a network, as in `csrc/mlp.c`
-MAX_LAYERS = 16
 
 
 class Perceptron:
     """
     The actor or critic network of a policy.
 
-    :param hidden: Hidden layers with their activations
+    :param hidden: Hidden layers
     :param last: Output layer
     :param with_latents: Whether to return the inputs of the output layer as well
     :param columns: Features that the network reads, ``None`` for all
     """
 
     def __init__(self, hidden: nn.Sequential, last: nn.Linear, with_latents: bool = False, columns: slice | None = None):
-        self.layers = [*(layer for layer in hidden if isinstance(layer, nn.Linear)), last]
-        self.activation = next((ACTIVATIONS[type(layer)] for layer in hidden if type(layer) in ACTIVATIONS), "tanh")
-        self.gradients = [np.zeros(p.shape, np.float32) for layer in self.layers for p in (layer.weight, layer.bias)]
-        pairs = zip(self.layers, self.gradients[::2], self.gradients[1::2], strict=True)
-        self.network = extension.module.Network(
-            [(layer.weight.detach().numpy(), layer.bias.detach().numpy(), *own) for layer, *own in pairs], self.activation
-        )
+        self.layers = [*layers_in(hidden), last]
+        self.trained = trained(self.layers)
+        self.gradients = [tuple(np.zeros(p.shape, np.float32) for p in (layer.weight, layer.bias)) for layer in self.trained]
+        self.network = make_network(self.weights(), self.gradients)
         self.n_outputs, self.n_latents, self.with_latents = last.out_features, last.in_features, with_latents
         self.columns = columns
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Pairs of each parameter and its gradient"""
-        yield from zip((p for layer in self.layers for p in (layer.weight, layer.bias)), self.gradients, strict=True)
+        for layer, gradients in zip(self.trained, self.gradients, strict=True):
+            yield from zip((layer.weight, layer.bias), gradients, strict=True)
 
-    def weights(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """:return: Weight matrix and bias of each layer, in the memory of the parameters"""
-        return [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in self.layers]
+    def weights(self) -> list[Layer]:
+        """:return: The layers, with weights and biases in the memory of the parameters"""
+        return [read(layer) for layer in self.layers]
 
     def __call__(self, features: np.ndarray) -> np.ndarray:
         """
@@ -330,33 +325,15 @@ def _networks_reason(policy: ActorCriticPolicy) -> str | None:
     if type(nets) is not MlpExtractor:
         return f"the hidden layers are in a {type(nets).__name__}, and this backend reads SB3's `MlpExtractor` alone"
     last, _ = _split(policy.action_net)
-    parts: list[list[Any]] = [list(nets.policy_net), list(nets.value_net)]
-    for hidden in parts:
-        if len(hidden) // 2 >= MAX_LAYERS:
-            return f"the policy has too many layers: at most {MAX_LAYERS - 1} hidden layers are supported by this backend"
-        kinds = {type(layer) for layer in hidden[1::2]}
-        if len(kinds) > 1 or not kinds <= ACTIVATIONS.keys():
-            names = sorted(kind.__name__ for kind in kinds)
-            return f"the activations {names} are not supported by this backend, which takes one kind for all hidden layers"
-        if any(layer.extra_repr() != type(layer)().extra_repr() for layer in hidden[1::2]):
-            return f"{hidden[1]} has other arguments than the defaults, which this backend does not support"
-    return _layers_reason(policy, [*parts[0][::2], *parts[1][::2], last, policy.value_net])
-
-
-def _layers_reason(policy: ActorCriticPolicy, linear: list[Any]) -> str | None:
-    if not all(type(layer) is nn.Linear and layer.bias is not None for layer in linear):
-        return "the policy has layers that are no `nn.Linear` with a bias, the only ones that this backend supports"
-    if any(layer.weight.numel() == 0 for layer in linear):
-        return "the policy has layers without inputs or outputs, which this backend does not support"
-    if any(layer.in_features * layer.out_features >= LARGE_LAYER for layer in linear):
-        return "the policy has large layers, which this backend would multiply no faster than PyTorch"
-    own = {p for layer in linear for p in (layer.weight, layer.bias)} | {getattr(policy, "log_std", None)}
-    if not own >= set(policy.parameters()):
+    networks = [[*layers_in(nets.policy_net), last], [*layers_in(nets.value_net), policy.value_net]]
+    for network in networks:
+        if (reason := layers_reason(network)) is not None:
+            return reason
+    own = {p for network in networks for layer in trained(network) for p in (layer.weight, layer.bias)}
+    if not own | {getattr(policy, "log_std", None)} >= set(policy.parameters()):
         return "the policy has additional parameters of its own, which this backend would not train"
     if any(p.dtype != th.float32 or not p.is_contiguous() for p in policy.parameters()):
         return "the policy has parameters that are not contiguous float32, the only ones that this backend supports"
-    if not all(layer.weight.requires_grad and layer.bias.requires_grad for layer in linear):
-        return "the policy has frozen parameters, which this backend would train"
     if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in policy.modules()):
         return "the policy has hooks, which this backend would not call"
     return None

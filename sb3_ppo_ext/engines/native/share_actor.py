@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from sb3_ppo_ext.distributions.base import Sampler
-from sb3_ppo_ext.engines.native import extension
+from sb3_ppo_ext.engines.native.layers import Layer, make_network
 from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor
-
-Layers = list[tuple[np.ndarray, np.ndarray]]
 
 
 class NativeShareActor(ShareActor):
@@ -19,8 +17,7 @@ class NativeShareActor(ShareActor):
     Computes what :meth:`NativeActor.act` does for some of the environments, to the bit: the extension module computes the
     outputs for each observation alone, however many there are.
 
-    :param layers: Weight matrix and bias of each layer of the actor network
-    :param activation: Name of its activation function
+    :param layers: Layers of the actor network
     :param columns: Features that it reads, ``None`` for all
     :param noise: Noise of each step, shape ``(n_steps, n_envs, n_outputs)``
     :param sampler: Function from outputs and noise to samples
@@ -30,21 +27,20 @@ class NativeShareActor(ShareActor):
 
     def __init__(
         self,
-        layers: Layers,
-        activation: str,
+        layers: list[Layer],
         columns: slice | None,
         noise: np.ndarray,
         sampler: Sampler,
         sample_shape: tuple[int, ...] | None,
         for_env: Callable[[np.ndarray], np.ndarray],
     ):
-        self.layers, self.activation, self.columns = layers, activation, columns
+        self.layers, self.columns = layers, columns
         self.noise, self.sampler, self.sample_shape, self.for_env = noise, sampler, sample_shape, for_env
         self._load()
 
     def _load(self) -> None:
-        layers = [(*layer, *map(np.zeros_like, layer)) for layer in self.layers]
-        self.network = extension.module.Network(layers, self.activation)
+        gradients = [tuple(map(np.zeros_like, layer)) for layer in self.layers if isinstance(layer, tuple)]
+        self.network = make_network(self.layers, gradients)
         self.network.pack()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ LEGAL = {
         "dict(eps=np.float64(1e-6))",
         "{}",
     ),
+    "net_type": ("'mlp'", "'layer_norm'", "'simba', 'net_arch': dict(pi=[4, 4], vf=[8])"),
     "mean_tanh": ("True", "False"),
     "learn_std": ("False", "True"),
 }
@@ -64,6 +65,7 @@ OF_LSTM = {
     "rnn": ("'lstm'", "'gru'"),
 }
 RUBBISH = {
+    "net_type": ("None", "'resnet'", "5", "['simba']", "'simba', 'net_arch': [4, 3]"),
     "net_arch": ("[0]", "[-1]", "['x']", "5", "'x'", "[4.5]", "dict(qf=[4])", "[[4]]", "dict(pi=4)", "{'pi': None}", "[True]"),
     "activation_fn": ("th.tanh", "'tanh'", "nn.Tanh()", "None", "nn.Linear", "nn.PReLU", "lambda: nn.Tanh()", "int", "nn.GLU"),
     "log_std_init": (

@@ -186,6 +186,81 @@ static void NAME(differentiate)(enum activation activation, float *gradient, con
     }
 }
 
+/* x += y */
+static void NAME(add)(float *x, const float *y, long n)
+{
+    for (long i = 0; i < n; i += LANES)
+        STORE(x + i, LOAD(x + i) + LOAD(y + i));
+}
+
+INLINE float NAME(total)(VECTOR x)
+{
+    float total = 0;
+    for (int i = 0; i < LANES; i++)
+        total += x[i];
+    return total;
+}
+
+/*
+ * output = weight * kept + bias for the rows of x, of n numbers each, where kept is x minus its mean, times the inverse of its
+ * standard deviation. Behind the n numbers, weight and bias are 0.
+ */
+static void NAME(normalize)(long m, long n, long ld, const float *x, const float *weight, const float *bias, float *output,
+                            float *kept, float *inverse_stds)
+{
+    for (long i = 0; i < m; i++, x += ld, output += ld, kept += ld) {
+        VECTOR sums = {0}, squares = {0};
+        long j = 0;
+        for (; j + LANES <= n; j += LANES)
+            sums += LOAD(x + j);
+        float mean = NAME(total)(sums), variance;
+        for (; j < n; j++)
+            mean += x[j];
+        mean /= n;
+        for (j = 0; j + LANES <= n; j += LANES)
+            squares += (LOAD(x + j) - mean) * (LOAD(x + j) - mean);
+        variance = NAME(total)(squares);
+        for (; j < n; j++)
+            variance += (x[j] - mean) * (x[j] - mean);
+        float inverse = inverse_stds[i] = 1.0f / sqrtf(variance / n + NORM_EPS);
+        for (j = 0; j < ld; j += LANES) {
+            VECTOR normalized = (LOAD(x + j) - mean) * inverse;
+            STORE(kept + j, normalized);
+            STORE(output + j, normalized * LOAD(weight + j) + LOAD(bias + j));
+        }
+    }
+}
+
+/* next = the gradients of the inputs of `normalize`, given those of its outputs */
+static void NAME(denormalize)(long m, long n, long ld, const float *gradient, const float *weight, const float *kept,
+                              const float *inverse_stds, float *next)
+{
+    for (long i = 0; i < m; i++, gradient += ld, kept += ld, next += ld) {
+        VECTOR sums = {0}, products = {0};
+        for (long j = 0; j < ld; j += LANES) {
+            VECTOR scaled = LOAD(gradient + j) * LOAD(weight + j);
+            sums += scaled;
+            products += scaled * LOAD(kept + j);
+        }
+        float mean = NAME(total)(sums) / n, slope = NAME(total)(products) / n;
+        for (long j = 0; j < ld; j += LANES)
+            STORE(next + j, inverse_stds[i] * (LOAD(gradient + j) * LOAD(weight + j) - mean - slope * LOAD(kept + j)));
+        for (long j = n; j < ld; j++)
+            next[j] = 0;
+    }
+}
+
+/* sums (n) += the rows of x times those of y (m x n) */
+static void NAME(add_products)(const float *x, const float *y, long m, long n, float *sums)
+{
+    for (long j = 0; j < n; j += LANES) {
+        VECTOR sum = LOAD(sums + j);
+        for (long i = 0; i < m; i++)
+            sum += LOAD(x + i * n + j) * LOAD(y + i * n + j);
+        STORE(sums + j, sum);
+    }
+}
+
 /* sums (n) += the rows of x (m x n) */
 static void NAME(add_rows)(const float *x, long m, long n, long ldx, float *sums)
 {
@@ -226,8 +301,18 @@ static void NAME(adam)(float *p, const float *g, float *m, float *v, long n, str
     }
 }
 
-static const struct kernels NAME(kernels) = {NAME(product), NAME(activate), NAME(differentiate), NAME(add_rows), NAME(squares),
-                                             NAME(adam),    LANES};
+static const struct kernels NAME(kernels) = {
+    .product = NAME(product),
+    .activate = NAME(activate),
+    .differentiate = NAME(differentiate),
+    .add = NAME(add),
+    .normalize = NAME(normalize),
+    .denormalize = NAME(denormalize),
+    .add_products = NAME(add_products),
+    .add_rows = NAME(add_rows),
+    .squares = NAME(squares),
+    .adam = NAME(adam),
+};
 
 #undef VECTOR
 #undef MASK
