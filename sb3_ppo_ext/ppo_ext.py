@@ -150,6 +150,9 @@ class PPOExt(TrainingLoop, ModelSetup):
         80 % of the bound
     :param vf_clip_mode: Value loss with ``clip_range_vf``: ``"clip"`` is the error of the clipped value (SB3), ``"max"``
         the larger of the clipped and the unclipped error (PPO2)
+    :param normalize_value: Whether the critic predicts returns normalized by their running mean and standard deviation
+        (https://arxiv.org/abs/1602.07714), which are also the unit of ``clip_range_vf``. All values that can be read, such as
+        those of ``policy.predict_values``, are in the units of the return
     :param surrogate: Policy loss: ``"clip"`` is PPO's clipped surrogate, ``"spo"`` that of Simple Policy Optimization
         (https://arxiv.org/abs/2401.16025)
     :param dual_clip: Bound of the policy loss for negative advantages, as a multiple of the advantage
@@ -263,6 +266,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         bounds_coef: float = 0.0,
         bounds_limit: float = 1.1,
         vf_clip_mode: VfClipMode = "clip",
+        normalize_value: bool = False,
         surrogate: SurrogateName = "clip",
         dual_clip: float | None = None,
         kl_coef: float = 0.0,

@@ -54,6 +54,9 @@ class ModelSetup(PolicyUpdater):
 
     def _setup_action_distribution(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Choose a policy class that supports the action distribution, and return the ``policy_kwargs`` for it."""
+        if self.normalize_value:
+            self.policy_class = with_action_distributions(self.policy_class)
+            policy_kwargs = {**policy_kwargs, "normalize_value": True}
         if self.action_masking:
             self.policy_class = with_action_distributions(self.policy_class)
             return {**policy_kwargs, "action_mask_key": self.action_mask_key or ACTION_MASK}

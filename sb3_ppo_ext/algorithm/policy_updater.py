@@ -22,6 +22,7 @@ from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.policies.mixed_precision import LossScale
+from sb3_ppo_ext.policies.value_normalization import normalized_value
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.rollout.tensor_collector import TensorRolloutCollector
 from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
@@ -117,6 +118,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         start = time.perf_counter()
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
+        self._normalize_values()
         config, result = self._update_config(), UpdateResult(Metrics())
         try:
             self._find_engine().update(self._rollout(), config, self.advantage_normalizer, result)
@@ -129,6 +131,13 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         if self.adaptive_lr is not None:
             self.adaptive_lr.update(result.metrics.mean("approx_kl"))
         self.logger.record("time/update_seconds", time.perf_counter() - start)
+
+    def _normalize_values(self) -> None:
+        """Update the statistics of the returns, if the critic has them."""
+        if (layer := normalized_value(self.policy)) is not None:
+            buffer: Any = self.rollout_buffer
+            returns = buffer.tensors["returns"] if isinstance(buffer, TensorRolloutBuffer) else buffer.to_torch(buffer.returns)
+            layer.observe(returns, self.ranks)
 
     def _rollout(self) -> Rollout:
         if isinstance(buffer := self.rollout_buffer, TensorRolloutBuffer):
@@ -170,6 +179,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             vf_clip_mode=self.vf_clip_mode,
             bounds_limit=in_float32_range(self.bounds_limit),
             action_bounds=self._action_bounds(),
+            value_scale=self._value_scale(),
             as_recurrent_ppo=isinstance(self.rollout_buffer, RecurrentBufferMixin),
             of_policy=self._policy_losses(),
             auxiliary={name: value for name, value in coefficients.items() if value != 0},
@@ -179,6 +189,11 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         """Losses of ``auxiliary_losses``, with the current statistics of ``VecNormalize``."""
         normalizers = [each for each in find_normalizers(self.env) if each.norm_obs]
         return make_policy_losses(self.auxiliary_losses, self.policy, normalizers[0] if normalizers else None)
+
+    def _value_scale(self) -> float | th.Tensor | None:
+        if (layer := normalized_value(self.policy)) is None:
+            return None
+        return layer.std.item() if layer.std.device.type == "cpu" else layer.std
 
     def _action_bounds(self) -> tuple[th.Tensor, th.Tensor] | None:
         """

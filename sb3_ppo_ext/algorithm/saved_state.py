@@ -31,6 +31,7 @@ from sb3_ppo_ext.common.saved_models import (
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.policies.actor_critic import check_parameters_are_of, fixes_std
+from sb3_ppo_ext.policies.value_normalization import without_statistics
 from sb3_ppo_ext.update.optimizers import adopt_state, check_state_is_whole, check_step, keep_counts_on_host
 
 SelfSavedState = TypeVar("SelfSavedState", bound="SavedState")
@@ -75,9 +76,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
     def _options_of_ppo_ext_alone(self) -> list[str]:
         """Options whose parameters or states SB3's algorithms have no place for."""
         names = [option for learned, option in LEARNED.items() if getattr(self, learned) is not None]
-        names += [
-            name for name, plain in (("action_dist", "gaussian"), ("action_masking", False)) if getattr(self, name) != plain
-        ]
+        names += [name for name in ("action_dist", "action_masking", "normalize_value") if self._differs(name)]
         if len(self.policy.optimizer.param_groups) > 1:
             names += [name for name in ("optimizer", "weight_decay", "critic_learning_rate") if self._differs(name)]
         space = [f"`action_space={self.action_space}`"] if is_hybrid(self.action_space) else []
@@ -188,6 +187,8 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
 
     def _set_parameters(self, parameters: dict[str, Any], exact_match: bool, device: th.device | str) -> None:
         check_parameters_are_of(parameters.get("policy", {}), self.action_dist)
+        if "policy" in parameters and not self.normalize_value:
+            parameters["policy"] = without_statistics(parameters["policy"])
         if "policy.optimizer" in parameters:
             check_state_is_whole(parameters["policy.optimizer"])
             parameters["policy.optimizer"] = adopt_state(self.policy, parameters["policy.optimizer"])

@@ -198,6 +198,11 @@ class RecurrentPolicyMixin(HistoryPolicy):
         rows_of_call = ROWS_OF_CALL + PRODUCTS_OF_CALL / (size * (size + self.features_dim))
         return sequences._replace(plan=Plan.of(sequences.lengths, rows_of_call, self.device))
 
+    def _packed(self, sequences: Any) -> RecurrentSequences:
+        """The sequences without padding, which serves only to add up what RecurrentPPO adds up in the same order."""
+        planned = self._planned(sequences)
+        return self._planned(planned._replace(is_padded=False)) if planned.is_padded else planned
+
     def _latents(self, sequences: RecurrentSequences) -> Latents:
         """Inputs of the output layers of actor and critic."""
         for_actor, for_critic = self._extract(sequences.observations)
@@ -250,7 +255,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :param obs: Sequences
         :return: Action distribution of the samples
         """
-        sequences = self._planned(obs)
+        sequences = self._packed(obs)
         features = self.features_of(sequences.observations, self.pi_features_extractor)
         latent_pi = self._of_actor(features, sequences)
         self.use_masks(sequences)
@@ -261,7 +266,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         :param obs: Sequences
         :return: Estimated values of the samples, shape ``(n_samples, 1)``
         """
-        sequences = self._planned(obs)
+        sequences = self._packed(obs)
         features = self.features_of(sequences.observations, self.vf_features_extractor)
         latent_vf = self._of_actor(features, sequences) if self.shared_lstm else self._of_critic(features, sequences)
         return self.value_net(self.mlp_extractor.forward_critic(latent_vf))

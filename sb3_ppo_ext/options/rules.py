@@ -58,6 +58,7 @@ class ConfiguredModel(Protocol):
     n_steps: int
     batch_size: int
     normalize_advantage: bool
+    normalize_value: bool
     optimizer: OptimizerName
     use_sde: bool
     sde_sample_freq: int
@@ -179,7 +180,7 @@ def _check_ranks(model: ConfiguredModel) -> None:
 
 
 def _check_policy(model: ConfiguredModel) -> None:
-    for name in ("action_dist", "deterministic_action", "action_mask_key"):
+    for name in ("action_dist", "deterministic_action", "action_mask_key", "normalize_value"):
         if name in model.policy_kwargs:
             remedy = "it is an argument of the algorithm, so that tuning cannot drop it; give it there, not in `policy_kwargs`"
             refuse(name, model.policy_kwargs[name], remedy)
@@ -215,6 +216,8 @@ def _check_keywords(model: ConfiguredModel, policy_class: Any) -> None:
         given["action_dist"] = model.action_dist
     if model.action_masking:
         given["action_mask_key"] = model.action_mask_key
+    if model.normalize_value:
+        given["normalize_value"] = True
     for name, value in given.items():
         if not _knows(policy_class, name):
             remedy = (
@@ -226,7 +229,8 @@ def _check_keywords(model: ConfiguredModel, policy_class: Any) -> None:
 def _knows(policy_class: Any, keyword: str) -> bool:
     keywords = keywords_of(policy_class)
     if keywords is None:
-        return keyword not in ("action_dist", "action_mask_key") or issubclass(policy_class, ActionDistributionMixin)
+        own = ("action_dist", "action_mask_key", "normalize_value")
+        return keyword not in own or issubclass(policy_class, ActionDistributionMixin)
     return keyword in keywords
 
 

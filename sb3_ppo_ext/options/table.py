@@ -340,6 +340,13 @@ class PPOExtOptions:
         group=LOSSES,
         needs=Need("clip_range_vf"),
     )
+    normalize_value: bool = option(
+        False,
+        "Whether the critic predicts returns normalized by their running mean and standard deviation "
+        "(https://arxiv.org/abs/1602.07714), which are also the unit of `clip_range_vf`",
+        group=LOSSES,
+        change=OF_POLICY,
+    )
     surrogate: SurrogateName = option(
         "clip",
         'Policy loss: `"clip"` is PPO\'s clipped surrogate, `"spo"` that of Simple Policy Optimization '

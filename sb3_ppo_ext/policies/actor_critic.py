@@ -35,6 +35,7 @@ from sb3_ppo_ext.distributions.base import DeterministicAction, bounded_part
 from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily, hybrid_distribution
 from sb3_ppo_ext.policies.action_masking import ActionMaskingMixin
 from sb3_ppo_ext.policies.observation_keys import KEYWORDS as OF_KEYS
+from sb3_ppo_ext.policies.value_normalization import NormalizedValue
 
 # Prefix of the name of the action distribution in the state dict of a policy, now and in zips of earlier versions
 _MARK, _OLD_MARK = "action_distribution_", "law_"
@@ -66,6 +67,8 @@ class ActionDistributionMixin(ActionMaskingMixin):
     :param mean_tanh: Whether tanh keeps the mean of the Gaussian within the bounds of the action space; samples are clipped
     :param learn_std: Whether the standard deviation is learned; if not, it stays at ``exp(log_std_init)``, also when
         parameters with another one are loaded
+    :param normalize_value: Whether the critic predicts normalised returns, see
+        :class:`~sb3_ppo_ext.policies.value_normalization.NormalizedValue`
     :param kwargs: Keyword arguments of SB3's policy, of :class:`~sb3_ppo_ext.policies.action_masking.ActionMaskingMixin`, and
         of :class:`~sb3_ppo_ext.policies.observation_keys.ObservationKeysMixin`
     :raises ValueError: if a keyword is not valid, or cannot be combined with the action space or another keyword
@@ -83,11 +86,12 @@ class ActionDistributionMixin(ActionMaskingMixin):
         deterministic_action: DeterministicAction = "mean",
         mean_tanh: bool = False,
         learn_std: bool = True,
+        normalize_value: bool = False,
         **kwargs: Any,
     ):
         # `policy.action_dist` is the distribution itself, as in SB3.
         self.action_dist_name, self.deterministic_action = action_dist, deterministic_action
-        self.mean_tanh, self.learn_std = mean_tanh, learn_std
+        self.mean_tanh, self.learn_std, self.normalize_value = mean_tanh, learn_std, normalize_value
         super().__init__(observation_space, sample_space(action_space), lr_schedule, *args, **kwargs)
 
     @property
@@ -117,6 +121,8 @@ class ActionDistributionMixin(ActionMaskingMixin):
             self.action_net = nn.Sequential(self.action_net, ScaledTanh(self.action_space))
         if not self.learn_std:
             self.log_std.requires_grad_(False)
+        if self.normalize_value and isinstance(self.value_net, nn.Linear):
+            self.value_net = NormalizedValue(self.value_net)
 
     def _build_hybrid(self, space: FlatActionSpace, lr_schedule: Schedule) -> None:
         distribution = hybrid_distribution(space, self.action_dist_name, self.deterministic_action)
@@ -328,6 +334,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
             **super()._get_constructor_parameters(),
             "action_space": space.structure if isinstance(space, FlatActionSpace) else space,
             "share_features_extractor": self.share_features_extractor,
+            **({"normalize_value": True} if self.normalize_value else {}),
             **self._action_distribution_keywords(),
         }
 

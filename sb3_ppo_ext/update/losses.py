@@ -40,7 +40,7 @@ class LossConfig:
     Options of the loss in one update. The defaults are SB3's.
 
     :param clip_range: Clip range c of the probability ratio, at least 0
-    :param clip_range_vf: Largest change of a value since the rollout, in units of the return, ``None`` for no limit
+    :param clip_range_vf: Largest change of a value since the rollout, ``None`` for no limit
     :param ent_coef: Coefficient of the entropy loss
     :param vf_coef: Coefficient of the value loss
     :param surrogate: Name of the policy loss, among :data:`SURROGATES`
@@ -49,6 +49,8 @@ class LossConfig:
     :param bounds_limit: Absolute value of the mean action above which the bounds loss acts, in units of the bounds
     :param action_bounds: Lower and upper bounds of the actions in the buffer, both of shape ``(action_dim,)``; ``None`` for
         actions without bounds
+    :param value_scale: Unit of the value loss and of ``clip_range_vf``: the standard deviation of the returns if values are
+        normalised, ``None`` for that of the return
     :param as_recurrent_ppo: Whether the order of operations is that of RecurrentPPO, where it is another than PPO's
     :param of_policy: Losses that evaluate the policy at further observations, by name, see ``update/policy_losses.py``
     :param auxiliary: Coefficients of the active auxiliary losses, by their name in :data:`AUXILIARY_LOSSES`
@@ -63,6 +65,7 @@ class LossConfig:
     vf_clip_mode: VfClipMode = "clip"
     bounds_limit: float = 1.1
     action_bounds: tuple[th.Tensor, th.Tensor] | None = None
+    value_scale: Coefficient | None = None
     as_recurrent_ppo: bool = False
     of_policy: Mapping[str, Any] = field(default_factory=dict)
     auxiliary: Mapping[str, Coefficient] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class LossConfig:
         def tensor(value: Coefficient | None) -> Any:
             return None if value is None else th.as_tensor(value, dtype=th.float32, device=device)
 
-        names = ("clip_range", "clip_range_vf", "ent_coef", "vf_coef")
+        names = ("clip_range", "clip_range_vf", "ent_coef", "vf_coef", "value_scale")
         changed: dict[str, Any] = {name: tensor(getattr(self, name)) for name in names}
         return replace(self, **changed, auxiliary={name: tensor(value) for name, value in self.auxiliary.items()})
 
@@ -235,14 +238,17 @@ def value_loss(
     """
     ``mean((R - V)^2)``. With ``clip_range_vf``, V' is V clipped to this distance from the old value, and the loss is
     ``mean((R - V')^2)`` in mode ``"clip"`` (SB3), ``mean(max((R - V)^2, (R - V')^2))`` in mode ``"max"`` (OpenAI's PPO2).
+    With ``value_scale``, all of them are divided by it first.
 
     :param values: Values V by the current critic, shape ``(batch_size,)``
     :param old_values: Values at collection time, shape ``(batch_size,)``
     :param returns: Returns R, shape ``(batch_size,)``
-    :param config: Options with ``clip_range_vf``, in units of the return, and ``vf_clip_mode``
+    :param config: Options with ``clip_range_vf``, ``vf_clip_mode`` and ``value_scale``
     :param weights: Importance weights with mean 1, shape ``(batch_size,)``, ``None`` for equal weights
     :return: Scalar to minimise
     """
+    if (scale := config.value_scale) is not None:
+        return value_loss(values / scale, old_values / scale, returns / scale, replace(config, value_scale=None), weights)
     limit: Any = config.clip_range_vf
     clipped = values
     if limit is not None:
@@ -261,10 +267,14 @@ def value_slope(values: np.ndarray, old_values: np.ndarray, returns: np.ndarray,
     :param values: Values V by the current critic, shape ``(batch_size,)``
     :param old_values: Values at collection time, shape ``(batch_size,)``
     :param returns: Returns, shape ``(batch_size,)``
-    :param config: Options with ``clip_range_vf`` and ``vf_clip_mode``
+    :param config: Options with ``clip_range_vf``, ``vf_clip_mode`` and ``value_scale``
     :return: Errors of the samples, and half the derivatives of their squares with respect to V, both of shape
         ``(batch_size,)``
     """
+    if config.value_scale is not None:
+        scale: Any = config.value_scale
+        errors, slope = value_slope(values / scale, old_values / scale, returns / scale, replace(config, value_scale=None))
+        return errors, slope / scale
     limit: Any = config.clip_range_vf
     errors = values - returns
     if limit is None:

@@ -30,6 +30,8 @@ RESERVED_NAMES = LOGGED_OTHERWISE | {
     "grad_norm",
     "critic_grad_norm",
     "muon_grad_norm",
+    "value_mean",
+    "value_std",
     "actions_at_bounds",
     "mass_near_bounds",
     "std",

@@ -14,6 +14,7 @@ from stable_baselines3.common.utils import explained_variance
 from sb3_ppo_ext.distributed.ranks import Ranks
 from sb3_ppo_ext.distributed.statistics import Moments
 from sb3_ppo_ext.distributions import bounded_part
+from sb3_ppo_ext.policies.value_normalization import normalized_value
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.metrics import LOGGED_OTHERWISE, Metrics
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
@@ -75,6 +76,8 @@ def further_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: Rollout
         if name.endswith("grad_norm") and name != "muon_grad_norm":
             # In float64: `max_grad_norm` may be beyond the range of float32.
             logged[f"{name}_clipped"] = float(np.minimum(np.float64(metrics.numbers(name)), config.max_grad_norm).mean())
+    if (layer := normalized_value(policy)) is not None:
+        logged |= {"value_mean": layer.mean, "value_std": layer.std}
     return logged | action_statistics(metrics, policy, buffer, config) | _advantage_statistics(buffer)
 
 

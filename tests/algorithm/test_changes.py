@@ -25,6 +25,7 @@ NEW_VALUES |= dict(clip_range=1e-3, clip_range_vf=1e-3, ent_coef=0.5, dual_clip=
 NEW_VALUES |= dict(bounds_coef=10.0, kl_coef=100.0, kl_target=1e-9, priority_beta=0.0, priority_segment=3)
 NEW_VALUES |= dict(lr_warmup=0.99, adaptive_lr_kl=1e-9, adaptive_lr_bounds=(1e-6, 1e-5))
 REFUSED = {"use_sde", "policy_kwargs", "action_dist", "action_masking", "action_mask_key", "optimizer", "distributed"}
+REFUSED |= {"normalize_value"}
 # Options that need other settings than those of the table, to act here
 BASES = {
     "adv_min_std": dict(advantage_norm="ema", adv_min_std=100.0),

@@ -26,6 +26,7 @@ CONFIGURATIONS = {
     "adaptive KL and rate": dict(kl_coef=0.1, kl_target=0.01, adaptive_lr_kl=0.01, backend="eager"),
     "critic rate": dict(critic_learning_rate=1e-3),
     "muon": dict(optimizer="muon"),
+    "normalised values": dict(normalize_value=True),
     "beta": dict(action_dist="beta"),
     "gSDE": dict(use_sde=True, sde_sample_freq=5, backend="eager"),
     "transformer": dict(

@@ -129,6 +129,8 @@ BAD_OPTIONS = [
     (dict(weight_decay=-0.1), "`weight_decay=-0.1`.*at least 0"),
     (dict(critic_learning_rate=-0.1), "`critic_learning_rate=-0.1`.*at least 0"),
     (dict(critic_learning_rate="lin"), "`critic_learning_rate='lin'`.*lin_0.001"),
+    (dict(normalize_value=1.0), "`normalize_value=1.0`.*True or False"),
+    (dict(policy_kwargs=dict(normalize_value=True)), "`normalize_value=True`.*argument of the algorithm"),
     (dict(lr_decay="exponential"), "`lr_decay='exponential'`.*\"cosine\""),
     (dict(lr_decay="linear", learning_rate="lin_0.1"), "`lr_decay='linear'`.*`learning_rate` is a schedule by itself"),
     (dict(lr_decay="linear", critic_learning_rate="lin_0.1"), "`lr_decay='linear'`.*`critic_learning_rate` is a schedule"),

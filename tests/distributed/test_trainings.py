@@ -25,6 +25,7 @@ FEW = [
         "plain/native/max_clip_fraction",
     ),
     *("plain/fused/one segment", "plain/eager/adaptive_lr_kl", "plain/eager/accumulate_grad", "plain/device/kl_coef"),
+    *("plain/native/normalize_value", "plain/device/normalize_value"),
     *("plain/fused/caps_temporal", "normalized/device/mirror"),
     *("plain/eager/vtrace", "plain/native/uneven minibatches", "dict/fused/sgd", "tensors/device/default"),
     *("dict/fused/different keys", "hybrid/native/further losses", "hybrid/eager/kl_coef"),

@@ -42,7 +42,7 @@ def compiled(**options):
 EVERYTHING = dict(
     **dict(action_dist="squashed_gaussian", bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, dual_clip=3.0, ent_coef=0.01),
     **dict(clip_range_vf=0.01, vf_clip_mode="max", advantage_norm="ema", vtrace=True, priority_alpha=0.6, priority_segment=4),
-    **dict(max_clip_fraction=0.9, accumulate_grad=2, learning_rate=1e-3),
+    **dict(max_clip_fraction=0.9, accumulate_grad=2, learning_rate=1e-3, normalize_value=True),
 )
 
 

@@ -138,6 +138,8 @@ UPDATES = {
     "segments, EMA, V-trace": of(priority_alpha=0.6, priority_segment=4, advantage_norm="ema", vtrace=True),
     "Muon, own critic": of(optimizer="muon", critic_learning_rate=1e-3, rtol=1e-3),
     "accumulated": of(accumulate_grad=2, batch_size=5),
+    "smooth actions": of(auxiliary_losses=dict(caps_temporal=0.1)),
+    "normalised values": of(normalize_value=True, clip_range_vf=0.1),
     "max_clip_fraction": of(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001),
 }
 

@@ -117,6 +117,11 @@ UPDATES = {
     "gSDE, expln": dict(use_sde=True, policy_kwargs=dict(use_expln=True, full_std=False, log_std_init=0.1)),
     "gSDE, all losses": dict(use_sde=True, bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, ent_coef=0.01, learning_rate=1e-3),
     "gSDE, V-trace, accumulated": dict(env=dict(n_envs=5), use_sde=True, vtrace=True, accumulate_grad=2, ent_coef=0.1),
+    "normalised values": dict(normalize_value=True, clip_range_vf=0.1, vf_clip_mode="max", learning_rate=1e-3),
+    "normalised values, different keys": dict(
+        **dict(env=dict(observation_space=VECTORS), policy="MultiInputPolicy", policy_kwargs=KEYS, normalize_value=True),
+        **dict(vtrace=True, priority_alpha=0.6, priority_segment=4, learning_rate=1e-3),
+    ),
     "segments, EMA, V-trace": dict(priority_alpha=0.6, priority_segment=4, advantage_norm="ema", vtrace=True),
 }
 
@@ -133,6 +138,7 @@ FUSED = {
     "Mish": dict(policy_kwargs=dict(activation_fn=nn.Mish)),
     "max_clip_fraction": dict(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001),
     "accumulated": dict(accumulate_grad=2),
+    "normalised values": dict(env=dict(observation_space=IMAGE), policy="CnnPolicy", rtol=1e-4, normalize_value=True),
     "KL": dict(target_kl=1e-4, learning_rate=1e-2, kl_coef=0.1),
     "Muon": dict(optimizer="muon"),
 }

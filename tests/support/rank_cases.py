@@ -50,6 +50,7 @@ OPTIONS = {
     "accumulate_grad": dict(accumulate_grad=2),
     "muon": dict(optimizer="muon", weight_decay=0.1),
     "critic_learning_rate": dict(critic_learning_rate=3e-2, lr_decay="linear", lr_warmup=0.1),
+    "normalize_value": dict(normalize_value=True, clip_range_vf=0.5),
     "further losses": dict(bounds_coef=0.1, dual_clip=2.0, clip_range_vf=0.2, ent_coef=0.01),
     "spo": dict(surrogate="spo"),
     "squashed": dict(action_dist="squashed_gaussian"),

@@ -232,9 +232,10 @@ def test_slope_of_each_surrogate(name, clip_range, dual_clip):
 
 @pytest.mark.parametrize("mode", ["clip", "max"])
 @pytest.mark.parametrize("clip_range_vf", [None, 0.3])
-def test_slope_of_the_value_loss(clip_range_vf, mode):
+@pytest.mark.parametrize("scale", [None, 0.4, 7.0])
+def test_slope_of_the_value_loss(scale, clip_range_vf, mode):
     """In float64 the loss is the mean of the squares, and the slopes are half of autograd's."""
-    config = LossConfig(0.2, clip_range_vf=clip_range_vf, vf_clip_mode=mode)
+    config = LossConfig(0.2, clip_range_vf=clip_range_vf, vf_clip_mode=mode, value_scale=scale)
     values = T(V, requires_grad=True)
     expected = losses.value_loss(values, T(OLD), T(TARGET), config)
     (expected * len(V)).backward()

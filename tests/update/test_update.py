@@ -30,6 +30,8 @@ CHANGES = [
     (dict(bounds_coef=0.1), dict(bounds_limit=0.0), "actor"),
     (dict(bounds_limit=0.0), dict(bounds_coef=0.1), "actor"),
     (dict(vf_clip_mode="max"), dict(clip_range_vf=0.01), "critic"),
+    (dict(normalize_value=True), {}, "critic"),
+    (dict(normalize_value=True), dict(clip_range_vf=0.01), "critic"),
     (dict(surrogate="spo"), {}, "actor"),
     (dict(dual_clip=1.01), dict(learning_rate=0.05), "actor"),
     (dict(kl_coef=1.0), {}, "actor"),

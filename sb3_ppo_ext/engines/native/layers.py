@@ -11,8 +11,11 @@ from torch import nn
 
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.policies.networks import ResidualBlock
+from sb3_ppo_ext.policies.value_normalization import NormalizedValue
 
 ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu", nn.ELU: "elu", nn.SiLU: "silu", nn.GELU: "gelu"}
+# The output layer of the critic may be one with statistics, which `Perceptron` applies.
+LINEAR = (nn.Linear, NormalizedValue)
 # Number of weights of a layer above which PyTorch multiplies as fast
 LARGE_LAYER = 512 * 512
 # Largest number of layers of a network, as in `csrc/mlp.c`
@@ -96,14 +99,14 @@ def _layer_reason(layer: Any) -> str | None:
     if type(layer) is nn.LayerNorm:
         if len(layer.normalized_shape) != 1 or layer.weight is None or layer.bias is None or layer.eps != NORM_EPS:
             return f"{layer} has other arguments than the size, which this backend does not support"
-    elif type(layer) is not nn.Linear or layer.bias is None:
+    elif type(layer) not in LINEAR or layer.bias is None:
         return (
             f"the policy has the layer {layer}, and this backend supports `nn.Linear` with a bias, `nn.LayerNorm`, residual "
             f"blocks, and the activations {', '.join(kind.__name__ for kind in ACTIVATIONS)}"
         )
     if layer.weight.numel() == 0:
         return "the policy has layers without inputs or outputs, which this backend does not support"
-    if type(layer) is nn.Linear and layer.in_features * layer.out_features >= LARGE_LAYER:
+    if type(layer) in LINEAR and layer.in_features * layer.out_features >= LARGE_LAYER:
         return "the policy has large layers, which this backend would multiply no faster than PyTorch"
     if any(p.dtype != th.float32 or not p.is_contiguous() for p in (layer.weight, layer.bias)):
         return "the policy has parameters that are not contiguous float32, the only ones that this backend supports"

@@ -24,6 +24,7 @@ from sb3_ppo_ext.engines.native.layers import unsupported_reason as layers_reaso
 from sb3_ppo_ext.policies.action_masking import parts_without_mask, without_mask
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTanh
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
+from sb3_ppo_ext.policies.value_normalization import NormalizedValue
 
 # Number of samples whose activations stay in the caches between `forward` and `backward`
 BLOCK = 2048
@@ -56,6 +57,10 @@ class Perceptron:
         self.network = make_network(self.weights(), self.gradients)
         self.n_outputs, self.n_latents, self.with_latents = last.out_features, last.in_features, with_latents
         self.columns = columns
+        # Mean and standard deviation by which values are normalised, in the memory of their tensors; `None` for neither
+        self.statistics: tuple[np.ndarray, np.ndarray] | None = None
+        if isinstance(last, NormalizedValue):
+            self.statistics = last.mean.numpy(), last.std.numpy()
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Pairs of each parameter and its gradient"""
@@ -92,8 +97,11 @@ class Perceptron:
     def complete(self, outputs: np.ndarray) -> np.ndarray:
         """
         :param outputs: Outputs of the last forward pass, shape ``(n, n_outputs)``
-        :return: Outputs, with the latents if these are needed
+        :return: Outputs, of a critic in the units of the return, with the latents if these are needed
         """
+        if self.statistics is not None:
+            mean, std = self.statistics
+            outputs = outputs * std + mean
         if not self.with_latents:
             return outputs
         latents = np.empty((len(outputs), self.n_latents), np.float32)
@@ -130,9 +138,13 @@ class NativePolicy:
         modules = list(policy.modules())
         # Each module with its children and its number of parameters, and each parameter with its owner and its address
         self._modules = [(m, tuple(m._modules.values()), len(m._parameters)) for m in modules]
-        self._owners = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
-        self._addresses = [parameter.data_ptr() for _, _, parameter in self._owners]
-        self._parameters, self._version = list(policy.parameters()), -1
+        self._owners: list[tuple[Any, str, Any]] = [
+            (m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None
+        ]
+        if isinstance(layer := policy.value_net, NormalizedValue):
+            self._owners += [(layer._buffers, name, layer._buffers[name]) for name in ("mean", "std")]
+        self._addresses = [tensor.data_ptr() for _, _, tensor in self._owners]
+        self._tensors, self._version = [tensor for _, _, tensor in self._owners], -1
 
     def samples_like(self, other: NativePolicy) -> bool:
         """
@@ -198,7 +210,7 @@ class NativePolicy:
         outputs, values = self.actor.empty(features), self.critic.empty(features)
         actor, critic = self.actor, self.critic
         self.threads.forward([(actor.network, actor.read(features), outputs), (critic.network, critic.read(features), values)])
-        return self.actor.complete(outputs), values.ravel()
+        return self.actor.complete(outputs), self.critic.complete(values).ravel()
 
     def backward(self, d_outputs: np.ndarray, d_values: np.ndarray, accumulate: bool) -> None:
         """
@@ -208,12 +220,14 @@ class NativePolicy:
         :param d_values: Gradients of the values, shape ``(n,)``
         :param accumulate: Whether to add to the gradients that are there
         """
-        actor, critic = self.actor.network, self.critic.network
-        if self.threads is None:
-            actor.backward(d_outputs, accumulate)
-            critic.backward(d_values[:, None], accumulate)
-        else:
-            self.threads.backward([(actor, d_outputs), (critic, d_values[:, None])], accumulate)
+        if (statistics := self.critic.statistics) is not None:
+            d_values = d_values * statistics[1]
+        pairs = [(self.actor.network, d_outputs), (self.critic.network, d_values[:, None])]
+        if self.threads is not None:
+            self.threads.backward(pairs, accumulate)
+            return
+        for network, gradient in pairs:
+            network.backward(gradient, accumulate)
 
     def pack(self) -> None:
         """Load the values of the parameters. To be called after they have changed."""
@@ -223,7 +237,7 @@ class NativePolicy:
 
     def has_changed(self) -> bool:
         """:return: Whether PyTorch has modified a parameter in place since the last call"""
-        before, self._version = self._version, sum(map(_version_of, self._parameters))
+        before, self._version = self._version, sum(map(_version_of, self._tensors))
         return before != self._version
 
     def features(self, observations: Any) -> np.ndarray:
