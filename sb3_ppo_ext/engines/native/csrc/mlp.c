@@ -277,8 +277,7 @@ struct layer {
     /* padded gradients of the parameters; that of the weight is transposed if this needs less padding */
     float *d_weight, *d_bias;
     int is_d_weight_transposed;
-    /* outputs for the last minibatch, in padded rows, and their gradients; activations and sums replace those of the layer before
-     */
+    /* outputs for the last minibatch, in padded rows, and their gradients; activations and sums replace the last ones */
     float *output, *delta;
     /* derivatives of activations, if these are kept; normalised inputs, and the inverses of their standard deviations */
     float *kept, *inverse_stds;
@@ -375,8 +374,9 @@ static int open_layer(Network *self, PyObject *given)
     if (PyUnicode_Check(given) || (PyLong_Check(given) && !PyBool_Check(given)))
         return open_in_place(self, layer, given);
     if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 4) {
-        PyErr_SetString(PyExc_TypeError, "a layer must be a tuple of four arrays, weight, bias and their gradients, the name of "
-                                         "an activation, or the index of a layer to add");
+        PyErr_SetString(PyExc_TypeError,
+                        "a layer must be a tuple of four arrays, weight, bias and their gradients, the name of "
+                        "an activation, or the index of a layer to add");
         return -1;
     }
     if (open_weight(self, layer, PyTuple_GET_ITEM(given, 0)) < 0)
