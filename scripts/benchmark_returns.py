@@ -13,6 +13,7 @@ benchmark/times.json.
 """
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import importlib.util
@@ -26,9 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -39,7 +40,7 @@ import numpy as np
 import pandas as pd
 import torch as th
 import yaml
-from returns_report import N_LAST, report, select
+from returns_report import N_LAST, report, report_ablation, select
 from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3.common.base_class import BaseAlgorithm
 
@@ -54,19 +55,46 @@ CONTROL = {
     "Walker2d-v5": 300_000,
     "Swimmer-v5": 300_000,
 }
-# Tasks that played no part in choosing the default; fewer steps than in the Zoo
+# Tasks that played no part in choosing the default; mostly fewer steps than in the Zoo. The last ones are in the packages
+# MinAtar (https://arxiv.org/abs/1903.03176) and gymnasium-robotics.
 UNSEEN = {
+    "CartPole-v1": 50_000,
     "Acrobot-v1": 100_000,
+    "MountainCar-v0": 100_000,
     "LunarLander-v3": 100_000,
+    "BipedalWalker-v3": 300_000,
     "InvertedDoublePendulum-v5": 100_000,
     "Reacher-v5": 100_000,
+    "Pusher-v5": 100_000,
+    "MinAtar/Asterix-v1": 300_000,
+    "MinAtar/Breakout-v1": 300_000,
+    "MinAtar/SpaceInvaders-v1": 300_000,
+    "PointMaze_UMazeDense-v3": 100_000,
+}
+# Discrete actions, with the Zoo's number of steps or the million that is usual for MinAtar
+DISCRETE = {
+    "Acrobot-v1": 1_000_000,
+    "MountainCar-v0": 1_000_000,
+    "LunarLander-v3": 1_000_000,
+    "MinAtar/Asterix-v1": 1_000_000,
+    "MinAtar/Breakout-v1": 1_000_000,
+    "MinAtar/Freeway-v1": 1_000_000,
+    "MinAtar/SpaceInvaders-v1": 1_000_000,
 }
 # The Zoo's numbers of steps
 MEMORY = {"CartPoleNoVel-v1": 100_000, "PendulumNoVel-v1": 100_000, "MountainCarContinuousNoVel-v0": 300_000}
 # The usual benchmark of PPO, at the usual length
 ROBOTS = dict.fromkeys(("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5", "Swimmer-v5"), 1_000_000)
-SB3_DEFAULTS = {"policy": "MlpPolicy"}
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+# Continuous control, in which single changes of the presets are compared
+CONTINUOUS = dict.fromkeys(
+    ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Pendulum-v1", "LunarLanderContinuous-v3"), 300_000
+)
+# Policies for other observations than numbers, with SB3's defaults
+POLICIES = {"PointMaze_UMazeDense-v3": "MultiInputPolicy"}
+# Packages that register tasks, by the beginning of their names. That of MinAtar is beside this script.
+PACKAGES = {"MinAtar/": "minatar_ids", "PointMaze_": "gymnasium_robotics"}
+_PATH = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _PATH}
 RUNNING: set[subprocess.Popen] = set()
 
 
@@ -77,31 +105,74 @@ class Arm:
     :param source: ``"ppo"``, ``"ppo_lstm"`` or ``"ppo_ext"``, whose file has the entries, or ``"sb3"`` for SB3's defaults
     :param key: Key of the entry, if it is the same for each task
     :param words: Further words of the command
+    :param changes: Hyperparameters that differ from the entry
+    :param policy_kwargs: Keyword arguments of the policy in addition to those of the entry
     """
 
     algo: str
     source: str
     key: str | None = None
     words: tuple[str, ...] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def changed(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """:return: The entry with the changes of the arm"""
+        changed = {**entry, **self.changes}
+        if self.policy_kwargs:
+            changed["policy_kwargs"] = {**_keywords(entry.get("policy_kwargs")), **self.policy_kwargs}
+        return changed
+
+
+def _keywords(policy_kwargs: str | None) -> dict[str, Any]:
+    """Keyword arguments in an entry, such as ``"dict(log_std_init=-1)"``"""
+    if policy_kwargs is None:
+        return {}
+    call = ast.parse(policy_kwargs, mode="eval").body
+    assert isinstance(call, ast.Call)
+    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+
+
+def _changed(policy_kwargs: Mapping[str, Any] | None = None, **changes: Any) -> Arm:
+    """A preset with changes"""
+    return Arm("ppo_ext", "ppo_ext", changes=changes, policy_kwargs=policy_kwargs or {})
 
 
 DEFAULT_ARMS = {"SB3's defaults": Arm("ppo", "sb3"), "default": Arm("ppo_ext", "ppo_ext", "default")}
+# The native engine computes what SB3's PPO computes, up to rounding, and makes so many runs affordable.
+PRESETS_AND_PPO = {
+    "ppo": Arm("ppo_ext", "ppo"),
+    "ppo_ext": Arm("ppo_ext", "ppo_ext"),
+    "ppo, computed by SB3": Arm("ppo", "ppo"),
+}
 # Numbers of steps of the tasks, and arms. The baseline is the first arm, and ours the second; others are only listed.
 SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
     "presets": (CONTROL, {"ppo": Arm("ppo", "ppo"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
     "default": (CONTROL, DEFAULT_ARMS),
-    "unseen": (UNSEEN, DEFAULT_ARMS),
-    "memory": (MEMORY, {"ppo_lstm": Arm("ppo_lstm", "ppo_lstm"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
-    # The native engine computes what SB3's PPO computes, up to rounding, and makes so many runs affordable.
-    "robots": (
-        ROBOTS,
+    "unseen": (
+        UNSEEN,
         {
-            "ppo": Arm("ppo_ext", "ppo"),
-            "ppo_ext": Arm("ppo_ext", "ppo_ext"),
-            "ppo, computed by SB3": Arm("ppo", "ppo"),
+            "SB3's defaults": Arm("ppo_ext", "sb3"),
+            "default": Arm("ppo_ext", "ppo_ext", "default"),
+            "SB3's defaults, computed by SB3": Arm("ppo", "sb3"),
+        },
+    ),
+    "discrete": (DISCRETE, PRESETS_AND_PPO),
+    "memory": (MEMORY, {"ppo_lstm": Arm("ppo_lstm", "ppo_lstm"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
+    "robots": (ROBOTS, PRESETS_AND_PPO),
+    "levers": (
+        CONTINUOUS,
+        {
+            "preset": _changed(),
+            "SimBa, value normalisation": _changed({"net_type": "simba"}, normalize_value=True),
+            "value normalisation": _changed(normalize_value=True),
+            "SimBa": _changed({"net_type": "simba"}),
+            "LayerNorm": _changed({"net_type": "layer_norm"}),
         },
     ),
 }
+# Suites in which each arm is compared with the first one
+ABLATIONS = {"levers"}
 
 
 def pair(suite: str) -> list[str]:
@@ -132,13 +203,25 @@ class Job:
 
     def entry(self) -> dict[str, Any]:
         arm = SUITES[self.suite][1][self.arm]
-        if arm.source == "sb3":
-            return {**SB3_DEFAULTS, "n_timesteps": self.timesteps}
-        listed = entries(arm.source)
-        key = arm.key or next((key for key in (self.task, re.sub("-v5$", "-v4", self.task)) if key in listed), None)
-        if key is None:
-            raise ValueError(f"{arm.source}.yml has no entry for {self.task}: add one, or leave the task out with --tasks")
-        return {**listed[key], "n_timesteps": self.timesteps}
+        if arm.source == "sb3" or (not self.has_entry and arm.source == "ppo"):
+            listed = {"policy": POLICIES.get(self.task, "MlpPolicy")}
+        elif not self.has_entry and arm.source == "ppo_ext":
+            listed = entries(arm.source)["default"]
+        else:
+            listed = entries(arm.source)[arm.key or self._key(arm.source)]
+        return arm.changed({**listed, "n_timesteps": self.timesteps})
+
+    @property
+    def has_entry(self) -> bool:
+        """Whether the task has an entry at all; others are trained with SB3's defaults, and with `default`."""
+        return not any(map(self.task.startswith, PACKAGES))
+
+    def _key(self, source: str) -> str:
+        listed = entries(source)
+        for key in (self.task, re.sub("-v5$", "-v4", self.task)):
+            if key in listed:
+                return key
+        raise ValueError(f"{source}.yml has no entry for {self.task}: add one, or leave the task out with --tasks")
 
     def digest(self) -> str:
         """A hash of the hyperparameters."""
@@ -164,8 +247,13 @@ def command(job: Job, folder: Path) -> list[str]:
     conf.write_text(yaml.safe_dump({job.task: job.entry()}))
     arm = SUITES[job.suite][1][job.arm]
     words = [sys.executable, "-m", "rl_zoo3.train", "--algo", arm.algo, "--env", job.task, *arm.words]
-    words += ["-conf", str(conf), "--seed", str(job.seed), "-f", str(folder), "--verbose", "0", "--num-threads", "1"]
+    # Without a file, `default` fits its policy and its normalisation to the observations.
+    is_fitted = arm.source == "ppo_ext" and not job.has_entry
+    words += ["-n", str(job.timesteps)] if is_fitted else ["-conf", str(conf)]
+    words += ["--seed", str(job.seed), "-f", str(folder), "--verbose", "0", "--num-threads", "1"]
     words += ["--device", "cpu", "--eval-freq", str(job.timesteps // N_EVALUATIONS), "--eval-episodes", str(N_EPISODES)]
+    packages = [module for prefix, module in PACKAGES.items() if job.task.startswith(prefix)]
+    words += ["--gym-packages", *packages] if packages else []
     return [*words, "--n-eval-envs", str(N_EPISODES)]
 
 
@@ -184,7 +272,7 @@ def train(job: Job) -> pd.DataFrame:
             RUNNING.add(process)
             status = process.wait()
             RUNNING.discard(process)
-        evaluations = list(folder.glob(f"*/{job.task}_1/evaluations.npz"))
+        evaluations = list(folder.glob(f"*/{job.task.replace('/', '-')}_1/evaluations.npz"))
         if status != 0 or not evaluations:
             raise RuntimeError(f"{' '.join(words)}\n{output.read_text()}")
         with np.load(evaluations[0]) as data:
@@ -346,13 +434,19 @@ def main() -> None:
     jobs = {suite: jobs_of(suite, arguments) for suite in arguments.suites}
     for suite in arguments.suites:
         path = arguments.out / f"{suite}.csv"
+        if arguments.times and suite in ABLATIONS:
+            continue  # all of its arms use our algorithm
         if arguments.times:
             add_times(arguments.out / "times.json", suite, list(dict.fromkeys(job.task for job in jobs[suite])))
         elif not arguments.report and run_jobs(jobs[suite], path, arguments.processes):
             add_versions(arguments.out, suite)
         # Limited runs, as in tests, have other hyperparameters than their task.
         runs = read(path) if arguments.timesteps else current(read(path), suite)
-        if not runs.empty:
+        if runs.empty:
+            continue
+        if suite in ABLATIONS:
+            report_ablation(suite, runs, list(SUITES[suite][1]), arguments.out)
+        else:
             report(suite, runs, pair(suite), arguments.out)
 
 

@@ -30,6 +30,7 @@ TITLES = {
     "unseen": "Table: `default` on tasks that played no part in choosing it",
     "memory": "Table: history-based policies",
     "robots": "Table: robots of MuJoCo, one million steps",
+    "levers": "Table: single changes of the presets",
     "tuning": "Table: tuning",
 }
 # Number of evaluations whose mean is the score of a run
@@ -66,7 +67,7 @@ def task_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str,
         p_value = mannwhitneyu(other, one).pvalue if min(len(one), len(other)) > 1 else np.nan
         texts = [task, f"{steps / 1000:.0f}k", _mean_and_std(one), _mean_and_std(other)]
         cpu = f"{times[task]:.1f}" if task in times else "-"
-        seconds = [np.median(per_seed(runs, task, arm, lambda run: run["seconds"].iloc[0])) for arm in (theirs, ours)]
+        seconds = [_median_seconds(runs, task, arm) for arm in (theirs, ours)]
         better = f"{probability_of_improvement(other, one):.2f}"
         lines.append([*texts, better, _p_value(p_value), cpu, f"{seconds[0] / seconds[1]:.1f}"])
     return lines
@@ -80,6 +81,26 @@ def _mean_and_std(values: np.ndarray) -> str:
 
 def _p_value(value: float) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def ablation_lines(runs: pd.DataFrame, tasks: Sequence[str], baseline: str, arms: Sequence[str]) -> list[list[str]]:
+    """
+    For each arm its mean on each task, the interquartile mean, where 0 is the worst run of a task in any arm and 1 the best
+    one, the probability of improvement over the baseline, and the ratio of the median times of its runs to the baseline's.
+    """
+    scores = {arm: [per_seed(runs, task, arm, score) for task in tasks] for arm in arms}
+    points, intervals = intervals_of(normalized(scores), lambda values: np.array([metrics.aggregate_iqm(values)]))
+    lines = []
+    for arm, values in scores.items():
+        better = "-" if arm == baseline else _with_interval(*mean_improvement(values, scores[baseline]))
+        means = [f"{each.mean():.0f}" for each in values]
+        cost = np.mean([_median_seconds(runs, task, arm) / _median_seconds(runs, task, baseline) for task in tasks])
+        lines.append([arm, *means, _with_interval(points[arm], intervals[arm]), better, f"{cost:.1f}"])
+    return lines
+
+
+def _median_seconds(runs: pd.DataFrame, task: str, arm: str) -> float:
+    return float(np.median(per_seed(runs, task, arm, lambda run: run["seconds"].iloc[0])))
 
 
 def aggregate_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str) -> list[list[str]]:
@@ -193,3 +214,22 @@ def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) ->
     print(f"\n{suite}\n\n{text}", flush=True)
     (folder / f"{suite}.md").write_text(f"# {TITLES.get(suite, suite)}\n\n{text}\n")
     save(plot(runs, tasks, arms), folder / f"{suite}.svg")
+
+
+def report_ablation(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) -> None:
+    """
+    Print and write the table of the arms that have runs of every task.
+
+    :param suite: Name of the suite, and of the file
+    :param runs: Rows of evaluations
+    :param arms: Names of the arms, the baseline first
+    :param folder: Folder of the file
+    """
+    tasks = list(runs["task"].unique())
+    arms = [arm for arm in arms if set(tasks) == set(select(runs, arm=arm)["task"])]
+    if len(arms) < 2:
+        return
+    header = ["", *tasks, "IQM", f"better than {arms[0]}", "time"]
+    text = table(header, ablation_lines(runs, tasks, arms[0], arms))
+    print(f"\n{suite}\n\n{text}", flush=True)
+    (folder / f"{suite}.md").write_text(f"# {TITLES.get(suite, suite)}\n\n{text}\n")

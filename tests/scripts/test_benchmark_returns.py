@@ -132,11 +132,24 @@ def test_the_command_has_the_entry(tmp_path):
     assert job.digest() != other.digest()
 
 
+@pytest.mark.parametrize(("arm", "is_fitted"), [("SB3's defaults", False), ("default", True)])
+def test_tasks_without_an_entry(arm, is_fitted, tmp_path):
+    """`default` is not given in a file, so that it fits the observations; the Zoo imports the package of the task."""
+    words = benchmark_returns.command(benchmark_returns.Job("unseen", "PointMaze_UMazeDense-v3", arm, 3), tmp_path)
+    assert ("-conf" not in words) == is_fitted
+    assert words[words.index("--gym-packages") + 1] == "gymnasium_robotics"
+    assert not is_fitted or words[words.index("-n") + 1] == "100000"
+    entry = yaml.safe_load((tmp_path / "entry.yml").read_text())["PointMaze_UMazeDense-v3"]
+    assert is_fitted or entry == {"policy": "MultiInputPolicy", "n_timesteps": 100_000}
+
+
 def test_robots(monkeypatch):
     """The Zoo's entries are computed by our engine, but the time is compared with SB3's."""
     assert benchmark_returns.pair("robots") == ["ppo", "ppo_ext"]
     assert benchmark_returns.timed_pair("robots") == ["ppo, computed by SB3", "ppo_ext"]
-    assert benchmark_returns.timed_pair("presets") == ["ppo", "ppo_ext"]
+    for suite in benchmark_returns.SUITES.keys() - benchmark_returns.ABLATIONS:
+        algos = [benchmark_returns.SUITES[suite][1][arm].algo for arm in benchmark_returns.timed_pair(suite)]
+        assert algos[0] != algos[1] == "ppo_ext"
     words = ["--suites", "robots", "--tasks", "Ant-v5", "--arms", "ppo", "--seeds", "2", "--first-seed", "200"]
     monkeypatch.setattr(sys, "argv", ["benchmark_returns.py", *words])
     jobs = benchmark_returns.jobs_of("robots", benchmark_returns.parse_arguments())
@@ -153,6 +166,38 @@ def test_words_of_an_arm(tmp_path, monkeypatch):
         assert " ".join(words) in " ".join(benchmark_returns.command(job, tmp_path))
         digests.add(job.digest())
     assert len(digests) == 3
+
+
+def test_changes_of_an_arm():
+    """The changes of an arm replace values of the entry, and add keyword arguments of the policy to those of the entry."""
+    entry = benchmark_returns.Job("levers", "Ant-v5", "preset", 0).entry()
+    assert entry["policy_kwargs"] == "dict(log_std_init=-1)"
+    changed = benchmark_returns.Job("levers", "Ant-v5", "SimBa, value normalisation", 0).entry()
+    keywords = {"log_std_init": -1, "net_type": "simba"}
+    assert changed == {**entry, "normalize_value": True, "policy_kwargs": keywords}
+
+
+def test_report_of_an_ablation(tmp_path, capsys):
+    """Each arm is compared with the first one; an arm that lacks a task is left out."""
+    returns = {
+        ("A", "old"): [0, 2, 4],
+        ("A", "new"): [3, 3, 3],
+        ("B", "old"): [0, 0, 0],
+        ("B", "new"): [1, 1, 1],
+        ("A", "x"): [9],
+    }
+    rows = [
+        {"task": task, "arm": arm, "seed": seed, "timesteps": 100, "return": value, "seconds": 2.0 if arm == "new" else 1.0}
+        for (task, arm), values in returns.items()
+        for seed, value in enumerate(values)
+    ]
+    returns_report.report_ablation("levers", pd.DataFrame(rows), ["old", "new", "x"], tmp_path)
+    lines = (tmp_path / "levers.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| ", "| ---", "| old", "| new"]
+    # Two of three runs of one task are worse than ours, and all of the other one.
+    assert lines[-1].startswith("| new | 3 | 1 | ")
+    assert " | 0.83 (" in lines[-1]
+    assert lines[-1].endswith(" | 2.0 |")
 
 
 def benchmark(folder, *more):
