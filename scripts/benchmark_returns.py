@@ -66,8 +66,8 @@ UNSEEN = {
     "InvertedDoublePendulum-v5": 100_000,
     "Reacher-v5": 100_000,
     "Pusher-v5": 100_000,
-    "MinAtar/Asterix-v1": 300_000,
-    "MinAtar/Breakout-v1": 300_000,
+    "MinAtar/Freeway-v1": 300_000,
+    "MinAtar/Seaquest-v1": 300_000,
     "MinAtar/SpaceInvaders-v1": 300_000,
     "PointMaze_UMazeDense-v3": 100_000,
 }
