@@ -1,7 +1,8 @@
 """
 Tables and plots of `benchmark_returns.py`. Not a script.
 
-Each row is an evaluation, with ``task``, ``arm``, ``seed``, ``timesteps``, ``return``, and the ``seconds`` of the run.
+Each row is an evaluation, with ``task``, ``arm``, ``seed``, ``timesteps``, ``return``, the ``seconds`` of the run from start to
+end and, except in older files, its ``cpu_seconds``.
 """
 
 import json
@@ -30,7 +31,8 @@ TITLES = {
     "unseen": "Table: `default` on tasks that played no part in choosing it",
     "memory": "Table: history-based policies",
     "robots": "Table: robots of MuJoCo, one million steps",
-    "levers": "Table: single changes of the presets",
+    "discrete": "Table: discrete actions, one million steps",
+    "ablation": "Table: single changes of the presets",
     "tuning": "Table: tuning",
 }
 # Number of evaluations whose mean is the score of a run
@@ -67,7 +69,7 @@ def task_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str,
         p_value = mannwhitneyu(other, one).pvalue if min(len(one), len(other)) > 1 else np.nan
         texts = [task, f"{steps / 1000:.0f}k", _mean_and_std(one), _mean_and_std(other)]
         cpu = f"{times[task]:.1f}" if task in times else "-"
-        seconds = [_median_seconds(runs, task, arm) for arm in (theirs, ours)]
+        seconds = [median_seconds(runs, task, arm) for arm in (theirs, ours)]
         better = f"{probability_of_improvement(other, one):.2f}"
         lines.append([*texts, better, _p_value(p_value), cpu, f"{seconds[0] / seconds[1]:.1f}"])
     return lines
@@ -86,7 +88,7 @@ def _p_value(value: float) -> str:
 def ablation_lines(runs: pd.DataFrame, tasks: Sequence[str], baseline: str, arms: Sequence[str]) -> list[list[str]]:
     """
     For each arm its mean on each task, the interquartile mean, where 0 is the worst run of a task in any arm and 1 the best
-    one, the probability of improvement over the baseline, and the ratio of the median times of its runs to the baseline's.
+    one, and the probability of improvement over the baseline.
     """
     scores = {arm: [per_seed(runs, task, arm, score) for task in tasks] for arm in arms}
     points, intervals = intervals_of(normalized(scores), lambda values: np.array([metrics.aggregate_iqm(values)]))
@@ -94,13 +96,18 @@ def ablation_lines(runs: pd.DataFrame, tasks: Sequence[str], baseline: str, arms
     for arm, values in scores.items():
         better = "-" if arm == baseline else _with_interval(*mean_improvement(values, scores[baseline]))
         means = [f"{each.mean():.0f}" for each in values]
-        cost = np.mean([_median_seconds(runs, task, arm) / _median_seconds(runs, task, baseline) for task in tasks])
-        lines.append([arm, *means, _with_interval(points[arm], intervals[arm]), better, f"{cost:.1f}"])
+        lines.append([arm, *means, _with_interval(points[arm], intervals[arm]), better])
     return lines
 
 
-def _median_seconds(runs: pd.DataFrame, task: str, arm: str) -> float:
-    return float(np.median(per_seed(runs, task, arm, lambda run: run["seconds"].iloc[0])))
+def times_of(runs: pd.DataFrame) -> str:
+    """:return: Column of the times of the runs: of the processor, if the file has them, else from start to end"""
+    return "cpu_seconds" if "cpu_seconds" in runs and runs["cpu_seconds"].notna().any() else "seconds"
+
+
+def median_seconds(runs: pd.DataFrame, task: str, arm: str) -> float:
+    column = times_of(runs)
+    return float(np.nanmedian(per_seed(runs, task, arm, lambda run: run[column].iloc[0])))
 
 
 def aggregate_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str) -> list[list[str]]:
@@ -205,7 +212,8 @@ def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) ->
         return
     path = folder / "times.json"
     times = json.loads(path.read_text()).get(suite, {}) if path.exists() else {}
-    header = ["task", "steps", theirs, ours, "P(better)", "p", "CPU", "wall-clock"]
+    run = "CPU of a run" if times_of(runs) == "cpu_seconds" else "wall-clock"
+    header = ["task", "steps", theirs, ours, "P(better)", "p", "CPU of a step", run]
     parts = [
         table(header, task_lines(runs, tasks, theirs, ours, times)),
         table(["all tasks", ""], aggregate_lines(runs, tasks, theirs, ours)),
@@ -229,7 +237,7 @@ def report_ablation(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder:
     arms = [arm for arm in arms if set(tasks) == set(select(runs, arm=arm)["task"])]
     if len(arms) < 2:
         return
-    header = ["", *tasks, "IQM", f"better than {arms[0]}", "time"]
+    header = ["", *tasks, "IQM", f"better than {arms[0]}"]
     text = table(header, ablation_lines(runs, tasks, arms[0], arms))
     print(f"\n{suite}\n\n{text}", flush=True)
     (folder / f"{suite}.md").write_text(f"# {TITLES.get(suite, suite)}\n\n{text}\n")

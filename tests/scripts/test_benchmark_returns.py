@@ -170,14 +170,34 @@ def test_words_of_an_arm(tmp_path, monkeypatch):
 
 def test_changes_of_an_arm():
     """The changes of an arm replace values of the entry, and add keyword arguments of the policy to those of the entry."""
-    entry = benchmark_returns.Job("levers", "Ant-v5", "preset", 0).entry()
+    entry = benchmark_returns.Job("ablation", "Ant-v5", "entry", 0).entry()
     assert entry["policy_kwargs"] == "dict(log_std_init=-1)"
-    changed = benchmark_returns.Job("levers", "Ant-v5", "SimBa, value normalisation", 0).entry()
+    changed = benchmark_returns.Job("ablation", "Ant-v5", "SimBa, value normalisation", 0).entry()
     keywords = {"log_std_init": -1, "net_type": "simba"}
     assert changed == {**entry, "normalize_value": True, "policy_kwargs": keywords}
 
 
-def test_report_of_an_ablation(tmp_path, capsys):
+def test_removed_options(monkeypatch):
+    """Arms whose options were removed are not run, but their rows are reported."""
+    monkeypatch.setattr(sys, "argv", ["benchmark_returns.py", "--suites", "ablation"])
+    jobs = benchmark_returns.jobs_of("ablation", benchmark_returns.parse_arguments())
+    arms = set(benchmark_returns.SUITES["ablation"][1])
+    assert {job.arm for job in jobs} == arms - benchmark_returns.REMOVED < arms
+    rows = pd.read_csv(benchmark_returns.ABLATED.with_suffix(".csv"), dtype={"digest": str})
+    assert set(benchmark_returns.current(rows, "ablation")["arm"]) >= benchmark_returns.REMOVED
+
+
+def test_times_of_the_processor():
+    """They are shown for files that have them, and rows without them do not count."""
+    runs = runs_of({("task", "theirs"): [1.0, 2.0], ("task", "ours"): [2.0, 3.0]})
+    assert returns_report.times_of(runs) == "seconds"
+    runs["cpu_seconds"] = np.where(runs["arm"] == "ours", 1.0, 5.0)
+    runs.loc[runs["seed"] == 1, "cpu_seconds"] = np.nan
+    [line] = returns_report.task_lines(runs, ["task"], "theirs", "ours", {})
+    assert line[-1] == "5.0"
+
+
+def test_report_of_an_ablation(tmp_path):
     """Each arm is compared with the first one; an arm that lacks a task is left out."""
     returns = {
         ("A", "old"): [0, 2, 4],
@@ -187,17 +207,16 @@ def test_report_of_an_ablation(tmp_path, capsys):
         ("A", "x"): [9],
     }
     rows = [
-        {"task": task, "arm": arm, "seed": seed, "timesteps": 100, "return": value, "seconds": 2.0 if arm == "new" else 1.0}
+        {"task": task, "arm": arm, "seed": seed, "timesteps": 100, "return": value}
         for (task, arm), values in returns.items()
         for seed, value in enumerate(values)
     ]
-    returns_report.report_ablation("levers", pd.DataFrame(rows), ["old", "new", "x"], tmp_path)
-    lines = (tmp_path / "levers.md").read_text().splitlines()
+    returns_report.report_ablation("ablation", pd.DataFrame(rows), ["old", "new", "x"], tmp_path)
+    lines = (tmp_path / "ablation.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| ", "| ---", "| old", "| new"]
     # Two of three runs of one task are worse than ours, and all of the other one.
     assert lines[-1].startswith("| new | 3 | 1 | ")
     assert " | 0.83 (" in lines[-1]
-    assert lines[-1].endswith(" | 2.0 |")
 
 
 def benchmark(folder, *more):
