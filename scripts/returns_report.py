@@ -1,8 +1,8 @@
 """
 Tables and plots of `benchmark_returns.py`. Not a script.
 
-Each row is an evaluation, with ``task``, ``arm``, ``seed``, ``timesteps``, ``return``, the ``seconds`` of the run from start to
-end and, except in older files, its ``cpu_seconds``.
+Each row is an evaluation, with ``task``, ``arm``, ``seed``, ``timesteps``, ``return``, the ``seconds`` of the run from start
+to end and, except in older files, its ``cpu_seconds``.
 """
 
 import json
