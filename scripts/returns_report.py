@@ -7,6 +7,7 @@ to end and, except in older files, its ``cpu_seconds``.
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +86,51 @@ def _p_value(value: float) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def ablation_lines(runs: pd.DataFrame, tasks: Sequence[str], baseline: str, arms: Sequence[str]) -> list[list[str]]:
+@dataclass(frozen=True)
+class Ablated:
     """
-    For each arm its mean on each task, the interquartile mean, where 0 is the worst run of a task in any arm and 1 the best
-    one, and the probability of improvement over the baseline.
+    An arm of an ablation.
+
+    :param means: Mean score on each task, shape ``(n_tasks,)``
+    :param n_runs: Number of runs of a task, of the task that has the fewest
+    :param iqm: Interquartile mean, where 0 is the worst run of a task in any arm and 1 the best one, and its interval
+    :param improvement: Probability of improvement over the baseline, and its interval
     """
+
+    means: np.ndarray
+    n_runs: int
+    iqm: tuple[float, np.ndarray]
+    improvement: tuple[float, np.ndarray]
+
+
+def ablation(runs: pd.DataFrame, tasks: Sequence[str], baseline: str, arms: Sequence[str]) -> dict[str, Ablated]:
+    """:return: What changes do, by arm. An arm is normalised and compared over all of its runs."""
     scores = {arm: [per_seed(runs, task, arm, score) for task in tasks] for arm in arms}
-    points, intervals = intervals_of(normalized(scores), lambda values: np.array([metrics.aggregate_iqm(values)]))
-    lines = []
+    low, high = (
+        np.array([edge(np.concatenate(task)) for task in zip(*scores.values(), strict=True)]) for edge in (np.min, np.max)
+    )
+    result = {}
     for arm, values in scores.items():
-        better = "-" if arm == baseline else _with_interval(*mean_improvement(values, scores[baseline]))
-        means = [f"{each.mean():.0f}" for each in values]
-        lines.append([arm, *means, _with_interval(points[arm], intervals[arm]), better])
-    return lines
+        n_runs = min(map(len, values))
+        scaled = (np.stack([each[:n_runs] for each in values], axis=1) - low) / np.maximum(high - low, 1e-12)
+        points, intervals = intervals_of({arm: scaled}, lambda values: np.array([metrics.aggregate_iqm(values)]))
+        iqm = float(np.ravel(points[arm])[0]), np.ravel(intervals[arm])
+        means = np.array([each.mean() for each in values])
+        result[arm] = Ablated(means, n_runs, iqm, mean_improvement(values, scores[baseline]))
+    return result
+
+
+def ablation_lines(arms: dict[str, Ablated], baseline: str) -> list[list[str]]:
+    return [
+        [
+            arm,
+            str(each.n_runs),
+            *(f"{mean:.0f}" for mean in each.means),
+            _with_interval(*each.iqm),
+            "-" if arm == baseline else _with_interval(*each.improvement),
+        ]
+        for arm, each in arms.items()
+    ]
 
 
 def times_of(runs: pd.DataFrame) -> str:
@@ -188,6 +221,22 @@ def plot(runs: pd.DataFrame, tasks: Sequence[str], arms: Sequence[str]) -> Figur
     return figure
 
 
+def plot_ablation(arms: dict[str, Ablated], baseline: str) -> Figure:
+    """Plot interquartile means and probabilities of improvement with their intervals, a line for each arm."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.2, 0.3 * len(arms) + 1.2), layout="constrained", sharey=True)
+    columns = {"interquartile mean": "iqm", f"P(better than {baseline})": "improvement"}
+    for ax, (title, column) in zip(axes, columns.items(), strict=True):
+        for row, (arm, each) in enumerate(arms.items()):
+            point, (low, high) = getattr(each, column)
+            color = COLORS["ppo"] if arm == baseline else COLORS["ppo_ext"]
+            ax.plot([low, high], [row, row], color=color, linewidth=5, alpha=0.3, solid_capstyle="butt")
+            ax.plot(point, row, "o", color=color, markersize=4)
+        ax.set(title=title, yticks=range(len(arms)), yticklabels=list(arms))
+    axes[0].invert_yaxis()
+    axes[1].axvline(0.5, color="gray", linewidth=0.8)
+    return figure
+
+
 def save(figure: Figure, path: Path) -> None:
     """
     :param figure: Figure, which is closed
@@ -226,18 +275,20 @@ def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) ->
 
 def report_ablation(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) -> None:
     """
-    Print and write the table of the arms that have runs of every task.
+    Print and write the table of the arms that have runs of every task, and plot it.
 
-    :param suite: Name of the suite, and of the file
+    :param suite: Name of the suite, and of the files
     :param runs: Rows of evaluations
     :param arms: Names of the arms, the baseline first
-    :param folder: Folder of the file
+    :param folder: Folder of the files
     """
     tasks = list(runs["task"].unique())
     arms = [arm for arm in arms if set(tasks) == set(select(runs, arm=arm)["task"])]
     if len(arms) < 2:
         return
-    header = ["", *tasks, "IQM", f"better than {arms[0]}"]
-    text = table(header, ablation_lines(runs, tasks, arms[0], arms))
+    ablated = ablation(runs, tasks, arms[0], arms)
+    header = ["", "seeds", *tasks, "IQM", f"better than {arms[0]}"]
+    text = table(header, ablation_lines(ablated, arms[0]))
     print(f"\n{suite}\n\n{text}", flush=True)
     (folder / f"{suite}.md").write_text(f"# {TITLES.get(suite, suite)}\n\n{text}\n")
+    save(plot_ablation(ablated, arms[0]), folder / f"{suite}.svg")

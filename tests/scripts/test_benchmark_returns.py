@@ -215,7 +215,8 @@ def test_report_of_an_ablation(tmp_path):
     lines = (tmp_path / "ablation.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| ", "| ---", "| old", "| new"]
     # Two of three runs of one task are worse than ours, and all of the other one.
-    assert lines[-1].startswith("| new | 3 | 1 | ")
+    assert lines[-1].startswith("| new | 3 | 3 | 1 | ")
+    assert (tmp_path / "ablation.svg").stat().st_size > 5000
     assert " | 0.83 (" in lines[-1]
 
 
