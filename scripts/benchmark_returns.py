@@ -13,10 +13,7 @@ benchmark/times.json.
 """
 
 import argparse
-import ast
 import contextlib
-import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -27,10 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
@@ -41,214 +36,14 @@ import pandas as pd
 import torch as th
 import yaml
 from returns_report import N_LAST, report, report_ablation, select
+from returns_suites import ABLATIONS, PACKAGES, REMOVED, SUITES, Job, pair, timed_pair
 from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3.common.base_class import BaseAlgorithm
 
 N_EVALUATIONS, N_EPISODES = 10, 10
-# Numbers of steps. The Zoo trains the last five tasks for 1M steps, and the first two for these numbers.
-CONTROL = {
-    "Pendulum-v1": 100_000,
-    "MountainCarContinuous-v0": 20_000,
-    "LunarLanderContinuous-v3": 300_000,
-    "Hopper-v5": 300_000,
-    "HalfCheetah-v5": 300_000,
-    "Walker2d-v5": 300_000,
-    "Swimmer-v5": 300_000,
-}
-# Tasks that played no part in choosing the default; mostly fewer steps than in the Zoo. The last ones are in the packages
-# MinAtar (https://arxiv.org/abs/1903.03176) and gymnasium-robotics.
-UNSEEN = {
-    "CartPole-v1": 50_000,
-    "Acrobot-v1": 100_000,
-    "MountainCar-v0": 100_000,
-    "LunarLander-v3": 100_000,
-    "BipedalWalker-v3": 300_000,
-    "InvertedDoublePendulum-v5": 100_000,
-    "Reacher-v5": 100_000,
-    "Pusher-v5": 100_000,
-    "MinAtar/Freeway-v1": 300_000,
-    "MinAtar/Seaquest-v1": 300_000,
-    "MinAtar/SpaceInvaders-v1": 300_000,
-    "PointMaze_UMazeDense-v3": 100_000,
-}
-# Discrete actions, with the Zoo's number of steps or the million that is usual for MinAtar
-DISCRETE = {
-    "Acrobot-v1": 1_000_000,
-    "MountainCar-v0": 1_000_000,
-    "LunarLander-v3": 1_000_000,
-    "MinAtar/Asterix-v1": 1_000_000,
-    "MinAtar/Breakout-v1": 1_000_000,
-    "MinAtar/Freeway-v1": 1_000_000,
-    "MinAtar/SpaceInvaders-v1": 1_000_000,
-}
-# The Zoo's numbers of steps
-MEMORY = {"CartPoleNoVel-v1": 100_000, "PendulumNoVel-v1": 100_000, "MountainCarContinuousNoVel-v0": 300_000}
-# The usual benchmark of PPO, at the usual length
-ROBOTS = dict.fromkeys(("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5", "Swimmer-v5"), 1_000_000)
-# Continuous control, in which single changes of the presets are compared
-CONTINUOUS = dict.fromkeys(
-    ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Pendulum-v1", "LunarLanderContinuous-v3"), 300_000
-)
-# Policies for other observations than numbers, with SB3's defaults
-POLICIES = {"PointMaze_UMazeDense-v3": "MultiInputPolicy"}
-# The presets before the results of the ablation changed them
-ABLATED = Path(__file__).parents[1] / "benchmark" / "ablation.yml"
-# Packages that register tasks, by the beginning of their names. That of MinAtar is beside this script.
-PACKAGES = {"MinAtar/": "minatar_ids", "PointMaze_": "gymnasium_robotics"}
 _PATH = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _PATH}
 RUNNING: set[subprocess.Popen] = set()
-
-
-@dataclass(frozen=True)
-class Arm:
-    """
-    :param algo: Name of the algorithm in the Zoo
-    :param source: ``"ppo"``, ``"ppo_lstm"`` or ``"ppo_ext"``, whose file has the entries, ``"ablation"`` for the entries in
-        benchmark/ablation.yml, or ``"sb3"`` for SB3's defaults
-    :param key: Key of the entry, if it is the same for each task
-    :param words: Further words of the command
-    :param changes: Hyperparameters that differ from the entry
-    :param policy_kwargs: Keyword arguments of the policy in addition to those of the entry
-    """
-
-    algo: str
-    source: str
-    key: str | None = None
-    words: tuple[str, ...] = ()
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def changed(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """:return: The entry with the changes of the arm"""
-        changed = {**entry, **self.changes}
-        if self.policy_kwargs:
-            changed["policy_kwargs"] = {**_keywords(entry.get("policy_kwargs")), **self.policy_kwargs}
-        return changed
-
-
-def _keywords(policy_kwargs: str | None) -> dict[str, Any]:
-    """Keyword arguments in an entry, such as ``"dict(log_std_init=-1)"``"""
-    if policy_kwargs is None:
-        return {}
-    call = ast.parse(policy_kwargs, mode="eval").body
-    assert isinstance(call, ast.Call)
-    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-
-
-def _changed(policy_kwargs: Mapping[str, Any] | None = None, **changes: Any) -> Arm:
-    """An entry of the ablation with changes"""
-    return Arm("ppo_ext", "ablation", changes=changes, policy_kwargs=policy_kwargs or {})
-
-
-DEFAULT_ARMS = {"SB3's defaults": Arm("ppo", "sb3"), "default": Arm("ppo_ext", "ppo_ext", "default")}
-# The native engine computes what SB3's PPO computes, up to rounding, and makes so many runs affordable.
-PRESETS_AND_PPO = {
-    "ppo": Arm("ppo_ext", "ppo"),
-    "ppo_ext": Arm("ppo_ext", "ppo_ext"),
-    "ppo, computed by SB3": Arm("ppo", "ppo"),
-}
-# Numbers of steps of the tasks, and arms. The baseline is the first arm, and ours the second; others are only listed.
-SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
-    "presets": (CONTROL, {"ppo": Arm("ppo", "ppo"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
-    "default": (CONTROL, DEFAULT_ARMS),
-    "unseen": (
-        UNSEEN,
-        {
-            "SB3's defaults": Arm("ppo_ext", "sb3"),
-            "default": Arm("ppo_ext", "ppo_ext", "default"),
-            "SB3's defaults, computed by SB3": Arm("ppo", "sb3"),
-        },
-    ),
-    "discrete": (DISCRETE, PRESETS_AND_PPO),
-    "memory": (MEMORY, {"ppo_lstm": Arm("ppo_lstm", "ppo_lstm"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
-    "robots": (ROBOTS, PRESETS_AND_PPO),
-    "ablation": (
-        CONTINUOUS,
-        {
-            "entry": _changed(),
-            "16 environments, batches of 128": _changed(n_envs=16, batch_size=128),
-            "SimBa": _changed({"net_type": "simba"}),
-            "LayerNorm": _changed({"net_type": "layer_norm"}),
-            "value normalisation": _changed(normalize_value=True),
-            "SimBa, value normalisation": _changed({"net_type": "simba"}, normalize_value=True),
-            "10 more epochs of the critic": _changed(critic_epochs=10),
-            "upper clip range 0.28": _changed(clip_range_high=0.28),
-        },
-    ),
-}
-# Suites in which each arm is compared with the first one
-ABLATIONS = {"ablation"}
-# Options that were tried and removed, because they did not pay. Their runs are still reported.
-REMOVED = {"10 more epochs of the critic", "upper clip range 0.28"}
-
-
-def pair(suite: str) -> list[str]:
-    """:return: Names of the baseline and of our arm"""
-    return list(SUITES[suite][1])[:2]
-
-
-def timed_pair(suite: str) -> list[str]:
-    """:return: Names of the arm that does not use our algorithm, and of our arm"""
-    arms = SUITES[suite][1]
-    return [next(name for name, arm in arms.items() if arm.algo != "ppo_ext"), pair(suite)[1]]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run."""
-
-    suite: str
-    task: str
-    arm: str
-    seed: int
-    limit: int | None = None
-
-    @property
-    def timesteps(self) -> int:
-        full = SUITES[self.suite][0][self.task]
-        return min(full, self.limit or full)
-
-    def entry(self) -> dict[str, Any]:
-        arm = SUITES[self.suite][1][self.arm]
-        if arm.source == "sb3" or (not self.has_entry and arm.source == "ppo"):
-            listed = {"policy": POLICIES.get(self.task, "MlpPolicy")}
-        elif not self.has_entry and arm.source == "ppo_ext":
-            listed = entries(arm.source)["default"]
-        else:
-            listed = entries(arm.source)[arm.key or self._key(arm.source)]
-        return arm.changed({**listed, "n_timesteps": self.timesteps})
-
-    @property
-    def has_entry(self) -> bool:
-        """Whether the task has an entry at all; others are trained with SB3's defaults, and with `default`."""
-        return not any(map(self.task.startswith, PACKAGES))
-
-    def _key(self, source: str) -> str:
-        listed = entries(source)
-        for key in (self.task, re.sub("-v5$", "-v4", self.task)):
-            if key in listed:
-                return key
-        raise ValueError(f"{source}.yml has no entry for {self.task}: add one, or leave the task out with --tasks")
-
-    def digest(self) -> str:
-        """A hash of the hyperparameters."""
-        words = SUITES[self.suite][1][self.arm].words
-        return hashlib.sha256("".join([json.dumps(self.entry(), sort_keys=True), *words]).encode()).hexdigest()[:12]
-
-
-@cache
-def entries(source: str) -> dict[str, dict[str, Any]]:
-    """The entries of a file. For environments that `ppo_ext.yml` does not list, ``ppo_ext`` uses the Zoo's ``ppo.yml``."""
-    if source == "ablation":
-        return yaml.safe_load(ABLATED.read_text())
-    ours = source == "ppo_ext"
-    spec = importlib.util.find_spec("sb3_ppo_ext" if ours else "rl_zoo3")
-    assert spec is not None
-    assert spec.origin is not None
-    folder = Path(spec.origin).parent / ("zoo/hyperparams" if ours else "hyperparams")
-    listed = yaml.safe_load((folder / f"{source}.yml").read_text())
-    return {**(entries("ppo") if ours else {}), **listed}
 
 
 def command(job: Job, folder: Path) -> list[str]:

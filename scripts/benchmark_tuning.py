@@ -16,9 +16,10 @@ from pathlib import Path
 
 import optuna
 import pandas as pd
-from benchmark_returns import CONTROL, ENVIRONMENT, SUITES, Arm, Job, add_versions, exit_on_sigterm, read, rows_of, run_jobs
+from benchmark_returns import ENVIRONMENT, add_versions, exit_on_sigterm, read, rows_of, run_jobs
 from optuna.storages.journal import JournalFileBackend
 from returns_report import report
+from returns_suites import CONTROL, SUITES, Arm, Job
 
 TASK, STUDY = "Pendulum-v1", "pendulum"
 SUITE, THEIRS, OURS = "tuning", "ppo", "best trial"

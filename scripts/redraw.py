@@ -30,8 +30,14 @@ def redraw_returns(table: Path) -> None:
     """
     :param table: Evaluations of a suite of the learning benchmark
     """
-    report = import_module("returns_report")
+    report, suites = import_module("returns_report"), import_module("returns_suites")
     runs = pd.read_csv(table)
+    if table.stem in suites.ABLATIONS:
+        arms = list(suites.SUITES[table.stem][1])
+        report.save(
+            report.plot_ablation(report.ablation(runs, runs["task"].unique(), arms), arms[0]), table.with_suffix(".svg")
+        )
+        return
     # The runs that SB3 itself has computed are listed, and not drawn.
     arms = sorted((arm for arm in runs["arm"].unique() if not arm.endswith("computed by SB3")), key=OURS.__contains__)
     tasks = [task for task in runs["task"].unique() if set(arms) <= set(runs[runs["task"] == task]["arm"])]

@@ -103,8 +103,14 @@ class Ablated:
     improvement: tuple[float, np.ndarray]
 
 
-def ablation(runs: pd.DataFrame, tasks: Sequence[str], baseline: str, arms: Sequence[str]) -> dict[str, Ablated]:
-    """:return: What changes do, by arm. An arm is normalised and compared over all of its runs."""
+def ablation(runs: pd.DataFrame, tasks: Sequence[str], arms: Sequence[str]) -> dict[str, Ablated]:
+    """
+    :param runs: Rows of evaluations
+    :param tasks: Names of the tasks
+    :param arms: Names of the arms, the baseline first
+    :return: What changes do, by arm, for the arms that have runs of every task; each is compared over all of its runs
+    """
+    arms = [arm for arm in arms if set(tasks) == set(select(runs, arm=arm)["task"])]
     scores = {arm: [per_seed(runs, task, arm, score) for task in tasks] for arm in arms}
     low, high = (
         np.array([edge(np.concatenate(task)) for task in zip(*scores.values(), strict=True)]) for edge in (np.min, np.max)
@@ -116,7 +122,7 @@ def ablation(runs: pd.DataFrame, tasks: Sequence[str], baseline: str, arms: Sequ
         points, intervals = intervals_of({arm: scaled}, lambda values: np.array([metrics.aggregate_iqm(values)]))
         iqm = float(np.ravel(points[arm])[0]), np.ravel(intervals[arm])
         means = np.array([each.mean() for each in values])
-        result[arm] = Ablated(means, n_runs, iqm, mean_improvement(values, scores[baseline]))
+        result[arm] = Ablated(means, n_runs, iqm, mean_improvement(values, scores[arms[0]]))
     return result
 
 
@@ -234,6 +240,7 @@ def plot_ablation(arms: dict[str, Ablated], baseline: str) -> Figure:
         ax.set(title=title, yticks=range(len(arms)), yticklabels=list(arms))
     axes[0].invert_yaxis()
     axes[1].axvline(0.5, color="gray", linewidth=0.8)
+    figure.supxlabel("points: means over tasks and seeds; bars: 95 % confidence intervals", fontsize=8)
     return figure
 
 
@@ -283,10 +290,9 @@ def report_ablation(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder:
     :param folder: Folder of the files
     """
     tasks = list(runs["task"].unique())
-    arms = [arm for arm in arms if set(tasks) == set(select(runs, arm=arm)["task"])]
-    if len(arms) < 2:
+    ablated = ablation(runs, tasks, arms)
+    if len(ablated) < 2:
         return
-    ablated = ablation(runs, tasks, arms[0], arms)
     header = ["", "seeds", *tasks, "IQM", f"better than {arms[0]}"]
     text = table(header, ablation_lines(ablated, arms[0]))
     print(f"\n{suite}\n\n{text}", flush=True)

@@ -15,6 +15,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 import benchmark_returns  # noqa: E402
 import returns_report  # noqa: E402
+import returns_suites  # noqa: E402
 
 
 def runs_of(scores):
@@ -104,17 +105,17 @@ def test_report(tmp_path):
 
 
 def jobs():
-    for suite, (budgets, arms) in benchmark_returns.SUITES.items():
+    for suite, (budgets, arms) in returns_suites.SUITES.items():
         for task in budgets:
             for arm in arms:
-                yield benchmark_returns.Job(suite, task, arm, 0)
+                yield returns_suites.Job(suite, task, arm, 0)
 
 
 @pytest.mark.parametrize("job", list(jobs()), ids=lambda job: f"{job.suite}-{job.task}-{job.arm}")
 def test_entries(job):
     """Each job has hyperparameters; MuJoCo's tasks in version 5 take the Zoo's of version 4."""
     entry = job.entry()
-    assert entry["n_timesteps"] == benchmark_returns.SUITES[job.suite][0][job.task]
+    assert entry["n_timesteps"] == returns_suites.SUITES[job.suite][0][job.task]
     if job.task == "Hopper-v5" and job.arm == "ppo":
         assert entry["batch_size"] == 32
     if job.arm == "SB3's defaults":
@@ -123,19 +124,19 @@ def test_entries(job):
 
 def test_the_command_has_the_entry(tmp_path):
     """The command names the file with the hyperparameters, the seed and the interval of evaluation."""
-    job = benchmark_returns.Job("presets", "Pendulum-v1", "ppo", 3, limit=2000)
+    job = returns_suites.Job("presets", "Pendulum-v1", "ppo", 3, limit=2000)
     words = benchmark_returns.command(job, tmp_path)
     assert yaml.safe_load(Path(words[words.index("-conf") + 1]).read_text()) == {"Pendulum-v1": job.entry()}
     assert words[words.index("--seed") + 1] == "3"
     assert words[words.index("--eval-freq") + 1] == "200"
-    other = benchmark_returns.Job("presets", "Pendulum-v1", "ppo", 3, limit=4000)
+    other = returns_suites.Job("presets", "Pendulum-v1", "ppo", 3, limit=4000)
     assert job.digest() != other.digest()
 
 
 @pytest.mark.parametrize(("arm", "is_fitted"), [("SB3's defaults", False), ("default", True)])
 def test_tasks_without_an_entry(arm, is_fitted, tmp_path):
     """`default` is not given in a file, so that it fits the observations; the Zoo imports the package of the task."""
-    words = benchmark_returns.command(benchmark_returns.Job("unseen", "PointMaze_UMazeDense-v3", arm, 3), tmp_path)
+    words = benchmark_returns.command(returns_suites.Job("unseen", "PointMaze_UMazeDense-v3", arm, 3), tmp_path)
     assert ("-conf" not in words) == is_fitted
     assert words[words.index("--gym-packages") + 1] == "gymnasium_robotics"
     assert not is_fitted or words[words.index("-n") + 1] == "100000"
@@ -145,10 +146,10 @@ def test_tasks_without_an_entry(arm, is_fitted, tmp_path):
 
 def test_robots(monkeypatch):
     """The Zoo's entries are computed by our engine, but the time is compared with SB3's."""
-    assert benchmark_returns.pair("robots") == ["ppo", "ppo_ext"]
-    assert benchmark_returns.timed_pair("robots") == ["ppo, computed by SB3", "ppo_ext"]
-    for suite in benchmark_returns.SUITES.keys() - benchmark_returns.ABLATIONS:
-        algos = [benchmark_returns.SUITES[suite][1][arm].algo for arm in benchmark_returns.timed_pair(suite)]
+    assert returns_suites.pair("robots") == ["ppo", "ppo_ext"]
+    assert returns_suites.timed_pair("robots") == ["ppo, computed by SB3", "ppo_ext"]
+    for suite in returns_suites.SUITES.keys() - returns_suites.ABLATIONS:
+        algos = [returns_suites.SUITES[suite][1][arm].algo for arm in returns_suites.timed_pair(suite)]
         assert algos[0] != algos[1] == "ppo_ext"
     words = ["--suites", "robots", "--tasks", "Ant-v5", "--arms", "ppo", "--seeds", "2", "--first-seed", "200"]
     monkeypatch.setattr(sys, "argv", ["benchmark_returns.py", *words])
@@ -160,9 +161,9 @@ def test_words_of_an_arm(tmp_path, monkeypatch):
     """The words of an arm are in the command, and other words are another run."""
     digests = set()
     for words in ((), ("--trial-id", "1"), ("--trial-id", "2")):
-        arm = benchmark_returns.Arm("ppo_ext", "ppo_ext", words=words)
-        monkeypatch.setitem(benchmark_returns.SUITES, "suite", ({"Pendulum-v1": 100_000}, {"arm": arm}))
-        job = benchmark_returns.Job("suite", "Pendulum-v1", "arm", 0)
+        arm = returns_suites.Arm("ppo_ext", "ppo_ext", words=words)
+        monkeypatch.setitem(returns_suites.SUITES, "suite", ({"Pendulum-v1": 100_000}, {"arm": arm}))
+        job = returns_suites.Job("suite", "Pendulum-v1", "arm", 0)
         assert " ".join(words) in " ".join(benchmark_returns.command(job, tmp_path))
         digests.add(job.digest())
     assert len(digests) == 3
@@ -170,9 +171,9 @@ def test_words_of_an_arm(tmp_path, monkeypatch):
 
 def test_changes_of_an_arm():
     """The changes of an arm replace values of the entry, and add keyword arguments of the policy to those of the entry."""
-    entry = benchmark_returns.Job("ablation", "Ant-v5", "entry", 0).entry()
+    entry = returns_suites.Job("ablation", "Ant-v5", "entry", 0).entry()
     assert entry["policy_kwargs"] == "dict(log_std_init=-1)"
-    changed = benchmark_returns.Job("ablation", "Ant-v5", "SimBa, value normalisation", 0).entry()
+    changed = returns_suites.Job("ablation", "Ant-v5", "SimBa, value normalisation", 0).entry()
     keywords = {"log_std_init": -1, "net_type": "simba"}
     assert changed == {**entry, "normalize_value": True, "policy_kwargs": keywords}
 
@@ -181,10 +182,10 @@ def test_removed_options(monkeypatch):
     """Arms whose options were removed are not run, but their rows are reported."""
     monkeypatch.setattr(sys, "argv", ["benchmark_returns.py", "--suites", "ablation"])
     jobs = benchmark_returns.jobs_of("ablation", benchmark_returns.parse_arguments())
-    arms = set(benchmark_returns.SUITES["ablation"][1])
-    assert {job.arm for job in jobs} == arms - benchmark_returns.REMOVED < arms
-    rows = pd.read_csv(benchmark_returns.ABLATED.with_suffix(".csv"), dtype={"digest": str})
-    assert set(benchmark_returns.current(rows, "ablation")["arm"]) >= benchmark_returns.REMOVED
+    arms = set(returns_suites.SUITES["ablation"][1])
+    assert {job.arm for job in jobs} == arms - returns_suites.REMOVED < arms
+    rows = pd.read_csv(returns_suites.ABLATED.with_suffix(".csv"), dtype={"digest": str})
+    assert set(benchmark_returns.current(rows, "ablation")["arm"]) >= returns_suites.REMOVED
 
 
 def test_times_of_the_processor():
@@ -228,7 +229,7 @@ def benchmark(folder, *more):
 
 def test_current_rows():
     """Rows of other hyperparameters are not reported."""
-    job = benchmark_returns.Job("memory", "CartPoleNoVel-v1", "ppo_ext", 0)
+    job = returns_suites.Job("memory", "CartPoleNoVel-v1", "ppo_ext", 0)
     rows = pd.DataFrame([dict(task=job.task, arm=job.arm, digest=digest) for digest in (job.digest(), "old")])
     assert benchmark_returns.current(rows, "memory")["digest"].tolist() == [job.digest()]
 

@@ -33,5 +33,8 @@ def test_plots_can_be_drawn_again(tmp_path):
     subprocess.run([sys.executable, str(tmp_path / "scripts" / "redraw.py")], check=True, timeout=600)
     for path in [*(ROOT / "docs").rglob("*.svg"), *(ROOT / "benchmark").glob("*.svg")]:
         text = (tmp_path / path.relative_to(ROOT)).read_text()
-        for words in ("1000 timesteps|relative to SB3|epoch", "means over|a line for each seed|medians over"):
+        for words in (
+            "1000 timesteps|relative to SB3|epoch|interquartile mean",
+            "means over|a line for each seed|medians over",
+        ):
             assert re.search(f"<!-- [^\\n]*({words})", text), path.name
