@@ -17,7 +17,9 @@ ROLLOUTS, N_STEPS_POW = (2**7, 2**15), (3, 12)
 # Minimum number of updates in a training, unless even the shortest rollouts are too long for it
 MIN_UPDATES = 10
 SMALLEST_MINIBATCH = 32
-NETWORKS = {"tiny": [64], "small": [64, 64], "medium": [256, 256]}
+# Sizes of the hidden layers by kind. A residual block of SimBa has eight times as many weights as a layer of its size.
+LAYERS = {"tiny": [64], "small": [64, 64], "medium": [256, 256]}
+NETWORKS = {"mlp": LAYERS, "layer_norm": LAYERS, "simba": {"tiny": [32], "small": [64], "medium": [128]}}
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 ACTION_DISTS = ("gaussian", "gsde", "squashed_gaussian", "beta")
 BOUNDS_COEFS = (0.0, 0.01, 0.1)
@@ -27,11 +29,12 @@ def sample_ppo_ext_params(
     trial: "optuna.Trial", n_actions: int, n_envs: int, additional_args: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """
-    Sample PPO's hyperparameters and those of PPOExt: the action distribution (for a ``Box``), the normalization of advantages,
-    the control of the KL divergence, a decay of the learning rate, a separate learning rate of the critic, and for
-    history-based policies the size of the transformer, LSTM or GRU. No minibatch is larger than a rollout. What would have no
-    effect is not sampled: with one minibatch, statistics of the advantages per minibatch; with one step of the optimiser per
-    update, which begins where the policy has not moved yet, a clip range and a control of the KL divergence.
+    Sample PPO's hyperparameters and those of PPOExt: the action distribution (for a ``Box``), the normalization of advantages
+    and values, the control of the KL divergence, a decay of the learning rate, a separate learning rate of the critic, the
+    kind of the networks, and for history-based policies the size of the transformer, LSTM or GRU. No minibatch is larger than
+    a rollout. What would have no effect is not sampled: with one minibatch, statistics of the advantages per minibatch; with
+    one step of the optimiser per update, which begins where the policy has not moved yet, a clip range and a control of the KL
+    divergence.
 
     :param trial: Trial that samples. Two of its user attributes are used if they are set: ``policy``, the name of the policy,
         and ``n_timesteps``, the length of the training
@@ -48,7 +51,8 @@ def sample_ppo_ext_params(
     _suggest_learning_rate(trial, several_steps, has_two_networks=policy == "MlpPolicy")
     if n_actions > 0:
         _suggest_action_distribution(trial)
-    trial.suggest_categorical("net_arch", list(NETWORKS))
+    trial.suggest_categorical("net_type", list(NETWORKS))
+    trial.suggest_categorical("net_arch", list(LAYERS))
     trial.suggest_categorical("activation_fn", list(ACTIVATIONS))
     if is_transformer(policy):
         _suggest_transformer(trial)
@@ -85,6 +89,7 @@ def _suggest_learning(trial: "optuna.Trial", several_steps: bool, one_minibatch:
         trial.suggest_categorical("clip_range", [0.1, 0.2, 0.3, 0.4])
     trial.suggest_float("ent_coef", 1e-8, 0.1, log=True)
     trial.suggest_float("max_grad_norm", 0.3, 5.0, log=True)
+    trial.suggest_categorical("normalize_value", [False, True])
     if one_minibatch:
         # Optuna wants the same choices for a name in all trials.
         trial.suggest_categorical("advantage_norm_of_rollout", ["rollout", "ema"])
@@ -138,10 +143,12 @@ def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
     :return: Keyword arguments of ``PPOExt``
     """
     given = dict(sampled_params)
-    network, activation = given.pop("net_arch"), given.pop("activation_fn")
+    kind = {"net_type": given.pop("net_type")} if "net_type" in given else {}  # earlier studies did not sample it
+    layers = NETWORKS[kind.get("net_type", "mlp")][given.pop("net_arch")]
     policy_kwargs = {
-        "net_arch": {"pi": NETWORKS[network], "vf": NETWORKS[network]},
-        "activation_fn": ACTIVATIONS[activation],
+        **kind,
+        "net_arch": {"pi": layers, "vf": layers},
+        "activation_fn": ACTIVATIONS[given.pop("activation_fn")],
         **_memory(given),
     }
     hyperparams = {

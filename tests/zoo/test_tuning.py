@@ -72,6 +72,9 @@ def test_space_is_sampled():
     assert values["use_sde"] == {"True", "False"}
     assert values["bounds_coef"] == {str(coef) for coef in tuning.BOUNDS_COEFS}
     assert values["kl_coef"] == {"0.0", "1.0"}
+    assert values["normalize_value"] == {"True", "False"}
+    networks = {(kwargs["net_type"], *kwargs["net_arch"]["vf"]) for kwargs in (each["policy_kwargs"] for each in sampled)}
+    assert networks == {(kind, *layers) for kind, sizes in tuning.NETWORKS.items() for layers in sizes.values()}
     for each in sampled:
         assert (each["kl_target"] is not None) == (each["kl_coef"] > 0)
         assert each["critic_learning_rate"] in (None, 3 * each["learning_rate"])
@@ -107,6 +110,13 @@ def test_trials_of_earlier_studies():
     converted = HYPERPARAMS_CONVERTER["ppo_ext"](earlier)
     assert (converted["adaptive_lr_kl"], converted["advantage_norm"]) == (0.01, "minibatch")
     assert converted.keys() == sampled.keys()
+    old = {name: value for name, value in trial.params.items() if name not in ("net_type", "normalize_value")} | {
+        "net_arch": "medium"
+    }
+    converted = HYPERPARAMS_CONVERTER["ppo_ext"](old)
+    assert "normalize_value" not in converted
+    assert "net_type" not in converted["policy_kwargs"]
+    assert converted["policy_kwargs"]["net_arch"] == {"pi": [256, 256], "vf": [256, 256]}
 
 
 def test_discrete_actions_have_no_choice_of_distribution():
