@@ -130,7 +130,7 @@ def test_minigrid(tmp_path, train_here):
 def test_presets():
     """All entries are listed, those of the Zoo as well, and what is changed in them has no effect on the next call."""
     found = presets()
-    assert found["HalfCheetah-v5"]["gamma"] == 0.98
+    assert found["HalfCheetah-v5"]["lr_decay"] == "linear"
     assert found["BipedalWalkerHardcore-v3"]["n_timesteps"] > 0
     assert {"default", "memory", "recurrent", "minigrid"} <= found.keys()
     assert "shared" not in found
