@@ -51,7 +51,7 @@ def main() -> None:
     for table in sorted((ROOT / "docs" / "studies").glob("*.csv")):
         redraw_study(table)
     for table in sorted((ROOT / "benchmark").glob("*.csv")):
-        if table.stem != "tuning-trials":
+        if not table.stem.endswith("-trials"):
             redraw_returns(table)
     folder = ROOT / "docs" / "performance"
     import_module("benchmark_speed").plot(

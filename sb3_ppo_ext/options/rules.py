@@ -29,12 +29,11 @@ from sb3_ppo_ext.policies.action_masking import MASKABLE, check_mask_key
 from sb3_ppo_ext.policies.actor_critic import (
     OWN_KEYWORDS,
     ActionDistributionMixin,
-    check_action_distribution,
-    check_exploration,
     check_masking,
     with_action_distributions,
     with_own_masking,
 )
+from sb3_ppo_ext.policies.distribution_checks import check_action_distribution, check_exploration
 from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.policy_losses import reads_next
 from sb3_ppo_ext.update.rollout_data import knows_indices
