@@ -70,9 +70,9 @@ def task_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str,
         p_value = mannwhitneyu(other, one).pvalue if min(len(one), len(other)) > 1 else np.nan
         texts = [task, f"{steps / 1000:.0f}k", _mean_and_std(one), _mean_and_std(other)]
         cpu = f"{times[task]:.1f}" if task in times else "-"
-        seconds = [median_seconds(runs, task, arm) for arm in (theirs, ours)]
+        speedup = median_seconds(runs, task, theirs) / median_seconds(runs, task, ours)
         better = f"{probability_of_improvement(other, one):.2f}"
-        lines.append([*texts, better, _p_value(p_value), cpu, f"{seconds[0] / seconds[1]:.1f}"])
+        lines.append([*texts, better, _p_value(p_value), cpu, "-" if np.isnan(speedup) else f"{speedup:.1f}"])
     return lines
 
 
@@ -83,6 +83,8 @@ def _mean_and_std(values: np.ndarray) -> str:
 
 
 def _p_value(value: float) -> str:
+    if np.isnan(value):
+        return "-"
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
@@ -145,8 +147,9 @@ def times_of(runs: pd.DataFrame) -> str:
 
 
 def median_seconds(runs: pd.DataFrame, task: str, arm: str) -> float:
+    """:return: NaN if the runs have no times of the kind that others have"""
     column = times_of(runs)
-    return float(np.nanmedian(per_seed(runs, task, arm, lambda run: run[column].iloc[0])))
+    return float(pd.Series(per_seed(runs, task, arm, lambda run: run[column].iloc[0])).median())
 
 
 def aggregate_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str) -> list[list[str]]:
