@@ -58,6 +58,9 @@ class Block(nn.Module):
 
     The attention of a head depends on the tokens and on their distance in time: a score is learned for each distance.
     Initially some heads prefer the newest tokens and others treat all alike, as in ALiBi (https://arxiv.org/abs/2108.12409).
+    Each head has an attention sink (https://arxiv.org/abs/2309.17453), a score without a token that takes a part of the
+    attention, so that a head can attend to nothing, and to more the more it has seen: the mean of what has been seen, which
+    attention is otherwise, does not tell how often something was seen. Initially, a sink weighs as much as a full context.
 
     :param span: Number of steps that the block looks back
     :param d_model: Size of a token
@@ -69,9 +72,9 @@ class Block(nn.Module):
     # What LayerNorm adds to the variance. The usual 1e-5 scales the tokens of all observations to the same length, and with
     # them the noise of small ones: then single steps can be told apart, and a few epochs learn their advantages by heart.
     NORM_EPS = 1.0
-    # The scores of distances are parameters times this: with steps as small as those of the weights, the attention would take
-    # a whole training to settle on a distance.
-    DISTANCE_SCALE = 8.0
+    # The scores of distances and sinks are parameters times this: with steps as small as those of the weights, the attention
+    # would take a whole training to settle on a distance.
+    SCORE_SCALE = 8.0
 
     def __init__(self, span: int, d_model: int, n_heads: int, ffn_dim: int | None, gate: bool):
         super().__init__()
@@ -81,7 +84,9 @@ class Block(nn.Module):
         self.key_value = nn.Linear(d_model, 2 * d_model)
         self.out = nn.Linear(d_model, d_model)
         slopes = th.tensor([0.0 if head == n_heads - 1 else 2.0**-head for head in range(n_heads)])
-        self.distance_scores = nn.Parameter(-slopes[:, None] * th.arange(span + 1) / self.DISTANCE_SCALE)
+        scores = -slopes[:, None] * th.arange(span + 1)
+        self.distance_scores = nn.Parameter(scores / self.SCORE_SCALE)
+        self.sink_scores = nn.Parameter(th.logsumexp(scores, dim=1) / self.SCORE_SCALE)
         self.join_attention = GRUGate(d_model) if gate else Residual()
         self.ffn: nn.Sequential | None = None
         if ffn_dim is not None:
@@ -124,14 +129,17 @@ class Block(nn.Module):
         """
         Arguments are those of :meth:`forward`.
 
-        :return: Weight of each of those with keys in each head, shape ``(batch_size, n_heads, n, span + n)``
+        :return: Weight of each of those with keys in each head, shape ``(batch_size, n_heads, n, span + n)``. Their sum is 1
+            minus the weight of the sink
         """
         queries, keys = self._heads(self.query(self.norm(tokens))), self._heads(keys)
         scores = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
         distances = self.distances(tokens.shape[1], tokens.device)
-        scores = scores + self.DISTANCE_SCALE * self.distance_scores[:, distances.clamp(0, self.span)]
+        scores = scores + self.SCORE_SCALE * self.distance_scores[:, distances.clamp(0, self.span)]
         hidden = ~visible | (distances < 0) | (distances > self.span)
-        return th.softmax(scores.masked_fill(hidden.unsqueeze(1), -math.inf), dim=-1)
+        scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
+        sinks = (self.SCORE_SCALE * self.sink_scores)[:, None, None].expand(*scores.shape[:-1], 1)
+        return th.softmax(th.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
 
     def distances(self, n: int, device: th.device) -> th.Tensor:
         """

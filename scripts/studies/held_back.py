@@ -113,6 +113,7 @@ def attention_entropies(policy: nn.Module) -> Iterator[list[float]]:
         tokens, keys, _, visible = inputs
         with th.no_grad():
             weights = block.attention(tokens, keys, visible)
+            weights /= weights.sum(dim=-1, keepdim=True)  # without that of the sink
         n_visible = (weights > 0).sum(dim=-1)
         of_weights = -(weights * weights.clamp(min=1e-30).log()).sum(dim=-1)
         entropies.append((of_weights / n_visible.log())[n_visible > 1].mean().item())

@@ -121,7 +121,8 @@ def test_what_is_stacked(n_stacked):
 
 def test_attention_by_hand():
     """
-    With one head and one layer, attention is a softmax of scaled products and scores of distances over the visible steps.
+    With one head and one layer, attention is a softmax of scaled products and scores of distances over the visible steps and
+    the sink, which has no value.
     """
     block = Block(2, 4, 1, 4, gate=False).double()
     loud(block)
@@ -132,10 +133,25 @@ def test_attention_by_hand():
     query = block.query(block.norm(tokens))
     for i, seen in [(0, [0, 1, 2]), (1, [2, 3])]:
         scores = [query[0, i + 2] @ keys[0, j] / 2 + 8 * block.distance_scores[0, i + 2 - j] for j in seen]
-        weights = th.softmax(th.stack(scores), dim=0)
-        attended[0, i] = sum(weight * values[0, j] for weight, j in zip(weights, seen, strict=True))
+        weights = th.softmax(th.stack([*scores, 8 * block.sink_scores[0]]), dim=0)
+        attended[0, i] = sum(weight * values[0, j] for weight, j in zip(weights[:-1], seen, strict=True))
     after = tokens[:, 2:] + block.out(attended)
     th.testing.assert_close(block(tokens[:, 2:], keys, values, visible), after + block.ffn(after))
+
+
+def test_initial_sinks():
+    """A sink weighs as much as a full context of equal tokens, so that each head says how much of its context there is."""
+    block = Block(7, 8, 4, None, gate=False)
+    block.init_weights()
+    tokens, visible = th.zeros(1, 8, 8), th.arange(8)[None, None] >= 7 - th.tensor([0, 3, 7])[:, None, None]
+    keys, _ = block.keys_values(tokens)
+    weights = th.cat([block.attention(tokens[:, 7:], keys, each) for each in visible.unsqueeze(1)])[:, :, 0].sum(dim=-1)
+    raw = th.exp(8 * block.distance_scores)
+    parts = th.stack([raw[:, :n].sum(dim=1) / raw.sum(dim=1) for n in (1, 4, 8)])
+    th.testing.assert_close(weights, parts / (parts + 1))
+    th.testing.assert_close(weights[2], th.full((4,), 0.5))
+    # The last head treats all steps alike.
+    th.testing.assert_close(weights[:, 3], th.tensor([1 / 9, 4 / 12, 8 / 16]))
 
 
 def test_without_feed_forward_network():
@@ -156,7 +172,8 @@ def attended_by(block, tokens):
     query, after = block.query(block.norm(tokens[:, 2:])), []
     for i in range(2):
         scores = keys[0, i : i + 3] @ query[0, i] / 2 + 8 * block.distance_scores[0].flip(0)
-        after.append(th.softmax(scores, dim=0) @ values[0, i : i + 3])
+        weights = th.softmax(th.cat([scores, 8 * block.sink_scores]), dim=0)
+        after.append(weights[:3] @ values[0, i : i + 3])
     return block.out(th.stack(after))[None]
 
 
