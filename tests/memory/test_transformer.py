@@ -140,7 +140,7 @@ def test_attention_by_hand():
 
 
 def test_initial_sinks():
-    """A sink weighs as much as a full context of equal tokens, so that each head says how much of its context there is."""
+    """A sink weighs an eighth of a full context of equal tokens, so that each head says how much of its context there is."""
     block = Block(7, 8, 4, None, gate=False)
     block.init_weights()
     tokens, visible = th.zeros(1, 8, 8), th.arange(8)[None, None] >= 7 - th.tensor([0, 3, 7])[:, None, None]
@@ -148,10 +148,10 @@ def test_initial_sinks():
     weights = th.cat([block.attention(tokens[:, 7:], keys, each) for each in visible.unsqueeze(1)])[:, :, 0].sum(dim=-1)
     raw = th.exp(8 * block.distance_scores)
     parts = th.stack([raw[:, :n].sum(dim=1) / raw.sum(dim=1) for n in (1, 4, 8)])
-    th.testing.assert_close(weights, parts / (parts + 1))
-    th.testing.assert_close(weights[2], th.full((4,), 0.5))
+    th.testing.assert_close(weights, parts / (parts + 1 / 8))
+    th.testing.assert_close(weights[2], th.full((4,), 8 / 9))
     # The last head treats all steps alike.
-    th.testing.assert_close(weights[:, 3], th.tensor([1 / 9, 4 / 12, 8 / 16]))
+    th.testing.assert_close(weights[:, 3], th.tensor([1 / 2, 4 / 5, 8 / 9]))
 
 
 def test_without_feed_forward_network():
