@@ -60,7 +60,8 @@ def assert_same_training(sim, **kwargs):
     expected, actual = trained("cpu", "eager", **kwargs), trained(sim.name, "device", **kwargs)
     assert isinstance(actual.rollout_buffer, TensorRolloutBuffer)
     assert {parameter.device for parameter in actual.policy.parameters()} == {th.device(sim.name)}
-    assert_same(expected, actual)
+    # Muon computes in bfloat16, which processors round differently.
+    assert_same(expected, actual, atol=2e-4 if kwargs.get("optimizer") == "muon" else 5e-5)
 
 
 def tensor_env(sim_or_cpu, env_class=TorchPendulum, n=16, **kwargs):
