@@ -1,8 +1,8 @@
 """
 How the transformer learns on eight partially observable tasks where nobody tuned it, next to PPO on stacked frames,
 RecurrentPPO, and transformers without attention sinks and with heavier ones. All of them train with the same hyperparameters
-and three learning rates, and with their default networks. RecurrentPPO is computed by PPOExt, which is equal but for rounding,
-in less time.
+and three learning rates, and with their default networks. In two further arms, `adaptive_lr_kl=0.01` adapts the learning rate,
+beginning with each of the three. RecurrentPPO is computed by PPOExt, which is equal but for rounding, in less time.
 
 The score is the mean return of the episodes in the last 20 thousand steps of the training, or of its first 100 thousand. Seeds
 begin at 100: runs with seeds 0 and 1 of five of the tasks took part in the search for the cause (see held_back.py).
@@ -67,7 +67,14 @@ TASKS: dict[str, Callable[[], gym.Env]] = {
     "bandit": Bandit,
     "cards": HigherLower,
 }
-ARMS = ("transformer", "frames", "RecurrentPPO", "without sinks", "heavy sinks")
+COLORS = {
+    "transformer": "C0",
+    "frames": "C1",
+    "RecurrentPPO": "C2",
+    "transformer, adaptive rate": "C3",
+    "frames, adaptive rate": "C8",
+}
+ARMS = (*COLORS, "without sinks", "heavy sinks")
 RIVALS = {"frames", "RecurrentPPO"}
 # Initial weights of the sinks in full contexts, where they are others than the default
 SINKS = {"without sinks": 0.0, "heavy sinks": 1.0}
@@ -82,9 +89,11 @@ def make_model(
 ) -> BaseAlgorithm:
     env = make_vec_env(TASKS[task], 8, seed=seed)
     kwargs = {**OPTIONS, "learning_rate": rate, "seed": seed, **options}
+    if arm.endswith("adaptive rate"):
+        kwargs["adaptive_lr_kl"] = 0.01
     if arm == "RecurrentPPO":
         return recurrent_ppo("MlpLstmPolicy", env, **kwargs)
-    if arm == "frames":
+    if arm.startswith("frames"):
         return PPOExt("MlpPolicy", VecFrameStack(env, N_FRAMES), **kwargs)
     model = PPOExt("MlpTransformerPolicy", env, **kwargs)
     for name, weight in SINKS.items():
@@ -221,9 +230,8 @@ def best_of(found: dict[tuple[str, float], np.ndarray], task: str) -> float:
 def plot(rows: list[Row]) -> Figure:
     figure, axes = grid_of_axes(len(TASKS), sharex=True)
     for ax, task in zip(axes, TASKS, strict=True):
-        for (arm, color), (rate, style) in itertools.product(
-            zip(ARMS, ("C0", "C1", "C2", "C7", "C4"), strict=True), zip(map(float, RATES), (":", "--", "-"), strict=True)
-        ):
+        styles = zip(map(float, RATES), (":", "--", "-"), strict=True)
+        for (arm, color), (rate, style) in itertools.product(COLORS.items(), styles):
             kind = select(rows, task=task, arm=arm, rate=rate)
             ends = sorted({row["timesteps"] for row in kind})
             means = [np.mean([row["return"] for row in kind if row["timesteps"] == end]) for end in ends]
