@@ -50,6 +50,20 @@ def test_saved_again(name, tmp_path):
     np.testing.assert_equal(*actions)
 
 
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}], ids=str)
+def test_transformer_without_sinks(options):
+    """Transformers from before attention sinks get sinks without weight, and go on from the state of their optimiser."""
+    saved = read_model(GOLDEN / "transformer").states("cpu")["policy.optimizer"]["state"]
+    model = PPOExt.load(GOLDEN / "transformer", device="cpu", **options)
+    parameters = dict(model.policy.named_parameters())
+    sinks = {name for name in parameters if "sink" in name}
+    assert sinks
+    for name in sinks:
+        np.testing.assert_array_equal(parameters.pop(name).detach(), -100)
+    for state, parameter in zip(saved.values(), parameters.values(), strict=True):
+        np.testing.assert_array_equal(model.policy.optimizer.state[parameter]["exp_avg"], state["exp_avg"])
+
+
 def test_old_name_of_the_backend():
     """The earlier name of a backend becomes the present one."""
     assert PPOExt.load(GOLDEN / "gaussian", device="cpu").backend == "fused"

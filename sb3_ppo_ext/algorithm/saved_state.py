@@ -29,6 +29,7 @@ from sb3_ppo_ext.common.saved_models import (
     with_plain_attributes,
 )
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
+from sb3_ppo_ext.memory.transformer import missing_sinks
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.policies.actor_critic import check_parameters_are_of, fixes_std
 from sb3_ppo_ext.policies.value_normalization import without_statistics
@@ -191,7 +192,9 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
             parameters["policy"] = without_statistics(parameters["policy"])
         if "policy.optimizer" in parameters:
             check_state_is_whole(parameters["policy.optimizer"])
-            parameters["policy.optimizer"] = adopt_state(self.policy, parameters["policy.optimizer"])
+            names = dict(self.policy.named_parameters()).keys()
+            new = missing_sinks(names, parameters["policy"]) if "policy" in parameters else set()
+            parameters["policy.optimizer"] = adopt_state(self.policy, parameters["policy.optimizer"], new)
         for name in LEARNED:
             learner = getattr(self, name)
             if learner is None:

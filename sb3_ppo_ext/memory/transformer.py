@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from copy import copy
+from typing import Any
 
 import torch as th
 from torch import nn
@@ -78,6 +80,8 @@ class Block(nn.Module):
     # What a sink weighs initially, in full contexts. Heavier sinks learn faster to count, but take away from what is to be
     # remembered: with 1, a cue of 30 steps before is not always learned.
     SINK_WEIGHT = 1 / 8
+    # Parameter of a sink without any weight, for blocks that were saved without sinks
+    NO_SINK = -100.0
 
     def __init__(self, span: int, d_model: int, n_heads: int, ffn_dim: int | None, gate: bool):
         super().__init__()
@@ -107,6 +111,11 @@ class Block(nn.Module):
                     nn.init.zeros_(module.bias)
         for last in (self.out,) if self.ffn is None else (self.out, self.ffn[-1]):
             nn.init.orthogonal_(last.weight, gain=0.1)  # type: ignore[arg-type]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        if f"{prefix}distance_scores" in state_dict:
+            state_dict.setdefault(f"{prefix}sink_scores", th.full_like(self.sink_scores, self.NO_SINK))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def keys_values(self, tokens: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
         """
@@ -341,3 +350,12 @@ class Transformer(nn.Module):
 def _same(ones: th.Tensor, others: th.Tensor) -> th.Tensor:
     """Which numbers are equal, shape ``(batch_size, n, m)`` for shapes ``(batch_size, n)`` and ``(batch_size, m)``."""
     return ones.unsqueeze(2) == others.unsqueeze(1)
+
+
+def missing_sinks(names: Iterable[str], state: Mapping[str, Any]) -> set[str]:
+    """
+    :param names: Names of the parameters of a policy
+    :param state: Saved parameters, by name
+    :return: Names of the attention sinks that the saved parameters lack, since they are older
+    """
+    return {name for name in names if name.endswith("sink_scores") and name not in state}

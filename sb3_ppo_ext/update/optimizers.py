@@ -236,26 +236,28 @@ def clip_gradients(policy: ActorCriticPolicy, max_norm: float) -> dict[str, th.T
     }
 
 
-def adopt_state(policy: ActorCriticPolicy, saved: dict[str, Any]) -> dict[str, Any]:
+def adopt_state(policy: ActorCriticPolicy, saved: dict[str, Any], new: Set[str] = frozenset()) -> dict[str, Any]:
     """
     Convert the saved state of an optimiser to the parameter groups of the policy's optimiser, which keeps its own
     hyperparameters.
 
     :param policy: Policy with the optimiser that will load the state
     :param saved: State dictionary of an optimiser of the same policy
+    :param new: Names of parameters that the policy did not have when it was saved: the optimiser begins with these anew
     :return: State dictionary for ``load_state_dict`` of the policy's optimiser
     :raises ValueError: if the saved state is that of another kind of optimiser
     """
     own = policy.optimizer.state_dict()
-    if not any("role" in group for group in [*own["param_groups"], *saved["param_groups"]]):
+    if not new and not any("role" in group for group in [*own["param_groups"], *saved["param_groups"]]):
         return saved  # both have the form of SB3's optimiser
     order = [name for name, _ in policy.named_parameters()]
     # SB3's optimiser has the parameters in the order of the policy, and is of the policy's `optimizer_class`.
     default_class = policy.optimizer_class.__name__
-    before, now = (_algorithms(state, order, default_class) for state in (saved, own))
-    if before.keys() != now.keys():
+    before = _algorithms(saved, [name for name in order if name not in new], default_class)
+    now = _algorithms(own, order, default_class)
+    if before.keys() != now.keys() - new:
         return saved  # another network, for which SB3 raises an error
-    if before != now:
+    if any(before[name] != now[name] for name in before):
         kinds = [" and ".join(sorted(set(kind.values()))) for kind in (before, now)]
         raise BadArgumentError(
             f"The saved state is that of the optimizer {kinds[0]}, while `optimizer` is {kinds[1]} here: give the `optimizer` "
