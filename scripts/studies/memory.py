@@ -150,7 +150,7 @@ def make_model(name: str, arm: str, seed: int, n_eval: int | None = None) -> tup
     """Make the model, and the environments to evaluate it in."""
     task, entry = TASKS[name], hyperparameters(name, arm)
     n_envs = entry.pop("n_envs", 1)
-    normalize: dict[str, Any] | None = {"gamma": entry["gamma"]} if entry.pop("normalize", False) else None
+    normalize: dict[str, Any] | None = {"gamma": entry.get("gamma", 0.99)} if entry.pop("normalize", False) else None
     frozen = None if normalize is None else {"norm_reward": False, "training": False}
     n_frames = task.n_frames if arm == "PPO, frames" else None
     env = make_envs(task, n_envs, seed, normalize, n_frames)
