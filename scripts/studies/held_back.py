@@ -8,7 +8,8 @@ with the usual epsilon, feed-forward networks), with PPO on stacked frames, and 
 noisy positions and no velocities.
 
 Run it: python scripts/studies/held_back.py (about an hour on one core, most of it for RecurrentPPO)
-It writes docs/studies/held_back.csv and docs/studies/held_back.svg.
+It writes docs/studies/held_back.csv and docs/studies/held_back.svg. With `--arms` it runs some of the arms and
+keeps the rows of the others.
 """
 
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from common import (
     mean_and_std,
     parse_arguments,
     print_table,
+    read_csv,
     run_grid,
     save_plot,
     select,
@@ -102,7 +104,7 @@ def measure(model: Any, rollout: Any) -> Row:
 
 
 def gradient_norms(policy: nn.Module, loss: th.Tensor) -> Row:
-    named = dict(policy.named_parameters())
+    named = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     gradients = dict(zip(named, th.autograd.grad(loss, list(named.values())), strict=True))
     norms = {}
     for layers, beginnings in LAYERS.items():
@@ -200,7 +202,9 @@ def report_gradients(rows: list[Row]) -> None:
     for arm in ARMS:
         for epoch in (1, N_EPOCHS):
             kind = select(rows, arm=arm, epoch=epoch, part="learning")
-            lines.append([arm, str(epoch), *(mean_and_std(np.array([row[name] for row in kind]), 3) for name in names)])
+            lines.append(
+                [arm, str(epoch), *(mean_and_std(np.array([row.get(name, np.nan) for row in kind]), 3) for name in names)]
+            )
     header = ["arm", "epoch", *(name.replace("_", ", ") for name in names)]
     print_table("Norms of gradients, and entropy of the attention relative to equal weights", header, lines)
 
@@ -220,9 +224,13 @@ def plot(rows: list[Row]) -> Figure:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__, timesteps=60_000, seeds=3)
-    rows = run_grid(run, [{"arm": arm} for arm in ARMS], arguments)
-    write_csv(arguments.out / "held_back.csv", rows)
+    arguments = parse_arguments(__doc__, timesteps=60_000, seeds=3, arms=ARMS)
+    path = arguments.out / "held_back.csv"
+    done = run_grid(run, [{"arm": arm} for arm in arguments.arms], arguments)
+    rows = sorted(
+        [row for row in read_csv(path) if row["arm"] not in arguments.arms] + done, key=lambda row: ARMS.index(row["arm"])
+    )
+    write_csv(path, rows)
     save_plot(plot(rows), arguments.out / "held_back.svg")
     report(rows)
 
