@@ -64,6 +64,19 @@ def test_transformer_without_sinks(options):
         np.testing.assert_array_equal(model.policy.optimizer.state[parameter]["exp_avg"], state["exp_avg"])
 
 
+def test_some_parameters_and_the_state_of_the_optimizer():
+    """Parameters of another part of a transformer policy do not make the state of the optimiser one from before sinks."""
+    model = PPOExt.load(GOLDEN / "transformer", env=gym.make(EXPECTED["transformer"]["env"]), device="cpu").learn(32)
+    given = model.get_parameters()
+    other = PPOExt.load(GOLDEN / "transformer", device="cpu")
+    part = {name: value for name, value in given["policy"].items() if name.startswith("value_net")}
+    other.set_parameters({"policy": part, "policy.optimizer": given["policy.optimizer"]}, exact_match=False)
+    states = [each.policy.optimizer.state_dict()["state"] for each in (other, model)]
+    assert states[0].keys() == states[1].keys()
+    for one, expected in zip(states[0].values(), states[1].values(), strict=True):
+        np.testing.assert_array_equal(one["exp_avg"], expected["exp_avg"])
+
+
 def test_old_name_of_the_backend():
     """The earlier name of a backend becomes the present one."""
     assert PPOExt.load(GOLDEN / "gaussian", device="cpu").backend == "fused"

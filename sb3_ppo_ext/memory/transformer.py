@@ -358,4 +358,6 @@ def missing_sinks(names: Iterable[str], state: Mapping[str, Any]) -> set[str]:
     :param state: Saved parameters, by name
     :return: Names of the attention sinks that the saved parameters lack, since they are older
     """
-    return {name for name in names if name.endswith("sink_scores") and name not in state}
+    sinks = {name for name in names if name.endswith("sink_scores") and name not in state}
+    # Without the scores beside them, these are parameters of another part of the policy.
+    return {name for name in sinks if name.replace("sink_scores", "distance_scores") in state}
