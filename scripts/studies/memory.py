@@ -113,9 +113,7 @@ def entries(name: str) -> dict[str, dict[str, Any]]:
 def hyperparameters(task: str, arm: str) -> dict[str, Any]:
     entry = dict(entries("ppo_ext" if arm == "transformer" else "ppo_lstm").get(task, OWN))
     entry.pop("n_timesteps", None)
-    policy_kwargs = entry.pop("policy_kwargs", {})
-    if isinstance(policy_kwargs, str):
-        policy_kwargs = eval(policy_kwargs, {"nn": nn, "dict": dict})
+    policy_kwargs = evaluated(entry.pop("policy_kwargs", {}))
     if arm == "RecurrentPPO":
         entry |= {"policy": "MlpLstmPolicy", "policy_kwargs": policy_kwargs or LSTM}
     elif arm in RECURRENT:
@@ -132,12 +130,22 @@ def hyperparameters(task: str, arm: str) -> dict[str, Any]:
     return entry
 
 
+def evaluated(value: Any) -> Any:
+    """What the Zoo takes the text of an entry for."""
+    return eval(value, {"nn": nn, "dict": dict}) if isinstance(value, str) else value
+
+
 def algorithm_of(arm: str) -> Any:
     return RecurrentPPO if arm == "RecurrentPPO" else PPOExt if arm in (*RECURRENT, "transformer") else PPO
 
 
 def linear(start: float) -> Callable[[float], float]:
     return lambda progress: start * progress
+
+
+def normalization(value: bool | dict[str, Any], gamma: float) -> dict[str, Any] | None:
+    """Arguments of VecNormalize for an entry's value of ``normalize``, or None if it does not normalize."""
+    return {"gamma": gamma, **(value if isinstance(value, dict) else {})} if value else None
 
 
 def make_envs(task: Task, n_envs: int, seed: int, normalize: dict[str, Any] | None, n_frames: int | None) -> VecEnv:
@@ -150,8 +158,8 @@ def make_model(name: str, arm: str, seed: int, n_eval: int | None = None) -> tup
     """Make the model, and the environments to evaluate it in."""
     task, entry = TASKS[name], hyperparameters(name, arm)
     n_envs = entry.pop("n_envs", 1)
-    normalize: dict[str, Any] | None = {"gamma": entry.get("gamma", 0.99)} if entry.pop("normalize", False) else None
-    frozen = None if normalize is None else {"norm_reward": False, "training": False}
+    normalize = normalization(evaluated(entry.pop("normalize", False)), entry.get("gamma", 0.99))
+    frozen = None if normalize is None else {**normalize, "norm_reward": False, "training": False}
     n_frames = task.n_frames if arm == "PPO, frames" else None
     env = make_envs(task, n_envs, seed, normalize, n_frames)
     model = algorithm_of(arm)(env=env, seed=seed, device="cpu", **entry)
