@@ -45,6 +45,20 @@ def test_study(name, timesteps, tasks, tmp_path):
     assert (tmp_path / f"{name}.svg").stat().st_size > 10_000
 
 
+@pytest.mark.integration
+def test_memory_study_normalizes_as_the_entries_say():
+    """The study of memory trains and evaluates with the observations that the entries of RL Zoo and ours ask for."""
+    code = (
+        "import memory\n"
+        "for arm in ('transformer', 'RecurrentPPO'):\n"
+        "    model, test = memory.make_model('PendulumNoVel-v1', arm, 0)\n"
+        "    env = model.get_vec_normalize_env()\n"
+        "    print(env.norm_obs, env.norm_reward, env.gamma, test.norm_obs, test.norm_reward, test.training)\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
+    assert printed.splitlines()[-2:] == ["False True 0.95 False False False", "True True 0.9 True False False"]
+
+
 def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
