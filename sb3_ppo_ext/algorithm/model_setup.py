@@ -28,12 +28,14 @@ from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.memory.history import HistoryBuffer, HistoryPolicy
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
+from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
 from sb3_ppo_ext.policies.action_masking import ACTION_MASK, with_mask, without_mask
 from sb3_ppo_ext.policies.actor_critic import OWN_KEYWORDS, ActionDistributionMixin, MlpPolicy, with_action_distributions
 from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
 from sb3_ppo_ext.rollout.action_masks import check_masks
+from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, make_optimizer
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
@@ -41,6 +43,9 @@ from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
 
 # Schedules that SB3 makes from options, and that users replace
 SCHEDULES = ("lr_schedule", "critic_lr_schedule")
+# Rollout buffers that remember what precedes the next rollout, and those of them that watch the lengths of episodes
+HISTORY_BUFFERS = (HistoryBuffer, TensorSequenceBuffer)
+SEQUENCE_BUFFERS = (SequenceBufferMixin, TensorSequenceBuffer)
 
 
 class ModelSetup(PolicyUpdater):
@@ -117,9 +122,12 @@ class ModelSetup(PolicyUpdater):
         before = self.rollout_buffer
         self._create_rollout_buffer()
         self._adapt_rollout_buffer()
-        if isinstance(before, HistoryBuffer) and isinstance(self.rollout_buffer, type(before)):
-            self.rollout_buffer.set_memory(before.memory())
         self._setup_tensor_buffer()
+        after = self.rollout_buffer
+        if isinstance(before, HISTORY_BUFFERS) and isinstance(after, HISTORY_BUFFERS):
+            after.set_memory(before.memory())
+        if isinstance(before, SEQUENCE_BUFFERS) and isinstance(after, SEQUENCE_BUFFERS):
+            after.context_watch = before.context_watch
 
     def _create_rollout_buffer(self) -> None:
         """As SB3 does."""
@@ -297,7 +305,12 @@ class ModelSetup(PolicyUpdater):
     def _setup_truncations(self) -> None:
         self._truncations = [] if self.vtrace else None
 
-    # Options that are changed between two calls of `learn`
+    # What is changed between two calls of `learn`
+
+    @property
+    def steps_in_tensors(self) -> bool:
+        """Whether the steps of the environments are tensors, which ``set_env`` can change."""
+        return self.env is not None and steps_in_tensors(self.env)
 
     @property
     def stats_window_size(self) -> int:

@@ -43,6 +43,8 @@ LEARNED = {
     "adaptive_lr": "adaptive_lr_kl",
     "loss_scale": "amp_dtype",
 }
+# Options that change the parameters of the policy, or the optimiser and its state
+NOT_IN_SB3 = ("action_dist", "action_masking", "normalize_value", "optimizer", "weight_decay", "critic_learning_rate")
 # Attributes that are created again after loading
 NOT_SAVED = (
     *("_truncations", "_tensors_after", "_samples_latents", "_engines", "_interrupted", "_set_up"),
@@ -77,9 +79,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
     def _options_of_ppo_ext_alone(self) -> list[str]:
         """Options whose parameters or states SB3's algorithms have no place for."""
         names = [option for learned, option in LEARNED.items() if getattr(self, learned) is not None]
-        names += [name for name in ("action_dist", "action_masking", "normalize_value") if self._differs(name)]
-        if len(self.policy.optimizer.param_groups) > 1:
-            names += [name for name in ("optimizer", "weight_decay", "critic_learning_rate") if self._differs(name)]
+        names += [name for name in NOT_IN_SB3 if self._differs(name)]
         space = [f"`action_space={self.action_space}`"] if is_hybrid(self.action_space) else []
         return [*(f"`{name}={getattr(self, name)!r}`" for name in names), *space]
 

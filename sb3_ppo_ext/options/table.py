@@ -107,6 +107,7 @@ KL_DRIVES_RATE = (
 # Changes between two calls of `learn`, with the methods of `ModelSetup` that are called again
 OF_POLICY = Change(remedy="the policy was made with another value; make a new model with this one")
 OF_BUFFER = Change(steps=("_setup_rollout_buffer",))
+OF_ENGINE = Change(steps=("_setup_rollout_buffer", "_check_backend"))
 OF_SCHEDULES = Change(steps=("_setup_schedules",))
 OF_KL_COEFFICIENT = Change(steps=("_setup_kl_coefficient",))
 OF_LEARNING_RATE = Change(steps=("_setup_lr_schedule",))
@@ -558,7 +559,7 @@ class PPOExtOptions:
         '`torch.compile`; `"auto"` is the first of native, device (on a GPU, or with tensor environments), fused and eager '
         "that supports the policy and the options",
         group=ENGINE,
-        change=Change(steps=("_setup_rollout_buffer", "_check_backend")),
+        change=OF_ENGINE,
     )
     native_threads: int = option(
         1,
@@ -595,11 +596,12 @@ class PPOExtOptions:
 PPO_OPTIONS = rows_of(PPOOptions)
 OWN_OPTIONS = rows_of(PPOExtOptions)
 ALL_OPTIONS = PPO_OPTIONS | OWN_OPTIONS
-# Changes of all attributes that come from arguments of the constructor
+# Changes of all attributes that come from arguments of the constructor, and of the kind of the environments
 CHANGES = {row.attribute: row.change for row in ALL_OPTIONS.values()} | {
     "policy_class": OF_POLICY,
     "device": Change(remedy="the model is on another device; give it to `load`"),
     "rollout_buffer_class": OF_BUFFER,
     "rollout_buffer_kwargs": OF_BUFFER,
+    "steps_in_tensors": OF_ENGINE,
     **dict.fromkeys(("sde_sample_freq", "tensorboard_log", "verbose"), READ),
 }

@@ -136,6 +136,14 @@ class TensorCollection:
         """
         :return: False if a callback has ended the training
         """
+        try:
+            return self._run()
+        except BaseException:
+            # The environments are ahead of the model: without a last observation, `learn` resets them.
+            self.model._last_obs = None
+            raise
+
+    def _run(self) -> bool:
         model, env, buffer = self.model, self.env, self.buffer
         model.policy.set_training_mode(False)
         buffer.reset()

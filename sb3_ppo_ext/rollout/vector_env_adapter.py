@@ -150,7 +150,10 @@ class VectorEnvAdapter(VecEnv):
     ) -> list[Any]:
         if isinstance(self.venv.unwrapped, SyncVectorEnv | AsyncVectorEnv) and indices is None:
             return list(self.venv.unwrapped.call(method_name, *method_args, **method_kwargs))
-        raise NotImplementedError(f"`{method_name}` cannot be called for some copies of {self.venv}")
+        raise NotImplementedError(
+            f"`{method_name}` cannot be called for each copy in {self.venv}, which has no environments of its own: "
+            "make them with `make_vec_env`"
+        )
 
     def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
         # Wrappers around single copies are not visible from outside the vectorised environment.

@@ -12,6 +12,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.memory.history import HistoryBuffer
 from sb3_ppo_ext.update.bootstrap import Truncation, change_of_terminal_values, last_values
 from sb3_ppo_ext.update.minibatches import Draw, PrioritizedSegments, shuffled
@@ -46,6 +47,7 @@ class Rollout:
         # Gathers the samples at the given indices
         self.samples: Callable[[np.ndarray], RolloutBufferSamples] = buffer._get_samples
         if self.is_indexable:
+            refuse_incomplete(buffer)
             flatten(buffer)
 
     @property
@@ -126,6 +128,16 @@ class Rollout:
         change = change_of_terminal_values(policy, buffer, self.truncations, self.gamma)
         rewards: np.ndarray = buffer.rewards + change
         return rewards
+
+
+def refuse_incomplete(buffer: RolloutBuffer) -> None:
+    """
+    :param buffer: Rollout buffer of an update
+    :raises ValueError: if the rollout has fewer steps than the buffer, as after a callback has changed ``n_steps``
+    """
+    if not buffer.full:
+        remedy = f"the rollout buffer is for {buffer.buffer_size} steps; change `n_steps` between two calls of `learn`"
+        refuse("n_steps", buffer.pos, remedy)
 
 
 class SamplesOnDevice:

@@ -14,7 +14,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.update.advantages import gae_of_tensors
-from sb3_ppo_ext.update.rollout_data import EVALUATION_BATCH, Rollout
+from sb3_ppo_ext.update.rollout_data import EVALUATION_BATCH, Rollout, refuse_incomplete
 
 ARRAYS = ("observations", "actions", "rewards", "returns", "episode_starts", "values", "log_probs", "advantages")
 # SB3 does not flatten them, since minibatches do not have them.
@@ -272,6 +272,7 @@ class TensorRollout(Rollout):
     buffer: TensorRolloutBuffer
 
     def __init__(self, buffer: TensorRolloutBuffer, last_observations: Any, last_dones: Any, gamma: float):
+        refuse_incomplete(buffer)
         self.buffer, self.gamma = buffer, gamma
         self.last_observations, self.last_dones = last_observations, last_dones
         self.is_indexable = True

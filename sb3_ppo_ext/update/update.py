@@ -158,7 +158,7 @@ class Update:
 
     def _is_past_target_kl(self, approx_kl: float, epoch: int) -> bool:
         assert self.config.target_kl is not None
-        if approx_kl <= 1.5 * self.config.target_kl:
+        if not approx_kl > 1.5 * self.config.target_kl:  # NaN is not past it, but a step that is not finite
             return False
         if self.config.verbose >= 1:
             print(f"Early stopping at step {epoch} due to reaching max kl: {approx_kl:.2f}")

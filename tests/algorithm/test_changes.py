@@ -8,13 +8,16 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 from support.options import SMALL, VALUES, make, random_state, set_random_state, with_needs
 from support.parity import assert_equal
+from support.torch_envs import TorchPendulum
 from support.toys import ToyEnv, make_toys
 from support.zips import Zip
 
-from sb3_ppo_ext import MlpPolicy
+from sb3_ppo_ext import MlpPolicy, PPOExt, TorchVecEnv
 from sb3_ppo_ext.algorithm.changes import is_same, remembered
 from sb3_ppo_ext.options import ALL_OPTIONS
 
@@ -305,3 +308,77 @@ def test_other_environment():
     model.learn(16)
     model.env = VecNormalize(make_toys(), norm_obs=False)
     model.learn(16)
+
+
+class NewLength(BaseCallback):
+    """Changes the length of rollouts in the middle of a training."""
+
+    def _on_step(self):
+        return True
+
+    def _on_rollout_end(self):
+        self.model.n_steps = 4
+
+
+@pytest.mark.parametrize("options", [dict(backend=name) for name in ("eager", "fused", "native", "device")], ids=str)
+def test_shorter_rollouts_during_a_training(options):
+    """The half of a rollout that a callback leaves empty is not learned from. SB3 fails as well, without a message."""
+    model = make(dict(n_steps=8, **options))
+    with pytest.raises(ValueError, match=r"`n_steps=4`.*for 8 steps; change `n_steps` between two calls"):
+        model.learn(64, callback=NewLength())
+    model.n_steps = 4
+    model.learn(16)
+
+
+def in_tensors():
+    return TorchVecEnv(TorchPendulum(2, max_episode_steps=30))
+
+
+def in_arrays():
+    return make_vec_env("Pendulum-v1", 2)
+
+
+@pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy"])
+@pytest.mark.parametrize("kinds", [(in_tensors, in_arrays), (in_arrays, in_tensors)])
+def test_other_kind_of_environments(kinds, policy):
+    """`set_env` may change from arrays to tensors and back: the next training is that of a model that was loaded with them."""
+    first, second = kinds
+    model = PPOExt(policy, first(), n_steps=16, batch_size=16, n_epochs=1, seed=0, device="cpu").learn(32)
+    saved, state = Zip(model), random_state()
+    model.set_env(second())
+    loaded = saved.load(env=second(), device="cpu")
+    for each in (model, loaded):
+        set_random_state(state)
+        each.env.seed(3)
+        each.learn(32)
+    assert type(model.rollout_buffer) is type(loaded.rollout_buffer)
+    assert_equal(bits(model), bits(loaded), "parameters")
+
+
+@pytest.mark.parametrize(
+    ("make_env", "backends"),
+    [
+        (in_arrays, ("fused", "fused")),
+        (in_arrays, ("device", "fused")),
+        (in_arrays, ("fused", "device")),
+        (in_tensors, ("auto",) * 2),
+    ],
+)
+def test_history_goes_on_after_a_change(make_env, backends):
+    """A new rollout buffer begins with the last steps of the one before it, whichever of them is on the device."""
+    first, second = backends
+    options = dict(policy_kwargs=dict(context_length=8), n_steps=16, batch_size=16, n_epochs=1, device="cpu", seed=0)
+    model = PPOExt("MlpTransformerPolicy", make_env(), backend=first, **options).learn(16)
+    memory = model.rollout_buffer.memory()
+    last = [np.array(part) for part in memory[:3]]
+    model.gamma, model.backend, old = 0.5, second, model.rollout_buffer
+    model._apply_changed_options()
+    model.rollout_buffer.reset()
+    assert model.rollout_buffer is not old
+    assert (last[2] >= 0).all()
+    for part, rows in zip(
+        last, (model.rollout_buffer.rows, model.rollout_buffer.starts, model.rollout_buffer.episodes), strict=True
+    ):
+        assert np.array_equal(th.as_tensor(rows)[:7].numpy(), part)
+    model.learn(32, reset_num_timesteps=False)
+    assert (th.as_tensor(model.rollout_buffer.episodes) >= 0).all()

@@ -43,7 +43,6 @@ LOADED = {
     "gSDE": dict(use_sde=True),
     "schedules": dict(learning_rate="lin_1e-3", clip_range="lin_0.2", ent_coef="lin_0.01", lr_decay="constant"),
     "fixed coefficient": dict(kl_coef=1.0),
-    "SGD": dict(env=Toy(DISCRETE), optimizer="sgd"),
     "mean_tanh": dict(policy_kwargs=dict(mean_tanh=True)),
     "transformer": dict(policy="MlpTransformerPolicy"),
     "LSTM": dict(policy="MlpLstmPolicy"),
@@ -58,7 +57,9 @@ REFUSED = {
     "critic_learning_rate=0.1": dict(critic_learning_rate=0.1),
     "optimizer='sgd'": dict(optimizer="sgd"),
     "optimizer='adamw'": dict(optimizer="adamw"),
+    "optimizer='sgd'` ": dict(env=Toy(DISCRETE), optimizer="sgd"),
     "weight_decay=0.1": dict(weight_decay=0.1),
+    "weight_decay=0.1` ": dict(env=Toy(DISCRETE), weight_decay=0.1),
     "action_masking=True": dict(env=Toy(DISCRETE), action_masking=True),
     "action_masking=True` ": dict(
         env=Toy(DISCRETE, MASKED), policy="MultiInputPolicy", action_masking=True, action_mask_key="action_mask"

@@ -60,3 +60,14 @@ def test_episodes_longer_than_rollouts():
     model = make(context_length=30, n_steps=8, batch_size=8, env=dict(length=31, p_end=0.0))
     (message,) = messages(lambda: model.learn(80))
     assert "after 48 timesteps, 2 of 2" in message
+
+
+@pytest.mark.parametrize("backend", ["fused", "device"])
+def test_no_second_warning_after_a_change(backend):
+    """A changed option makes a new rollout buffer, which knows of the warning and of the lengths of the episodes so far."""
+    model = make(context_length=5, env=dict(length=7, p_end=0.0), backend=backend)
+    assert len(messages(lambda: model.learn(96))) == 1
+    watch = model.rollout_buffer.context_watch
+    model.gamma = 0.5
+    assert not messages(lambda: model.learn(96, reset_num_timesteps=False))
+    assert model.rollout_buffer.context_watch is watch

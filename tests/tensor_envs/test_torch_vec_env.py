@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.callbacks import BaseCallback
 from support.torch_envs import TorchCartPole, TorchPendulum
 from support.torch_simulators import CLOCK, PUSH, LikeIsaacLab, LikeManiSkill, LikeRslRl
 
@@ -279,3 +280,26 @@ def test_training(make):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*last observations")
         PPOExt("MlpPolicy", make(), n_steps=16, batch_size=32, n_epochs=1, device="cpu").learn(128)
+
+
+class Interrupt(BaseCallback):
+    """The user presses Ctrl-C in the middle of a rollout."""
+
+    def _on_step(self):
+        if self.n_calls == 10:
+            raise KeyboardInterrupt
+        return True
+
+
+def test_interrupted_rollout():
+    """After it, a training goes on from a reset, not from an observation of many steps before."""
+    env = isaac()
+    model = PPOExt("MlpPolicy", env, n_steps=16, batch_size=16, n_epochs=1, device="cpu", backend="device").learn(64)
+    with pytest.raises(KeyboardInterrupt):
+        model.learn(128, callback=Interrupt(), reset_num_timesteps=False)
+    model.learn(64, reset_num_timesteps=False)
+    ages = model.rollout_buffer.tensors["observations"][:, :, 0]
+    starts = model.rollout_buffer.tensors["episode_starts"]
+    assert (ages[0] == 0).all()
+    assert (starts[0] == 1).all()
+    assert th.equal(ages[1:] == ages[:-1] + 1, starts[1:] == 0)

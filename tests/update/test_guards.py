@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch as th
+from stable_baselines3.common.torch_layers import FlattenExtractor
 from support.parity import assert_equal
 from support.toys import IMAGE, Brittle
 from support.training import SMALL, Recording, logged, make
@@ -190,3 +191,26 @@ def test_a_clip_fraction_at_the_limit(backend, limit, is_frozen):
     model.train()
     assert logged(model)["train/clip_fraction"] == pytest.approx(0.1)
     assert logged(model)["train/actor_frozen"] == is_frozen
+
+
+class NaNFeatures(FlattenExtractor):
+    """Features that are NaN in one minibatch."""
+
+    n_calls = 0
+
+    def forward(self, observations):
+        if self.training and th.is_grad_enabled():
+            self.n_calls += 1
+        return super().forward(observations) * (math.nan if self.n_calls == 3 else 1.0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "fused", "device"])
+def test_nan_is_not_past_target_kl(backend):
+    """A KL divergence that is NaN does not end the update without a word: its step is skipped, or raises an error."""
+    options = dict(backend=backend, action_dist="beta", policy_kwargs=dict(features_extractor_class=NaNFeatures))
+    model = make(target_kl=100.0, bad_gradients="skip", n_epochs=3, **options).learn(32)
+    assert model.n_skipped_updates == 1
+    assert model._n_updates == 3
+    assert model.policy.features_extractor.n_calls > 4
+    with pytest.raises(ValueError, match=r"not finite|NaN"):
+        make(target_kl=100.0, bad_gradients="raise", n_epochs=3, **options).learn(32)

@@ -90,7 +90,7 @@ class DeviceUpdate:
             self._average(step, measured)
         is_before_stop, is_past = ~self.has_stopped, self.never
         if config.target_kl is not None:
-            is_past = ~(measured.weighted("approx_kl", step.shares) <= 1.5 * config.target_kl)
+            is_past = measured.weighted("approx_kl", step.shares) > 1.5 * config.target_kl
         goes_on = is_before_stop & ~is_past
         if config.max_clip_fraction is not None:
             is_clipped = measured.weighted("clip_fraction", step.shares) > config.max_clip_fraction

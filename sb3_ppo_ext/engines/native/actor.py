@@ -163,7 +163,7 @@ class NativeActor(DivisibleActor):
         if self.torch_actor is not None:
             return self.torch_actor.finish(policy, observations, dones)
         self._estimate(self.config.n_steps)
-        self.buffer.full = True
+        self.buffer.full = self.buffer.pos == self.buffer.buffer_size
         return self._estimate_advantages(observations, np.asarray(dones))
 
     # Computed for many steps at once
