@@ -98,21 +98,30 @@ def read_log(folder: str | Path) -> Log:
     :param folder: Folder of a run, with a ``progress.csv``, event files of TensorBoard, or ``monitor.csv`` files. The first of
         these that is there counts. The evaluations of ``EvalCallback`` (``evaluations.npz``) are added if they are not logged
     :return: Timesteps and values of each key
-    :raises ValueError: if there is none of them, or they are empty
+    :raises ValueError: if there is none of them, or they are empty or damaged
     """
     folder = Path(folder)
-    if (folder / "progress.csv").is_file():
-        log = _read_csv(folder / "progress.csv")
-    elif next(folder.glob("events.out.tfevents.*"), None) is not None:
-        log = _read_events(folder)
-    elif next(folder.glob("*monitor.csv"), None) is not None:
-        log = _read_monitors(folder)
-    else:
+    if not any(next(folder.glob(pattern), None) for pattern in PATTERNS):
         raise ValueError(_nothing_in(folder))
-    log = {**_read_evaluations(folder), **log}
+    try:
+        log = {**_read_evaluations(folder), **_read_training(folder)}
+    except ImportError:
+        raise
+    except Exception as error:  # pandas, NumPy and TensorBoard have errors of their own for damaged files.
+        raise ValueError(
+            f"The log in {folder} cannot be read, perhaps it is damaged ({type(error).__name__}: {error})"
+        ) from error
     if not any(key in log for panel in PANELS for key in panel.keys):
         raise ValueError(f"The log in {folder} is empty: the training ended before its first update")
     return log
+
+
+def _read_training(folder: Path) -> Log:
+    if (folder / "progress.csv").is_file():
+        return _read_csv(folder / "progress.csv")
+    if next(folder.glob("events.out.tfevents.*"), None) is not None:
+        return _read_events(folder)
+    return _read_monitors(folder)
 
 
 def _read_csv(path: Path) -> Log:
@@ -261,7 +270,10 @@ def main() -> None:
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix[1:] not in formats:
         parser.error(f"--output {path}: Matplotlib writes {', '.join(sorted(formats))}")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output {path}: its folder cannot be made ({error})")
     path = free_path(path)
     with mpl.rc_context(STYLE):
         figure.savefig(path)

@@ -1,5 +1,6 @@
 """What a training has logged is read back and drawn, from a file of RL Zoo or from TensorBoard."""
 
+import shutil
 import sys
 
 import gymnasium as gym
@@ -192,6 +193,28 @@ def test_bad_folders(tmp_path, monkeypatch, capsys):
     for folder, message in (tmp_path / "none", "no `progress.csv`"), (tmp_path / "empty", "is empty"), (tmp_path, "are empty"):
         assert message in refused(monkeypatch, capsys, folder, "-o", tmp_path / "plots" / "run.png")
     assert not (tmp_path / "plots").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("monitor.csv", b""), ("progress.csv", b"a,b\n1,2\n1,2,3\n"), ("evaluations.npz", b"PK broken")],
+)
+def test_damaged_logs(name, content, run_folder, tmp_path, monkeypatch, capsys):
+    """A damaged log is named; where others are found as well, it is left out."""
+    for copied in ("runs/damaged", "runs/whole"):
+        shutil.copytree(run_folder, tmp_path / copied)
+    damaged = tmp_path / "runs" / "damaged"
+    if name == "monitor.csv":
+        (damaged / "progress.csv").unlink()
+    (damaged / name).write_bytes(content)
+    assert "cannot be read, perhaps it is damaged" in refused(monkeypatch, capsys, damaged)
+    assert len(plot_runs(tmp_path / "runs").legends or [1]) == 1
+
+
+def test_bad_output(run_folder, tmp_path, monkeypatch, capsys):
+    """A folder that cannot be made is refused in one line."""
+    (tmp_path / "file").touch()
+    assert "its folder cannot be made" in refused(monkeypatch, capsys, run_folder, "-o", tmp_path / "file" / "run.png")
 
 
 def test_bad_format(run_folder, tmp_path, monkeypatch, capsys):

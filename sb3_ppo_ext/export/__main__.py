@@ -40,8 +40,9 @@ def _find(run: Path, load_best: bool) -> tuple[Path, Path | None]:
     """Zip file of the model, and the file with the statistics of ``VecNormalize`` if there is one."""
     if run.is_file():
         return run, None
-    # The Zoo names the folder after the environment, with a number behind it.
-    env_name = run.name.rpartition("_")[0]
+    found = sorted(run.glob("*/args.yml"))
+    # Without this file of the Zoo: it names the folder after the environment, with a number behind it.
+    env_name = found[0].parent.name if len(found) == 1 else run.resolve().name.rpartition("_")[0]
     zip_file = run / ("best_model.zip" if load_best else f"{env_name}.zip")
     if not zip_file.is_file():
         refuse("run", str(run), f"there is no {zip_file.name} in it; give the folder of a run, or a zip file")

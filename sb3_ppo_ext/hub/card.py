@@ -12,7 +12,8 @@ from platform import python_version
 from typing import Any
 
 from sb3_ppo_ext.common.validation import described
-from sb3_ppo_ext.hub.settings import as_code
+from sb3_ppo_ext.hub.settings import as_code, as_text
+from sb3_ppo_ext.options.values import NotCodeError
 
 PACKAGES = ("sb3-ppo-ext", "stable-baselines3", "torch", "gymnasium", "numpy")
 NO_REPOSITORY = "USER/NAME"
@@ -129,15 +130,17 @@ Nothing of the files is executed, unless `trusted=True` is given."""
         return "\n".join(lines)
 
     def _training(self) -> str:
-        arguments = "".join(f"    {name}={as_code(value)},\n" for name, value in self.options.items())
+        arguments = "".join(f"    {_argument(name, value)}\n" for name, value in self.options.items())
         again = f"```bash\n{self.command}\n```\n\nThe same options in Python:\n\n" if self.command else ""
         normalizes = self.environment.startswith("VecNormalize")
         wrapper = "from stable_baselines3.common.vec_env import VecNormalize\n" if normalizes else ""
+        wrapper += "from torch import nn\n" if re.search(r"\bnn\.", arguments) else ""
+        torch = "import torch as th\n" if re.search(r"\bth\.", arguments) else ""
         return f"""\
 ## Training
 
 {again}```python
-from stable_baselines3.common.env_util import make_vec_env
+{torch}from stable_baselines3.common.env_util import make_vec_env
 {wrapper}
 from sb3_ppo_ext import PPOExt
 
@@ -154,6 +157,14 @@ model.learn({self.num_timesteps:_})
         return "\n".join(["## Versions", "", "| package | version |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)])
 
 
+def _argument(name: str, value: Any) -> str:
+    """Argument of the constructor, or a comment if there is no code for the value."""
+    try:
+        return f"{name}={as_code(value)},"
+    except NotCodeError:
+        return f"# {name}: {as_text(value)}, which is not in this file"
+
+
 def versions() -> dict[str, str]:
     """:return: Version of each package that a training depends on"""
     return {name: _version(name) for name in PACKAGES}
@@ -166,19 +177,34 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def command_of(folder: Path) -> str | None:
+def command_of(folder: Path, seed: int | None = None) -> str | None:
     """
     :param folder: Folder with the ``command.txt`` of a training by RL Zoo
+    :param seed: Seed that the Zoo has drawn if none was given
     :return: Command that repeats it, without paths of the machine and passwords of a database; ``None`` if there is none
     """
     path = folder / "command.txt"
-    # The Zoo joins the arguments with spaces, without the quotes that a shell needs.
     words = path.read_text(encoding="utf-8").split() if path.is_file() else []
     ends = ("rl_zoo3/train.py", "rl_zoo3.train", "train")
     start = next((index for index, word in enumerate(words) if word.replace("\\", "/").endswith(ends)), None)
     if start is None:
         return None
-    return shlex.join(["rl_zoo3", "train", *(re.sub(r"://[^/]*@", "://", word) for word in words[start + 1 :])])
+    given = _rejoined(words[start + 1 :])
+    if seed is not None and not any(word.split("=")[0] == "--seed" for word in given):
+        given += ["--seed", str(seed)]
+    return shlex.join(["rl_zoo3", "train", *(re.sub(r"://[^/]*@", "://", word) for word in given)])
+
+
+def _rejoined(words: Sequence[str]) -> list[str]:
+    """
+    The Zoo joins the arguments with spaces, without the quotes that a shell needs. A value of ``-params`` and its kind, such
+    as ``net_arch:[8, 8]``, may contain spaces itself; the next one begins with a name and a colon.
+    """
+    arguments: list[str] = []
+    for word in words:
+        goes_on = arguments and ":" in arguments[-1] and not re.match(r"-{1,2}[a-zA-Z]|[a-zA-Z_]\w*:", word)
+        arguments = [*arguments[:-1], f"{arguments[-1]} {word}"] if goes_on else [*arguments, word]
+    return arguments
 
 
 def check_command(command: object) -> None:

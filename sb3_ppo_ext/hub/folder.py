@@ -33,7 +33,7 @@ from sb3_ppo_ext.common.validation import (
 )
 from sb3_ppo_ext.hub.card import NO_REPOSITORY, Card, Evaluation, check_command, command_of, versions
 from sb3_ppo_ext.hub.normalization import normalized, statistics_of
-from sb3_ppo_ext.hub.settings import as_code, environment_code, options_of, policy_name
+from sb3_ppo_ext.hub.settings import as_text, environment_code, options_of, policy_name
 from sb3_ppo_ext.ppo_ext import PPOExt
 
 ALGO = "ppo_ext"
@@ -128,7 +128,7 @@ def save_folder(
         num_timesteps=model.num_timesteps,
         evaluation=evaluation,
         runs=last_returns,
-        command=command or (command_of(params) if params else None),
+        command=command or (command_of(params, arguments.get("seed")) if params else None),
         has_plot=figure is not None,
         repo_id=repo_id,
     )
@@ -302,7 +302,7 @@ def _config(card: Card, env_kwargs: Any, is_normalized: bool) -> dict[str, Any]:
         "env_kwargs": env_kwargs,
         "normalized": is_normalized,
         "policy": card.policy,
-        "options": {name: as_code(value) for name, value in card.options.items()},
+        "options": {name: as_text(value) for name, value in card.options.items()},
         "num_timesteps": card.num_timesteps,
         "versions": versions(),
     }

@@ -7,7 +7,8 @@ from typing import Any
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_ppo_ext.options.values import shown
+from sb3_ppo_ext.common.validation import described
+from sb3_ppo_ext.options.values import NotCodeError, class_name, shown
 from sb3_ppo_ext.ppo_ext import PPOExt
 
 # What says where a model is computed or logged, and what it is made of after its set-up
@@ -59,13 +60,26 @@ def policy_name(model: PPOExt) -> str:
 def as_code(value: Any) -> str:
     """
     :param value: Value of an option
-    :return: Value as Python code, or, of a function or an object, its name
+    :return: Value as Python code where ``nn`` and ``th`` are known
+    :raises NotCodeError: if it is or contains a function, an object, or a class that is not PyTorch's
     """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{shown(key)}: {as_code(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list):
         return f"[{', '.join(map(as_code, value))}]"
-    return value.__qualname__ if hasattr(value, "__qualname__") else shown(value)
+    code = shown(value)
+    return class_name(value) if code.startswith("<") else code
+
+
+def as_text(value: Any) -> str:
+    """
+    :param value: Value of an option
+    :return: Value as Python code, or the name or a short form of what has no code
+    """
+    try:
+        return as_code(value)
+    except NotCodeError:
+        return str(getattr(value, "__qualname__", "")) or described(value)
 
 
 def _is_default(value: Any, default: Any) -> bool:

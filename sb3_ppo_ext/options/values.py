@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch as th
+from torch import nn
 
 from sb3_ppo_ext.common.schedules import check_schedule, make_schedule
 from sb3_ppo_ext.common.validation import check_choice, check_dictionary, check_number, check_type, refuse
@@ -18,6 +20,23 @@ def shown(value: Any) -> str:
     :return: Value as Python code, with double quotes
     """
     return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+class NotCodeError(ValueError):
+    """A value cannot be written as a Python expression."""
+
+
+def class_name(value: Any) -> str:
+    """
+    :param value: Class of ``torch.nn`` or ``torch.optim``
+    :return: Its name where ``nn`` and ``th`` are known
+    :raises NotCodeError: if it is anything else
+    """
+    for module, named in {"nn": nn, "th.optim": th.optim}.items():
+        name = getattr(value, "__name__", "")
+        if vars(named).get(name) is value:
+            return f"{module}.{name}"
+    raise NotCodeError(repr(value))
 
 
 class Accepted(ABC):

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch as th
-from torch import nn
-
 from sb3_ppo_ext.common.atomic_files import write_whole
+from sb3_ppo_ext.options.values import NotCodeError, class_name
 from sb3_ppo_ext.zoo.yaml_entries import TrialHyperparams, evaluate
 
 if TYPE_CHECKING:
@@ -20,12 +18,6 @@ if TYPE_CHECKING:
 
 # In the folder of the run that the Zoo makes for a study
 BEST = "best.yml"
-# Modules whose classes `policy_kwargs` can name, by the name that the Zoo evaluates them with
-_NAMED = {"nn": nn, "th.optim": th.optim}
-
-
-class NotCodeError(ValueError):
-    """A value cannot be written as an expression that the Zoo evaluates."""
 
 
 def write_best_trial(experiment: ExperimentManager) -> None:
@@ -114,9 +106,4 @@ def as_code(value: Any) -> str:
         return "[" + ", ".join(map(as_code, value)) + "]"
     if isinstance(value, tuple):
         return "(" + "".join(f"{as_code(part)}, " for part in value) + ")"
-    if isinstance(value, type):
-        for module, named in _NAMED.items():
-            name = getattr(value, "__name__", "")
-            if vars(named).get(name) is value:
-                return f"{module}.{name}"
-    raise NotCodeError(repr(value))
+    return class_name(value)

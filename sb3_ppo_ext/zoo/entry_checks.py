@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ OF_THE_ZOO = {
     *("callback", "env_kwargs", "env_wrapper", "frame_stack", "monitor_kwargs", "n_envs"),
     *("n_timesteps", "normalize", "vec_env_wrapper"),
 }
+# Arguments of the algorithm that the Zoo gives by itself, from the command line
+OF_THE_COMMAND = {"env", "seed", "device", "verbose", "tensorboard_log"}
 # Schedules that the Zoo makes, with any prefix in place of "lin"
 OF_ZOO_SCHEDULES = ("learning_rate", "clip_range", "clip_range_vf")
 
@@ -96,14 +99,7 @@ def check_entry(experiment: ExperimentManager, entry: Mapping[str, Any]) -> None
     :param entry: These hyperparameters
     :raises ValueError: if a key is missing or not known, or a value is not valid
     """
-    algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
-    if issubclass(algorithm, PPOExt):
-        check_known_options(entry, option_names(algorithm) | OF_THE_ZOO, algorithm.__name__)
-    for key, example in (("n_timesteps", "100000"), ("policy", "MlpPolicy")):
-        if key not in entry:
-            raise BadArgumentError(
-                f"The entry of {experiment.env_name.gym_id} has no `{key}`: add it, such as `{key}: {example}`."
-            )
+    _check_names(experiment, entry)
     check_number("n_timesteps", entry["n_timesteps"], 1)
     check_number("n_envs", entry.get("n_envs", 1), 1, integer=True)
     if entry.get("frame_stack") is not None:
@@ -113,20 +109,38 @@ def check_entry(experiment: ExperimentManager, entry: Mapping[str, Any]) -> None
             make_schedule(key, entry[key])
     _check_dictionaries(entry)
     policy = entry["policy"]
+    check_type("policy", policy, (str, type), "give the name of a policy, such as MlpPolicy, or its class")
     if isinstance(policy, str) and "." in policy:
         _import("policy", policy)
-    for key in {"env_wrapper", "vec_env_wrapper", "callback"} & entry.keys():
-        _check_classes(key, entry[key])
+    for key in ("env_wrapper", "vec_env_wrapper", "callback"):
+        if entry.get(key) is not None:
+            _check_classes(key, entry[key])
+
+
+def _check_names(experiment: ExperimentManager, entry: Mapping[str, Any]) -> None:
+    """Check that all keys are known, and that none is missing."""
+    algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
+    if issubclass(algorithm, PPOExt):
+        if given := sorted(OF_THE_COMMAND & entry.keys()):
+            raise BadArgumentError(f"`{given[0]}` is not an option of an entry: RL Zoo gives it to the model itself")
+        check_known_options(entry, option_names(algorithm) | OF_THE_ZOO, algorithm.__name__)
+    for key, example in (("n_timesteps", "100000"), ("policy", "MlpPolicy")):
+        if key not in entry:
+            raise BadArgumentError(
+                f"The entry of {experiment.env_name.gym_id} has no `{key}`: add it, such as `{key}: {example}`."
+            )
 
 
 def _check_dictionaries(entry: Mapping[str, Any]) -> None:
     """Check what is a dictionary, or a string with the Python code of one."""
     normalize = _evaluated("normalize", entry.get("normalize", False))
-    if isinstance(normalize, Mapping):
+    if isinstance(normalize, Mapping) or isinstance(entry.get("normalize"), str):
         check_kwargs("normalize", normalize, VecNormalize, ("venv",))
     else:
         check_type("normalize", normalize, (bool, type(None)), "give true, false, or keyword arguments of `VecNormalize`")
-    check_kwargs("monitor_kwargs", _evaluated("monitor_kwargs", entry.get("monitor_kwargs", {})), Monitor, ("env", "filename"))
+    monitor_kwargs = _evaluated("monitor_kwargs", entry.get("monitor_kwargs"))
+    if monitor_kwargs is not None:
+        check_kwargs("monitor_kwargs", monitor_kwargs, Monitor, ("env", "filename"))
     for key in ("policy_kwargs", "env_kwargs"):
         if (value := _evaluated(key, entry.get(key)) if key == "policy_kwargs" else entry.get(key)) is not None:
             check_type(key, value, Mapping, "give a dictionary")
@@ -146,21 +160,34 @@ def _check_classes(key: str, value: Any) -> None:
     """Check the names of classes, each of which may be the only key of a dictionary, whose value has the keyword arguments."""
     for each in value if isinstance(value, list) else [value]:
         name: Any = each
+        check_type(key, each, (str, Mapping), "give the full name of a class, or a list of such names")
         if isinstance(each, Mapping):
             if len(each) != 1 or not isinstance(next(iter(each.values())), Mapping | None):
                 refuse(key, each, "give one class with its keyword arguments; in YAML, these are indented by four more spaces")
             name = next(iter(each))
-        if isinstance(name, str):
-            made = _import(key, name)
-            if isinstance(each, Mapping) and isinstance(made, type):
-                check_kwargs(f"{key}: {name}", each[name] or {}, made, ("env", "venv"))
+        made = _import(key, name)
+        kwargs = (each[name] or {}) if isinstance(each, Mapping) else {}
+        if isinstance(made, type):
+            check_kwargs(f"{key}: {name}", kwargs, made, ("env", "venv"))
+        _check_required(key, name, made, kwargs)
+
+
+def _check_required(key: str, name: str, made: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Check that nothing but the environment is missing."""
+    parameters = inspect.signature(made).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    missing = [each for each in required[key != "callback" :] if each not in kwargs]
+    if missing:
+        refuse(key, name, f"it needs `{missing[0]}`; give its keyword arguments, such as `{name}: {{{missing[0]}: ...}}`")
 
 
 def _import(key: str, name: str) -> Callable[..., Any]:
     module, _, attribute = name.rpartition(".")
     try:
         made: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        if not callable(made):
+            raise TypeError(f"{name} is a {type(made).__name__}")
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         remedy = f"it cannot be imported ({error}); give the full name of a class, such as package.module.Class"
         raise BadArgumentError(f"`{key}={name!r}` is not valid: {remedy}") from error
     return made

@@ -38,9 +38,15 @@ from sb3_ppo_ext.zoo.distributed_runs import (
     save_trained_model,
     share_run,
 )
-from sb3_ppo_ext.zoo.entry_checks import check_entry, one_line_errors, unreadable_files_as_value_errors
+from sb3_ppo_ext.zoo.entry_checks import OF_ZOO_SCHEDULES, check_entry, one_line_errors, unreadable_files_as_value_errors
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
-from sb3_ppo_ext.zoo.resuming import create_callbacks, find_run, keep_monitor_files, load_pretrained_agent
+from sb3_ppo_ext.zoo.resuming import (
+    agent_with_statistics,
+    create_callbacks,
+    find_run,
+    keep_monitor_files,
+    load_pretrained_agent,
+)
 from sb3_ppo_ext.zoo.run_folder import resumed_folder
 from sb3_ppo_ext.zoo.yaml_entries import (
     DEFAULTS_OF_RECURRENT_PPO,
@@ -90,6 +96,8 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         fitting = _fitting_observations(experiment, hyperparams)
         print(f"For the observations of {env_name}: {fitting}")
         hyperparams, saved_hyperparams = {**hyperparams, **fitting}, OrderedDict({**saved_hyperparams, **fitting})
+    if key in ("memory", "recurrent"):
+        check_observation_space(_observation_space(experiment, hyperparams))
     if Path(experiment.config).name == OF_RECURRENT_PPO:
         # Its entries leave out what is the default of RecurrentPPO.
         hyperparams = {**DEFAULTS_OF_RECURRENT_PPO, **hyperparams}
@@ -153,7 +161,14 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
     if hyperparams.get("action_masking") and hyperparams.get("action_mask_key") is None:
         remedy = "the Zoo passes no masks to `predict`; give `env_wrapper: sb3_ppo_ext.ActionMaskWrapper` and this as well, "
         refuse("action_masking", True, remedy + f"`action_mask_key: {ACTION_MASK}`")
-    results = theirs(hyperparams)
+    # The Zoo takes strings and numbers alone, and would evaluate in other environments than it trains in.
+    others = {name: hyperparams[name] for name in OF_ZOO_SCHEDULES if not _is_read_by_the_zoo(hyperparams.get(name, 0))}
+    if not isinstance(hyperparams["policy"], str):
+        others["policy"] = hyperparams["policy"]
+    kwargs, *rest = theirs({name: value for name, value in hyperparams.items() if name not in others})
+    results = ({**kwargs, **others}, *rest)
+    if experiment._eval_env_kwargs_args is None:
+        experiment.eval_env_kwargs = experiment.env_kwargs
     keep_monitor_files(experiment)
     algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
     if issubclass(algorithm, PPOExt):
@@ -161,15 +176,24 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
     return results
 
 
+def _is_read_by_the_zoo(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
 def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManager", env: VecEnv, eval_env: bool) -> VecEnv:
     """
     Apply ``normalize: true`` only to observations that ``VecNormalize`` can normalize, unless the user says which. In a trial,
     ``VecNormalize`` gets the sampled discount factor, as in a training with the ``--trial-id`` of the trial. It is saved
-    atomically. Around environments that step in tensors it does so, too.
+    atomically. Around environments that step in tensors it does so, too. Statistics are those of the agent whose training is
+    continued, if there is one.
     """
     if experiment.normalize and not {"norm_obs", "norm_obs_keys"} & experiment.normalize_kwargs.keys():
         experiment.normalize_kwargs = {**experiment.normalize_kwargs, **_normalizable(env.observation_space)}
-    env, trial = theirs(env, eval_env), _TRIAL.get()
+    agent, experiment.trained_agent = experiment.trained_agent, agent_with_statistics(experiment)
+    try:
+        env, trial = theirs(env, eval_env), _TRIAL.get()
+    finally:
+        experiment.trained_agent = agent
     if type(env) is VecNormalize and isinstance(env.venv, TensorVecEnv):
         env = TensorVecNormalize.of(env)
     if isinstance(env, VecNormalize) and trial is not None:

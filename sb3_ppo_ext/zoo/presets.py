@@ -58,6 +58,7 @@ def make(
     importlib.import_module("rl_zoo3.import_envs")  # registers the environments of other packages
     manager: Any = importlib.import_module("rl_zoo3.exp_manager").ExperimentManager
     _check(env_id, n_envs, vec_env_cls)
+    _check_arguments_of_environments(env_kwargs, seed)
     given = hyperparams if n_envs is None else {**hyperparams, "n_envs": int(n_envs)}
     experiment = manager(
         Namespace(), "ppo_ext", env_id, "", hyperparams=given, env_kwargs=env_kwargs, seed=seed, device=device, verbose=verbose
@@ -76,6 +77,13 @@ def _check(env_id: str, n_envs: int | None, vec_env_cls: Any) -> None:
         check_number("n_envs", n_envs, 1, integer=True)
     if vec_env_cls is not None and not (isinstance(vec_env_cls, type) and issubclass(vec_env_cls, VecEnv)):
         refuse("vec_env_cls", vec_env_cls, "give a class of vectorised environments, such as `ParallelVecEnv`")
+
+
+def _check_arguments_of_environments(env_kwargs: Any, seed: Any) -> None:
+    if env_kwargs is not None:
+        check_type("env_kwargs", env_kwargs, dict, "give a dictionary")
+    if seed is not None:
+        check_number("seed", seed, 0, integer=True)
 
 
 def presets() -> dict[str, dict[str, Any]]:

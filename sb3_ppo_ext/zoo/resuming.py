@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 from sb3_ppo_ext.checkpoints.training_state import is_checkpoint, read_checkpoint
-from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.common.validation import BadArgumentError, refuse
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.distributed_runs import create_zoo_callbacks
 from sb3_ppo_ext.zoo.run_folder import CHECKPOINTS, resumed_folder, set_resumed_folder
@@ -84,8 +85,31 @@ def find_run(experiment: ExperimentManager) -> None:
         return
     experiment.save_path = str(folder)
     experiment.params_path = f"{folder}/{experiment.env_name}"
-    experiment.trained_agent = str(read_checkpoint(folder / CHECKPOINTS)[0])
+    experiment.continued_agent = read_saved(Path(experiment.params_path, "args.yml"))["trained_agent"]  # type: ignore[attr-defined]
+    with unreadable_checkpoints_as_bad_arguments():
+        experiment.trained_agent = str(read_checkpoint(folder / CHECKPOINTS)[0])
     experiment.continue_training = True
+
+
+@contextmanager
+def unreadable_checkpoints_as_bad_arguments() -> Iterator[None]:
+    """Let a checkpoint that is missing, damaged, or of other environments, end a command with its message."""
+    try:
+        yield
+    except BadArgumentError:
+        raise
+    except (FileNotFoundError, ValueError) as error:
+        raise BadArgumentError(str(error)) from error
+
+
+def agent_with_statistics(experiment: ExperimentManager) -> str:
+    """
+    :param experiment: Experiment
+    :return: File in whose folder the Zoo looks for the statistics of ``VecNormalize``: the agent that the training continues,
+        also if the training is resumed later; otherwise one in the folder of the run, instead of the current folder
+    """
+    agent: str = getattr(experiment, "continued_agent", "") or experiment.trained_agent
+    return agent or os.path.join(experiment.save_path, "")
 
 
 def keep_monitor_files(experiment: ExperimentManager) -> None:
@@ -96,7 +120,7 @@ def keep_monitor_files(experiment: ExperimentManager) -> None:
     :param experiment: Experiment before it creates environments
     """
     if resumed_folder() is not None:
-        experiment.monitor_kwargs = {**experiment.monitor_kwargs, "override_existing": False}
+        experiment.monitor_kwargs = {**(experiment.monitor_kwargs or {}), "override_existing": False}
 
 
 def create_callbacks(theirs: Callable[[], None], experiment: ExperimentManager) -> None:
@@ -116,16 +140,7 @@ def load_pretrained_agent(
         return theirs(hyperparams, env)
     print(f"Resuming from {experiment.trained_agent}")
     given = {name: value for name, value in hyperparams.items() if name not in ("policy", "policy_kwargs")}
-    return (
-        sys.modules["rl_zoo3.utils"]
-        .ALGOS[experiment.algo]
-        .resume(
-            experiment.trained_agent,
-            env,
-            device=experiment.device,
-            seed=experiment.seed,
-            tensorboard_log=experiment.tensorboard_log,
-            verbose=experiment.verbose,
-            **given,
-        )
-    )
+    algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
+    same = {name: getattr(experiment, name) for name in ("device", "seed", "tensorboard_log", "verbose")}
+    with unreadable_checkpoints_as_bad_arguments():
+        return algorithm.resume(experiment.trained_agent, env, **same, **given)

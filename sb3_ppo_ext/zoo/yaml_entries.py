@@ -210,7 +210,12 @@ def read_saved(path: Path) -> dict[str, Any]:
     """
     :param path: File in the folder of a run, with its hyperparameters or command line arguments
     :return: Its contents. The Zoo writes Python objects to these files, so that they can execute code
+    :raises ValueError: if it has Python objects that cannot be read, such as functions
     """
     import yaml
 
-    return dict(yaml.load(path.read_text(), Loader=yaml.UnsafeLoader))
+    try:
+        return dict(yaml.load(path.read_text(), Loader=yaml.UnsafeLoader))
+    except yaml.YAMLError as error:
+        remedy = "a run with functions among its hyperparameters, as a Python file can have, cannot be read again"
+        raise BadArgumentError(f"{path} cannot be read: {remedy} ({' '.join(str(error).split())})") from error

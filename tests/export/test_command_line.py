@@ -46,6 +46,20 @@ def test_folder_of_a_run(run, capsys):
     assert not np.allclose(act(folder / "best.onnx", observation), expected, atol=1e-5)
 
 
+def test_other_names_of_a_run(run, monkeypatch):
+    """The folder of a run may have any name, such as one with a UUID, or be the current one."""
+    folder, _ = run
+    with pytest.raises(SystemExit, match="there is no"):
+        main([str(folder.rename(folder.with_name("Pendulum-v1_1_a-uuid")))])
+    folder = folder.with_name("Pendulum-v1_1_a-uuid")
+    (folder / "Pendulum-v1" / "args.yml").write_text("algo: ppo_ext\n")
+    main([str(folder)])
+    monkeypatch.chdir(folder)
+    main([".", "-o", "here.onnx"])
+    assert (folder / "policy.onnx").is_file()
+    assert (folder / "here.onnx").is_file()
+
+
 def test_zip_file_to_samples(run):
     """A zip file is exported without statistics, also with random numbers as inputs."""
     folder, _ = run

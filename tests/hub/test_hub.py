@@ -386,7 +386,7 @@ def test_files_of_a_run_of_the_zoo(model, tmp_path):
     (run / ENV_ID / "command.txt").write_text(f"rl_zoo3 train --algo ppo_ext --storage {secret}")
     made = save_folder(model, tmp_path / "new", runs=[run, run.parent], n_eval_episodes=1)
     text = (made / "README.md").read_text()
-    assert "```bash\nrl_zoo3 train --algo ppo_ext --storage postgresql://host/x\n```" in text
+    assert "```bash\nrl_zoo3 train --algo ppo_ext --storage postgresql://host/x --seed 5\n```" in text
     assert f"| {model.seed} | -800.00 |" in text
     assert json.loads((made / "args.yml").read_text()) == {"algo": "ppo_ext", "seed": 5, "env_kwargs": {"g": 9.0}}
     assert (made / "config.yml").read_text() == (run / ENV_ID / "config.yml").read_text()
@@ -404,6 +404,10 @@ def test_files_of_a_run_of_the_zoo(model, tmp_path):
         ("python -m rl_zoo3.train -params a:'b'", """rl_zoo3 train -params 'a:'"'"'b'"'"''"""),
         ("C:\\me\\python.exe C:\\me\\rl_zoo3\\train.py --seed 3", "rl_zoo3 train --seed 3"),
         ("rl_zoo3 train --storage postgresql://me:secret@host:5433/x", "rl_zoo3 train --storage postgresql://host:5433/x"),
+        (
+            "rl_zoo3 train -params policy_kwargs:dict(net_arch=[8, 8], a={'x': -1}) n_steps:8 --seed 3",
+            """rl_zoo3 train -params 'policy_kwargs:dict(net_arch=[8, 8], a={'"'"'x'"'"': -1})' n_steps:8 --seed 3""",
+        ),
         ("python mine.py", None),
     ],
 )
@@ -412,3 +416,23 @@ def test_command_of_a_run(tmp_path, text, command):
     (tmp_path / "command.txt").write_text(text)
     assert command_of(tmp_path) == command
     assert command_of(tmp_path / "missing") is None
+
+
+def test_seed_that_the_zoo_drew(tmp_path):
+    """The command names it, unless it was given."""
+    (tmp_path / "command.txt").write_text("rl_zoo3 train --algo ppo_ext")
+    assert command_of(tmp_path, 5) == "rl_zoo3 train --algo ppo_ext --seed 5"
+    (tmp_path / "command.txt").write_text("rl_zoo3 train --seed=4")
+    assert command_of(tmp_path, 5) == "rl_zoo3 train --seed=4"
+
+
+def test_code_with_classes_and_functions(tmp_path):
+    """Classes of PyTorch are imported; what has no code is a comment, and the rest can be executed."""
+    kwargs = dict(activation_fn=th.nn.ReLU, optimizer_class=th.optim.AdamW)
+    model = PPOExt("MlpPolicy", ENV_ID, n_steps=64, seed=0, device="cpu", policy_kwargs=kwargs, clip_range=lambda left: 0.1)
+    text = (save_folder(model, tmp_path / "new", n_eval_episodes=1) / "README.md").read_text()
+    assert "# clip_range: " in text
+    code = re.search(r"```python\n(.*?)model.learn", text.split("## Training")[1], re.DOTALL)[1]
+    namespace = {}
+    exec(code, namespace)
+    assert options_of(namespace["model"]) == {name: value for name, value in options_of(model).items() if name != "clip_range"}

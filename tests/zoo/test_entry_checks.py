@@ -1,10 +1,11 @@
 """Mistakes in YAML files and on the command line of RL Zoo: one line that names the key and the remedy."""
 
+import contextvars
 import re
 import sys
 
 import pytest
-from support.zoo import MODULE, manager, run, train
+from support.zoo import MODULE, manager, run, saved, train
 
 from sb3_ppo_ext.zoo.__main__ import main
 from sb3_ppo_ext.zoo.entry_checks import CommandError
@@ -40,6 +41,16 @@ LINES = {
     "env_wrapper: TimeLimit": "give the full name of a class",
     "env_wrapper:\n    - rl_zoo3.wrappers.FrameSkip:\n      skip: 2": "give one class with its keyword",
     "env_wrapper:\n    - rl_zoo3.wrappers.FrameSkip:\n        skp: 2": "did you mean `skip`",
+    "policy: 5": "`policy=5` is not valid: give the name of a policy",
+    "learning_rate: null": "`learning_rate=None` is not valid",
+    "learning_rate: true": "`learning_rate=True` is not valid",
+    "clip_range: [0.1]": "`clip_range=[0.1]` is not valid",
+    "normalize: 'True'": "`normalize=True` is not valid",
+    "seed: 5": "`seed` is not an option of an entry",
+    "env_wrapper: 5": "`env_wrapper=5` is not valid: give the full name of a class",
+    "env_wrapper: gymnasium.wrappers": "`env_wrapper='gymnasium.wrappers'` is not valid",
+    "env_wrapper: gymnasium.wrappers.TimeLimit": "it needs `max_episode_steps`",
+    "callback: stable_baselines3.common.callbacks.EveryNTimesteps": "it needs `n_steps`",
     "action_dist: beta": "`action_dist='beta'` is not valid",
 }
 
@@ -81,6 +92,9 @@ def test_files_that_cannot_be_read(conf, message, tmp_path, train_here):
         "policy_kwargs: {net_arch: [8]}",
         "monitor_kwargs: dict(allow_early_resets=False)",
         "callback: rl_zoo3.callbacks.RawStatisticsCallback",
+        "monitor_kwargs: null",
+        "clip_range_vf: null",
+        "callback: null",
         "policy: sb3_ppo_ext.MlpPolicy",
         "learning_rate: lin_0.001",
     ],
@@ -105,6 +119,37 @@ def test_a_folder_that_cannot_be_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["zoo", "resume", str(tmp_path)])
     with pytest.raises(CommandError, match="give the folder of one run"):
         main()
+
+
+def test_a_run_without_whole_checkpoints(tmp_path, train_here, monkeypatch):
+    """So does `resume` of a run whose checkpoints are missing or damaged, or whose hyperparameters cannot be read."""
+    params = ["-params", "n_envs:1", "n_steps:16", "batch_size:16"]
+    train_here("--env", "CartPole-v1", "-n", "16", "--save-freq", "16", "--eval-freq", "-1", *params)
+    run = saved(tmp_path, "CartPole-v1").parent
+    config = run / "CartPole-v1" / "config.yml"
+    before = config.read_text()
+    config.write_text("!!python/name:None.%3Clambda%3E ''")
+    monkeypatch.setattr(sys, "argv", ["zoo", "resume", str(run)])
+    with pytest.raises(CommandError, match="functions among its hyperparameters"):
+        contextvars.copy_context().run(main)
+    config.write_text(before)
+    for checkpoint in (run / "checkpoints").iterdir():
+        checkpoint.write_bytes(b"")
+    monkeypatch.setattr(sys, "argv", ["zoo", "resume", str(run)])
+    with pytest.raises(CommandError, match="There is no checkpoint"):
+        contextvars.copy_context().run(main)
+
+
+@pytest.mark.parametrize("arguments", [{}, dict(eval_env_kwargs=dict(g=2.0))])
+def test_evaluation_has_the_arguments_of_the_entry(arguments, tmp_path):
+    """Arguments of the environment in an entry hold for evaluations, too, unless those are given."""
+    path = tmp_path / "mine.yml"
+    path.write_text(f"Pendulum-v1:\n  {ENTRY}  env_kwargs: {{g: 1.0}}\n")
+    experiment = manager(env_id="Pendulum-v1", folder=tmp_path, config=str(path), eval_freq=-1, **arguments)
+    model, _ = experiment.setup_experiment()
+    assert model.env.get_attr("g") == [1.0]
+    expected = arguments.get("eval_env_kwargs", dict(g=1.0))["g"]
+    assert experiment.create_envs(1, eval_env=True).get_attr("g") == [expected]
 
 
 @pytest.mark.integration

@@ -8,7 +8,7 @@ from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 from support.parity import assert_equal
 from support.zoo import manager, saved
 
-from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, make, presets
+from sb3_ppo_ext import FastDummyVecEnv, MlpTransformerPolicy, ParallelVecEnv, make, presets
 from sb3_ppo_ext.zoo.yaml_entries import policy_for
 
 
@@ -41,6 +41,7 @@ SPACES = {
     "dict": (spaces.Dict(image=image(40, 40, 1), speed=spaces.Box(-1, 1, (2,), np.float32)), "MultiInputPolicy"),
     "discrete": (spaces.Discrete(5), "MlpPolicy"),
 }
+gym.register("Observing-text-v0", Observing, kwargs=dict(space=spaces.Text(5)))
 for name, (space, _) in SPACES.items():
     gym.register(f"Observing-{name}-v0", Observing, max_episode_steps=20, kwargs=dict(space=space))
 
@@ -144,6 +145,10 @@ def test_presets():
         ("env='CartPol-v1'.*CartPole", dict(env_id="CartPol-v1")),
         ("n_envs=0", dict(env_id="CartPole-v1", n_envs=0)),
         ("vec_env_cls='dummy'", dict(env_id="CartPole-v1", vec_env_cls="dummy")),
+        ("env_kwargs=5", dict(env_id="CartPole-v1", env_kwargs=5)),
+        ("seed=-1", dict(env_id="CartPole-v1", seed=-1)),
+        ("seed='a'", dict(env_id="CartPole-v1", seed="a")),
+        ("space", dict(env_id="Observing-text-v0", policy="MlpLstmPolicy")),
         ("`learning_rate` or", dict(env_id="CartPole-v1", learning_rat=1e-3)),
     ],
 )
@@ -151,3 +156,24 @@ def test_bad_arguments(match, arguments):
     """Arguments that are not valid are refused, with a remedy."""
     with pytest.raises(ValueError, match=match):
         make(**arguments)
+
+
+def test_values_that_the_zoo_does_not_take():
+    """Classes and functions, and None where it is a value, are those of PPOExt."""
+    schedules = dict(learning_rate=lambda left: 1e-3 * left, lr_decay="constant", clip_range_vf=None)
+    model, env = make("CartPole-v1", policy=MlpTransformerPolicy, **schedules)
+    assert isinstance(model.policy, MlpTransformerPolicy)
+    assert (model.lr_schedule(1.0), model.lr_schedule(0.5)) == (1e-3, 5e-4)
+    assert model.clip_range_vf is None
+    env.close()
+
+
+def test_statistics_of_another_run(tmp_path, monkeypatch):
+    """What lies in the current folder, such as that of a run, plays no part."""
+    monkeypatch.chdir(tmp_path)
+    _, env = make("LunarLanderContinuous-v3", normalize=True)
+    env.obs_rms.count = 130.0
+    (tmp_path / "LunarLanderContinuous-v3").mkdir()
+    env.save(tmp_path / "LunarLanderContinuous-v3" / "vecnormalize.pkl")
+    _, env = make("LunarLanderContinuous-v3", normalize=True)
+    assert env.obs_rms.count < 1

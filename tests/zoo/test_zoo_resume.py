@@ -88,6 +88,18 @@ def test_trained_agent(run, zoo_here):
     assert_equal(results(run), results(run.with_name(f"{ENV}_2")))
 
 
+def test_resume_of_a_continued_training(run, zoo_here):
+    """Normalisation that came with the agent of ``--trained-agent`` is there again when the training is resumed."""
+    arguments = ["--algo", "ppo_ext", "--seed", "15", "--device", "cpu", *SMALL, *PARAMS[:-1]]
+    zoo_here("train", *arguments, "-i", run / f"{ENV}.zip")
+    continued = run.with_name(f"{ENV}_2")
+    before = results(continued)
+    assert (continued / ENV / "vecnormalize.pkl").exists()
+    interrupted(continued)
+    zoo_here("resume", continued)
+    assert_equal(before, results(continued))
+
+
 def test_hyperparameters_are_those_of_the_run(run, zoo_here):
     """A run that is resumed reads the hyperparameters that it has saved, not those of today."""
     interrupted(run)
