@@ -183,6 +183,7 @@ def test_weights_undo_the_priorities():
 def test_segments_of_histories(space, length):
     """History-based policies draw short segments, so that a minibatch has many; images, which are costly, longer ones."""
     buffer = SequenceRolloutBuffer(64, space, spaces.Discrete(3), "cpu", n_envs=2, context_length=20)
+    buffer.pos, buffer.full = 64, True
     draws = [indices for indices, _ in Rollout(buffer).draws(32)]
     assert sorted(np.concatenate(draws)) == list(range(128))
     begins = np.concatenate([indices[np.diff(indices, prepend=-9) != 1] for indices in draws])
