@@ -308,7 +308,7 @@ class ModelSetup(PolicyUpdater):
     # What is changed between two calls of `learn`
 
     @property
-    def steps_in_tensors(self) -> bool:
+    def _steps_in_tensors(self) -> bool:
         """Whether the steps of the environments are tensors, which ``set_env`` can change."""
         return self.env is not None and steps_in_tensors(self.env)
 

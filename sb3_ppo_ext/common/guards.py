@@ -179,6 +179,21 @@ def _is_surely_finite(data: Any) -> bool:
 
 
 @contextmanager
+def reset_after_errors(model: Any) -> Iterator[None]:
+    """
+    After an error or Ctrl-C in a rollout whose environments are ahead of the model, or behind it: without a last observation,
+    ``learn`` resets them.
+
+    :param model: Model that collects the rollout
+    """
+    try:
+        yield
+    except BaseException:
+        model._last_obs = None
+        raise
+
+
+@contextmanager
 def restored_if_refused(model: OnPolicyAlgorithm) -> Iterator[None]:
     """
     Context manager that restores the model if one of the checks of a rollout fails.

@@ -67,6 +67,8 @@ def as_code(value: Any) -> str:
         return "{" + ", ".join(f"{shown(key)}: {as_code(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list):
         return f"[{', '.join(map(as_code, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(as_code, value))}{',' if len(value) == 1 else ''})"
     code = shown(value)
     return class_name(value) if code.startswith("<") else code
 

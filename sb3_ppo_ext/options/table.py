@@ -602,6 +602,6 @@ CHANGES = {row.attribute: row.change for row in ALL_OPTIONS.values()} | {
     "device": Change(remedy="the model is on another device; give it to `load`"),
     "rollout_buffer_class": OF_BUFFER,
     "rollout_buffer_kwargs": OF_BUFFER,
-    "steps_in_tensors": OF_ENGINE,
+    "_steps_in_tensors": OF_ENGINE,
     **dict.fromkeys(("sde_sample_freq", "tensorboard_log", "verbose"), READ),
 }

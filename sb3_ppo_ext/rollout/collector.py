@@ -15,7 +15,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.bounds import clipped
-from sb3_ppo_ext.common.guards import check_finite, check_outputs, restored_if_refused
+from sb3_ppo_ext.common.guards import check_finite, check_outputs, reset_after_errors, restored_if_refused
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.distributions.masked import choices_of
@@ -100,7 +100,8 @@ class RolloutCollector(OnPolicyAlgorithm):
         callback.on_rollout_start()
         actor = self._make_actor(rollout_buffer, self._rollout_config(callback, n_rollout_steps))
         if (overlapped := overlapped_collection(self, env, callback, actor, n_rollout_steps)) is not None:
-            return overlapped.run()
+            with reset_after_errors(self):
+                return overlapped.run()
         checks = StepChecks(self)
         masks = ActionMasks(env, self.action_space, self.action_mask_key) if self.action_masking else None
 

@@ -101,14 +101,6 @@ class OverlappedCollection:
         """
         :return: False if a callback has ended the training
         """
-        try:
-            return self._run()
-        except BaseException:
-            # The environments are ahead of the model, or behind it: without a last observation, `learn` resets them.
-            self.model._last_obs = None
-            raise
-
-    def _run(self) -> bool:
         model = self.model
         starts = np.array(model._last_episode_starts, bool)
         rollout = self.env.collect(self.make_actor, model._last_obs, self.n_steps)

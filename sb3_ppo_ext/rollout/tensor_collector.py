@@ -13,7 +13,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.bounds import bounds_on_device
-from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy
+from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy, reset_after_errors
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.common.observations import dtype_of, map_observations
 from sb3_ppo_ext.distributions.masked import choices_of
@@ -61,7 +61,8 @@ class TensorRolloutCollector(RolloutCollector):
         if not steps_in_tensors(env) or not isinstance(rollout_buffer, TensorRolloutBuffer) or not is_known:
             self._tensors_after = None
             return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
-        return TensorCollection(self, env, callback, rollout_buffer, n_rollout_steps).run()
+        with reset_after_errors(self):
+            return TensorCollection(self, env, callback, rollout_buffer, n_rollout_steps).run()
 
     def _make_act(self) -> Any:
         """Function from observations to actions, values and log probabilities."""
@@ -136,14 +137,6 @@ class TensorCollection:
         """
         :return: False if a callback has ended the training
         """
-        try:
-            return self._run()
-        except BaseException:
-            # The environments are ahead of the model: without a last observation, `learn` resets them.
-            self.model._last_obs = None
-            raise
-
-    def _run(self) -> bool:
         model, env, buffer = self.model, self.env, self.buffer
         model.policy.set_training_mode(False)
         buffer.reset()

@@ -122,7 +122,8 @@ def _check_names(experiment: ExperimentManager, entry: Mapping[str, Any]) -> Non
     algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
     if issubclass(algorithm, PPOExt):
         if given := sorted(OF_THE_COMMAND & entry.keys()):
-            raise BadArgumentError(f"`{given[0]}` is not an option of an entry: RL Zoo gives it to the model itself")
+            option = f"--{given[0].replace('_', '-')}"
+            refuse(given[0], entry[given[0]], f"RL Zoo gives it to the model itself; give `{option}` on the command line")
         check_known_options(entry, option_names(algorithm) | OF_THE_ZOO, algorithm.__name__)
     for key, example in (("n_timesteps", "100000"), ("policy", "MlpPolicy")):
         if key not in entry:

@@ -161,13 +161,14 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
     if hyperparams.get("action_masking") and hyperparams.get("action_mask_key") is None:
         remedy = "the Zoo passes no masks to `predict`; give `env_wrapper: sb3_ppo_ext.ActionMaskWrapper` and this as well, "
         refuse("action_masking", True, remedy + f"`action_mask_key: {ACTION_MASK}`")
-    # The Zoo takes strings and numbers alone, and would evaluate in other environments than it trains in.
+    # The Zoo takes strings and numbers alone.
     others = {name: hyperparams[name] for name in OF_ZOO_SCHEDULES if not _is_read_by_the_zoo(hyperparams.get(name, 0))}
     if not isinstance(hyperparams["policy"], str):
         others["policy"] = hyperparams["policy"]
     kwargs, *rest = theirs({name: value for name, value in hyperparams.items() if name not in others})
     results = ({**kwargs, **others}, *rest)
     if experiment._eval_env_kwargs_args is None:
+        # The Zoo would evaluate in other environments than it trains in.
         experiment.eval_env_kwargs = experiment.env_kwargs
     keep_monitor_files(experiment)
     algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]

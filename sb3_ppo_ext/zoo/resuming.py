@@ -85,7 +85,7 @@ def find_run(experiment: ExperimentManager) -> None:
         return
     experiment.save_path = str(folder)
     experiment.params_path = f"{folder}/{experiment.env_name}"
-    experiment.continued_agent = read_saved(Path(experiment.params_path, "args.yml"))["trained_agent"]  # type: ignore[attr-defined]
+    experiment.continued_agent = read_saved(Path(experiment.params_path, "args.yml")).get("trained_agent")  # type: ignore[attr-defined]
     with unreadable_checkpoints_as_bad_arguments():
         experiment.trained_agent = str(read_checkpoint(folder / CHECKPOINTS)[0])
     experiment.continue_training = True
@@ -108,7 +108,7 @@ def agent_with_statistics(experiment: ExperimentManager) -> str:
     :return: File in whose folder the Zoo looks for the statistics of ``VecNormalize``: the agent that the training continues,
         also if the training is resumed later; otherwise one in the folder of the run, instead of the current folder
     """
-    agent: str = getattr(experiment, "continued_agent", "") or experiment.trained_agent
+    agent: str = getattr(experiment, "continued_agent", None) or experiment.trained_agent
     return agent or os.path.join(experiment.save_path, "")
 
 

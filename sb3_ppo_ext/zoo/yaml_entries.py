@@ -217,5 +217,5 @@ def read_saved(path: Path) -> dict[str, Any]:
     try:
         return dict(yaml.load(path.read_text(), Loader=yaml.UnsafeLoader))
     except yaml.YAMLError as error:
-        remedy = "a run with functions among its hyperparameters, as a Python file can have, cannot be read again"
+        remedy = "it is damaged, or has Python objects that cannot be read again, such as functions"
         raise BadArgumentError(f"{path} cannot be read: {remedy} ({' '.join(str(error).split())})") from error
