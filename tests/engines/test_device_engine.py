@@ -199,6 +199,17 @@ def test_target_kl_stops_at_the_same_step(sim, capsys, n_epochs):
     assert_same(*models)
 
 
+def test_nan_is_not_past_target_kl(sim):
+    """A KL divergence that is NaN does not end the update without a word: its steps are skipped, or raise an error."""
+    model = trained(sim.name, "device", target_kl=100.0, bad_gradients="skip", n_epochs=3, timesteps=32)
+    model.rollout_buffer.tensors["log_probs"][0, 0] = math.nan
+    model.train()
+    assert model.n_skipped_updates == 3  # one in each epoch
+    model.bad_gradients = "raise"
+    with pytest.raises(NonFiniteGradientError):
+        model.train()
+
+
 # Tensor environments
 
 
