@@ -37,7 +37,7 @@ from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
 from sb3_ppo_ext.rollout.action_masks import check_masks
 from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
-from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, make_optimizer
+from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, knows_critic, make_optimizer
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
 
@@ -289,6 +289,10 @@ class ModelSetup(PolicyUpdater):
             if getattr(self, name) is not None and not critic_parameters(self.policy):
                 remedy = f"{self.policy_class.__name__} has no critic apart from its actor; give None"
                 refuse(name, getattr(self, name), remedy)
+            networks = getattr(self.policy, "mlp_extractor", None)
+            if getattr(self, name) is not None and not knows_critic(networks):
+                remedy = "call its two networks `policy_net` and `value_net`, as SB3 does, or give None"
+                refuse(name, getattr(self, name), f"{type(networks).__name__} hides the critic's layers; {remedy}")
 
     def _setup_policy_losses(self) -> None:
         """Refuse losses that do not fit the policy. They are made anew for each update."""

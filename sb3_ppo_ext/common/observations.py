@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
+from torch import nn
 
 
 def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
@@ -21,6 +23,15 @@ def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
     if isinstance(observations[0], Mapping):
         return {key: function(*(parts[key] for parts in observations)) for key in observations[0]}
     return function(*observations)
+
+
+def takes_channels_last(extractor: nn.Module) -> bool:
+    """
+    :param extractor: Features extractor
+    :return: Whether it is one of SB3's, which take images in any memory format; ``view`` in those of users does not
+    """
+    parts = extractor.extractors.values() if type(extractor) is CombinedExtractor else (extractor,)
+    return all(type(part) in (NatureCNN, FlattenExtractor, nn.Flatten) for part in parts)
 
 
 def in_channels_last(images: Any) -> Any:

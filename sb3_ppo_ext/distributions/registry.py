@@ -293,4 +293,6 @@ def why_not_numpy(distribution: Any) -> str | None:
     family = family_of(distribution)
     if isinstance(distribution, masked.MaskedDistribution) and type(distribution) not in _BY_CLASS:
         return "the action distribution masks actions in its own way"
+    if getattr(type(distribution), "entropy", None) not in {getattr(known, "entropy", None) for known in _BY_CLASS}:
+        return f"the entropy of {type(distribution).__name__} may have no closed form, which this backend needs"
     return None if family is None else family.numpy_class.why_not(distribution)

@@ -18,12 +18,11 @@ from stable_baselines3.common.preprocessing import preprocess_obs
 from torch import nn
 from torch.func import functional_call, grad_and_value
 
-from sb3_ppo_ext.common.observations import images_in_channels_last
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss, Differentiate
 from sb3_ppo_ext.engines.device.engine import DeviceEngine
-from sb3_ppo_ext.engines.engine import Act, Setup
-from sb3_ppo_ext.engines.fused import can_fuse_steps
+from sb3_ppo_ext.engines.engine import Act, Setup, has_gradient_hooks
+from sb3_ppo_ext.engines.fused import can_fuse_steps, image_layout
 from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper
 from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, evaluator
@@ -74,6 +73,8 @@ class CompiledEngine(DeviceEngine):
             return (
                 f"{type(setup.policy).__name__} is recurrent, and this backend supports policies without an LSTM or GRU alone"
             )
+        if has_gradient_hooks(setup.policy):
+            return "parameters of the policy have hooks, which this backend would not call"
         if not is_dynamo_supported():
             return "`torch.compile` does not support this platform"
         if setup.policy.device.type == "cuda":
@@ -99,7 +100,7 @@ class CompiledEngine(DeviceEngine):
         assert isinstance(stepper, FusedAdamStepper | TorchStepper)
         assert stepper.memory is not None
         differentiate = self.make_backward(config, stepper.memory)
-        return AutogradGradients(differentiate, config, estimates, metrics, prepare=images_in_channels_last)
+        return AutogradGradients(differentiate, config, estimates, metrics, prepare=image_layout(self.policy))
 
     def make_act(self) -> Act:
         """

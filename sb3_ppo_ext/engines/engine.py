@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
+from torch import nn
 
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig, make_actor
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
@@ -41,6 +42,16 @@ class Setup(NamedTuple):
     has_policy_losses: bool = False
     has_amp: bool = False
     has_tensor_env: bool = False
+
+
+def has_gradient_hooks(policy: nn.Module) -> bool:
+    """
+    :param policy: Policy
+    :return: Whether autograd calls a hook with the gradient of one of the parameters (``register_hook`` and
+        ``register_post_accumulate_grad_hook`` of a tensor)
+    """
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(parameter, name, None) for parameter in policy.parameters() for name in names)
 
 
 class Engine(ABC):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
-from sb3_ppo_ext.common.observations import images_in_channels_last
+from sb3_ppo_ext.common.observations import images_in_channels_last, takes_channels_last
 from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native import extension
@@ -27,6 +30,18 @@ def can_fuse_steps(policy: ActorCriticPolicy, memory: GradientMemory, config: Up
     return config.max_clip_fraction is None and FusedAdamStepper.takes(policy.optimizer, memory)
 
 
+def image_layout(policy: ActorCriticPolicy) -> Callable[[Any], Any] | None:
+    """
+    :param policy: Policy that is updated
+    :return: Function that brings the images of a minibatch into the memory format in which convolutions are fastest, ``None``
+        if code that is not SB3's reads them, which may depend on the format
+    """
+    methods = (getattr(type(policy), name).__module__.split(".")[0] for name in ("evaluate_actions", "extract_features"))
+    is_known = {*methods} <= {"stable_baselines3", "sb3_ppo_ext"}
+    takes = takes_channels_last(policy.pi_features_extractor) and takes_channels_last(policy.vf_features_extractor)
+    return images_in_channels_last if is_known and takes else None
+
+
 class FusedEngine(Engine):
     """Gradients by autograd; clipping and Adam by the extension module, or by PyTorch for other optimisers."""
 
@@ -44,5 +59,5 @@ class FusedEngine(Engine):
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
         return AutogradGradients(
-            BackwardLoss(self.policy, config), config, estimates, metrics, prepare=images_in_channels_last
+            BackwardLoss(self.policy, config), config, estimates, metrics, prepare=image_layout(self.policy)
         )

@@ -13,6 +13,30 @@ from sb3_ppo_ext.update.optimizers import clip_gradients
 from sb3_ppo_ext.update.update import Stepper
 
 
+class Reached:
+    """
+    Parameters that have got a gradient in this update. Optimisers of PyTorch leave others as they are, without decaying them.
+
+    :param parameters: Trainable parameters of a policy
+    """
+
+    def __init__(self, parameters: Sequence[th.Tensor]):
+        self.parameters: set[th.Tensor] = set()
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self.parameters.add) for parameter in parameters]
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def __contains__(self, parameter: th.Tensor) -> bool:
+        # Gradients that `torch.func` computes are there for all parameters.
+        return not self.parameters or parameter in self.parameters
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+
+
 class GradientMemory:
     """
     Memory of the gradients, which keeps its address during an update.
@@ -94,12 +118,15 @@ class FusedAdamStepper(Stepper):
         self.states = [optimizer.state[parameter] for parameter, _ in memory.pairs]
         self.n_steps = int(self.states[0]["step"])
         self.scale = 1.0
-        self.adam = extension.module.Adam(
-            [
-                (parameter.detach().numpy(), gradient.numpy(), state["exp_avg"].numpy(), state["exp_avg_sq"].numpy())
-                for (parameter, gradient), state in zip(memory.pairs, self.states, strict=True)
-            ]
-        )
+        rows = [
+            (parameter.detach().numpy(), gradient.numpy(), state["exp_avg"].numpy(), state["exp_avg_sq"].numpy())
+            for (parameter, gradient), state in zip(memory.pairs, self.states, strict=True)
+        ]
+        self.adam = extension.module.Adam(rows)
+        self.rows, self.n_decayed = rows, len(rows)
+        # What is not decayed may be stepped: its gradients and averages are 0.
+        watches = self.group["weight_decay"] != 0 and not is_overwritten
+        self.reached = Reached([parameter for parameter, _ in memory.pairs]) if watches else None
 
     @staticmethod
     def takes(optimizer: th.optim.Optimizer, memory: GradientMemory) -> bool:
@@ -143,7 +170,16 @@ class FusedAdamStepper(Stepper):
         """Make a step with the clipped gradients."""
         self.n_steps += 1
         group = self.group
+        if self.reached and len(self.reached) != self.n_decayed:
+            self._leave_out()
         self.adam.step(self.n_steps, self.scale, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
+
+    def _leave_out(self) -> None:
+        """Step those parameters alone that a loss reaches."""
+        assert self.reached is not None
+        pairs = zip(self.rows, self.memory.pairs, strict=True)
+        self.adam = extension.module.Adam([row for row, (parameter, _) in pairs if parameter in self.reached])
+        self.n_decayed = len(self.reached)
 
     def show_gradients(self) -> None:
         """Set ``grad`` of the parameters to the gradients."""
@@ -151,5 +187,7 @@ class FusedAdamStepper(Stepper):
 
     def close(self) -> None:
         """Update the step counts in the state of torch's optimiser."""
+        if self.reached is not None:
+            self.reached.close()
         for state in self.states:
             state["step"].fill_(self.n_steps)

@@ -21,7 +21,7 @@ from torch import nn
 
 from sb3_ppo_ext.common.bounds import bounds_on_device, middle_and_half
 from sb3_ppo_ext.common.hybrid_actions import kinds_of, structured
-from sb3_ppo_ext.common.observations import in_channels_last, map_observations
+from sb3_ppo_ext.common.observations import in_channels_last, map_observations, takes_channels_last
 from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
 from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
 from sb3_ppo_ext.memory.history import HistoryPolicy
@@ -200,8 +200,9 @@ class TransformerPolicyMixin(HistoryPolicy):
         n = len(next(iter(observations.values()))) if isinstance(observations, dict) else len(observations)
         size = n if th.is_grad_enabled() else MAX_IMAGES
         features: list[Any] = []
+        layout: Any = in_channels_last if takes_channels_last(extractor) else th.Tensor.contiguous
         for start in range(0, max(n, 1), max(size, 1)):
-            some = map_observations(lambda part, start=start: in_channels_last(part[start : start + size]), observations)
+            some = map_observations(lambda part, start=start: layout(part[start : start + size]), observations)
             features.append(self.features_of(some, extractor))
         return th.cat(features)
 

@@ -16,7 +16,7 @@ from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
 from sb3_ppo_ext.common.hybrid_actions import structured
-from sb3_ppo_ext.common.observations import in_channels_last, map_observations
+from sb3_ppo_ext.common.observations import images_in_channels_last, map_observations, takes_channels_last
 from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.saved_models import OF_RECURRENT_PPO
 from sb3_ppo_ext.common.validation import (
@@ -225,7 +225,9 @@ class RecurrentPolicyMixin(HistoryPolicy):
         if sequences.is_padded:
             return self._evaluate_padded(sequences, samples)
         self.use_masks(sequences)
-        return self._evaluate_latents(self._latents(_in_channels_last(sequences)), samples)
+        if takes_channels_last(self.pi_features_extractor) and takes_channels_last(self.vf_features_extractor):
+            sequences = sequences._replace(observations=images_in_channels_last(sequences.observations))
+        return self._evaluate_latents(self._latents(sequences), samples)
 
     def _evaluate_padded(
         self, sequences: RecurrentSequences, samples: th.Tensor
@@ -391,10 +393,6 @@ def check_lstm_kwargs(lstm_kwargs: Any) -> None:
             check_number("lstm_kwargs['dropout']", value, 0.0, 1.0)
         else:
             refuse("lstm_kwargs", lstm_kwargs, f"{name!r} is not supported; give `bias` or `dropout`")
-
-
-def _in_channels_last(sequences: RecurrentSequences) -> RecurrentSequences:
-    return sequences._replace(observations=map_observations(in_channels_last, sequences.observations))
 
 
 class MlpLstmPolicy(RecurrentPolicyMixin, ActorCriticPolicy):

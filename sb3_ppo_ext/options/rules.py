@@ -185,7 +185,8 @@ def _check_policy(model: ConfiguredModel) -> None:
             refuse(name, model.policy_kwargs[name], remedy)
     if "with_critic" in model.policy_kwargs:
         remedy = "PPO needs a critic; leave it out, and call `model.policy.without_critic()` for a policy that only acts"
-        refuse("with_critic", model.policy_kwargs["with_critic"], remedy)
+        classes = "policies of this package have it: `from sb3_ppo_ext import MlpPolicy`"
+        refuse("with_critic", model.policy_kwargs["with_critic"], f"{remedy} ({classes})")
     policy_class = with_action_distributions(model.policy_class)
     check_recurrence(policy_class)
     check_masking(policy_class, model.action_masking)

@@ -303,13 +303,15 @@ class ActionDistributionMixin(ActionMaskingMixin):
         results = super().load_state_dict(state_dict, strict, assign)
         if not self.learn_std:
             self.log_std.requires_grad_(False)
-            if (loaded := self.log_std.detach().cpu()).sub(self.log_std_init).abs().max() > 1e-6:
+            configured = th.as_tensor(self.log_std_init, dtype=self.log_std.dtype, device=self.log_std.device)
+            loaded = self.log_std.detach().cpu()
+            if loaded.sub(configured.cpu()).abs().max() > 1e-6:
                 warnings.warn(
                     f"`learn_std=False`: the standard deviation stays at exp of `log_std_init={self.log_std_init}` (0 by "
                     f"default); the loaded `log_std`, {loaded.numpy()}, is not used.",
                     stacklevel=2,
                 )
-            nn.init.constant_(self.log_std, self.log_std_init)
+            self.log_std.data.copy_(configured)
         return results
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:

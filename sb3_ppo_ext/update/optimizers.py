@@ -180,6 +180,15 @@ def critic_parameters(policy: ActorCriticPolicy) -> set[th.Tensor]:
     return _parameters(policy, *of_critic) - _parameters(policy, *of_actor)
 
 
+def knows_critic(networks: nn.Module | None) -> bool:
+    """
+    :param networks: Networks between the features and the output layers, ``policy.mlp_extractor``
+    :return: Whether :func:`critic_parameters` can tell the critic's layers, by the names that SB3 gives the two networks
+    """
+    is_named = hasattr(networks, "policy_net") and hasattr(networks, "value_net")
+    return networks is None or is_named or not any(True for _ in networks.parameters())
+
+
 def _parameters(policy: nn.Module, *names: str) -> set[th.Tensor]:
     return {parameter for name in names for parameter in _find(policy, name).parameters()}
 

@@ -35,7 +35,8 @@ def smoothness_loss(actions: th.Tensor, others: th.Tensor) -> th.Tensor:
 class TemporalSmoothness(PolicyLoss):
     """
     ``mean(||pi(s_t) - pi(s_t+1)||)``, where s_t+1 is the observation that followed in the rollout. At the last step of an
-    episode or of the rollout the distance counts as 0.
+    episode or of the rollout the distance counts as 0. Recurrent policies compute the next actions from the states that the
+    rollout stored, so that these, and the zeros, are approximations in the later steps of an update.
 
     :param coef: Coefficient, lambda_T in the paper
     """

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
+from sb3_ppo_ext.engines.optimizer_steps import Reached
 from sb3_ppo_ext.update.optimizers import clip_gradients, critic_parameters
 
 
@@ -30,6 +31,8 @@ class MaskedStepper:
         of_critic = critic_parameters(policy) if can_freeze else set()
         self.of_actor = [parameter not in of_critic for parameter in self.learned]
         self.frozen: th.Tensor | None = None
+        decays = any(group.get("weight_decay") for group in self.optimizer.param_groups)
+        self.reached = Reached(self.learned) if decays else None
 
     def zero_grad(self) -> None:
         """Set all gradients to 0."""
@@ -80,11 +83,19 @@ class MaskedStepper:
         """
         self.gradients.copy_(th.where(is_made, self.gradients, 0.0))
         before = {id(tensor): tensor.clone() for tensor, _ in self._tensors()}
+        for parameter in self.learned:
+            if self.reached is not None and parameter not in self.reached:
+                parameter.grad = None
         self.optimizer.step()
         kept = is_made if self.frozen is None else is_made & ~self.frozen
         for tensor, is_actor in self._tensors():
             old = before.get(id(tensor))
             tensor.data.copy_(th.where(kept if is_actor else is_made, tensor, 0.0 if old is None else old))
+
+    def stop_watching(self) -> None:
+        """Called at the end of the update, even if it raises an error."""
+        if self.reached is not None:
+            self.reached.close()
 
     def _tensors(self) -> list[tuple[th.Tensor, bool]]:
         """Parameters and their state on the device, and whether they belong to what may be frozen."""
@@ -180,10 +191,8 @@ class MaskedAdamStepper(MaskedStepper):
     def _step_group(self, group: AdamGroup, made: th.Tensor) -> None:
         options, learned, gradients, means, squares = group
         (beta1, beta2), lr, decay = options["betas"], float(options["lr"]), options["weight_decay"]
-        if decay and (type(self.optimizer) is th.optim.AdamW or options.get("decoupled_weight_decay")):
-            th._foreach_mul_(learned, 1.0 - lr * decay * made)
-        elif decay:
-            th._foreach_add_(gradients, list(th._foreach_mul(learned, decay * made)))
+        if decay:
+            self._decay(group, lr, decay, made)
         _average(means, gradients, beta1, made)
         _average(squares, list(th._foreach_mul(gradients, gradients)), beta2, made)
         n = self.count.clamp(min=1.0)
@@ -195,6 +204,15 @@ class MaskedAdamStepper(MaskedStepper):
         steps = list(th._foreach_div(means, roots))
         th._foreach_mul_(steps, made * (-lr / of_mean))
         th._foreach_add_(learned, steps)
+
+    def _decay(self, group: AdamGroup, lr: float, decay: float, made: th.Tensor) -> None:
+        pairs = zip(group.learned, group.gradients, strict=True)
+        reached = [pair for pair in pairs if self.reached is None or pair[0] in self.reached]
+        decayed, gradients = [parameter for parameter, _ in reached], [gradient for _, gradient in reached]
+        if type(self.optimizer) is th.optim.AdamW or group.options.get("decoupled_weight_decay"):
+            th._foreach_mul_(decayed, 1.0 - lr * decay * made)
+        else:
+            th._foreach_add_(gradients, list(th._foreach_mul(decayed, decay * made)))
 
     def close(self, n_left_out: int, n_frozen: int) -> None:
         """

@@ -70,6 +70,15 @@ class DeviceUpdate:
 
         :raises ValueError: if a loss or gradient is not finite, with ``bad_gradients="raise"``
         """
+        try:
+            self._run_epochs()
+        finally:
+            self.stepper.stop_watching()
+        self._read()
+        if self.config.ranks.are_several:
+            self.result.metrics.average(self.config.ranks, None)
+
+    def _run_epochs(self) -> None:
         for epoch in range(self.config.n_epochs):
             self.estimates.begin_epoch(epoch)
             for step in self.gradients.steps():
@@ -77,9 +86,6 @@ class DeviceUpdate:
             is_read = self.config.target_kl is not None and (epoch + 1) & epoch == 0 and epoch + 1 < self.config.n_epochs
             if is_read and self.has_stopped.item():
                 break
-        self._read()
-        if self.config.ranks.are_several:
-            self.result.metrics.average(self.config.ranks, None)
 
     def _step(self, step: Step, epoch: int) -> None:
         config, stepper = self.config, self.stepper

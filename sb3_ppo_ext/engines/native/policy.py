@@ -18,6 +18,7 @@ from torch import nn
 
 from sb3_ppo_ext.distributions import numpy_distribution, why_not_numpy
 from sb3_ppo_ext.distributions.masked import INVALID
+from sb3_ppo_ext.engines.engine import has_gradient_hooks
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.layers import Layer, layers_in, make_network, read, trained
 from sb3_ppo_ext.engines.native.layers import unsupported_reason as layers_reason
@@ -315,6 +316,9 @@ def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
         return f"{type(policy).__name__} computes in its own way, and this backend computes SB3's policies alone"
     if (reason := why_not_numpy(policy.action_dist)) is not None:
         return reason
+    space = policy.action_space
+    if isinstance(space, spaces.Box) and space.dtype not in (np.float32, np.float64):
+        return f"the buffer rounds actions to {space.dtype}, and this backend computes log probabilities from the buffer"
     for extractor in {policy.pi_features_extractor, policy.vf_features_extractor}:
         if not _only_flattens(extractor):
             return f"{type(extractor).__name__} may do more than flatten the observations, which is all that this backend can"
@@ -343,11 +347,14 @@ def _networks_reason(policy: ActorCriticPolicy) -> str | None:
     for network in networks:
         if (reason := layers_reason(network)) is not None:
             return reason
-    own = {p for network in networks for layer in trained(network) for p in (layer.weight, layer.bias)}
-    if not own | {getattr(policy, "log_std", None)} >= set(policy.parameters()):
+    own = [p for network in networks for layer in trained(network) for p in (layer.weight, layer.bias)]
+    if not {*own, getattr(policy, "log_std", None)} >= set(policy.parameters()):
         return "the policy has additional parameters of its own, which this backend would not train"
+    if len(set(own)) < len(own):
+        return "layers of the policy share parameters, which this backend would train as if each layer had its own"
     if any(p.dtype != th.float32 or not p.is_contiguous() for p in policy.parameters()):
         return "the policy has parameters that are not contiguous float32, the only ones that this backend supports"
-    if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in policy.modules()):
+    has_hooks = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in policy.modules())
+    if has_hooks or has_gradient_hooks(policy):
         return "the policy has hooks, which this backend would not call"
     return None
