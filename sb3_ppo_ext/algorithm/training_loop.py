@@ -16,12 +16,32 @@ from sb3_ppo_ext.algorithm.saved_state import SavedState
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint, training_checkpoints
 from sb3_ppo_ext.checkpoints.training_state import CheckpointPath, TrainingState, check_ranks, read_checkpoint_of_rank
 from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.common.validation import check_number, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks, connect
 from sb3_ppo_ext.distributed.statistics import share_statistics, unshare_statistics
 from sb3_ppo_ext.rollout.lazy_locals import LazyLocals
 
 SelfTrainingLoop = TypeVar("SelfTrainingLoop", bound="TrainingLoop")
+
+
+def check_learn(total_timesteps: Any, callback: Any, log_interval: Any) -> None:
+    """
+    Check arguments of ``learn``.
+
+    :param total_timesteps: Number of steps, also a float
+    :param callback: Callback, list of callbacks, function, or ``None``
+    :param log_interval: Number of iterations between two dumps of the log; ``None`` for no dump
+    :raises ValueError: if one of them is not valid
+    """
+    check_number("total_timesteps", total_timesteps, 0, infinite=True)
+    if log_interval is not None:
+        check_number("log_interval", log_interval, 1, integer=True)
+    is_list = isinstance(callback, list) and all(isinstance(each, BaseCallback) for each in callback)
+    if not (callback is None or is_list or callable(callback) or isinstance(callback, BaseCallback)):
+        refuse(
+            "callback", callback, "give a `BaseCallback`, a list of these, a function of `locals()` and `globals()`, or None"
+        )
 
 
 class TrainingLoop(SavedState):
@@ -80,6 +100,7 @@ class TrainingLoop(SavedState):
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> SelfTrainingLoop:
+        check_learn(total_timesteps, callback, log_interval)
         with training_of(self, total_timesteps=total_timesteps, reset_num_timesteps=reset_num_timesteps):
             iteration = 0
             total_timesteps, callback = self._setup_learn(

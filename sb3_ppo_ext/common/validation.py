@@ -134,10 +134,10 @@ def check_number(
     integers, kind = (int, np.integer), "an integer" if integer else "a number"
     # YAML reads 3e-4 as a string, and a Python bool is an int.
     if not isinstance(value, integers if integer else (*integers, float, np.floating)) or isinstance(value, bool):
-        hint = (
-            " (in YAML, write 0.0003 or `!!float 3e-4`: without the dot, 3e-4 is a string)" if isinstance(value, str) else ""
-        )
-        refuse(name, value, f"give {kind}{hint}")
+        hint = " (in YAML, write 0.0003 or `!!float 3e-4`: without the dot, 3e-4 is a string)"
+        if value == "None":
+            hint = ", or None, which is written `null` in YAML"
+        refuse(name, value, f"give {kind}{hint if isinstance(value, str) else ''}")
     number = int(value) if isinstance(value, integers) else float(value)
     above = low < number if open_low else low <= number
     below = number < high if open_high else number <= high
@@ -153,11 +153,12 @@ def check_number(
 def _interval(low: float, high: float, open_low: bool, open_high: bool) -> str:
     if math.isinf(low):
         return "that is finite"
+    least, most = (f"{limit:.12g}" for limit in (low, high))
     if open_high:
-        return f"of at least {low:g} and less than {high:g}"
+        return f"of at least {least} and less than {most}"
     if math.isinf(high):
-        return f"{'greater than' if open_low else 'of at least'} {low:g}"
-    return f"between {low:g} and {high:g}"
+        return f"{'greater than' if open_low else 'of at least'} {least}"
+    return f"between {least} and {most}"
 
 
 def check_sizes(sizes: Mapping[str, Any]) -> None:
@@ -208,7 +209,8 @@ def check_known_options(given: Iterable[str], known: Iterable[str], where: str) 
         if name not in known:
             public = sorted(option for option in known if not option.startswith("_"))
             close = [f"`{option}`" for option in get_close_matches(str(name), public, n=3)]
-            remedy = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(public)}."
+            there_are = f"there are {', '.join(public)}." if public else "it takes none."
+            remedy = f"did you mean {' or '.join(close)}?" if close else there_are
             raise UnknownOptionError(f"{where} has no option `{name}`: {remedy}")
 
 
@@ -282,6 +284,8 @@ def check_environment(env: object) -> None:
     # SB3 converts environments of the old Gym, whose class is of another module with the same name.
     of_gym = any(cls.__name__ == "Env" and cls.__module__.startswith("gym.") for cls in type(env).__mro__)
     if not isinstance(env, gym.Env | VecEnv) and not of_gym:
+        if isinstance(env, str):
+            refuse("env", env, "only the constructor takes an id; give the environment, `gymnasium.make(...)` or a `VecEnv`")
         what = "it is a class; give an instance, " if isinstance(env, type) else "give an environment of Gymnasium, "
         refuse("env", env, f"{what}a `VecEnv`, or the id of a registered environment")
 

@@ -31,13 +31,13 @@ def write_best_trial(experiment: ExperimentManager) -> None:
         return
     trial = study.best_trial
     try:
-        entry = best_entry(experiment, trial.params)
+        entry = best_entry(experiment, trial.params, trial.user_attrs.get("n_timesteps", experiment.n_timesteps))
         text = _as_yaml(experiment, entry)
     except (NotCodeError, KeyError) as error:
         print(f"{BEST} is not written, because {error} has no form in YAML: train with `--trial-id {trial.number}`")
         return
     path = Path(experiment.save_path, BEST)
-    steps = f"after {experiment.n_timesteps} steps"
+    steps = f"after {entry['n_timesteps']} steps"
     text = f"# Trial {trial.number} of the study {study.study_name}: mean return {trial.value:.6g} {steps}\n{text}"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text.encode())
@@ -60,10 +60,11 @@ def _study_of(experiment: ExperimentManager) -> optuna.Study | None:
     return optuna.load_study(study_name=experiment.study_name, storage=storage)
 
 
-def best_entry(experiment: ExperimentManager, sampled_params: dict[str, Any]) -> dict[str, Any]:
+def best_entry(experiment: ExperimentManager, sampled_params: dict[str, Any], n_timesteps: float) -> dict[str, Any]:
     """
     :param experiment: Experiment whose study is over
     :param sampled_params: Parameters of a trial as Optuna keeps them
+    :param n_timesteps: Number of steps of the trial, which may differ from trial to trial of a study
     :return: All hyperparameters of the trial as an entry of a YAML file: those of the entry that it started from, and those
         that it has sampled, which take precedence
     :raises NotCodeError: if ``policy_kwargs`` contain something that cannot be written
@@ -73,7 +74,7 @@ def best_entry(experiment: ExperimentManager, sampled_params: dict[str, Any]) ->
     entry: Any = experiment.entry  # type: ignore[attr-defined]
     merged = TrialHyperparams(entry, policy_kwargs=evaluate(entry.get("policy_kwargs")))
     merged.update(converted)
-    merged["n_timesteps"] = experiment.n_timesteps
+    merged["n_timesteps"] = n_timesteps
     if experiment.env_kwargs:
         merged["env_kwargs"] = experiment.env_kwargs
     return {**merged, "policy_kwargs": as_code(merged["policy_kwargs"])}

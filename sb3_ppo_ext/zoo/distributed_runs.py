@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.launch import Launch, find_launch
 from sb3_ppo_ext.distributed.ranks import connect
+from sb3_ppo_ext.zoo.entry_checks import check_readable
 from sb3_ppo_ext.zoo.run_folder import CHECKPOINTS, resumed_folder, set_resumed_folder
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def _identity() -> dict[str, Any]:
 
 def create_log_folder(theirs: Callable[[], None], experiment: ExperimentManager) -> None:
     """Create the folder of the run, on rank 0."""
+    check_readable(getattr(experiment, "entry", {}))
     launch = launch_of(experiment)
     if launch.rank > 0:
         return

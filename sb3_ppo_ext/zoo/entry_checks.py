@@ -117,6 +117,24 @@ def check_entry(experiment: ExperimentManager, entry: Mapping[str, Any]) -> None
             _check_classes(key, entry[key])
 
 
+def check_readable(entry: Mapping[str, Any]) -> None:
+    """
+    :param entry: Hyperparameters of a run, which RL Zoo saves in its folder
+    :raises ValueError: if a value could not be read again, so that nothing could enjoy, resume or share the run
+    """
+    import yaml
+
+    for key, value in entry.items():
+        try:
+            yaml.unsafe_load(yaml.dump(value))
+        except Exception as error:
+            remedy = (
+                "RL Zoo cannot read it again from the folder of the run; give a function or class of a module that can be "
+            )
+            example = ", or for a schedule a string such as 'lin_0.001'" if key in OF_ZOO_SCHEDULES else ""
+            raise BadArgumentError(f"`{key}={value!r}` is not valid: {remedy}imported{example}") from error
+
+
 def _check_names(experiment: ExperimentManager, entry: Mapping[str, Any]) -> None:
     """Check that all keys are known, and that none is missing."""
     algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]

@@ -156,6 +156,10 @@ def _observation_space(experiment: "ExperimentManager", hyperparams: dict[str, A
 
 def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
     """Refuse invalid options before the Zoo writes its log folder, which the processes of torchrun share."""
+    if hyperparams.get("distributed") is False:  # which YAML reads for `off`
+        hyperparams = {**hyperparams, "distributed": "off"}
+    if isinstance(hyperparams.get("normalize"), dict):  # The Zoo adds the discount factor.
+        hyperparams = {**hyperparams, "normalize": {**hyperparams["normalize"]}}
     share_run(experiment, hyperparams.get("distributed", "auto"))
     check_entry(experiment, hyperparams)
     if hyperparams.get("action_masking") and hyperparams.get("action_mask_key") is None:
@@ -306,6 +310,7 @@ def hyperparameters_optimization(theirs: Callable[[], None], experiment: "Experi
     that die; studies in a journal file do not.
     """
     storage = experiment.storage
+    theirs = functools.partial(_optimize, theirs, experiment)
     if not isinstance(storage, str) or "://" not in storage or storage.endswith(".log"):
         theirs()
         return write_best_trial(experiment)
@@ -319,6 +324,20 @@ def hyperparameters_optimization(theirs: Callable[[], None], experiment: "Experi
         write_best_trial(experiment)
     finally:
         experiment.storage = storage
+
+
+def _optimize(theirs: Callable[[], None], experiment: "ExperimentManager") -> None:
+    """Let a study without a complete trial end with one line."""
+    with one_line_errors(experiment.verbose):
+        try:
+            theirs()
+        except ValueError as error:
+            if "No trials are completed yet" not in str(error):
+                raise
+            remedy = "the lines above say why trials were pruned or have failed"
+            raise BadArgumentError(
+                f"`--n-trials {experiment.n_trials}`: no trial of the study was completed; {remedy}"
+            ) from error
 
 
 METHODS: dict[str, Callable[..., Any]] = {

@@ -799,3 +799,36 @@ def test_rollouts_before_the_bad_one_count():
 def test_integer_observations_are_not_checked_for_nan():
     """Observations of integers, which cannot be NaN, train without the check."""
     PPOExt("CnnPolicy", make_toys(observation_space=IMAGE), n_steps=8, batch_size=8).learn(16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(total_timesteps="2000"), "`total_timesteps='2000'`.*a number"),
+        (dict(total_timesteps=float("nan")), "`total_timesteps=nan`.*at least 0"),
+        (dict(total_timesteps=-5), "`total_timesteps=-5`.*at least 0"),
+        (dict(total_timesteps=32, log_interval=0), "`log_interval=0`.*at least 1"),
+        (dict(total_timesteps=32, callback="x"), "`callback='x'`.*a `BaseCallback`"),
+        (dict(total_timesteps=32, callback=[print]), "`callback=.*a `BaseCallback`"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_learn(arguments, message, tmp_path):
+    """They are refused before anything is made or written."""
+    model = PPOExt("MlpPolicy", ToyEnv(), n_steps=16, batch_size=16, device="cpu", tensorboard_log=str(tmp_path / "tb"))
+    with pytest.raises(ValueError, match=message):
+        model.learn(**arguments)
+    assert not (tmp_path / "tb").exists()
+
+
+def test_remedies_that_fit():
+    """A remedy is one that works where it is given."""
+    model = PPOExt("MlpPolicy", ToyEnv(), n_steps=16, batch_size=16, device="cpu")
+    with pytest.raises(ValueError, match="only the constructor takes an id"):
+        model.set_env("CartPole-v1")
+    with pytest.raises(ValueError, match=r"`target_kl='None'`.*`null` in YAML"):
+        PPOExt("MlpPolicy", ToyEnv(), target_kl="None")
+    with pytest.raises(ValueError, match="between 0 and 4294967295"):
+        PPOExt("MlpPolicy", ToyEnv(), seed=-1)
+    with pytest.raises(ValueError, match=r"`y`: it takes none"):
+        PPOExt("MlpPolicy", ToyEnv(), policy_kwargs=dict(features_extractor_kwargs=dict(y=1)))

@@ -85,7 +85,7 @@ def test_entry_equals_the_hyperparameters_of_the_trial(n_envs, tmp_path, monkeyp
         study.optimize(experiment.objective, n_trials=12)
     for of_trial, trial in zip(made, study.trials, strict=True):
         path = tmp_path / f"{trial.number}.yml"
-        path.write_text(yaml.safe_dump({"Pendulum-v1": best_entry(experiment, trial.params)}))
+        path.write_text(yaml.safe_dump({"Pendulum-v1": best_entry(experiment, trial.params, experiment.n_timesteps)}))
         model, _ = manager(**arguments, config=str(path)).setup_experiment()
         assert model.env.get_attr("g") == [9.0] * n_envs
         for name in model._set_up.keys() - {"seed"}:  # Trials have none.
@@ -158,3 +158,16 @@ def test_no_code(value):
     """Objects and other classes have no code."""
     with pytest.raises(NotCodeError):
         as_code(value)
+
+
+def test_steps_of_the_trial(tmp_path, train_here):
+    """The entry has the number of steps of its trial, also where the last command had another ``-n``."""
+    optimize(train_here, n_trials=1)
+    optimize(train_here, "-n", 100, n_trials=1)
+    texts = [path.read_text() for path in sorted(tmp_path.rglob("best.yml"))]
+    trials = optuna.load_study(study_name="study", storage=JournalStorage(JournalFileBackend("study.log"))).trials
+    steps = {trial.number: trial.user_attrs["n_timesteps"] for trial in trials}
+    for text in texts:
+        number = int(text.split()[2])
+        assert f"after {steps[number]} steps" in text
+        assert yaml.safe_load(text)[ENV_ID]["n_timesteps"] == steps[number]

@@ -160,3 +160,39 @@ def test_what_a_user_sees(tmp_path):
     assert "\nError: PPOExt has no option `n_step`: did you mean `n_steps`" in printed
     printed = run(*MODULE, "sb3_ppo_ext.zoo", "resume", tmp_path, cwd=tmp_path, fails=True)
     assert printed.startswith("Error: `folder=")
+
+
+def test_functions_that_cannot_be_read_again(tmp_path, train_here):
+    """What the folder of a run could not hold is refused before there is a folder."""
+    with pytest.raises(SystemExit) as raised:
+        train_here("--env", "CartPole-v1", "-n", 64, "-params", "learning_rate:lambda p: 1e-3 * p")
+    assert "`learning_rate=<function" in str(raised.value.code)
+    assert "'lin_0.001'" in str(raised.value.code)
+    assert not list(tmp_path.rglob("CartPole-v1_1"))
+
+
+def test_off_in_yaml(tmp_path):
+    """YAML reads ``off`` as false: for ``distributed`` it is the choice of that name."""
+    path = tmp_path / "entry.yml"
+    path.write_text(f"CartPole-v1:\n  {ENTRY}  distributed: off\n")
+    model, _ = manager(env_id="CartPole-v1", folder=tmp_path, config=str(path)).setup_experiment()
+    assert model.distributed == "off"
+
+
+def test_no_trial_completed(train_here):
+    """A study without a complete trial ends with one line."""
+    arguments = ["--n-trials", 1, "--n-startup-trials", 9, "--n-evaluations", 1, "--eval-episodes", 1, "--no-optim-plots"]
+    with pytest.raises(SystemExit) as raised:
+        train_here(
+            "-optimize", "--env", "Pendulum-v1", "-n", 64, *arguments, "-params", "policy_kwargs:dict(squash_output=True)"
+        )
+    assert "`--n-trials 1`: no trial of the study was completed" in str(raised.value.code)
+
+
+def test_study_in_a_missing_database(tmp_path, train_here):
+    """Training with a trial of a missing database does not create one."""
+    study = ["--storage", f"sqlite:///{tmp_path}/missing.db", "--study-name", "s", "--trial-id", 0]
+    with pytest.raises(SystemExit) as raised:
+        train_here("--env", "CartPole-v1", "-n", 64, *study)
+    assert "there is no such file; name the database" in str(raised.value.code)
+    assert not (tmp_path / "missing.db").exists()
