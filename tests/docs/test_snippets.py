@@ -95,7 +95,17 @@ def test_names_of_the_options_are_right():
     tables = [line.rsplit("|", 2)[1] for line in text.splitlines() if line.startswith("|")]
     given = {name for cell in tables for code in re.findall("`([^`]+)`", cell) for name in re.findall(r"(\w+)=", code)}
     # Arguments of policies and wrappers, and of rsl_rl
-    others = {"log_std_init", "learn_std", "mean_tanh", "rnn", "lstm_hidden_size", "momentum", "net_arch", "activation_fn"}
+    others = {
+        "log_std_init",
+        "learn_std",
+        "mean_tanh",
+        "rnn",
+        "lstm_hidden_size",
+        "momentum",
+        "net_arch",
+        "net_type",
+        "activation_fn",
+    }
     others |= {"norm_obs", "norm_reward", "clip_obs", "clip_reward", "policy"} | {"schedule"}
     assert given - others <= set(inspect.signature(PPOExt).parameters)
     assert len(given) > 40
