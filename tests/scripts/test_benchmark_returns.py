@@ -223,7 +223,7 @@ def test_report_of_an_ablation(tmp_path):
 
 def benchmark(folder, *more):
     command = [sys.executable, SCRIPTS / "benchmark_returns.py", "--suites", "memory", "--tasks", "CartPoleNoVel-v1", *more]
-    command += ["--timesteps", "1280", "--seeds", "1", "--out", folder]
+    command += ["--timesteps", "2048", "--seeds", "1", "--out", folder]
     return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
 
 
