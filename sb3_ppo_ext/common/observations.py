@@ -25,12 +25,12 @@ def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
     return function(*observations)
 
 
-def takes_channels_last(extractor: nn.Module) -> bool:
+def takes_channels_last(*extractors: nn.Module) -> bool:
     """
-    :param extractor: Features extractor
-    :return: Whether it is one of SB3's, which take images in any memory format; ``view`` in those of users does not
+    :param extractors: Features extractors
+    :return: Whether all are SB3's, which take images in any memory format; ``view`` in those of users does not
     """
-    parts = extractor.extractors.values() if type(extractor) is CombinedExtractor else (extractor,)
+    parts = [p for e in extractors for p in (e.extractors.values() if type(e) is CombinedExtractor else (e,))]
     return all(type(part) in (NatureCNN, FlattenExtractor, nn.Flatten) for part in parts)
 
 

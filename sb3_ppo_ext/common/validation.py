@@ -285,7 +285,11 @@ def check_environment(env: object) -> None:
     of_gym = any(cls.__name__ == "Env" and cls.__module__.startswith("gym.") for cls in type(env).__mro__)
     if not isinstance(env, gym.Env | VecEnv) and not of_gym:
         if isinstance(env, str):
-            refuse("env", env, "only the constructor takes an id; give the environment, `gymnasium.make(...)` or a `VecEnv`")
+            refuse(
+                "env",
+                env,
+                "ids are for the constructor and `resume`; give the environment, `gymnasium.make(...)` or a `VecEnv`",
+            )
         what = "it is a class; give an instance, " if isinstance(env, type) else "give an environment of Gymnasium, "
         refuse("env", env, f"{what}a `VecEnv`, or the id of a registered environment")
 

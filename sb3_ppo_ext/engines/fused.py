@@ -38,7 +38,7 @@ def image_layout(policy: ActorCriticPolicy) -> Callable[[Any], Any] | None:
     """
     methods = (getattr(type(policy), name).__module__.split(".")[0] for name in ("evaluate_actions", "extract_features"))
     is_known = {*methods} <= {"stable_baselines3", "sb3_ppo_ext"}
-    takes = takes_channels_last(policy.pi_features_extractor) and takes_channels_last(policy.vf_features_extractor)
+    takes = takes_channels_last(policy.pi_features_extractor, policy.vf_features_extractor)
     return images_in_channels_last if is_known and takes else None
 
 

@@ -225,7 +225,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         if sequences.is_padded:
             return self._evaluate_padded(sequences, samples)
         self.use_masks(sequences)
-        if takes_channels_last(self.pi_features_extractor) and takes_channels_last(self.vf_features_extractor):
+        if takes_channels_last(self.pi_features_extractor, self.vf_features_extractor):
             sequences = sequences._replace(observations=images_in_channels_last(sequences.observations))
         return self._evaluate_latents(self._latents(sequences), samples)
 

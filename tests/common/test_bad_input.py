@@ -824,7 +824,7 @@ def test_bad_arguments_of_learn(arguments, message, tmp_path):
 def test_remedies_that_fit():
     """A remedy is one that works where it is given."""
     model = PPOExt("MlpPolicy", ToyEnv(), n_steps=16, batch_size=16, device="cpu")
-    with pytest.raises(ValueError, match="only the constructor takes an id"):
+    with pytest.raises(ValueError, match="ids are for the constructor and `resume`"):
         model.set_env("CartPole-v1")
     with pytest.raises(ValueError, match=r"`target_kl='None'`.*`null` in YAML"):
         PPOExt("MlpPolicy", ToyEnv(), target_kl="None")

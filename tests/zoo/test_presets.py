@@ -177,3 +177,10 @@ def test_statistics_of_another_run(tmp_path, monkeypatch):
     env.save(tmp_path / "LunarLanderContinuous-v3" / "vecnormalize.pkl")
     _, env = make("LunarLanderContinuous-v3", normalize=True)
     assert env.obs_rms.count < 1
+
+
+def test_make_leaves_dictionaries_alone():
+    """The discount factor that goes into `normalize` is not written into the dictionary of the user."""
+    normalize = dict(norm_reward=False)
+    make("CartPole-v1", normalize=normalize, gamma=0.5)
+    assert normalize == dict(norm_reward=False)
