@@ -3,7 +3,7 @@
 import inspect
 import io
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -31,7 +31,12 @@ from sb3_ppo_ext.common.saved_models import (
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
 from sb3_ppo_ext.memory.transformer import missing_sinks
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
-from sb3_ppo_ext.policies.actor_critic import check_parameters_are_of, fixes_std
+from sb3_ppo_ext.policies.actor_critic import (
+    check_parameters_are_of,
+    fixes_std,
+    with_action_distributions,
+    with_own_masking,
+)
 from sb3_ppo_ext.policies.value_normalization import without_statistics
 from sb3_ppo_ext.update.optimizers import adopt_state, check_state_is_whole, check_step, keep_counts_on_host
 
@@ -118,7 +123,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         :param trusted: Whether pickled objects may be loaded. If not, nothing of the file is executed: everything is read from
             its plain form, which ``save`` writes for all classes of SB3 and of this package, while other classes must be
             given as ``custom_objects``
-        :param kwargs: options to change when loading
+        :param kwargs: options to change when loading; ``policy``, ``use_sde`` and ``action_masking`` cannot be changed
         :return: new model instance with loaded parameters
         :raises ValueError: if the zip is damaged or of another algorithm, or has a class that ``trusted=False`` does not load,
             or an option is unknown or not valid
@@ -129,6 +134,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
             refuse("custom_objects", custom_objects, "custom_objects argument must be a dict or None")
         saved = read_model(path, cls.policy_aliases.values())
         check_known_options(kwargs, saved.data.keys() | option_names(cls), f"{cls.__name__}.load")
+        _check_kept(saved, kwargs)
         if "stats_window_size" in kwargs:
             # The only option with an attribute of another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
@@ -144,6 +150,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         remedy = "give `custom_objects` for what cannot be imported, or load an earlier checkpoint."
         with refused(f"{saved.name} cannot be loaded", remedy, left=ValueError):
             model = super().load(saved.for_sb3(objects), env, device, objects, print_system_info, force_reset, **kwargs)
+            _check_policy(model, kwargs)
             _check_statistics(model)
             return model
 
@@ -261,6 +268,25 @@ def _action_dist_and_policy_kwargs(
     policy_kwargs = dict(objects["policy_kwargs"]) if "policy_kwargs" in objects else read_policy_kwargs(saved.data)
     named: dict[str, Any] = {name: policy_kwargs.pop(name) for name in policy_kwargs.keys() & names}
     return named, given if fixes_std(policy_kwargs, given) else policy_kwargs
+
+
+def _check_kept(saved: ModelFile, given: Mapping[str, Any]) -> None:
+    """Refuse to change options that decide which parameters a policy has, or what it observes."""
+    masked = saved.data.get("action_masking", saved.algorithm == "MaskablePPO")
+    for name, kept in (("use_sde", saved.data.get("use_sde", False)), ("action_masking", masked)):
+        if name in given and given[name] != kept:
+            remedy = "create a model with it, and give that the parameters by `set_parameters`"
+            if name == "use_sde":
+                remedy = "create a model with it; the two have different parameters of the standard deviation"
+            refuse(name, given[name], f"{saved.name} was saved with `{name}={kept}`, which `load` cannot change; {remedy}")
+
+
+def _check_policy(model: SavedState, given: Mapping[str, Any]) -> None:
+    """Refuse another policy than that of the zip, which SB3 would ignore."""
+    policy = given.get("policy", model.policy_class)
+    named = model.policy_aliases.get(policy) if isinstance(policy, str) else policy
+    if with_action_distributions(with_own_masking(named)) is not with_action_distributions(model.policy_class):
+        refuse("policy", policy, f"the model has a {model.policy_class.__name__}, which `load` cannot change; leave it out")
 
 
 def _check_names(algorithm: type[SavedState], names: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 
 from sb3_ppo_ext.common.atomic_files import write_whole
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, disassembled
+from sb3_ppo_ext.common.pickles import read_pickled
 from sb3_ppo_ext.common.validation import check_type, refuse
 from sb3_ppo_ext.distributions import family_of
 from sb3_ppo_ext.distributions.masked import choices_of
@@ -115,10 +116,7 @@ def _require(path: Path) -> Callable[[bytes], Run]:
 
 def _normalizer_of(model: Any, given: Any) -> Any:
     if isinstance(given, str | Path):
-        if not Path(given).is_file():
-            refuse("vec_normalize", str(given), "there is no such file; give that of `VecNormalize.save`")
-        with Path(given).open("rb") as file:
-            given = importlib.import_module("pickle").load(file)
+        given = read_pickled("vec_normalize", given, VecNormalize)
     normalizer = model.get_vec_normalize_env() if given is None else given
     if normalizer is None:
         return None

@@ -18,6 +18,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepR
 from torch import nn
 
 from sb3_ppo_ext.common.atomic_files import written_atomically
+from sb3_ppo_ext.common.pickles import read_pickled
 from sb3_ppo_ext.common.validation import check_number, check_sizes, check_type, refuse
 from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 
@@ -78,6 +79,7 @@ class RNDReward(VecEnvWrapper):
         training: bool = True,
         device: th.device | str = "cpu",
     ):
+        check_type("venv", venv, VecEnv, "give vectorised environments, such as those of `make_vec_env`")
         if steps_in_tensors(venv):
             refuse("venv", venv, "it steps in tensors, which this wrapper does not; give environments that step in NumPy")
         super().__init__(venv)
@@ -231,8 +233,9 @@ class RNDReward(VecEnvWrapper):
         :param load_path: File to read
         :param venv: Vectorised environments to wrap
         :return: The wrapper around these environments
+        :raises ValueError: if it is no such file, or the observations are not those of the saved wrapper
         """
-        wrapper: RNDReward = pickle.loads(Path(load_path).read_bytes())
+        wrapper = read_pickled("load_path", load_path, RNDReward)
         wrapper.set_venv(venv)
         return wrapper
 

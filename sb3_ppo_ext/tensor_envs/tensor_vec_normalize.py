@@ -12,6 +12,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 from sb3_ppo_ext.common.atomic_files import written_atomically
+from sb3_ppo_ext.common.pickles import read_pickled
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.distributed.statistics import rows_of_all
@@ -287,10 +288,9 @@ class TensorVecNormalize(VecNormalize):
         :param load_path: Path of a file that this class or SB3's ``VecNormalize`` has saved
         :param venv: Environment that steps in tensors
         :return: The normalisation
-        :raises ValueError: if the environment does not step in tensors
+        :raises ValueError: if it is no such file, or the environment does not step in tensors
         """
-        with open(load_path, "rb") as file:
-            return TensorVecNormalize.of(pickle.load(file), venv)
+        return TensorVecNormalize.of(read_pickled("load_path", load_path, VecNormalize), venv)
 
     def save(self, save_path: str) -> None:
         """

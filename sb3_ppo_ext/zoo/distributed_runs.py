@@ -13,13 +13,10 @@ from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.launch import Launch, find_launch
 from sb3_ppo_ext.distributed.ranks import connect
 from sb3_ppo_ext.zoo.entry_checks import check_readable
-from sb3_ppo_ext.zoo.run_folder import CHECKPOINTS, resumed_folder, set_resumed_folder
+from sb3_ppo_ext.zoo.run_folder import CHECKPOINTS, MARKER, resumed_folder, set_resumed_folder
 
 if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
-
-# In the folder of a run, what identifies the call of torchrun
-MARKER = "torchrun.json"
 
 
 def launch_of(experiment: ExperimentManager) -> Launch:

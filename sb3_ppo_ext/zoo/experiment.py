@@ -18,7 +18,7 @@ import gymnasium as gym
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
-from sb3_ppo_ext.common.validation import BadArgumentError, check_observation_space, refuse
+from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_observation_space, refuse
 from sb3_ppo_ext.policies.action_masking import ACTION_MASK
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
@@ -47,7 +47,7 @@ from sb3_ppo_ext.zoo.resuming import (
     keep_monitor_files,
     load_pretrained_agent,
 )
-from sb3_ppo_ext.zoo.run_folder import resumed_folder
+from sb3_ppo_ext.zoo.run_folder import removed_if_not_begun, resumed_folder
 from sb3_ppo_ext.zoo.yaml_entries import (
     DEFAULTS_OF_RECURRENT_PPO,
     OF_RECURRENT_PPO,
@@ -250,7 +250,8 @@ def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager")
     with one_line_errors(experiment.verbose):
         find_interrupted_run(experiment)
         find_run(experiment)
-        results = theirs()
+        with removed_if_not_begun(Path(experiment.save_path)):
+            results = theirs()
     experiment.callbacks.append(ProgressFile(experiment.save_path))
     experiment._hyperparams = TrialHyperparams(experiment._hyperparams)
     return results
@@ -329,6 +330,8 @@ def hyperparameters_optimization(theirs: Callable[[], None], experiment: "Experi
 def _optimize(theirs: Callable[[], None], experiment: "ExperimentManager") -> None:
     """Let a study without a complete trial end with one line."""
     with one_line_errors(experiment.verbose):
+        if experiment.n_evaluations is not None:
+            check_number("--n-evaluations", experiment.n_evaluations, 1, integer=True)
         try:
             theirs()
         except ValueError as error:

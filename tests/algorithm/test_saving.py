@@ -10,6 +10,7 @@ import zipfile
 import pytest
 import torch as th
 from stable_baselines3 import PPO
+from support.masks import make_masked
 from support.policies import SMALL
 from support.toys import make_toys
 from support.zips import Zip
@@ -57,6 +58,19 @@ def test_large_statistics():
     averages["average"][0] = float("inf")
     with pytest.raises(ValueError, match=r"advantage_normalizer\.average"):
         loaded.set_parameters({**loaded.get_parameters(), "advantage_normalizer": averages})
+
+
+def test_what_load_cannot_change():
+    """Another policy, gSDE or masks are refused by name; the values of the zip are accepted."""
+    saved = Zip(make())
+    for name, other in {"policy": "CnnPolicy", "use_sde": True, "action_masking": True}.items():
+        with pytest.raises(ValueError, match=rf"`{name}={other!r}` is not valid: .* `load` cannot change"):
+            saved.load(**{name: other})
+    for name, same in {"policy": "MlpPolicy", "use_sde": False, "action_masking": False}.items():
+        assert type(saved.load(**{name: same}).policy) is type(make().policy)
+    with pytest.raises(ValueError, match=r"`action_masking=False`.*saved with `action_masking=True`"):
+        Zip(masked := PPOExt("MlpPolicy", make_masked(), **SMALL, action_masking=True)).load(action_masking=False)
+    assert Zip(masked).load(policy="MlpPolicy").action_masking
 
 
 def test_open_file(tmp_path):

@@ -350,6 +350,9 @@ def test_statistics_of_a_file(tmp_path):
     assert not np.allclose(one, File(tmp_path / "without.onnx")(observations)["action"])
     with pytest.raises(ValueError, match=r"vec_normalize=.*no such file"):
         loaded.export(tmp_path / "x.onnx", vec_normalize=tmp_path / "none.pkl")
+    loaded.save(tmp_path / "model.zip")
+    with pytest.raises(ValueError, match=r"vec_normalize=.*cannot be unpickled.*`VecNormalize.save`"):
+        loaded.export(tmp_path / "x.onnx", vec_normalize=tmp_path / "model.zip")
     stacked = VecFrameStack(VecNormalize(make_toys(2)), 2)
     with pytest.raises(ValueError, match="stacked after `VecNormalize`"):
         PPOExt("MlpPolicy", stacked, **SMALL).export(tmp_path / "x.onnx")

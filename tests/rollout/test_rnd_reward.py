@@ -189,6 +189,14 @@ def test_saved_and_loaded(tmp_path):
         np.testing.assert_array_equal(step(other)[1], step(env)[1])
     with pytest.raises(ValueError, match=r"`venv=.*not those of the saved wrapper"):
         RNDReward.load(tmp_path / "rnd.pkl", make_toys())
+    with pytest.raises(FileNotFoundError, match=r"`load_path=.*other.pkl'` is not valid: there is no such file"):
+        RNDReward.load(tmp_path / "other.pkl", make_counting().venv)
+    (tmp_path / "other.pkl").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"`load_path=.*cannot be unpickled.*`RNDReward.save`"):
+        RNDReward.load(tmp_path / "other.pkl", make_counting().venv)
+    (tmp_path / "other.pkl").write_bytes(pickle.dumps(3))
+    with pytest.raises(ValueError, match=r"`load_path=3` is not valid: that is what .*other.pkl holds"):
+        RNDReward.load(tmp_path / "other.pkl", make_counting().venv)
 
 
 PARTS = spaces.Dict(
@@ -251,6 +259,8 @@ def test_what_is_not_supported():
             RNDReward(make_toys(observation_space=DICT), obs_keys=keys)
     with pytest.raises(ValueError, match=r"`venv=.*steps in tensors"):
         RNDReward(tensor_env("cpu"))
+    with pytest.raises(ValueError, match=r"`venv=.*vectorised environments"):
+        RNDReward(gym.make("CartPole-v1"))
 
 
 @pytest.mark.integration

@@ -198,6 +198,10 @@ def test_sb3s_tools():
 
 BAD = {
     "venv": [lambda: TensorVecNormalize(VecFrameStack(pendulums(), 2)), lambda: TensorVecNormalize.of(VecNormalize(dummy()))],
+    "load_path": [
+        lambda: TensorVecNormalize.load("none.pkl", pendulums()),
+        lambda: TensorVecNormalize.load(__file__, pendulums()),
+    ],
     "norm_obs_keys": [lambda: TensorVecNormalize(pendulums(), norm_obs_keys=["x"])],
 }
 

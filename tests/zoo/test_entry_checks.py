@@ -1,5 +1,6 @@
 """Mistakes in YAML files and on the command line of RL Zoo: one line that names the key and the remedy."""
 
+import contextlib
 import contextvars
 import re
 import sys
@@ -9,6 +10,7 @@ from support.zoo import MODULE, manager, run, saved, train
 
 from sb3_ppo_ext.zoo.__main__ import main
 from sb3_ppo_ext.zoo.entry_checks import CommandError
+from sb3_ppo_ext.zoo.run_folder import removed_if_not_begun
 
 ENTRY = "n_timesteps: 64\n  policy: MlpPolicy\n  n_steps: 16\n  batch_size: 16\n"
 # Text of a file -> what the message says
@@ -65,6 +67,7 @@ def test_mistakes_in_a_file(text, tmp_path, train_here):
     assert caught.value.code == f"Error: {caught.value}"
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, ValueError)
+    assert not list(tmp_path.rglob("CartPole-v1_1"))  # `enjoy` would take it for the newest run
 
 
 @pytest.mark.parametrize(
@@ -187,6 +190,30 @@ def test_no_trial_completed(train_here):
             "-optimize", "--env", "Pendulum-v1", "-n", 64, *arguments, "-params", "policy_kwargs:dict(squash_output=True)"
         )
     assert "`--n-trials 1`: no trial of the study was completed" in str(raised.value.code)
+    with pytest.raises(CommandError, match="`--n-evaluations=0` is not valid"):
+        train_here("-optimize", "--env", "Pendulum-v1", "-n", 64, "--n-trials", 1, "--n-evaluations", 0)
+
+
+def test_mistakes_that_the_model_finds(tmp_path, train_here):
+    """A run that ends before its model is made leaves no folder, of which `enjoy` would think that it is the newest run."""
+    with pytest.raises(CommandError, match=r"`ent_coef=-1` is not valid"):
+        train_here("--env", "Pendulum-v1", "-n", 64, "-params", "ent_coef:-1")
+    with pytest.raises(CommandError, match=r"`device=.gpu.` is not valid"):
+        train_here("--env", "Pendulum-v1", "-n", 64, "--device", "gpu")
+    assert not list(tmp_path.rglob("Pendulum-v1_*"))
+
+
+def test_folders_that_are_kept(tmp_path):
+    """What is older than the run, or holds more than it begins with, stays."""
+    for existed, name in ((True, "0.monitor.csv"), (False, "rl_model_64_steps.zip"), (False, "0.monitor.csv")):
+        folder = tmp_path / name.partition(".")[0] / str(existed)
+        if existed:
+            folder.mkdir(parents=True)
+        with contextlib.suppress(KeyError), removed_if_not_begun(folder):
+            (folder / "Pendulum-v1").mkdir(parents=True)
+            (folder / name).touch()
+            raise KeyError
+        assert folder.exists() == (existed or name.endswith("zip"))
 
 
 def test_study_in_a_missing_database(tmp_path, train_here):

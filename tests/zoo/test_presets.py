@@ -145,6 +145,7 @@ def test_presets():
         ("env='CartPol-v1'.*CartPole", dict(env_id="CartPol-v1")),
         ("n_envs=0", dict(env_id="CartPole-v1", n_envs=0)),
         ("vec_env_cls='dummy'", dict(env_id="CartPole-v1", vec_env_cls="dummy")),
+        ("verbose='x'", dict(env_id="CartPole-v1", verbose="x")),
         ("env_kwargs=5", dict(env_id="CartPole-v1", env_kwargs=5)),
         ("seed=-1", dict(env_id="CartPole-v1", seed=-1)),
         ("seed='a'", dict(env_id="CartPole-v1", seed="a")),
