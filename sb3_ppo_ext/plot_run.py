@@ -1,5 +1,5 @@
 """
-Plot the logs of trainings: returns, KL divergence, clip fraction, entropy, advantages, learning rate, and more.
+Plot the logs of training runs: returns, KL divergence, clip fraction, entropy, advantages, learning rate, and more.
 
 It reads ``progress.csv``, which RL Zoo writes for ``ppo_ext`` into the folder of the run, the event files of TensorBoard, and
 the ``monitor.csv`` files and evaluations that the Zoo writes for every algorithm.
@@ -254,7 +254,7 @@ def free_path(path: Path) -> Path:
 def main() -> None:
     """Command line, see the documentation of the module."""
     parser = argparse.ArgumentParser(
-        prog="python -m sb3_ppo_ext.plot_run", description="Plot the logs of one or more trainings."
+        prog="python -m sb3_ppo_ext.plot_run", description="Plot the logs of one or more training runs."
     )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or folders that contain them, such as logs")
     kept = "a file that exists is kept, and the next free name taken"

@@ -190,19 +190,19 @@ class PPOExt(TrainingLoop, ModelSetup):
     :param adaptive_lr_bounds: Smallest and largest value of the adapted learning rate, which also bound its initial value.
         Both greater than 0
     :param max_clip_fraction: Fraction of clipped samples in a minibatch above which the actor is frozen for the rest of
-        the update, while the critic goes on learning; ``None`` for no limit. In [0, 1]
+        the update, while the critic keeps learning; ``None`` for no limit. In [0, 1]
     :param accumulate_grad: Number of minibatches whose gradients make one step of the optimiser: as with a larger
         ``batch_size``, in less memory. At least 1
     :param bad_gradients: Reaction to a loss or gradient that is not finite: ``"raise"`` a ``ValueError``, or ``"skip"``
         the step of the optimiser
-    :param backend: Engine that computes rollouts and updates: ``"eager"`` is PyTorch, on the CPU equal to SB3's PPO to the
+    :param backend: Engine that computes rollouts and updates: ``"eager"`` is PyTorch, on the CPU equal to SB3's PPO bit for
         bit; ``"fused"`` replaces Adam and the clipping of gradients by C; ``"native"`` computes MLP policies on the CPU in C,
         and may draw other random numbers; ``"device"`` keeps rollouts and updates on the device of the policy; ``"compile"``
         uses ``torch.compile``; ``"auto"`` is the first of native, device (on a GPU, or with tensor environments), fused and
         eager that supports the policy and the options. ``docs/options.md`` says what each engine supports, and how equal the
         results are
     :param native_threads: Number of threads that compute large networks in updates with ``backend="native"``; it changes the
-        speed alone, and has no effect with another engine. Results are equal to the bit for every number of threads
+        speed alone, and has no effect with another engine. Results are equal bit for bit for every number of threads
     :param amp_dtype: Type in which the networks compute, ``"bfloat16"`` or ``"float16"``, for GPUs; action distributions,
         losses, parameters and the optimiser stay in float32; ``None`` for float32 everywhere. With ``"float16"``, the loss is
         scaled by a factor that adapts (https://arxiv.org/abs/1710.03740)

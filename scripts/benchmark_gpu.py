@@ -4,7 +4,7 @@ rsl_rl, what the host waits for, and whether `device="auto"` chooses well.
 
 The contenders have the same environments, networks, minibatches, epochs and steps, and run in turns in random order. A turn is
 one rollout and one update, each between two points at which the GPU has nothing left to do; the first turns, which compile and
-allocate, do not count. A ratio is the median over the rounds. What fails is reported, and the rest goes on. The parts:
+allocate, do not count. A ratio is the median over the rounds. What fails is reported, and the rest continues. The parts:
 
 - tests: `pytest -m gpu`, whose output is in gpu-tests.log
 - iterations: 4096 environments of 32 steps, 4 epochs of 4 minibatches: CartPole of gymnax (needs JAX for the GPU), and

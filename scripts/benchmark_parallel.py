@@ -7,11 +7,11 @@ rounds, with its 95 % confidence interval (bootstrap). All cores take part, so t
 than a tenth of a core, and is repeated if they have used more meanwhile. After `--patience` seconds it is taken as it is, and
 the table says how many of the turns were such "loud" ones. The parts:
 
-- training: steps per second of whole trainings, batches of 256, 10 epochs, networks of 64-64
+- training: steps per second of whole training runs, batches of 256, 10 epochs, networks of 64-64
 - environments: steps per second of the environments alone, among them images of 84 x 84 x 4, and environments that compute, or
   wait, for 5 ms
 - growth: as environments, with 0, 1, 3, ... workers
-- model: the times of which a training consists, and the speed on more cores that follows from them
+- model: the times of which a training run consists, and the speed on more cores that follows from them
 
 Run it: python scripts/benchmark_parallel.py (about 8 minutes; `--parts`, `--rounds`)
 It writes docs/performance/parallel.json. With `--markdown` it measures nothing and prints the tables of docs/scaling.md.
@@ -250,7 +250,7 @@ class Timed:
 
 
 def times_of(setting: tuple[Any, int, int], n_workers: int, n_rollouts: int = 10) -> dict[str, float]:
-    """Microseconds of the parts of a training, for each step of all environments."""
+    """Microseconds of the parts of a training run, for each step of all environments."""
     env_id, n_envs, n_steps = setting
     parallel: Any = ParallelVecEnv
     kwargs = {"n_workers": n_workers, **FORK}
@@ -271,7 +271,7 @@ def times_of(setting: tuple[Any, int, int], n_workers: int, n_rollouts: int = 10
 
 
 def parts_of(setting: tuple[Any, int, int]) -> dict[str, float]:
-    """Microseconds of the parts of a training: those of the processor in one process, and what a worker adds."""
+    """Microseconds of the parts of a training run: those of the processor in one process, and what a worker adds."""
     one = times_of(setting, 0)
     both = [times_of(setting, 1) for _ in range(3)]
     return {

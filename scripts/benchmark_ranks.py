@@ -94,7 +94,7 @@ def main() -> None:
     th.set_num_threads(1)
     ranks = connect(find_launch("auto"))
     assert isinstance(ranks, ProcessGroup), "run it with torchrun"
-    columns = ("independent trainings", f"batch size times {ranks.size}", "same batch size")
+    columns = ("independent training runs", f"batch size times {ranks.size}", "same batch size")
     lines = [f"| {ranks.size} ranks over one | {' | '.join(columns)} |", "| --- | --- | --- | --- |"]
     for name, case in CASES.items():
         speeds = np.array(measure(case, arguments.rounds, ranks))

@@ -3,7 +3,7 @@ The returns of `ppo_ext` against RL Zoo's `ppo` at equal numbers of steps: prese
 policies.
 
 Each run is the Zoo's own command, `rl_zoo3 train ... -conf FILE`, in a process with one thread; the file contains only the
-entry of the task. The deterministic policy is evaluated 10 times in a training; a score is the mean of the last two
+entry of the task. The deterministic policy is evaluated 10 times in a training run; a score is the mean of the last two
 evaluations, 20 episodes. The scores are aggregated with rliable (https://arxiv.org/abs/2108.13264).
 
 Run it: python scripts/benchmark_returns.py (hours; it needs RL Zoo, MuJoCo and Box2D)

@@ -139,7 +139,7 @@ COMPILED = {
 }
 
 
-# Updates alone, as many in a turn as stated, and whole trainings for 0
+# Updates alone, as many in a turn as stated, and whole training runs for 0
 THREADS: list[tuple[str, Setting, int]] = [
     (f"{net}-{net}, batches of {size}, updates", Setting("HalfCheetah-v5", 1, 2048, options=options), 4)
     for net in (64, 256)
@@ -166,7 +166,7 @@ def trainer(algorithm: type, setting: Setting, env: VecEnv, **options: Any) -> C
 
 
 def trainer_in_threads(setting: Setting, updates: int, **options: Any) -> Callable[[], None]:
-    """A turn is a number of updates from one rollout, with 0 a training."""
+    """A turn is a number of updates from one rollout, with 0 a training run."""
     model = make(PPOExt, setting, setting.make_env(), backend="native", **options)
     model.learn(setting.steps)
     if not updates:

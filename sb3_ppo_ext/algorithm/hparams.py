@@ -51,7 +51,7 @@ def _plain(value: Any) -> bool | int | float | str | None:
 
 class HParamCallback(BaseCallback):
     """
-    Shows the :func:`hyperparameters` in TensorBoard's tab HPARAMS, where trainings can be compared. In RL Zoo:
+    Shows the :func:`hyperparameters` in TensorBoard's tab HPARAMS, where training runs can be compared. In RL Zoo:
     ``callback: sb3_ppo_ext.HParamCallback`` in an entry, with ``--tensorboard-log``.
 
     :param metrics: Names of logged values that are shown beside the hyperparameters

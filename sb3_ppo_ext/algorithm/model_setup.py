@@ -118,7 +118,7 @@ class ModelSetup(PolicyUpdater):
             self.loss_scale = _continued(LossScale().to(self.device), before)
 
     def _setup_rollout_buffer(self) -> None:
-        """Create the rollout buffer anew. A history-based policy goes on with what it remembers."""
+        """Create the rollout buffer anew. A history-based policy continues with what it remembers."""
         before = self.rollout_buffer
         self._create_rollout_buffer()
         self._adapt_rollout_buffer()

@@ -1,4 +1,4 @@
-"""The loop of a training, which an interrupted one enters where it was interrupted."""
+"""The loop of a training run, which an interrupted one enters where it was interrupted."""
 
 import os
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class TrainingLoop(SavedState):
 
     # Ranks of a distributed training, while `learn` runs
     ranks: Ranks = SINGLE
-    # State that the next call of `learn` goes on from
+    # State that the next call of `learn` continues from
     _interrupted: TrainingState | None = None
 
     @classmethod
@@ -63,10 +63,10 @@ class TrainingLoop(SavedState):
         **kwargs: Any,
     ) -> SelfTrainingLoop:
         """
-        Load a model from a checkpoint of :class:`~sb3_ppo_ext.TrainingCheckpoint`, so that its training can go on: the next
-        call of ``learn``, with the same arguments as the interrupted one, goes on to its ``total_timesteps`` and gives the
-        same model, to the bit, as without the interruption. Environments and callbacks are created as before; that call
-        gives them the state that they had at the checkpoint, and log files go on after it.
+        Load a model from a checkpoint of :class:`~sb3_ppo_ext.TrainingCheckpoint`, so that its training can continue: the next
+        call of ``learn``, with the same arguments as the interrupted one, continues to its ``total_timesteps`` and gives the
+        same model, bit for bit, as without the interruption. Environments and callbacks are created as before; that call
+        gives them the state that they had at the checkpoint, and log files continue after it.
 
         In a distributed training, call it on all ranks: rank 0 chooses the checkpoint, and each rank reads its own file of it.
 
@@ -78,7 +78,7 @@ class TrainingLoop(SavedState):
         :param custom_objects: Dictionary of objects to replace upon loading, see ``load``
         :param print_system_info: Whether to print system info from the saved model and the current system info
         :param kwargs: options to change when loading; with any change the results are others than without the interruption
-        :return: Model whose next call of ``learn`` goes on with the training
+        :return: Model whose next call of ``learn`` continues with the training
         :raises FileNotFoundError: if there is no checkpoint
         :raises ValueError: if the file is damaged, or is not a checkpoint, or the number of environments is another one
         """

@@ -1,1 +1,1 @@
-"""Checkpoints of a training, from which it goes on as if it had not been interrupted."""
+"""Checkpoints of a training run, from which it continues as if it had not been interrupted."""

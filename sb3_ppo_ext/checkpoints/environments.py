@@ -1,4 +1,4 @@
-"""State of the training environments, and the check that a restored environment goes on as the saved one."""
+"""State of the training environments, and the check that a restored environment continues as the saved one."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class FirstSteps:
 
     def reason_not_to_restore(self) -> str | None:
         """
-        :return: Reason why the environments cannot go on from a saved state, as part of a sentence; ``None`` if they can
+        :return: Reason why the environments cannot continue from a saved state, as part of a sentence; ``None`` if they can
         """
         if self.has_gap:
             return "they cannot be checked by a `TrainingCheckpoint` that is not called at each step"
@@ -111,7 +111,7 @@ class FirstSteps:
 
 def state_of(env: VecEnv, model: Any = None) -> bytes:
     """
-    :param env: Environments of a training
+    :param env: Environments of a training run
     :param model: Model of the training, to which they may refer
     :return: Their state, as far as it can be had
     """
@@ -135,11 +135,11 @@ def reason_not_to_restore(env: VecEnv, state: bytes, steps: list[Step], model: A
     """
     Restore the state in copies of the environments that have another past, and repeat the steps that followed it.
 
-    :param env: Environments of a training
+    :param env: Environments of a training run
     :param state: Earlier state of them
     :param steps: Steps that followed
     :param model: Model of the training, to which they may refer
-    :return: Reason why the environments do not go on from the state as they did, as part of a sentence; ``None`` if they do
+    :return: Reason why the environments do not continue from the state as they did, as part of a sentence; ``None`` if they do
     """
     if (output := _output_of(env)) is not None:
         return f"{output} would show or record the check"

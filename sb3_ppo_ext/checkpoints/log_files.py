@@ -1,4 +1,4 @@
-"""Log files of a training that goes on: without a gap, and without the rows after the checkpoint."""
+"""Log files of a training run that continues: without a gap, and without the rows after the checkpoint."""
 
 from __future__ import annotations
 

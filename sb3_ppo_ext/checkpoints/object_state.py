@@ -1,5 +1,5 @@
 """
-State of the objects that a script creates anew before its training goes on: environments, their wrappers, and callbacks.
+State of the objects that a script creates anew before its training continues: environments, their wrappers, and callbacks.
 
 These objects are not pickled themselves: many environments pickle the arguments of their constructor alone (``EzPickle``), and
 others hold files or windows. Their attributes are, and are set on the objects that the script has created.
@@ -32,7 +32,7 @@ Selection: TypeAlias = Callable[[Any, Key, dict[str, Any]], dict[str, Any]]
 STATEFUL = (gym.Env, gym.vector.VectorEnv, VecEnv, BaseCallback)
 # Attributes of callbacks that the training sets
 OF_TRAINING = {"model", "locals", "globals", "parent"}
-# Packages whose classes have no attributes that a training changes
+# Packages whose classes have no attributes that a training run changes
 PACKAGES = {*KNOWN_PACKAGES, "gymnasium", "abc", "builtins", "typing"}
 
 
@@ -288,10 +288,10 @@ def _each_pickled(attributes: dict[str, Any], names: dict[int, Any]) -> tuple[di
 class Changes:
     """
     The attributes of callbacks and classes that change after the start of the training. The others are arguments and code of
-    the script, which may be different when the training goes on.
+    the script, which may be different when the training continues.
 
     :param state: All objects at the start of the training
-    :param earlier: Changes of an earlier training with the same callbacks, which go on to count; ``None`` for none
+    :param earlier: Changes of an earlier training with the same callbacks, which continue to count; ``None`` for none
     """
 
     def __init__(self, state: ObjectState, earlier: Changes | None = None):

@@ -1,4 +1,4 @@
-"""The callback that writes checkpoints of a training."""
+"""The callback that writes checkpoints of a training run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sb3_ppo_ext.distributed.ranks import Ranks
 
 class TrainingCheckpoint(BaseCallback):
     """
-    Writes checkpoints from which :meth:`PPOExt.resume` goes on with the training, equal to the bit to a training that was not
+    Writes checkpoints from which :meth:`PPOExt.resume` continues the training, equal bit for bit to a run that was not
     interrupted. Each is one file, the zip of the model with the state of environments, callbacks, log files and generators. It
     is written as a whole or not at all, and ``PPOExt.load`` can read it as well.
 
-    Checkpoints are written between two iterations, each of which is a rollout and an update. Whether the environments go on
+    Checkpoints are written between two iterations, each of which is a rollout and an update. Whether the environments continue
     from a saved state as they did is checked with copies of them when the first checkpoint is written; if they do not, a
     warning says why, and the resumed training starts with a reset of the environments.
 
@@ -148,7 +148,7 @@ class TrainingCheckpoint(BaseCallback):
 
 def training_checkpoints(callback: BaseCallback) -> list[TrainingCheckpoint]:
     """
-    :param callback: All callbacks of a training
+    :param callback: All callbacks of a training run
     :return: Those among them that write checkpoints
     """
     found: list[Any] = [each for each in stateful_objects(callback) if isinstance(each, TrainingCheckpoint)]

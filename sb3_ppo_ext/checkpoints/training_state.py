@@ -45,7 +45,7 @@ CheckpointPath: TypeAlias = str | pathlib.Path
 SUMMARY, STATE = "training.json", "training_state.pkl"
 # Changed whenever earlier releases could not read the state
 FORMAT = 1
-# Attributes of the model that a training changes, and that constructor and `load` set anew
+# Attributes of the model that a training run changes, and that constructor and `load` set anew
 COUNTERS = (
     "num_timesteps",
     "_total_timesteps",
@@ -71,7 +71,7 @@ class TrainingState(NamedTuple):
     :param objects: State of the environments, the callbacks and further objects, see :func:`objects_of`
     :param logs: Contents of the log files
     :param memory: Last steps, which a history-based policy sees in the next rollout; ``None`` for other policies
-    :param why_reset: Reason why the environments have to be reset, ``None`` if they can go on
+    :param why_reset: Reason why the environments have to be reset, ``None`` if they can continue
     """
 
     iteration: int
@@ -92,7 +92,7 @@ class TrainingState(NamedTuple):
         :param callback: All callbacks of the training
         :param iteration: Number of rollouts since the start of ``learn``
         :param select: Selects the attributes to save of callbacks and classes
-        :param why_reset: Reason why the environments cannot go on
+        :param why_reset: Reason why the environments cannot continue
         :return: Current state of the training
         """
         generators = generator_states()
@@ -112,7 +112,7 @@ class TrainingState(NamedTuple):
 
     def check_environments(self, env: VecEnv) -> None:
         """
-        :param env: Environments to go on with
+        :param env: Environments to continue with
         :raises ValueError: if their number is not that of the checkpoint
         """
         n_envs = len(self.counters["_last_episode_starts"])
@@ -163,7 +163,7 @@ class TrainingState(NamedTuple):
             objects.write(self.objects, _without_episodes(all_attributes))
         if reason is None:
             return
-        warnings.warn(f"The training goes on from a reset of the environments, since {reason}.", stacklevel=5)
+        warnings.warn(f"The training continues from a reset of the environments, since {reason}.", stacklevel=5)
         model._last_obs = model.env.reset()
         model._last_episode_starts = np.ones(model.n_envs, dtype=bool)
         if model.get_vec_normalize_env() is not None:
@@ -343,14 +343,14 @@ def _read(path: pathlib.Path) -> TrainingState:
     if summary is None:
         raise ValueError(f"{path} is a model and no checkpoint of `TrainingCheckpoint`: read it with `load`.")
     if summary["format"] != FORMAT:
-        raise ValueError(f"{path} was written by another release: go on with that one, or read the model with `load`.")
+        raise ValueError(f"{path} was written by another release: continue with that one, or read the model with `load`.")
     return TrainingState(*pickle.loads(state))
 
 
 def check_ranks(path: pathlib.Path, ranks: Ranks) -> None:
     """
     :param path: Path of a checkpoint
-    :param ranks: Ranks of the training that goes on with it
+    :param ranks: Ranks of the training that continues with it
     :raises ValueError: if their number is not that of the training that wrote it
     """
     with zipfile.ZipFile(path) as archive:
@@ -358,5 +358,5 @@ def check_ranks(path: pathlib.Path, ranks: Ranks) -> None:
     if n_ranks != ranks.size:
         raise ValueError(
             f"{path} was written by {n_ranks} processes that trained together, and there are {ranks.size} now: start as many "
-            'with torchrun, give `distributed="off"` for a training of one process, or read the model with `load`.'
+            'with torchrun, give `distributed="off"` for a training run of one process, or read the model with `load`.'
         )

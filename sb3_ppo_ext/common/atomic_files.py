@@ -21,7 +21,7 @@ def written_atomically(path: str | pathlib.Path) -> Iterator[BinaryIO]:
     :param path: Path of the file; its folder is created if it does not exist
     :return: Context manager with the temporary file, open for reading and writing
     """
-    path = pathlib.Path(os.path.realpath(path))  # a link goes on pointing to the file
+    path = pathlib.Path(os.path.realpath(path))  # a link keeps pointing to the file
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -42,7 +42,7 @@ class Ranks:
     def sum(self, tensor: th.Tensor) -> th.Tensor:
         """
         :param tensor: Tensor in float32 or float64 on any device, which may be modified
-        :return: Sum over all ranks, equal to the bit on each of them, on the same device
+        :return: Sum over all ranks, equal bit for bit on each of them, on the same device
         """
         return tensor
 
@@ -59,7 +59,7 @@ class Ranks:
         :param tensors: Tensors in floating point, all on the same device
         :param n: How many further numbers there are
         :return: Function of these numbers and of the weight of this rank, at least 0. It replaces the tensors by their means
-            over all ranks, in one exchange, and returns the means of the numbers in float32. They are equal to the bit on
+            over all ranks, in one exchange, and returns the means of the numbers in float32. They are equal bit for bit on
             all ranks
         """
         return lambda numbers, weight: numbers

@@ -44,7 +44,7 @@ class SharedSum:
     Adds up tensors of all ranks on this machine.
 
     Each rank writes its summand to memory that all share, waits for the others, and adds all summands in the order of the
-    ranks: the sums are equal to the bit. The file of the memory is deleted as soon as all ranks have opened it, so that
+    ranks: the sums are equal bit for bit. The file of the memory is deleted as soon as all ranks have opened it, so that
     nothing is left behind even if all are killed.
 
     :param group: Process group of the ranks

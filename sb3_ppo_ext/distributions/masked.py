@@ -1,6 +1,6 @@
 """
 Action distributions with masks of invalid actions, for ``Discrete``, ``MultiDiscrete`` and ``MultiBinary`` spaces. They
-compute what those of sb3-contrib's MaskablePPO do, to the bit.
+compute what those of sb3-contrib's MaskablePPO do, bit for bit.
 
 Paper: https://arxiv.org/abs/2006.14171
 """

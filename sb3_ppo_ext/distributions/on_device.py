@@ -1,6 +1,6 @@
 """
 SB3's distributions for policies on a GPU. The arguments of SB3's are validated by PyTorch, which waits for the GPU three times
-for each call of a policy, and ``torch.multinomial`` waits as well. These compute the same to the bit and draw the same random
+for each call of a policy, and ``torch.multinomial`` waits as well. These compute the same bit for bit and draw the same random
 numbers, but never wait. Instead of raising an error, they return NaN or :data:`~sb3_ppo_ext.common.guards.NO_ACTION` where the
 parameters of a distribution are NaN, which is noticed when the actions arrive on the host.
 """

@@ -1,4 +1,4 @@
-"""``python -m sb3_ppo_ext.export RUN_FOLDER``: export the agent of a training with RL Zoo, or of a zip file."""
+"""``python -m sb3_ppo_ext.export RUN_FOLDER``: export the agent of a training run with RL Zoo, or of a zip file."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def _compare_with_predict(actor: Actor, normalizer: Any, run: Run) -> None:
         for step in range(n_steps):
             inputs = {**carried, **{port.name: _example(port, n, generator, actor) for port in others}}
             if "episode_start" in inputs:
-                # The first one of the batch goes on, so that its history becomes full.
+                # The first one of the batch continues, so that its history becomes full.
                 inputs["episode_start"][slice(None) if step == 0 else 0] = float(step == 0)
             outputs = run([inputs[port.name] for port in actor.inputs()])
             named = dict(zip([port.name for port in actor.outputs()], outputs, strict=True))

@@ -56,7 +56,7 @@ class Card:
     :param environment: Python code that makes the environments of the training
     :param num_timesteps: Number of time steps of the training
     :param evaluation: Returns of the model
-    :param runs: Seed and last logged return of each training in the plot
+    :param runs: Seed and last logged return of each training run in the plot
     :param command: Command that repeats the training, if one is known
     :param has_plot: Whether there is a plot, ``learning_curve.png``
     :param repo_id: Repository on the Hub
@@ -166,7 +166,7 @@ def _argument(name: str, value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """:return: Version of each package that a training depends on"""
+    """:return: Version of each package that a training run depends on"""
     return {name: _version(name) for name in PACKAGES}
 
 
@@ -179,7 +179,7 @@ def _version(name: str) -> str:
 
 def command_of(folder: Path, seed: int | None = None) -> str | None:
     """
-    :param folder: Folder with the ``command.txt`` of a training by RL Zoo
+    :param folder: Folder with the ``command.txt`` of a training run by RL Zoo
     :param seed: Seed that the Zoo has drawn if none was given
     :return: Command that repeats it, without paths of the machine and passwords of a database; ``None`` if there is none
     """

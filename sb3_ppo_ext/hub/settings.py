@@ -35,7 +35,7 @@ def environment_code(
     :param seed: Seed of the training
     :param env_kwargs: Keyword arguments of the environment
     :param normalization: Normalisation of observations and rewards, if there is one
-    :return: Python code that makes the environments of a training
+    :return: Python code that makes the environments of a training run
     """
     seed_given = "" if seed is None else f", seed={seed}"
     kwargs_given = f", env_kwargs={as_code(env_kwargs)}" if env_kwargs else ""

@@ -109,7 +109,7 @@ def step(network: nn.RNNBase, features: th.Tensor, state: State) -> tuple[th.Ten
 
 class Window(NamedTuple):
     """
-    Successive steps of the sequences that are long enough, for one call of a network. Sequences that end in a window go on to
+    Successive steps of the sequences that are long enough, for one call of a network. Sequences that end in a window extend to
     its end, with outputs that are not used.
 
     :param rows: Index of the sample of each step and sequence, flattened, shape ``(n_steps * n_sequences,)``

@@ -531,7 +531,7 @@ class PPOExtOptions:
     max_clip_fraction: float | None = option(
         None,
         "Fraction of clipped samples in a minibatch above which the actor is frozen for the rest of the update, while the "
-        "critic goes on learning; `None` for no limit",
+        "critic keeps learning; `None` for no limit",
         group=GUARDS,
         accepted=FRACTION,
         example=0.6,
@@ -553,7 +553,7 @@ class PPOExtOptions:
     )
     backend: Backend = option(
         "auto",
-        'Engine that computes rollouts and updates: `"eager"` is PyTorch, on the CPU equal to SB3\'s PPO to the bit; '
+        'Engine that computes rollouts and updates: `"eager"` is PyTorch, on the CPU equal to SB3\'s PPO bit for bit; '
         '`"fused"` replaces Adam and the clipping of gradients by C; `"native"` computes MLP policies on the CPU in C, and '
         'may draw other random numbers; `"device"` keeps rollouts and updates on the device of the policy; `"compile"` uses '
         '`torch.compile`; `"auto"` is the first of native, device (on a GPU, or with tensor environments), fused and eager '

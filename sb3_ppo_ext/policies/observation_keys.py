@@ -195,7 +195,7 @@ class ObservationKeysMixin(NetTypeMixin):
 
         :return: Policy with the current parameters of the actor
         """
-        # Creating the networks must not change the random numbers of a training.
+        # Creating the networks must not change the random numbers of a training run.
         with th.random.fork_rng(devices=[]):
             actor = type(self)(**{**self._get_constructor_parameters(), **self._actor_arguments()})
         parameters = self.state_dict()

@@ -131,7 +131,7 @@ class DivisibleActor(Actor):
     def for_share(self) -> Callable[[slice], ShareActor] | None:
         """
         :return: Function that makes an actor for some of the environments, which does what :meth:`act` would do for them in
-            this rollout, to the bit; ``None`` if that is not possible
+            this rollout, bit for bit; ``None`` if that is not possible
         """
 
     @abstractmethod

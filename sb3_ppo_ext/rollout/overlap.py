@@ -13,7 +13,7 @@ from sb3_ppo_ext.rollout.actors import Actor, DivisibleActor
 from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
 
-# Callbacks that never end a training, do not use its environments, and read nothing of a step but what `_locals` gives them
+# Callbacks that never end training, do not use its environments, and read nothing of a step but what `_locals` gives them
 PATIENT = {
     "stable_baselines3.common.callbacks.CallbackList",
     "stable_baselines3.common.callbacks.CheckpointCallback",

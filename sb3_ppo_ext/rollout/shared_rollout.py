@@ -60,7 +60,7 @@ def broadcast_state(model: Any, ranks: Ranks) -> None:
 
 class SharedRollout:
     """
-    What the ranks exchange about a rollout: whether they go on, and the episodes that have ended.
+    What the ranks exchange about a rollout: whether they continue, and the episodes that have ended.
 
     :param model: Model of this rank, at the start of the rollout
     """

@@ -69,7 +69,7 @@ class GymnaxEnv(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """
-        :param seed: Seed of the random numbers, ``None`` to go on with them
+        :param seed: Seed of the random numbers, ``None`` to continue with them
         :param options: Not used
         :return: First observation, and no infos
         """

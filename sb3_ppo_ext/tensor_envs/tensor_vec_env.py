@@ -98,7 +98,7 @@ class TensorVecEnv(VecEnv, ABC):
         """
         Begin new episodes in all environments.
 
-        :param seed: Seed of all random numbers, ``None`` to go on with the present ones
+        :param seed: Seed of all random numbers, ``None`` to continue with the present ones
         :return: First observations, shape ``(n_envs, *obs_shape)``
         """
 

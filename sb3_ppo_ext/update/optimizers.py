@@ -270,7 +270,7 @@ def adopt_state(policy: ActorCriticPolicy, saved: dict[str, Any], new: Set[str] 
         kinds = [" and ".join(sorted(set(kind.values()))) for kind in (before, now)]
         raise BadArgumentError(
             f"The saved state is that of the optimizer {kinds[0]}, while `optimizer` is {kinds[1]} here: give the `optimizer` "
-            "that it was saved with. To go on from the saved policy with another optimizer, make a new model and give it "
+            "that it was saved with. To continue from the saved policy with another optimizer, make a new model and give it "
             '`set_parameters({"policy": saved_model.policy.state_dict()}, exact_match=False)`.'
         )
     positions = dict(zip(now, range(len(now)), strict=True))
@@ -309,7 +309,7 @@ def keep_counts_on_host(optimizer: th.optim.Optimizer) -> None:
 
 def check_step(optimizer: th.optim.Optimizer) -> None:
     """
-    Check that an optimiser can go on from its state, by a step without gradient on a copy.
+    Check that an optimiser can continue from its state, by a step without gradient on a copy.
 
     :param optimizer: Optimiser, which is not changed
     :raises Exception: of any type, if the state is not one of such an optimiser

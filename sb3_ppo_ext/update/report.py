@@ -83,7 +83,7 @@ def further_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: Rollout
 
 def statistics_over(ranks: Ranks, metrics: Metrics, buffer: RolloutBuffer, of_actions: Logged) -> Logged:
     """
-    :param ranks: Several ranks of a training
+    :param ranks: Several ranks of a training run
     :param metrics: Metrics of the update, averaged over the ranks
     :param buffer: Buffer with the rollout of this rank
     :param of_actions: Means over the actions of this rank, by name

@@ -117,7 +117,7 @@ class Update:
     ):
         self.policy, self.config, self.estimates = policy, config, estimates
         self.gradients, self.stepper, self.result, self.metrics = gradients, stepper, result, result.metrics
-        # Above `max_clip_fraction`, only the critic goes on learning.
+        # Above `max_clip_fraction`, only the critic keeps learning.
         self.actor_is_frozen = False
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""SB3's classes that write files during a training of RL Zoo, with files that are replaced at once."""
+"""SB3's classes that write files during a training run of RL Zoo, with files that are replaced at once."""
 
 import pickle
 from collections.abc import Iterable

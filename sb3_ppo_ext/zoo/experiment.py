@@ -188,7 +188,7 @@ def _is_read_by_the_zoo(value: Any) -> bool:
 def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManager", env: VecEnv, eval_env: bool) -> VecEnv:
     """
     Apply ``normalize: true`` only to observations that ``VecNormalize`` can normalize, unless the user says which. In a trial,
-    ``VecNormalize`` gets the sampled discount factor, as in a training with the ``--trial-id`` of the trial. It is saved
+    ``VecNormalize`` gets the sampled discount factor, as in a training run with the ``--trial-id`` of the trial. It is saved
     atomically. Around environments that step in tensors it does so, too. Statistics are those of the agent whose training is
     continued, if there is one.
     """
@@ -266,7 +266,7 @@ def _use_fast_environments(experiment: "ExperimentManager") -> None:
 
 def make_model(experiment: "ExperimentManager", tensorboard_log: str | None) -> tuple[PPOExt, VecEnv]:
     """
-    What the Zoo begins a training with, without the folder of a run.
+    What the Zoo begins a training run with, without the folder of a run.
 
     :param experiment: Experiment before its setup
     :param tensorboard_log: Folder for TensorBoard; ``None`` for no log

@@ -10,7 +10,7 @@ from stable_baselines3.common.logger import CSVOutputFormat
 
 class ProgressFile(BaseCallback):
     """
-    Writes the logged numbers to ``progress.csv``, in addition to the other outputs of the logger. A training that continues
+    Writes the logged numbers to ``progress.csv``, in addition to the other outputs of the logger. A run that continues
     (``reset_num_timesteps=False``) appends to the existing file, a new one replaces it.
 
     :param folder: Folder of the file, created if it does not exist
@@ -32,7 +32,7 @@ class ProgressFile(BaseCallback):
         return True
 
     def _on_training_end(self) -> None:
-        # RL Zoo also calls this if a training has failed before it began, and otherwise once more than SB3.
+        # RL Zoo also calls this if a training run has failed before it began, and otherwise once more than SB3.
         if self.writer is not None:
             self.logger.output_formats.remove(self.writer)
             self.writer.close()

@@ -35,7 +35,7 @@ def arguments_to_resume(folder: str | Path) -> list[str]:
 
     :param folder: Folder of the run, such as ``logs/ppo_ext/CartPole-v1_1``
     :return: Arguments for the Zoo's ``train``
-    :raises ValueError: if it is not the folder of a training that can be resumed
+    :raises ValueError: if it is not the folder of a training run that can be resumed
     """
     folder = Path(folder).resolve()
     found = sorted(folder.glob("*/args.yml"))
@@ -43,9 +43,9 @@ def arguments_to_resume(folder: str | Path) -> list[str]:
         refuse("folder", str(folder), "give the folder of one run, such as logs/ppo_ext/CartPole-v1_1")
     arguments = read_saved(found[0])
     if arguments["algo"] not in NAMES or arguments["optimize_hyperparameters"]:
-        refuse("folder", str(folder), "only trainings of `ppo_ext` can be resumed")
+        refuse("folder", str(folder), "only training runs of `ppo_ext` can be resumed")
     if not (folder / CHECKPOINTS).is_dir():
-        refuse("folder", str(folder), "it has no checkpoint; `--save-freq` of `train` lets a training write them")
+        refuse("folder", str(folder), "it has no checkpoint; `--save-freq` of `train` lets a training run write them")
     set_resumed_folder(folder)
     _change_to_start(folder, arguments)
     return [word for name, value in arguments.items() if name not in _NOT_REPEATED for word in words_of(name, value)]
@@ -77,7 +77,7 @@ def words_of(name: str, value: Any) -> Iterator[str]:
 
 def find_run(experiment: ExperimentManager) -> None:
     """
-    Let an experiment go on in the folder of the run that is resumed, with its newest whole checkpoint.
+    Let an experiment continue in the folder of the run that is resumed, with its newest whole checkpoint.
 
     :param experiment: Experiment before its setup
     """

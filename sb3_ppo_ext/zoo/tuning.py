@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Range of the steps in a rollout of all environments together, and range of their binary logarithm in each environment
 ROLLOUTS, N_STEPS_POW = (2**7, 2**15), (3, 12)
-# Minimum number of updates in a training, unless even the shortest rollouts are too long for it
+# Minimum number of updates in a training run, unless even the shortest rollouts are too long for it
 MIN_UPDATES = 10
 SMALLEST_MINIBATCH = 32
 # Sizes of the hidden layers by kind. A residual block of SimBa has eight times as many weights as a layer of its size.

@@ -192,7 +192,7 @@ def report(rows: list[Row]) -> None:
             cells = [mean_and_std(np.array([row[name] for row in part]), 3) for name in ("gain", "kl") for part in parts]
             lines.append([arm, str(epoch), *cells, mean_and_std(np.array([row["return"] for row in parts[0]]))])
     header = ["arm", "epoch", *(f"{name}, {part}" for name in ("gain", "KL") for part in PARTS), "return"]
-    print_table("Means over the updates of a training, mean ± std over seeds", header, lines)
+    print_table("Means over the updates of a training run, mean ± std over seeds", header, lines)
     report_gradients(rows)
 
 

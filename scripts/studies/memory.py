@@ -168,7 +168,7 @@ def make_model(name: str, arm: str, seed: int, n_eval: int | None = None) -> tup
 
 class Evaluations(BaseCallback):
     """
-    Records the mean return of the deterministic policy over ten episodes, ten times in a training, and over forty at its end.
+    Records the mean return of the deterministic policy over ten episodes, ten times in a run, and over forty at its end.
 
     :param env: The environments for the evaluation
     :param every: Number of steps of each environment between two evaluations

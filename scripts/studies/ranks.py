@@ -1,7 +1,7 @@
 """
 How two ranks of torchrun learn, compared with one process: the same numbers of environments, the same batch sizes and steps.
 
-Both have RL Zoo's hyperparameters for PPO. Two ranks have half of the environments each. They are one training with the same
+Both have RL Zoo's hyperparameters for PPO. Two ranks have half of the environments each. They are one run with the same
 statistics, but draw other random numbers than one process, so that they can only be compared over seeds.
 
 Run it: python scripts/studies/ranks.py (about ten minutes on two cores)

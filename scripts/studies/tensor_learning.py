@@ -11,7 +11,7 @@ PureJaxRL publishes nothing on Pendulum-v1. It has the hyperparameters of gymnax
 (https://github.com/RobertTLange/gymnax-blines, `agents/Pendulum-v1/ppo.yaml`), but not its network, which has ReLU and
 computes the standard deviation from the observation; and once more those of RL Zoo without gSDE, for 16 copies.
 
-The learning rate of the games falls as in a training of ten million steps, of which the study makes the first part.
+The learning rate of the games falls as in a training run of ten million steps, of which the study makes the first part.
 
 Run it: python scripts/studies/tensor_learning.py (half an hour on one core; needs gymnax)
 It writes docs/studies/tensor_learning.csv and docs/studies/tensor_learning.svg.
@@ -87,7 +87,7 @@ TASKS = {
     "Pendulum-v1, RL Zoo": Task(
         100_000, 16, 1e-3, dict(n_steps=256, batch_size=64, gamma=0.9), None, {1_000_000: -130}, "gymnax-blines"
     ),
-    # From the plot in README.md, whose axis are the seconds of a training, taken to have ten million steps as the notebook's
+    # From the plot in README.md, whose axis are the seconds of a run, taken to have ten million steps as the notebook's
     "Breakout-MinAtar": Task(
         1_000_000, 64, 5e-3, MINATAR, 10_000_000, {500_000: 15, 1_000_000: 21, 2_000_000: 23, 3_000_000: 24, 10_000_000: 40}
     ),
@@ -99,7 +99,7 @@ TASKS = {
 
 
 def falling(learning_rate: float, timesteps: int, horizon: int) -> Callable[[float], float]:
-    """Schedule of a training of ``horizon`` timesteps, for its first ``timesteps``."""
+    """Schedule of a training run of ``horizon`` timesteps, for its first ``timesteps``."""
     return lambda progress_remaining: learning_rate * (1 - (1 - progress_remaining) * timesteps / horizon)
 
 

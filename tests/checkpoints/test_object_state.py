@@ -124,7 +124,7 @@ def test_reset(tmp_path):
     kwargs = dict(hidden=True, wrapper=lambda env: gym.wrappers.NormalizeObservation(env), more=[Referring()])
     with pytest.warns(UserWarning, match="will start with a reset"):
         model = train(tmp_path, total=64, **kwargs)
-    with pytest.warns(UserWarning, match="goes on from a reset"):
+    with pytest.warns(UserWarning, match="continues from a reset"):
         resumed = train(tmp_path, tmp_path / "training_64_steps.zip", total=64, **kwargs)
     for before, after in zip(model.env.envs, resumed.env.envs, strict=True):
         assert after.unwrapped.own.bit_generator.state == before.unwrapped.own.bit_generator.state

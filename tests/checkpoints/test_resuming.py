@@ -321,7 +321,7 @@ def test_environments_that_cannot_go_on(tmp_path):
         model.learn(192, callback=TrainingCheckpoint(32, tmp_path))
     assert len([each for each in caught if "A resumed training" in str(each.message)]) == 1
     resumed = PPOExt.resume(tmp_path, make_vec_env(**make))
-    with pytest.warns(UserWarning, match="goes on from a reset of the environments, since the rewards of copies"):
+    with pytest.warns(UserWarning, match="continues from a reset of the environments, since the rewards of copies"):
         resumed.learn(256)
     assert resumed.num_timesteps == 256
 

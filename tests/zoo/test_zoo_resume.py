@@ -136,7 +136,7 @@ def test_other_folders_are_refused(tmp_path, zoo_here, train_here):
     with pytest.raises(ValueError, match="folder of one run"):
         zoo_here("resume", tmp_path)
     train_here("--env", "CartPole-v1", "-n", "64", "-params", "n_envs:1", "n_steps:32", algo="ppo")
-    with pytest.raises(ValueError, match="only trainings of `ppo_ext`"):
+    with pytest.raises(ValueError, match="only training runs of `ppo_ext`"):
         zoo_here("resume", saved(tmp_path, "CartPole-v1", algo="ppo").parent)
 
 

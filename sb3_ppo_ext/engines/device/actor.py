@@ -58,7 +58,7 @@ class DeviceActor(Actor):
         return compute(obs_tensor)
 
     def _staged(self, observations: Any) -> Any:
-        """Observations on a GPU, by way of page-locked memory, from which it copies them while the host goes on."""
+        """Observations on a GPU, by way of page-locked memory, from which it copies them while the host continues."""
         if self.config.device.type != "cuda":
             return observations
         if self.staging is None:

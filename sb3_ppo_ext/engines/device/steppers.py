@@ -17,7 +17,7 @@ class MaskedStepper:
     Steps of any optimiser of torch: parameters and state are set back where a step is to be left out.
 
     :param policy: Policy with the optimiser
-    :param can_freeze: Whether the actor may be frozen while the critic goes on learning
+    :param can_freeze: Whether the actor may be frozen while the critic keeps learning
     """
 
     def __init__(self, policy: ActorCriticPolicy, can_freeze: bool = False):

@@ -22,7 +22,7 @@ def warn_if_missing() -> None:
     """Say once in a process that the extension module is missing, and how to build it."""
     if module is None:
         warnings.warn(
-            f"The C extension module of sb3_ppo_ext is missing ({why_missing}): trainings on the CPU take several times as "
+            f"The C extension module of sb3_ppo_ext is missing ({why_missing}): training on the CPU takes several times as "
             "long. Install a C compiler (`apt install gcc`, `xcode-select --install`), and then repeat the installation, for "
             "instance with `pip install --force-reinstall --no-deps .` in the folder with the source code. "
             '`backend="eager"` does without the module, and without this warning.',

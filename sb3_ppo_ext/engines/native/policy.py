@@ -190,7 +190,7 @@ class NativePolicy:
 
     def use_threads(self, n: int) -> None:
         """
-        :param n: Number of threads that compute :meth:`evaluate` and :meth:`backward`. Results are equal to the bit
+        :param n: Number of threads that compute :meth:`evaluate` and :meth:`backward`. Results are equal bit for bit
         """
         if n != self.n_threads:
             self.threads = None if n == 1 else extension.module.Threads(n)

@@ -14,7 +14,7 @@ from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor
 
 class NativeShareActor(ShareActor):
     """
-    Computes what :meth:`NativeActor.act` does for some of the environments, to the bit: the extension module computes the
+    Computes what :meth:`NativeActor.act` does for some of the environments, bit for bit: the extension module computes the
     outputs for each observation alone, however many there are.
 
     :param layers: Layers of the actor network

@@ -46,7 +46,7 @@ class ParallelVecEnv(VecEnv):
 
     If an environment raises an error in ``step`` or ``reset``, or a worker dies or does not answer in time, a ``WorkerError``
     names the worker and the environment, with its traceback, and all workers are ended. Errors of attributes and methods that
-    are called by name are raised as they are, and the environments can go on. Workers ignore Ctrl-C, which interrupts this
+    are called by name are raised as they are, and the environments can continue. Workers ignore Ctrl-C, which interrupts this
     process alone, and end with it. Environments that may crash or hang should each have a process of their own, and none be in
     this one: see :class:`~sb3_ppo_ext.CheckedSubprocVecEnv`.
 
@@ -61,8 +61,8 @@ class ParallelVecEnv(VecEnv):
     :param timeout: Seconds that a worker may take to answer, the creation of its environments included; ``None`` for no
         limit. Greater than 0. Environments in this process have no limit
     :param overlap: Whether the processes may collect whole rollouts without waiting for each other at each step, where
-        ``PPOExt`` finds that nobody can see the difference: each then acts for its own environments, with the same results to
-        the bit
+        ``PPOExt`` finds that nobody can see the difference: each then acts for its own environments, with the same results bit
+        for bit
     :raises ValueError: if there is no environment, an argument or the observation space is not valid, or functions that are
         called in the same process return the same environment twice
     :raises WorkerError: if an environment cannot be created in a worker

@@ -22,7 +22,7 @@ from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
 
 # Seconds between two looks whether the main process is still there, in case that another process keeps its pipe open
 ORPHAN_CHECK = 5.0
-# Commands after whose errors the environments cannot go on
+# Commands after whose errors the environments cannot continue
 OF_TRAINING = ("create", "step_infos", "reset_envs", "collect")
 # What is written to the pipe if there is nothing to say; pickles begin with another byte
 WAKE_UP = b"\0"
@@ -56,7 +56,7 @@ class Reply(NamedTuple):
 
     :param value: Result
     :param traceback: Traceback if there was an error
-    :param error: The error, if the environments can go on after it
+    :param error: The error, if the environments can continue after it
     :param env_index: Index of the environment that has failed
     """
 
