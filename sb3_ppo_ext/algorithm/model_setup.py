@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext.algorithm.changes import is_same, remembered
 from sb3_ppo_ext.algorithm.device_choice import Situation, choose_device
 from sb3_ppo_ext.algorithm.policy_updater import PolicyUpdater
+from sb3_ppo_ext.common.guards import normalized_parts
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, in_float32_range, make_schedule, value_of
@@ -31,7 +32,7 @@ from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
-from sb3_ppo_ext.policies.action_masking import ACTION_MASK, with_mask, without_mask
+from sb3_ppo_ext.policies.action_masking import ACTION_MASK, OBSERVATION, with_mask, without_mask
 from sb3_ppo_ext.policies.actor_critic import OWN_KEYWORDS, ActionDistributionMixin, MlpPolicy, with_action_distributions
 from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
 from sb3_ppo_ext.rollout.action_masks import check_masks
@@ -77,6 +78,11 @@ class ModelSetup(PolicyUpdater):
         if not self.action_masking or self.action_mask_key is not None:
             return self.observation_space
         return with_mask(self.observation_space, self.action_space)
+
+    def _stored_space(self) -> spaces.Space:
+        """Space of the observations in the rollout buffer, in float32."""
+        space = in_float32(self.observation_space, self._normalized_parts)
+        return space if self._space_of_policy() is self.observation_space else with_mask(space, self.action_space)
 
     def _space_of_features(self) -> spaces.Space:
         """Space of the observations without masks."""
@@ -183,10 +189,10 @@ class ModelSetup(PolicyUpdater):
         policy = self.policy
         if not isinstance(policy, HistoryPolicy):
             return
-        space, own = self._space_of_policy(), policy.buffer_classes[0].keeps_float32
+        own = policy.buffer_classes[0].keeps_float32
         self.rollout_buffer = policy.make_buffer(
             self.n_steps,
-            in_float32(space) if own or self._keeps_float32() else space,
+            self._stored_space() if own or self._keeps_float32() else self._space_of_policy(),
             self._sample_space,
             device=self.device,
             gamma=self.gamma,
@@ -204,8 +210,9 @@ class ModelSetup(PolicyUpdater):
             remedy = f"it returns {described(buffer)}; give a class that inherits SB3's `RolloutBuffer`, or None"
             refuse("rollout_buffer_class", self.rollout_buffer_class, remedy)
         if self._keeps_float32() and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
-            buffer.observation_space = in_float32(self._space_of_policy())
+            buffer.observation_space = self._stored_space()
             buffer.reset()
+        self._warn_about_rounded_observations()
 
     def _setup_latents(self) -> None:
         made = getattr(self.policy, "action_dist_name", "gaussian")
@@ -317,6 +324,11 @@ class ModelSetup(PolicyUpdater):
         return self.env is not None and steps_in_tensors(self.env)
 
     @property
+    def _normalized_parts(self) -> list[str]:
+        """Keys of the observations that ``VecNormalize`` normalises, which ``set_env`` can change."""
+        return normalized_parts(self.env)
+
+    @property
     def stats_window_size(self) -> int:
         """Number of episodes over which the logged statistics are averaged. Changes act at the next call of ``learn``."""
         return self._stats_window_size
@@ -365,6 +377,12 @@ class ModelSetup(PolicyUpdater):
     def _check_masks(self) -> None:
         if self.action_masking and self.action_mask_key is None and self.env is not None:
             check_masks(self.env)
+        if self.action_masking and self.action_mask_key in (keys := self._normalized_parts):
+            others = sorted(set(keys) - {self.action_mask_key})
+            remedy = (
+                f"`VecNormalize` normalises it, so that each action would count as valid; give it `norm_obs_keys={others}`"
+            )
+            refuse("action_mask_key", self.action_mask_key, remedy)
 
     def _own_schedule(self, name: str) -> Any:
         """A schedule that the user has set instead of the option, which it replaces until the option is changed."""
@@ -406,6 +424,19 @@ class ModelSetup(PolicyUpdater):
                 f"Info: (n_steps={self.n_steps} and n_envs={self.env.num_envs})",
                 stacklevel=3,
             )
+
+    def _warn_about_rounded_observations(self) -> None:
+        """Normalised observations are not integers, and SB3's rollout buffer, which it equals, rounds them."""
+        space: Any = self.rollout_buffer.observation_space
+        for key in self._normalized_parts:
+            part = space.spaces.get(key or OBSERVATION) if isinstance(space, spaces.Dict) else space
+            if isinstance(part, spaces.Box) and part.dtype.kind != "f":
+                warnings.warn(
+                    f"`VecNormalize` normalises observations in {part}, and {type(self.rollout_buffer).__name__} rounds them"
+                    f" to {part.dtype}, as in SB3: make them floats in the environment, or give neither `backend`"
+                    " nor `rollout_buffer_class`.",
+                    stacklevel=3,
+                )
 
     def _warn_about_single_step(self) -> None:
         if self.env is None or (self.kl_coef == 0 and self.adaptive_lr_kl is None):

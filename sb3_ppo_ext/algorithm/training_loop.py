@@ -16,7 +16,7 @@ from sb3_ppo_ext.algorithm.saved_state import SavedState
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint, training_checkpoints
 from sb3_ppo_ext.checkpoints.training_state import CheckpointPath, TrainingState, check_ranks, read_checkpoint_of_rank
 from sb3_ppo_ext.common.guards import find_normalizers
-from sb3_ppo_ext.common.validation import check_number, refuse
+from sb3_ppo_ext.common.validation import check_number, check_type, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks, connect
 from sb3_ppo_ext.distributed.statistics import share_statistics, unshare_statistics
@@ -82,6 +82,13 @@ class TrainingLoop(SavedState):
         :raises FileNotFoundError: if there is no checkpoint
         :raises ValueError: if the file is damaged, or is not a checkpoint, or the number of environments is another one
         """
+        check_type("path", path, (str, os.PathLike), "give the path of a checkpoint, or of the folder with them")
+        if not kwargs.get("trusted", True):
+            refuse("trusted", False, "the state of a training run is a pickle; read the model with `load(..., trusted=False)`")
+        if "force_reset" in kwargs:
+            refuse(
+                "force_reset", kwargs["force_reset"], "environments are reset if their state cannot be restored; leave it out"
+            )
         ranks = connect(find_launch(kwargs.get("distributed", "auto")))
         path, state = read_checkpoint_of_rank(path, ranks)
         check_ranks(path, ranks)
@@ -148,8 +155,7 @@ class TrainingLoop(SavedState):
     def _same_log_folder(self, folder: str | None) -> Iterator[None]:
         """Log to the folder of the interrupted training instead of a new one, unless the user has set a logger."""
         is_new = not self._custom_logger
-        parent = None if folder is None else os.path.realpath(os.path.dirname(folder))
-        if is_new and self.tensorboard_log is not None and parent == os.path.realpath(self.tensorboard_log):
+        if is_new and folder is not None and self.tensorboard_log is not None and _is_in(folder, self.tensorboard_log):
             self.set_logger(configure(folder, ["stdout", "tensorboard"] if self.verbose >= 1 else ["tensorboard"]))
         try:
             yield
@@ -168,3 +174,12 @@ class TrainingLoop(SavedState):
         for checkpoint in checkpoints:
             checkpoint.on_iterations_start(callback)
         return iteration
+
+
+def _is_in(folder: str, root: str) -> bool:
+    """Whether a folder is below another one, as that of a ``tb_log_name`` with slashes."""
+    root = os.path.realpath(root)
+    try:
+        return os.path.commonpath([root, os.path.realpath(folder)]) == root
+    except ValueError:  # on other drives of Windows
+        return False

@@ -144,7 +144,7 @@ def reason_not_to_restore(env: VecEnv, state: bytes, steps: list[Step], model: A
     if (output := _output_of(env)) is not None:
         return f"{output} would show or record the check"
     for each in stateful_objects(env):
-        if getattr(each, "processes", None):
+        if vars(each).get("processes"):  # not that of what a wrapper wraps
             return f"`{type(each).__name__}.processes` cannot be copied"
     with generators_kept(), _classes_kept(classes_of(stateful_objects(env))):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import warnings
 from typing import Any, ClassVar
@@ -51,6 +52,8 @@ class TrainingCheckpoint(BaseCallback):
         check_number("save_freq", save_freq, 1, integer=True)
         check_type("save_path", save_path, (str, pathlib.Path), "give the path of a folder")
         check_type("name_prefix", name_prefix, str, "give a string")
+        if os.path.basename(name_prefix) != name_prefix:
+            refuse("name_prefix", name_prefix, "give the beginning of a file name, and its folder as `save_path`")
         if keep is not None:
             check_number("keep", keep, 1, integer=True)
         self.save_freq, self.save_path, self.name_prefix, self.keep = save_freq, save_path, name_prefix, keep

@@ -164,10 +164,21 @@ class TrainingState(NamedTuple):
         if reason is None:
             return
         warnings.warn(f"The training continues from a reset of the environments, since {reason}.", stacklevel=5)
+        _forget_seeds(model)
         model._last_obs = model.env.reset()
         model._last_episode_starts = np.ones(model.n_envs, dtype=bool)
         if model.get_vec_normalize_env() is not None:
             model._last_original_obs = model.get_vec_normalize_env().get_original_obs()
+
+
+def _forget_seeds(model: Any) -> None:
+    """Let the next reset begin other episodes than those with which the training began."""
+    env = model.env.unwrapped
+    if hasattr(env, "envs"):  # in this process, with generators that were restored
+        env._reset_seeds()
+    elif model.seed is not None or any(seed is not None for seed in env._seeds):
+        entropy = [model.seed or 0, *(seed or 0 for seed in env._seeds), model.ranks.index, model.num_timesteps]
+        model.env.seed(int(np.random.default_rng(entropy).integers(2**31)))
 
 
 def _with_strides(array: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:

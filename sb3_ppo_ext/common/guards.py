@@ -257,6 +257,15 @@ def find_normalizers(env: VecEnv | None) -> list[VecNormalize]:
     return normalizers
 
 
+def normalized_parts(env: VecEnv | None) -> list[str]:
+    """
+    :param env: Vectorised environment with its wrappers
+    :return: Keys of the observations that a ``VecNormalize`` normalises, ``[""]`` if they are no dictionaries
+    """
+    normalizers = [each for each in find_normalizers(env) if each.norm_obs]
+    return sorted({key for each in normalizers for key in each.norm_obs_keys or [""]})
+
+
 def find_non_finite(data: Any, batched: bool = True) -> tuple[int, str] | None:
     """
     :param data: Array of shape ``(n_envs, ...)``, or a dictionary of such arrays

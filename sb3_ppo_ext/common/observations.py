@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,14 +62,16 @@ def stack(observations: Sequence[Any]) -> Any:
     return map_observations(lambda *parts: np.stack(parts), *observations)
 
 
-def in_float32(space: spaces.Space) -> spaces.Space:
+def in_float32(space: spaces.Space, normalized: Collection[str] = ()) -> spaces.Space:
     """
     :param space: Observation space
-    :return: The same space with float64 replaced by float32, the precision in which the policy reads observations
+    :param normalized: Keys of the parts that ``VecNormalize`` normalises, ``""`` for observations that are no dictionaries
+    :return: The same space with float32, the precision in which the policy reads observations, instead of float64 and, in
+        parts that are normalised, of any other type
     """
     if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: in_float32(part) for key, part in space.spaces.items()})
-    if isinstance(space, spaces.Box) and space.dtype == np.float64:
+        return spaces.Dict({key: in_float32(part, [""] if key in normalized else []) for key, part in space.spaces.items()})
+    if isinstance(space, spaces.Box) and (space.dtype == np.float64 or "" in normalized):
         return spaces.Box(-np.inf, np.inf, space.shape, np.float32)
     return space
 

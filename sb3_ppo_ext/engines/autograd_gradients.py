@@ -147,11 +147,17 @@ class AutogradGradients(GradientSource):
             data = data._replace(advantages=estimates.advantages[indices])
         if estimates.returns is not None:
             data = data._replace(returns=estimates.returns[indices])
-        following = estimates.rollout.next_observations(indices) if self.config.reads_next else None
-        if self.prepare is not None and following is not None:
-            following = self.prepare(following)
         old = None if estimates.old_distribution is None else estimates.old_distribution[indices]
-        return Minibatch(data, old_distribution=old, next_observations=following)
+        minibatch = Minibatch(data, old_distribution=old)
+        return self._with_next(minibatch, indices) if self.config.reads_next else minibatch
+
+    def _with_next(self, minibatch: Minibatch, indices: np.ndarray) -> Minibatch:
+        rollout = self.estimates.rollout
+        following = rollout.next_observations(indices)
+        return minibatch._replace(
+            next_observations=following if self.prepare is None else self.prepare(following),
+            continues=th.as_tensor(rollout.continues(indices)).to(minibatch.data.old_log_prob.device),
+        )
 
     def _normalized(self, minibatches: list[Minibatch], of_all: Statistics | None = None) -> list[Minibatch]:
         if not self.config.normalizes_minibatches:

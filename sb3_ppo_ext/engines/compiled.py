@@ -274,13 +274,15 @@ class _LossModule(nn.Module):
         # Tensors of the traced evaluation must not be left in the policy, since they are not valid outside.
         distribution = self.policy.action_dist
         self.policy.action_dist = copy(distribution)
-        view = None if preprocessed is None else self._of_preprocessed(*preprocessed)
+        view = None if preprocessed is None else self._of_preprocessed(minibatch.continues, *preprocessed)
         inputs = evaluate(self.policy, minibatch, discrete_actions, view)
         results = ppo_loss(inputs, config, extra)
         self.policy.action_dist = distribution
         return results
 
-    def _of_preprocessed(self, observations: Any, next_observations: Any, space: spaces.Space[Any]) -> PolicyView:
+    def _of_preprocessed(
+        self, continues: th.Tensor | None, observations: Any, next_observations: Any, space: spaces.Space[Any]
+    ) -> PolicyView:
         """The policy for preprocessed observations."""
 
         def of_preprocessed(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -294,6 +296,7 @@ class _LossModule(nn.Module):
         return PolicyView(
             observations,
             next_observations,
+            continues,
             lambda obs, actions: of_preprocessed(evaluator(self.policy), obs, actions),
             lambda obs: of_preprocessed(self.policy.get_distribution, obs),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,8 @@ class Actor(nn.Module):
         """:return: Outputs with the action, one for each part of a hybrid action space"""
         space = self.policy.action_space
         if not isinstance(space, FlatActionSpace):
-            return [_action_port("action", space)]
+            dtype = "float32" if isinstance(space, spaces.Box) else _dtype_of(space)
+            return [replace(_action_port("action", space), dtype=dtype)]
         names = disassembled(space.structure, _names(space.structure, "action"))
         return [_action_port(*pair) for pair in zip(names, space.parts, strict=True)]
 
@@ -191,7 +193,8 @@ class Actor(nn.Module):
     def _as_env_takes(self, actions: th.Tensor) -> list[th.Tensor]:
         space = self.policy.action_space
         if not isinstance(space, FlatActionSpace):
-            return [actions.to(_torch_dtype(space))]
+            # `predict` returns floats for integers in a `Box` as well.
+            return [actions if isinstance(space, spaces.Box) else actions.to(_torch_dtype(space))]
         pairs = zip(space.parts, space.columns, strict=True)
         return [actions[:, columns].reshape(-1, *(part.shape or ())).to(_torch_dtype(part)) for part, columns in pairs]
 

@@ -11,6 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.type_aliases import PyTorchObs
 
+from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
 
 
@@ -50,6 +51,19 @@ class HistoryPolicy(ActionDistributionMixin):
         if not isinstance(space, spaces.Box):
             return actions
         return self.unscale_action(actions) if self.squash_output else np.clip(actions, space.low, space.high)
+
+
+def episode_starts_of(episode_start: Any, n_envs: int) -> np.ndarray:
+    """
+    :param episode_start: Argument of ``predict``, ``None`` if no episode has begun
+    :param n_envs: Number of environments
+    :return: Whether each of them has begun an episode, shape ``(n_envs,)``
+    :raises ValueError: if there is not one for each environment
+    """
+    starts = np.zeros(n_envs) if episode_start is None else np.asarray(episode_start)
+    if starts.size != n_envs:
+        refuse("episode_start", episode_start, f"give one for each of {n_envs} environments")
+    return starts.reshape(n_envs)
 
 
 class HistoryBuffer(RolloutBuffer):

@@ -24,7 +24,7 @@ from sb3_ppo_ext.common.hybrid_actions import kinds_of, structured
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations, takes_channels_last
 from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
 from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
-from sb3_ppo_ext.memory.history import HistoryPolicy
+from sb3_ppo_ext.memory.history import HistoryPolicy, episode_starts_of
 from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer, Sequences
 from sb3_ppo_ext.memory.transformer import Cache, Transformer
 
@@ -78,11 +78,14 @@ class Memory(NamedTuple):
         """
         :param rewards: Rewards of the last step, shape ``(n_envs,)``
         :return: State with these rewards for the next step; the same state without ``use_last_reward``
+        :raises ValueError: if there is not one for each environment
         """
         if self.last_rewards is None:
             return self
         last_rewards = self.last_rewards.copy()
-        last_rewards[:, -1] = rewards
+        if np.size(rewards) != len(last_rewards):
+            refuse("rewards", rewards, f"give one for each of {len(last_rewards)} environments")
+        last_rewards[:, -1] = np.reshape(rewards, -1)
         return self._replace(last_rewards=last_rewards)
 
 
@@ -322,7 +325,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         tensor, is_vectorized = self.obs_to_tensor(self.seen_by_actor(observation))
         now = map_observations(lambda part: part.unsqueeze(1).cpu().numpy(), tensor)
         n_envs = len(next(iter(now.values()))) if isinstance(now, dict) else len(now)
-        begins = np.zeros(n_envs, bool) if episode_start is None else np.asarray(episode_start, bool).reshape(n_envs)
+        begins = episode_starts_of(episode_start, n_envs).astype(bool)
         if state is None:
             state, begins = self._empty_memory(now, n_envs), np.ones(n_envs, bool)
         self._check_memory(state, n_envs, begins)

@@ -28,7 +28,7 @@ from sb3_ppo_ext.common.validation import (
     check_type,
     refuse,
 )
-from sb3_ppo_ext.memory.history import HistoryPolicy
+from sb3_ppo_ext.memory.history import HistoryPolicy, episode_starts_of
 from sb3_ppo_ext.memory.recurrence import (
     Padding,
     Plan,
@@ -325,7 +325,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         self.set_training_mode(False)
         tensor, is_vectorized = self.obs_to_tensor(self.seen_by_actor(observation))
         n_envs = len(next(iter(tensor.values()))) if isinstance(tensor, dict) else len(tensor)
-        starts = np.zeros(n_envs) if episode_start is None else np.asarray(episode_start).reshape(n_envs)
+        starts = episode_starts_of(episode_start, n_envs)
         with th.no_grad():
             before = self._state_of(state, n_envs)
             features = self.features_of(tensor, self.pi_features_extractor)

@@ -603,5 +603,6 @@ CHANGES = {row.attribute: row.change for row in ALL_OPTIONS.values()} | {
     "rollout_buffer_class": OF_BUFFER,
     "rollout_buffer_kwargs": OF_BUFFER,
     "_steps_in_tensors": OF_ENGINE,
+    "_normalized_parts": OF_BUFFER,
     **dict.fromkeys(("sde_sample_freq", "tensorboard_log", "verbose"), READ),
 }

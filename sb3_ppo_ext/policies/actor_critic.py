@@ -273,11 +273,16 @@ class ActionDistributionMixin(ActionMaskingMixin):
             ``Tuple`` action space a list of actions, or a dictionary or tuple of arrays
         :return: Estimated values, log probabilities of the actions, and entropies of the action distributions, with those of
             bounded distributions in units of the bounds
-        :raises ValueError: if an action is not within the bounds
+        :raises ValueError: if an action is not within the bounds, or there is not one for each observation
         """
         space = self.action_space
         actions = space.flattened(actions) if isinstance(space, FlatActionSpace) else actions
         array = th.as_tensor(actions).detach().cpu().numpy()
+        if isinstance(obs, th.Tensor | dict):  # others are sequences
+            shape = (len(next(iter(obs.values())) if isinstance(obs, dict) else obs), *(space.shape or ()))
+            if array.size != np.prod(shape):
+                refuse("actions.shape", array.shape, f"give one for each observation, shape {shape}")
+            array = array.reshape(shape)
         if isinstance(space, spaces.Box):
             check_within_bounds(array, space)
             array = self.scale_action(array) if self.squash_output else array

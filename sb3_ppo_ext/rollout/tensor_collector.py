@@ -25,7 +25,7 @@ from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep
 from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
-from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes
+from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes, copy_into
 from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer, TensorSequenceRollout
 
 # Entry of the log for which SB3 logs the rate
@@ -245,7 +245,7 @@ class TensorCollection:
         if final is not None:
             if self.final_observations is None:
                 self.final_observations = self.buffer.empty_observations()
-            map_observations(lambda rows, part: rows[step].copy_(part), self.final_observations, final)
+            map_observations(lambda rows, part: copy_into(rows[step], part), self.final_observations, final)
         if self.final_values is not None:
             with th.no_grad():
                 seen = map_observations(lambda rows: rows[step], self._terminal_observations())

@@ -67,7 +67,8 @@ def evaluate(
     """
     data = minibatch.data
     if view is None:
-        view = PolicyView(data.observations, minibatch.next_observations, evaluator(policy), policy.get_distribution)
+        following = minibatch.next_observations, minibatch.continues
+        view = PolicyView(data.observations, *following, evaluator(policy), policy.get_distribution)
     actions = actions_of(data, discrete_actions)
     values, log_prob, entropy = view.evaluate_actions(view.observations, actions)
     log_ratio = log_prob - data.old_log_prob

@@ -23,12 +23,14 @@ class Minibatch(NamedTuple):
         no loss reads them
     :param next_observations: Observations that follow those of the samples, and the observations of the samples themselves
         where an episode or the rollout ends; ``None`` if no loss reads them
+    :param continues: Whether the episode continues at these, shape ``(batch_size,)``; ``None`` if no loss reads them
     """
 
     data: RolloutBufferSamples
     weights: th.Tensor | None = None
     old_distribution: th.Tensor | None = None
     next_observations: Any = None
+    continues: th.Tensor | None = None
 
 
 def shuffled(n_samples: int, batch_size: int) -> Iterator[Draw]:

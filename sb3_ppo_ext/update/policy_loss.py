@@ -22,12 +22,14 @@ class PolicyView(NamedTuple):
     :param observations: Observations of a minibatch
     :param next_observations: Observations that follow them, and the same observations where an episode or the rollout ends;
         ``None`` if no loss reads them
+    :param continues: Whether the episode continues at these, shape ``(batch_size,)``; ``None`` if no loss reads them
     :param evaluate_actions: Function of observations and actions that returns values, log probabilities and entropies
     :param get_distribution: Function of observations that returns action distributions, which the next call overwrites
     """
 
     observations: Any
     next_observations: Any
+    continues: th.Tensor | None
     evaluate_actions: Callable[[PyTorchObs, th.Tensor], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
     get_distribution: Callable[[PyTorchObs], Distribution]
 

@@ -73,16 +73,23 @@ class Rollout:
             return ((indices, None) for indices in buffer.draws(step_size))
         return shuffled(self.n_samples, step_size)
 
+    def continues(self, indices: np.ndarray) -> np.ndarray:
+        """
+        :param indices: Indices of samples in the flattened rollout, ``env * n_steps + step``
+        :return: Whether the next step of the rollout is in the same episode, shape ``(batch_size,)``
+        """
+        environments, steps = np.divmod(indices, self.buffer.buffer_size)
+        following = np.minimum(steps + 1, self.buffer.buffer_size - 1)
+        same: np.ndarray = (following > steps) & (self.buffer.episode_starts[following, environments] == 0)
+        return same
+
     def next_observations(self, indices: np.ndarray) -> Any:
         """
         :param indices: Indices of samples in the flattened rollout, ``env * n_steps + step``
         :return: Observations of the steps that follow, as the policy takes them, and those of the samples themselves where an
             episode or the rollout ends
         """
-        environments, steps = np.divmod(indices, self.buffer.buffer_size)
-        following = np.minimum(steps + 1, self.buffer.buffer_size - 1)
-        goes_on = (following > steps) & (self.buffer.episode_starts[following, environments] == 0)
-        return self.samples(indices + goes_on).observations
+        return self.samples(indices + self.continues(indices)).observations
 
     def evaluate(self, function: Callable[[RolloutBufferSamples], th.Tensor | None]) -> th.Tensor | None:
         """

@@ -19,24 +19,25 @@ from sb3_ppo_ext.update.losses import LossConfig
 from sb3_ppo_ext.update.policy_loss import PolicyInputs, PolicyLoss, map_observed
 
 
-def smoothness_loss(actions: th.Tensor, others: th.Tensor) -> th.Tensor:
+def smoothness_loss(actions: th.Tensor, others: th.Tensor, counts: th.Tensor | None = None) -> th.Tensor:
     """
     ``mean(||a - a'||)``, the mean Euclidean distance of two actions.
 
     :param actions: Deterministic actions a, shape ``(batch_size, n)``
     :param others: Deterministic actions a' for similar observations, shape ``(batch_size, n)``
+    :param counts: Whether a distance counts, or else is taken to be 0, shape ``(batch_size,)``; ``None`` if all do
     :return: Scalar to minimise
     """
     # Its gradient is 0, not NaN, where the two are equal.
     distances: th.Tensor = th.linalg.vector_norm(actions - others, dim=1)
-    return distances.mean()
+    return distances.mean() if counts is None else (distances * counts).mean()
 
 
 class TemporalSmoothness(PolicyLoss):
     """
     ``mean(||pi(s_t) - pi(s_t+1)||)``, where s_t+1 is the observation that followed in the rollout. At the last step of an
     episode or of the rollout the distance counts as 0. Recurrent policies compute the next actions from the states that the
-    rollout stored, so that these, and the zeros, are approximations in the later steps of an update.
+    rollout stored, so that these are approximations in the later steps of an update.
 
     :param coef: Coefficient, lambda_T in the paper
     """
@@ -48,8 +49,9 @@ class TemporalSmoothness(PolicyLoss):
         return cls(coef)
 
     def value(self, inputs: PolicyInputs, config: LossConfig) -> th.Tensor:
-        now = location(inputs.distribution)
-        return smoothness_loss(now, location(inputs.view.get_distribution(inputs.view.next_observations)))
+        now, view = location(inputs.distribution), inputs.view
+        # Not left to the distance of equal observations: rounding, or a state of the rollout, gives it a gradient of length 1.
+        return smoothness_loss(now, location(view.get_distribution(view.next_observations)), view.continues)
 
 
 class SpatialSmoothness(PolicyLoss):

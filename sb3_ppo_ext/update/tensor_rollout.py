@@ -133,9 +133,9 @@ class TensorRolloutBuffer(RolloutBuffer):
         :return: The recorded observations, on the device
         """
         rows = map_observations(lambda part: part[self.pos], self.tensors["observations"])
-        map_observations(_copy, rows, observations)
+        map_observations(copy_into, rows, observations)
         if starts is not None:
-            _copy(self.tensors["episode_starts"][self.pos], starts)
+            copy_into(self.tensors["episode_starts"][self.pos], starts)
         return rows
 
     def record(self, actions: th.Tensor, values: th.Tensor, log_probs: th.Tensor) -> None:
@@ -147,13 +147,13 @@ class TensorRolloutBuffer(RolloutBuffer):
         :param log_probs: Log probabilities of the actions, shape ``(n_envs,)``
         """
         for name, part in (("actions", actions), ("values", values), ("log_probs", log_probs)):
-            _copy(self.tensors[name][self.pos], part)
+            copy_into(self.tensors[name][self.pos], part)
 
     def end_step(self, rewards: Any) -> None:
         """
         :param rewards: Rewards of the step, shape ``(n_envs,)``
         """
-        _copy(self.tensors["rewards"][self.pos], rewards)
+        copy_into(self.tensors["rewards"][self.pos], rewards)
         self.pos += 1
         self.full = self.pos == self.buffer_size
 
@@ -292,17 +292,23 @@ class TensorRollout(Rollout):
             return iter(segments.epoch(step_size))
         return ((indices, None) for indices in permutation(self.n_samples, self.buffer.device).split(step_size))
 
+    def continues(self, indices: Any) -> Any:
+        """
+        :param indices: Indices of samples in the flattened rollout, ``env * n_steps + step``, a tensor
+        :return: Whether the next step of the rollout is in the same episode, shape ``(batch_size,)``
+        """
+        environments, steps = indices // self.buffer.buffer_size, indices % self.buffer.buffer_size
+        following = (steps + 1).clamp(max=self.buffer.buffer_size - 1)
+        return (following > steps) & (self.buffer.tensors["episode_starts"][following, environments] == 0)
+
     def next_observations(self, indices: Any) -> Any:
         """
         :param indices: Indices of samples in the flattened rollout, ``env * n_steps + step``, a tensor
         :return: Observations of the steps that follow, as the policy takes them, and those of the samples themselves where an
             episode or the rollout ends
         """
-        environments, steps = indices // self.buffer.buffer_size, indices % self.buffer.buffer_size
-        following = (steps + 1).clamp(max=self.buffer.buffer_size - 1)
-        starts = self.buffer.tensors["episode_starts"][following, environments]
         # Not with `samples`, which may take blocks of successive samples alone
-        return self.buffer._get_samples(indices + ((following > steps) & (starts == 0))).observations
+        return self.buffer._get_samples(indices + self.continues(indices)).observations
 
     def evaluate(self, function: Callable[[RolloutBufferSamples], th.Tensor | None]) -> th.Tensor | None:
         """
@@ -362,5 +368,9 @@ def permutation(n: int, device: th.device) -> th.Tensor:
     return th.randperm(n, device=device)
 
 
-def _copy(target: th.Tensor, values: Any) -> None:
+def copy_into(target: th.Tensor, values: Any) -> None:
+    """
+    :param target: Row of a buffer
+    :param values: Its new values, with or without the last dimension of size 1 that scalars have in buffers
+    """
     target.copy_(th.as_tensor(values).reshape(target.shape), non_blocking=True)

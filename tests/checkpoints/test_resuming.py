@@ -15,7 +15,7 @@ from support.cases import one_in
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
 from support.toys import IMAGE, make_toys
 
-from sb3_ppo_ext import PPOExt, RNDReward, TrainingCheckpoint
+from sb3_ppo_ext import ParallelVecEnv, PPOExt, RNDReward, TrainingCheckpoint
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 
 CONFIGURATIONS = {
@@ -275,6 +275,12 @@ def test_refused(tmp_path):
         PPOExt.resume(tmp_path, make_toys())
     with pytest.raises(FileNotFoundError):
         PPOExt.resume(tmp_path / "missing.zip", make_toys())
+    with pytest.raises(ValueError, match=r"`trusted=False` is not valid: .*load\(\.\.\., trusted=False\)"):
+        PPOExt.resume(path, make_toys(), trusted=False)
+    with pytest.raises(ValueError, match="`force_reset=True` is not valid"):
+        PPOExt.resume(path, make_toys(), force_reset=True)
+    with pytest.raises(ValueError, match="`path=None` is not valid"):
+        PPOExt.resume(None, make_toys())
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255
     path.write_bytes(content)
@@ -284,7 +290,15 @@ def test_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("save_freq", 0), ("save_freq", 1.5), ("save_path", None), ("name_prefix", 1), ("keep", 0), ("keep", "all")],
+    [
+        ("save_freq", 0),
+        ("save_freq", 1.5),
+        ("save_path", None),
+        ("name_prefix", 1),
+        ("name_prefix", "a/b"),
+        ("keep", 0),
+        ("keep", "all"),
+    ],
 )
 def test_arguments_are_checked(name, value):
     """An argument that is not valid is named."""
@@ -324,6 +338,30 @@ def test_environments_that_cannot_go_on(tmp_path):
     with pytest.warns(UserWarning, match="continues from a reset of the environments, since the rewards of copies"):
         resumed.learn(256)
     assert resumed.num_timesteps == 256
+
+
+FORKED = dict(vec_env_cls=ParallelVecEnv, vec_env_kwargs=dict(n_workers=1, start_method="fork"))
+
+
+@pytest.mark.parametrize("vec_env", [pytest.param(FORKED, marks=pytest.mark.integration, id="processes"), {}], ids=str)
+def test_other_episodes_after_each_reset(vec_env, tmp_path, monkeypatch):
+    """Where environments are reset, each resumed run begins other episodes, also if the environments have a seed."""
+    seen = []
+    collect = PPOExt.collect_rollouts
+    monkeypatch.setattr(
+        PPOExt, "collect_rollouts", lambda self, *a, **k: seen.append(self._last_obs) or collect(self, *a, **k)
+    )
+    first = []
+    for _ in range(3):
+        env = make_vec_env("Pendulum-v1", 2, seed=1, wrapper_class=Forgetful, **vec_env)
+        model = PPOExt.resume(tmp_path, env) if first else PPOExt("MlpPolicy", env, **OPTIONS)
+        seen.clear()
+        with pytest.warns(UserWarning, match="continues from a reset" if first else "will start with a reset"):
+            model.learn(model.num_timesteps + 192, callback=TrainingCheckpoint(32, tmp_path))
+        first.append(seen[0])
+        env.close()
+    assert not np.isclose(first[0], first[1]).any()
+    assert not np.isclose(first[1], first[2]).any()
 
 
 def test_other_environments(tmp_path):
@@ -375,6 +413,14 @@ def test_tensorboard_hides_what_is_repeated(tmp_path, monkeypatch):
     events.Reload()
     assert [event.step for event in events.Scalars("time/fps")] == [64, 128, 192, 256, 320]
     assert sorted(path.name for path in logs.iterdir()) == ["PPOExt_1", "PPOExt_2"]
+
+
+def test_name_with_a_folder_in_tensorboard(tmp_path):
+    """The folder of the run is found again if `tb_log_name` has a slash."""
+    logs = tmp_path / "tensorboard"
+    toy_model(tensorboard_log=str(logs)).learn(64, callback=TrainingCheckpoint(32, tmp_path), tb_log_name="group/run")
+    PPOExt.resume(tmp_path, make_toys()).learn(128, tb_log_name="group/run")
+    assert [str(path.relative_to(logs)) for path in logs.glob("*/*")] == ["group/run_1"]
 
 
 @pytest.mark.parametrize(

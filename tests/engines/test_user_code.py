@@ -126,6 +126,27 @@ def test_a_callback_reads_what_sb3_has(backend, reader):
 # What a callback changes
 
 
+class Writes(BaseCallback):
+    """Writes into what the policy has chosen and estimated, as a script that relabels actions does."""
+
+    def _on_step(self):
+        self.locals["actions"][:] = 0.25
+        self.locals["values"].fill_(0.5)
+        self.locals["log_probs"].sub_(1.0)
+        return True
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_callback_writes_is_stored(backend):
+    """The buffer has what a callback has written into the arrays of a step."""
+    plain, model = make(PPOExt, backend=backend).learn(32), make(PPOExt, backend=backend).learn(32, callback=Writes())
+    assert np.unique(model.rollout_buffer.actions) == 0.25
+    assert np.unique(model.rollout_buffer.values) == 0.5
+    sb3 = make().learn(32, callback=Writes())
+    np.testing.assert_array_equal(np.unique(sb3.rollout_buffer.actions), 0.25)
+    assert not np.isclose(plain.rollout_buffer.values, 0.5).any()
+
+
 def others(policy):
     """A policy with other parameters."""
     generator = th.Generator().manual_seed(0)

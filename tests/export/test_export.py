@@ -358,6 +358,16 @@ def test_statistics_of_a_file(tmp_path):
         PPOExt("MlpPolicy", stacked, **SMALL).export(tmp_path / "x.onnx")
 
 
+def test_integers_in_a_box(tmp_path):
+    """`predict` returns floats for them, and so does the file."""
+    model = PPOExt("MlpPolicy", make_toys(action_space=spaces.Box(-2, 2, (2,), np.int32)), n_steps=8, device="cpu")
+    model.export(tmp_path / "policy.onnx")
+    observations = np.stack([model.observation_space.sample() for _ in range(3)])
+    found = File(tmp_path / "policy.onnx")({"observation": observations})["action"]
+    np.testing.assert_allclose(found, model.predict(observations, deterministic=True)[0], atol=1e-6)
+    assert found.dtype == np.float32
+
+
 def test_channels_last_of_a_loaded_model(tmp_path):
     """A model without its environment is told that images come with the channels last."""
     model = make("images, channels last")

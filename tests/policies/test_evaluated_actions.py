@@ -70,6 +70,21 @@ def test_squashed_noise():
     th.testing.assert_close(policy.evaluate_env_actions(observations, actions)[1], log_probs, rtol=1e-2, atol=1e-2)
 
 
+KINDS = [BOX_ACTION, spaces.Discrete(3), spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(3)]
+
+
+@pytest.mark.parametrize("space", KINDS, ids=str)
+def test_shapes(space):
+    """There is one action for each observation; dimensions of size 1 may be left out or added."""
+    policy, observations = MlpPolicy(VECTOR, space, SCHEDULE), observed(VECTOR, 4)
+    actions = np.stack([space.sample() for _ in range(4)])
+    expected = policy.evaluate_env_actions(observations, actions)[1]
+    th.testing.assert_close(policy.evaluate_env_actions(observations, actions[:, None])[1], expected)
+    for bad in (actions[:1], actions[:3], np.repeat(actions, 2, axis=0)):
+        with pytest.raises(ValueError, match=r"`actions.shape=.*` is not valid: give one for each observation, shape \(4,"):
+            policy.evaluate_env_actions(observations, bad)
+
+
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_actions_at_the_bounds(action_dist):
     """Actions at the bounds have a finite density; those that round over them are taken, others are refused."""

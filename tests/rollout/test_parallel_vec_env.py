@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -246,7 +247,22 @@ def test_attributes_and_methods(named):
             env.get_attr("index", indices=[5])
     wrapped = ParallelVecEnv(env_fns(), n_workers=1, **FORK)
     assert wrapped.env_is_wrapped(Monitor) == [True] * 5
+    assert wrapped.env_is_wrapped(gym.Wrapper) == [True] * 5
     wrapped.close()
+
+
+def test_wrapper_of_the_script(monkeypatch):
+    """A wrapper that the script defines, which travels by value, is found in all processes."""
+
+    class Own(gym.Wrapper):
+        pass
+
+    Own.__module__, Own.__qualname__ = "__main__", "Own"
+    monkeypatch.setattr(sys.modules["__main__"], "Own", Own, raising=False)
+    env = ParallelVecEnv([lambda: Own(gym.make("CartPole-v1"))] * 2, n_workers=1, start_method="fork")
+    assert env.env_is_wrapped(Own) == [True, True]
+    assert env.env_is_wrapped(Monitor) == [False, False]
+    env.close()
 
 
 def test_errors_of_methods(named):

@@ -53,6 +53,52 @@ def test_ends_of_episodes(make):
         assert step.observations[:, 0].tolist() == lengths.tolist()
 
 
+class Cells:
+    """Random cells, and the last one of an episode among the infos."""
+
+    num_envs, device = 4, "cpu"
+    single_action_space = spaces.Discrete(2)
+
+    def __init__(self, observation_space):
+        self.single_observation_space = observation_space
+
+    def observe(self):
+        cells = th.randint(5, (4,))
+        return (
+            cells
+            if isinstance(self.single_observation_space, spaces.Discrete)
+            else {"cell": cells, "place": cells[:, None] / 5}
+        )
+
+    def reset(self):
+        return self.observe(), {}
+
+    def step(self, actions):
+        truncated = th.rand(4) < 0.2
+        return self.observe(), actions.float(), th.zeros_like(truncated), truncated, {"final_obs": self.observe()}
+
+
+@pytest.mark.parametrize("backend", ["eager", "device"])
+@pytest.mark.parametrize(
+    "space",
+    [spaces.Discrete(5), spaces.Dict({"cell": spaces.Discrete(5), "place": spaces.Box(0, 1, (1,))})],
+    ids=["Discrete", "Dict"],
+)
+def test_last_observations_of_integers(space, backend):
+    """Values of last observations are added to rewards, also if a single number says where the agent is."""
+    policy = "MlpPolicy" if isinstance(space, spaces.Discrete) else "MultiInputPolicy"
+    env = TorchVecEnv(Cells(space))
+    model = PPOExt(policy, env, n_steps=16, batch_size=32, learning_rate=0.0, gamma=0.9, backend=backend, device="cpu", seed=0)
+    with th.no_grad():
+        model.policy.value_net.weight.zero_()
+        model.policy.value_net.bias.fill_(10.0)
+    model.learn(64)
+    bonus = model.rollout_buffer.rewards >= 9
+    assert 0 < bonus.sum() < 40
+    starts = np.asarray(model.rollout_buffer.episode_starts, bool)
+    np.testing.assert_array_equal(bonus[:-1], starts[1:])
+
+
 @pytest.mark.parametrize("make", [mani_skill, isaac])
 def test_last_observations(make):
     """Where an episode has ended, its last observation is given; infos have the same."""

@@ -76,7 +76,11 @@ class DeviceActor(Actor):
             encoded = th.from_numpy(policy.encode_actions(transition.env_actions)) if policy.use_last_action else None
             buffer.keep_outcome(step, encoded, transition.rewards)
         if self.config.is_watched:
-            # User code may read them at the next step.
+            # User code may have written into its arrays, and may read all of them at the next step.
+            _, samples, values, log_probs = transition.action
+            assert values is not None
+            assert log_probs is not None
+            buffer.record(th.from_numpy(samples), values, log_probs)
             buffer.tensors["rewards"][step].copy_(th.from_numpy(self.rewards[step]))
             buffer.tensors["episode_starts"][step].copy_(th.from_numpy(self.starts[step]))
         for environment, observation in transition.truncated:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -132,6 +132,11 @@ class EnvironmentShare(FastDummyVecEnv):
         """
         return [self.envs[index].has_wrapper_attr(name) for index in indices]
 
+    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: Any = None) -> list[bool]:
+        """As SB3, but by name: a class of the script has travelled by value, and is another object in a forked process."""
+        name = (wrapper_class.__module__, wrapper_class.__qualname__)
+        return [any(name in _names_of(each) for each in _wrappers_of(env)) for env in self._get_target_envs(indices)]
+
     def call(self, function: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """
         :param function: Function that gets an environment and the arguments
@@ -148,3 +153,13 @@ class EnvironmentShare(FastDummyVecEnv):
     def active(self) -> int:
         """Index of the environment that was called last, among all environments."""
         return self._first + self._active
+
+
+def _wrappers_of(env: gym.Env) -> Iterator[gym.Wrapper]:
+    while isinstance(env, gym.Wrapper):
+        yield env
+        env = env.env
+
+
+def _names_of(wrapper: gym.Wrapper) -> set[tuple[str, str]]:
+    return {(each.__module__, each.__qualname__) for each in type(wrapper).__mro__}
