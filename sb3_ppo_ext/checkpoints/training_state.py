@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from sb3_ppo_ext.checkpoints.environments import essentials
 from sb3_ppo_ext.checkpoints.generators import generator_states, set_generator_states
@@ -174,10 +174,11 @@ class TrainingState(NamedTuple):
 def _forget_seeds(model: Any) -> None:
     """Let the next reset begin other episodes than those with which the training began."""
     env = model.env.unwrapped
-    if hasattr(env, "envs"):  # in this process, with generators that were restored
+    pending = getattr(env, "_seeds", [])
+    if isinstance(env, DummyVecEnv):  # in this process, with generators that were restored
         env._reset_seeds()
-    elif model.seed is not None or any(seed is not None for seed in env._seeds):
-        entropy = [model.seed or 0, *(seed or 0 for seed in env._seeds), model.ranks.index, model.num_timesteps]
+    elif model.seed is not None or any(seed is not None for seed in pending):
+        entropy = [model.seed or 0, *(seed or 0 for seed in pending), model.ranks.index, model.num_timesteps]
         model.env.seed(int(np.random.default_rng(entropy).integers(2**31)))
 
 
