@@ -134,7 +134,9 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
             refuse("custom_objects", custom_objects, "custom_objects argument must be a dict or None")
         saved = read_model(path, cls.policy_aliases.values())
         check_known_options(kwargs, saved.data.keys() | option_names(cls), f"{cls.__name__}.load")
-        _check_kept(saved, kwargs)
+        masked = saved.data.get("action_masking", saved.algorithm == "MaskablePPO")
+        remedy = "create a model with it, and give that the parameters by `set_parameters`"
+        _check_kept(saved.name, "action_masking", kwargs.get("action_masking", masked), masked, remedy)
         if "stats_window_size" in kwargs:
             # The only option with an attribute of another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
@@ -149,7 +151,12 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
             _check_names(cls, saved.data.keys() - custom_objects.keys() - (saved.pickled() if trusted else set()))
         remedy = "give `custom_objects` for what cannot be imported, or load an earlier checkpoint."
         with refused(f"{saved.name} cannot be loaded", remedy, left=ValueError):
-            model = super().load(saved.for_sb3(objects), env, device, objects, print_system_info, force_reset, **kwargs)
+            try:
+                model = super().load(saved.for_sb3(objects), env, device, objects, print_system_info, force_reset, **kwargs)
+            except UnfitStateError:
+                kept = saved.data.get("use_sde", False)
+                _check_kept(saved.name, "use_sde", kwargs.get("use_sde", kept), kept, "create a model with it")
+                raise
             _check_policy(model, kwargs)
             _check_statistics(model)
             return model
@@ -270,15 +277,10 @@ def _action_dist_and_policy_kwargs(
     return named, given if fixes_std(policy_kwargs, given) else policy_kwargs
 
 
-def _check_kept(saved: ModelFile, given: Mapping[str, Any]) -> None:
-    """Refuse to change options that decide which parameters a policy has, or what it observes."""
-    masked = saved.data.get("action_masking", saved.algorithm == "MaskablePPO")
-    for name, kept in (("use_sde", saved.data.get("use_sde", False)), ("action_masking", masked)):
-        if name in given and given[name] != kept:
-            remedy = "create a model with it, and give that the parameters by `set_parameters`"
-            if name == "use_sde":
-                remedy = "create a model with it; the two have different parameters of the standard deviation"
-            refuse(name, given[name], f"{saved.name} was saved with `{name}={kept}`, which `load` cannot change; {remedy}")
+def _check_kept(zip_name: str, name: str, value: Any, kept: Any, remedy: str) -> None:
+    """Refuse to change an option that decides which parameters a policy has, or what it observes."""
+    if value != kept:
+        refuse(name, value, f"{zip_name} was saved with `{name}={kept}`, which `load` cannot change; {remedy}")
 
 
 def _check_policy(model: SavedState, given: Mapping[str, Any]) -> None:
