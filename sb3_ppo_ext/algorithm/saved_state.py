@@ -288,7 +288,9 @@ def _check_policy(model: SavedState, given: Mapping[str, Any]) -> None:
     policy = given.get("policy", model.policy_class)
     named = model.policy_aliases.get(policy) if isinstance(policy, str) else policy
     if with_action_distributions(with_own_masking(named)) is not with_action_distributions(model.policy_class):
-        refuse("policy", policy, f"the model has a {model.policy_class.__name__}, which `load` cannot change; leave it out")
+        refuse(
+            "policy", policy, f"that of the model is {model.policy_class.__name__}, which `load` cannot change; leave it out"
+        )
 
 
 def _check_names(algorithm: type[SavedState], names: Iterable[str]) -> None:
