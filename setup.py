@@ -34,7 +34,7 @@ ARE_OPTIONAL = os.environ.get("SB3_PPO_EXT_REQUIRE_EXTENSIONS") != "1" or sys.pl
 MLP = Extension(
     "sb3_ppo_ext.engines.native._mlp",
     ["sb3_ppo_ext/engines/native/csrc/mlp.c"],
-    depends=[f"sb3_ppo_ext/engines/native/csrc/{name}.h" for name in ("kernels", "pool")],
+    depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "sb3_ppo_ext/engines/native/csrc").glob("*.h")),
     # Without errno and traps, square roots and comparisons can be vectorized; NaN and infinity are still respected.
     extra_compile_args=["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-pthread"],
     extra_link_args=["-pthread"],

@@ -18,9 +18,9 @@ ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.ReLU: "relu", nn.
 LINEAR = (nn.Linear, NormalizedValue)
 # Number of weights of a layer above which PyTorch multiplies as fast
 LARGE_LAYER = 512 * 512
-# Largest number of layers of a network, as in `csrc/mlp.c`
+# Largest number of layers of a network, as in `csrc/network.h`
 MAX_LAYERS = 64
-# `eps` of a LayerNorm, as in `csrc/mlp.c`
+# `eps` of a LayerNorm, as in `csrc/instruction_sets.h`
 NORM_EPS = 1e-5
 
 # Weight and bias of a linear layer or a LayerNorm, the name of an activation function, or the index of the layer further up

@@ -1,5 +1,5 @@
 /*
- * The arithmetic of `mlp.c` for one instruction set, which the including file chooses: NAME adds the suffix of the function
+ * The arithmetic of `_mlp` for one instruction set, which the including file chooses: NAME adds the suffix of the function
  * names, LANES is the number of floats in a vector register, ROWS and VECTORS are the dimensions of the largest tile of a
  * matrix product that fits into the registers. Matrices are row-major; a leading dimension is the distance between two rows.
  */
