@@ -439,10 +439,7 @@ class ModelSetup(PolicyUpdater):
                 )
 
     def _warn_about_single_step(self) -> None:
-        if self.env is None or (self.kl_coef == 0 and self.adaptive_lr_kl is None):
-            return
-        size = find_launch(self.distributed).size
-        if self.n_epochs == 1 and self.batch_size * self.accumulate_grad >= self.env.num_envs * self.n_steps * size:
+        if self._has_single_step and (self.kl_coef > 0 or self.adaptive_lr_kl is not None):
             warnings.warn(
                 "`kl_coef`, `kl_target` and `adaptive_lr_kl` depend on how far the policy has moved before each step of"
                 " the optimizer, and there is only one step per update, before which it has not moved: they have no effect."

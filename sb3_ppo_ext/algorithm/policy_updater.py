@@ -16,6 +16,7 @@ from sb3_ppo_ext.common.guards import find_normalizers
 from sb3_ppo_ext.common.hybrid_actions import boxes_of, split_boxes
 from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.engines.engine import Act, Engine, Setup
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
@@ -126,11 +127,24 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             self._n_updates += result.n_epochs
             self.n_skipped_updates += result.n_skipped
         self._log_update(config, result)
-        if self.kl_coefficient is not None:
-            self.kl_coefficient.update(result.metrics.mean("kl"))
-        if self.adaptive_lr is not None:
-            self.adaptive_lr.update(result.metrics.mean("approx_kl"))
+        if not self._has_single_step:  # Its divergence is 0 up to rounding.
+            self._adapt(result.metrics)
         self.logger.record("time/update_seconds", time.perf_counter() - start)
+
+    @property
+    def _has_single_step(self) -> bool:
+        """Whether an update has one step of the optimiser, before which the policy has not moved."""
+        if self.env is None or self.n_epochs > 1:
+            return False
+        size = find_launch(self.distributed).size
+        return self.batch_size * self.accumulate_grad >= self.env.num_envs * self.n_steps * size
+
+    def _adapt(self, metrics: Metrics) -> None:
+        """Change the coefficient and the learning rate that adapt to the KL divergence of an update."""
+        if self.kl_coefficient is not None:
+            self.kl_coefficient.update(metrics.mean("kl"))
+        if self.adaptive_lr is not None:
+            self.adaptive_lr.update(metrics.mean("approx_kl"))
 
     def _normalize_values(self) -> None:
         """Update the statistics of the returns, if the critic has them."""

@@ -130,6 +130,7 @@ class TrainingLoop(SavedState):
                     checkpoint.on_iteration_end(iteration)
 
             callback.on_training_end()
+            self._before_step = ()
         return self
 
     def _init_callback(self, callback: MaybeCallback, progress_bar: bool = False) -> BaseCallback:
@@ -173,6 +174,7 @@ class TrainingLoop(SavedState):
             share_statistics(find_normalizers(self.env), self.ranks)
         for checkpoint in checkpoints:
             checkpoint.on_iterations_start(callback)
+        self._before_step = [checkpoint.before_step for checkpoint in checkpoints]
         return iteration
 
 

@@ -14,7 +14,7 @@ import torch as th
 from stable_baselines3.common.monitor import Monitor, ResultsWriter
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
-from sb3_ppo_ext.checkpoints.generators import generators_kept
+from sb3_ppo_ext.checkpoints.generators import generator_states, generators_kept, set_generator_states
 from sb3_ppo_ext.checkpoints.object_state import (
     STATEFUL,
     Key,
@@ -45,13 +45,13 @@ class Step(NamedTuple):
 
     :param actions: Actions as the environments got them
     :param outcome: Observations, rewards and ends of episodes
-    :param generators: States of the global generators of Python and NumPy before the step; ``None`` if it does not use them
+    :param generators: States of the global generators before the step; ``None`` if it does not use them
     :param statistics: In a distributed training, statistics of the normalisers after the step, which depend on other ranks
     """
 
     actions: np.ndarray
     outcome: tuple[Any, np.ndarray, np.ndarray]
-    generators: tuple[Any, Any] | None = None
+    generators: dict[str, Any] | None = None
     statistics: list[FixedMeanStd] | None = None
 
 
@@ -70,15 +70,21 @@ class FirstSteps:
         self.has_gap = False
         self.read_generators()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there are enough steps."""
+        return len(self.steps) * self.env.num_envs >= MAX_CHECKED
+
     def read_generators(self) -> None:
-        """Called before a step: between two rollouts, an update may use the global generators."""
-        self.generators = random.getstate(), np.random.get_state()
+        """Called right before a step: the policy and updates use the global generators, too."""
+        if not self.is_full:
+            self.generators = generator_states()
 
     def add(self, local_variables: dict[str, Any]) -> None:
         """
         :param local_variables: Those of the rollout after a step
         """
-        if len(self.steps) * self.env.num_envs >= MAX_CHECKED:
+        if self.is_full:
             return
         self.has_gap |= self.model.num_timesteps != self.num_timesteps + self.env.num_envs * self.model.ranks.size
         self.num_timesteps = self.model.num_timesteps
@@ -92,7 +98,7 @@ class FirstSteps:
             if self.model.ranks.are_several:
                 statistics = fixed_statistics(find_normalizers(self.env))
                 self.steps[-1] = self.steps[-1]._replace(statistics=statistics)
-        self.read_generators()
+        self.read_generators()  # A user's own `collect_rollouts` does not do so before the step.
 
     @property
     def can_be_checked(self) -> bool:
@@ -193,8 +199,7 @@ def _difference(env: VecEnv, state: bytes, steps: list[Step], model: Any) -> str
     _object_state(stateful_objects(env), model).write(state)
     for number, step in enumerate(steps):
         if step.generators is not None:
-            random.setstate(step.generators[0])
-            np.random.set_state(step.generators[1])
+            set_generator_states(step.generators)
         if step.statistics is not None:
             set_statistics(find_normalizers(env), step.statistics)
         outcome = env.step(step.actions.copy())

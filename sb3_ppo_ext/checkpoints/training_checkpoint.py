@@ -87,9 +87,13 @@ class TrainingCheckpoint(BaseCallback):
         self._first_steps = FirstSteps(self.model)
         self._why_reset: str | None = None
 
-    def _on_rollout_start(self) -> None:
+    def before_step(self) -> None:
+        """Called by the model right before each step of the environments."""
         if self._first_steps is not None:
             self._first_steps.read_generators()
+
+    def _on_rollout_start(self) -> None:
+        self.before_step()
 
     def _on_step(self) -> bool:
         if self._first_steps is not None:

@@ -42,6 +42,12 @@ def find_launch(distributed: str) -> Launch:
     return Launch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local)
 
 
+def ranks_on_this_machine() -> int:
+    """:return: Number of processes that torchrun has started on this machine; 1 without it"""
+    is_launched = dist.is_available() and dist.is_torchelastic_launched()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_launched else 1
+
+
 def own_device(device: th.device | str, launch: Launch) -> th.device | str:
     """
     :param device: Device that the user has given

@@ -94,8 +94,7 @@ class SharedSum:
         n_bytes = module.size_of(self.size, capacity)
         names: list[Any] = [None]
         if self.index == 0:
-            descriptor, names[0] = tempfile.mkstemp(prefix="sb3_ppo_ext_", dir=FOLDER)
-            os.posix_fallocate(descriptor, 0, n_bytes)
+            descriptor, names[0] = _new_file(n_bytes)
         try:
             dist.broadcast_object_list(names, src=dist.get_global_rank(self.group, 0), group=self.group)
             if self.index > 0:
@@ -108,3 +107,17 @@ class SharedSum:
                 os.unlink(names[0])
         self.reduction = module.Reduction(memory, self.index, self.size, capacity)
         self.capacity = capacity
+
+
+def _new_file(n_bytes: int) -> tuple[int, str]:
+    """Descriptor and path of a new file, in the folder of temporary files if memory is short: Docker shares 64 MB of it."""
+    for folder in (FOLDER, Path(tempfile.gettempdir())):
+        descriptor, name = tempfile.mkstemp(prefix="sb3_ppo_ext_", dir=folder)
+        try:
+            os.posix_fallocate(descriptor, 0, n_bytes)
+            return descriptor, name
+        except OSError as error:
+            os.close(descriptor)
+            os.unlink(name)
+            failure = error
+    raise failure

@@ -6,7 +6,6 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.distributions import CategoricalDistribution
 from torch.distributions import Categorical
-from torch.distributions import kl_divergence as torch_kl_divergence
 
 from sb3_ppo_ext.distributions.base import NumpyDistribution, Sampler
 from sb3_ppo_ext.distributions.masked import MaskedCategoricalDistribution
@@ -34,7 +33,18 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     :param new: Categorical distribution for the same observations
     :return: KL(old || new) in nats, shape ``(batch_size,)``
     """
-    return torch_kl_divergence(Categorical(logits=old, validate_args=False), new.distribution)
+    return divergence(old, new.distribution)
+
+
+def divergence(old: th.Tensor, new: Categorical) -> th.Tensor:
+    """
+    :param old: Normalised logits, shape ``(batch_size, n_actions)``
+    :param new: Distribution in PyTorch
+    :return: KL(old || new) in nats, shape ``(batch_size,)``
+    """
+    # Not PyTorch's: of its gradient, `torch.compile` makes zeros where an action is impossible (2.13).
+    probs = old.exp()
+    return th.where(probs == 0, 0.0, probs * (old - new.logits)).sum(dim=-1)
 
 
 def largest(outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:

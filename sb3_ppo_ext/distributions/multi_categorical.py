@@ -6,8 +6,8 @@ distribution for each dimension.
 from typing import Any
 
 import torch as th
-from torch.distributions import Categorical
-from torch.distributions import kl_divergence as torch_kl_divergence
+
+from sb3_ppo_ext.distributions.categorical import divergence
 
 
 def parameters(distribution: Any) -> th.Tensor:
@@ -33,5 +33,4 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     :return: KL(old || new) in nats, shape ``(batch_size,)``
     """
     parts = zip(old.split(new.action_dims, dim=1), new.distribution, strict=True)
-    divergences = [torch_kl_divergence(Categorical(logits=logits, validate_args=False), part) for logits, part in parts]
-    return th.stack(divergences).sum(dim=0)
+    return th.stack([divergence(logits, part) for logits, part in parts]).sum(dim=0)

@@ -44,6 +44,8 @@ def _find(run: Path, load_best: bool) -> tuple[Path, Path | None]:
     # Without this file of the Zoo: it names the folder after the environment, with a number behind it.
     env_name = found[0].parent.name if len(found) == 1 else run.resolve().name.rpartition("_")[0]
     zip_file = run / ("best_model.zip" if load_best else f"{env_name}.zip")
+    if not env_name and not load_best:
+        refuse("run", str(run), "it is not the folder of a run of RL Zoo; give that, or a zip file")
     if not zip_file.is_file():
         refuse("run", str(run), f"there is no {zip_file.name} in it; give the folder of a run, or a zip file")
     statistics = run / env_name / "vecnormalize.pkl"

@@ -55,11 +55,13 @@ class Card:
     :param options: Options that differ from their defaults
     :param environment: Python code that makes the environments of the training
     :param num_timesteps: Number of time steps of the training
+    :param total_timesteps: Argument of ``learn``, up to a rollout less
     :param evaluation: Returns of the model
     :param runs: Seed and last logged return of each training run in the plot
     :param command: Command that repeats the training, if one is known
     :param has_plot: Whether there is a plot, ``learning_curve.png``
     :param repo_id: Repository on the Hub
+    :param omitted: What the training had and the code cannot make, such as wrappers
     """
 
     env_id: str
@@ -67,11 +69,13 @@ class Card:
     options: Mapping[str, Any]
     environment: str
     num_timesteps: int
+    total_timesteps: int
     evaluation: Evaluation
     runs: Sequence[tuple[int | None, float]] = ()
     command: str | None = None
     has_plot: bool = False
     repo_id: str = NO_REPOSITORY
+    omitted: Sequence[str] = ()
 
     def text(self) -> str:
         """:return: The file ``README.md``, with the metadata before it"""
@@ -135,6 +139,7 @@ Nothing of the files is executed, unless `trusted=True` is given."""
         normalizes = self.environment.startswith("VecNormalize")
         wrapper = "from stable_baselines3.common.vec_env import VecNormalize\n" if normalizes else ""
         wrapper += "from torch import nn\n" if re.search(r"\bnn\.", arguments) else ""
+        comments = "".join(f"# {what}, which is not in this file\n" for what in self.omitted)
         torch = "import torch as th\n" if re.search(r"\bth\.", arguments) else ""
         return f"""\
 ## Training
@@ -144,12 +149,12 @@ Nothing of the files is executed, unless `trusted=True` is given."""
 {wrapper}
 from sb3_ppo_ext import PPOExt
 
-env = {self.environment}
+{comments}env = {self.environment}
 model = PPOExt(
     "{self.policy}",
     env,
 {arguments})
-model.learn({self.num_timesteps:_})
+model.learn({self.total_timesteps:_})
 ```"""
 
     def _versions(self) -> str:

@@ -33,7 +33,7 @@ from sb3_ppo_ext.common.validation import (
 )
 from sb3_ppo_ext.hub.card import NO_REPOSITORY, Card, Evaluation, check_command, command_of, versions
 from sb3_ppo_ext.hub.normalization import normalized, statistics_of
-from sb3_ppo_ext.hub.settings import as_text, environment_code, options_of, policy_name
+from sb3_ppo_ext.hub.settings import as_text, environment_code, omitted_by_code, options_of, policy_name
 from sb3_ppo_ext.ppo_ext import PPOExt
 
 ALGO = "ppo_ext"
@@ -71,7 +71,7 @@ def save_folder(
         ``env_id``. With a ``VecNormalize`` around the training environments, its statistics are used
     :param env_id: Gymnasium's id of the environment; ``None`` for that of ``env``, or of the training
     :param env_kwargs: Keyword arguments of the environment, if it is made from ``env_id``; ``None`` for those of the run, if
-        RL Zoo has trained it
+        RL Zoo has trained it, or else those of the training, if neither ``env`` nor ``env_id`` is given
     :param runs: Folder of the training, with its logs, as for ``plot_runs``; with those of other seeds after it. The card has
         a plot of them, and the last returns of each. If it is a run of RL Zoo, its hyperparameters and logs are copied
     :param command: Shell command that repeats the training; ``None`` for that of the run, if RL Zoo has trained it
@@ -93,7 +93,10 @@ def save_folder(
     run_folders = _run_folders(runs)
     figure, last_returns = _plot(run_folders, model.seed) if run_folders else (None, [])
     arguments = _arguments_of(run_folders[0]) if run_folders else {}
-    env_kwargs = _checked_kwargs(env_kwargs if env_kwargs is not None else arguments.get("env_kwargs") or {})
+    if env_kwargs is None:
+        of_training = _kwargs_of(model.get_env()) if env is None and env_id is None else {}
+        env_kwargs = arguments.get("env_kwargs") or of_training
+    env_kwargs, seed = _checked_kwargs(env_kwargs), None if seed is None else int(seed)
     evaluated = _evaluated_environment(model, env, env_id, env_kwargs, seed)
     env_id = env_id or _id_of(evaluated.env)
     evaluation = _evaluate(model, evaluated.env, n_eval_episodes, deterministic, seed)
@@ -126,11 +129,13 @@ def save_folder(
         options=options_of(model),
         environment=environment_code(env_id, model.n_envs, model.seed, env_kwargs, normalization),
         num_timesteps=model.num_timesteps,
+        total_timesteps=_total_timesteps(model),
         evaluation=evaluation,
         runs=last_returns,
         command=command or (command_of(params, arguments.get("seed")) if params else None),
         has_plot=figure is not None,
         repo_id=repo_id,
+        omitted=omitted_by_code(model),
     )
     _write_json(folder / CONFIG, _config(card, env_kwargs, normalization is not None))
     (folder / "README.md").write_text(card.text(), encoding="utf-8")
@@ -205,10 +210,30 @@ def _id_of(env: VecEnv | None) -> str:
         refuse("env_id", None, "the environment has no id of Gymnasium; name it")
 
 
+def _kwargs_of(env: VecEnv | None) -> dict[str, Any]:
+    """Keyword arguments of an environment that differ from those of its id, without the mode of rendering."""
+    try:
+        (spec,) = env.get_attr("spec", indices=[0])  # type: ignore[union-attr]
+        usual = {**gym.spec(spec.id).kwargs, "render_mode": spec.kwargs.get("render_mode")}
+        return {
+            name: value for name, value in spec.kwargs.items() if name not in usual or as_text(usual[name]) != as_text(value)
+        }
+    except (AttributeError, NotImplementedError, TypeError, gym.error.Error):
+        return {}
+
+
+def _total_timesteps(model: PPOExt) -> int:
+    """Argument of ``learn``, which schedules depend on, of a training that has reached it."""
+    beyond = model.num_timesteps - model._total_timesteps
+    return int(model._total_timesteps) if 0 <= beyond < model.n_steps * model.n_envs else model.num_timesteps
+
+
 def _evaluate(model: PPOExt, env: VecEnv, n_episodes: int, deterministic: bool, seed: int | None) -> Evaluation:
     if env.observation_space != model.observation_space or env.action_space != model.action_space:
         remedy = "its spaces are not those of the model; give an environment with the wrappers of the training"
-        refuse("env", env, f"{remedy}: {env.observation_space}, not {model.observation_space}")
+        pairs = [(env.observation_space, model.observation_space), (env.action_space, model.action_space)]
+        given, needed = next(pair for pair in pairs if pair[0] != pair[1])
+        refuse("env", env, f"{remedy}: {given}, not {needed}")
     normalization = unwrap_vec_normalize(env)
     with contextlib.nullcontext() if normalization is None else _as_it_is(normalization):
         env.seed(seed)

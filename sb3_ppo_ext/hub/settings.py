@@ -1,11 +1,12 @@
 """The options of a model, as a user would write them."""
 
 import inspect
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
-from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecMonitor, VecNormalize, VecTransposeImage
 
 from sb3_ppo_ext.common.validation import described
 from sb3_ppo_ext.options.values import NotCodeError, class_name, shown
@@ -13,6 +14,8 @@ from sb3_ppo_ext.ppo_ext import PPOExt
 
 # What says where a model is computed or logged, and what it is made of after its set-up
 _LEFT_OUT = {"self", "policy", "env", "device", "verbose", "tensorboard_log", "stats_window_size", "_init_setup_model"}
+# Packages whose policies have names
+_PACKAGES = ("sb3_ppo_ext", "stable_baselines3", "sb3_contrib")
 
 
 def options_of(model: PPOExt) -> dict[str, Any]:
@@ -55,6 +58,32 @@ def policy_name(model: PPOExt) -> str:
     """
     names = {policy: name for name, policy in reversed(model.policy_aliases.items())}
     return next((names[kind] for kind in model.policy_class.__mro__ if kind in names), model.policy_class.__name__)
+
+
+def omitted_by_code(model: PPOExt) -> list[str]:
+    """
+    :param model: Model
+    :return: A policy class of the user's, and wrappers, which :func:`policy_name` and :func:`environment_code` do not name
+    """
+    aliases = set(model.policy_aliases.values())
+    classes = itertools.takewhile(lambda kind: kind not in aliases, model.policy_class.__mro__)
+    own = next((kind.__qualname__ for kind in classes if kind.__module__.partition(".")[0] not in _PACKAGES), None)
+    return [*([] if own is None else [f"policy: {own}"]), *(f"wrapper: {name}" for name in _wrappers_of(model.get_env()))]
+
+
+def _wrappers_of(env: VecEnv | None) -> list[str]:
+    """Names of wrappers, the inner ones first, without those that PPOExt adds and that of the normalisation."""
+    vectorised = []
+    innermost = env
+    while isinstance(innermost, VecEnvWrapper):
+        if not isinstance(innermost, VecNormalize | VecTransposeImage | VecMonitor):
+            vectorised.append(type(innermost).__name__)
+        innermost = innermost.venv
+    try:
+        (spec,) = env.get_attr("spec", indices=[0])  # type: ignore[union-attr]
+        return [each.name for each in spec.additional_wrappers if each.name != "Monitor"] + vectorised[::-1]
+    except (AttributeError, NotImplementedError, TypeError):  # not made by Gymnasium
+        return vectorised[::-1]
 
 
 def as_code(value: Any) -> str:

@@ -276,13 +276,17 @@ def shuffled_segments(n_steps: int, n_envs: int, length: int, batch_size: int) -
 
     :param n_steps: Number of steps of the rollout in each environment
     :param n_envs: Number of environments
-    :param length: Number of consecutive steps of an environment in a segment; the last segment of a rollout may be shorter
+    :param length: Largest number of consecutive steps of an environment in a segment; a rollout is divided into as few
+        segments as possible, of nearly equal lengths, since the advantage of a single sample cannot be normalised
     :param batch_size: Number of samples in a minibatch, which consists of as many whole segments as fit, at least one
     :return: Indices of the samples of each minibatch
     """
-    starts = np.random.permutation(np.add.outer(np.arange(n_envs) * n_steps, np.arange(0, n_steps, length)).flatten())
-    for drawn in np.array_split(starts, -(-len(starts) // max(batch_size // length, 1))):
-        yield np.concatenate([np.arange(first, first + min(length, n_steps - first % n_steps)) for first in drawn])
+    of_rollout = np.array_split(np.arange(n_steps), -(-n_steps // length))
+    ends = {segment[0]: segment[-1] + 1 for segment in of_rollout}
+    starts = np.random.permutation(np.add.outer(np.arange(n_envs) * n_steps, list(ends)).flatten())
+    n_minibatches = 1 if n_steps * n_envs <= batch_size else -(-len(starts) // max(batch_size // len(of_rollout[0]), 1))
+    for drawn in np.array_split(starts, n_minibatches):
+        yield np.concatenate([np.arange(first, first + ends[first % n_steps] - first % n_steps) for first in drawn])
 
 
 class SequenceRolloutBuffer(SequenceBufferMixin, RolloutBuffer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -40,6 +40,8 @@ class RolloutCollector(OnPolicyAlgorithm):
     # Ranks of a distributed training
     ranks: Ranks = SINGLE
     _shared_rollout: SharedRollout | None = None
+    # Called right before each step of the environments, by each `TrainingCheckpoint`
+    _before_step: Sequence[Callable[[], None]] = ()
     # Whether the policy samples latents of a bounded action distribution instead of actions
     _samples_latents = False
     # Whether invalid actions are masked, and the key of the masks in the observations, `None` if a method returns them
@@ -117,6 +119,8 @@ class RolloutCollector(OnPolicyAlgorithm):
             actions = clipped_actions if self._samples_latents else samples
             env_actions = self._actions_for_env(clipped_actions)
 
+            for call in self._before_step:
+                call()
             new_obs, rewards, dones, infos = checks.checked(env.step(env_actions), n_steps)
             check_finite(self, "observation", new_obs, n_steps)
             check_finite(self, "reward", rewards, n_steps)

@@ -156,6 +156,8 @@ class TensorCollection:
             with th.no_grad():
                 samples, values, log_probs = act(seen) if self.cached is None else self.cached(model.policy, step)
                 env_actions = self._for_env(samples)
+            for call in model._before_step:
+                call()
             result = env.step_tensors(self._structured(env_actions))
             model.num_timesteps += env.num_envs * model.ranks.size
             shown = ShownStep(samples, env_actions, result, env, seen)

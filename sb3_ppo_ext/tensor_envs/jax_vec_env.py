@@ -11,6 +11,7 @@ from gymnasium import spaces
 from sb3_ppo_ext.common.hybrid_actions import map_parts
 from sb3_ppo_ext.common.observations import dtype_of
 from sb3_ppo_ext.common.validation import check_device, check_number, check_observation_space, refuse
+from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.tensor_envs.jax_functions import compiled, functions_of, import_jax
 from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
 
@@ -36,7 +37,8 @@ class JaxVecEnv(TensorVecEnv):
         action) -> (obs, state, reward, terminated, truncated)``, with an optional dictionary of scalars for the log at the end
     :param env_params: Parameters of an environment of gymnax, or a dictionary of changes to its own
     :param num_envs: Number of copies
-    :param device: Device of the tensors, with ``"auto"`` the one that JAX uses by default
+    :param device: Device of the tensors, with ``"auto"`` the one that JAX uses by default. In a distributed training,
+        ``"auto"`` and ``"cuda"`` take the GPU with the local number of the rank
     :param observation_space: Observation space of one copy, needed with a pair of functions
     :param action_space: Action space of one copy, needed with a pair of functions
     :param max_episode_steps: Number of steps after which an episode is cut off, if the environment has no limit of its own
@@ -129,14 +131,20 @@ def _to_jax(jax: Any, tensor: th.Tensor) -> Any:
 def _jax_device(jax: Any, device: th.device | str) -> Any:
     if device == "auto":
         has_cuda = jax.default_backend() in ("gpu", "cuda") and th.cuda.is_available()
-        return jax.devices()[0] if has_cuda else jax.devices("cpu")[0]
+        return _own_gpu(jax.devices()) if has_cuda else jax.devices("cpu")[0]
     check_device(device)
     made = th.device(device)
     try:
-        return jax.devices(made.type)[made.index or 0]
+        devices = jax.devices(made.type)
+        return _own_gpu(devices) if made == th.device("cuda") else devices[made.index or 0]
     except (RuntimeError, IndexError) as error:
         remedy = f'JAX has no such device here ({str(error).splitlines()[0]}); give "cpu", or install JAX for it'
         refuse("device", str(device), remedy)
+
+
+def _own_gpu(devices: list[Any]) -> Any:
+    """That of this rank of a distributed training, as for models."""
+    return devices[find_launch("auto").local_rank % len(devices)]
 
 
 def _torch_device(device: Any) -> th.device:

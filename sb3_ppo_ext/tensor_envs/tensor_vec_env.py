@@ -345,6 +345,16 @@ class TensorVecEnv(VecEnv, ABC):
         return [wrapper_class is Monitor for _ in self._get_indices(indices)]
 
 
+def changed_step(env: VecEnv, known: type[VecEnv]) -> str | None:
+    """
+    :param env: Environment
+    :param known: Class of this package from which it is derived
+    :return: Name of a method of SB3 that a subclass or a script has replaced, and which a step in tensors does not call
+    """
+    names = ("reset", "step", "step_async", "step_wait")
+    return next((name for name in names if getattr(type(env), name) is not getattr(known, name) or name in vars(env)), None)
+
+
 def _copied_to_host(tensor: th.Tensor) -> np.ndarray:
     # A view of the tensor would be overwritten by the next step.
     return np.array(tensor.cpu().numpy())

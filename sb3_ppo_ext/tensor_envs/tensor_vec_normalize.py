@@ -17,7 +17,7 @@ from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.distributed.statistics import rows_of_all
 from sb3_ppo_ext.tensor_envs.tensor_spaces import map_tensors
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
+from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv, changed_step
 
 
 class TensorMeanStd(RunningMeanStd):
@@ -318,6 +318,9 @@ class TensorVecNormalize(VecNormalize):
 def _checked(venv: Any) -> Any:
     if not isinstance(venv, TensorVecEnv):
         refuse("venv", venv, "it does not step in tensors; give a `TensorVecEnv`, or use SB3's `VecNormalize`")
+    if (changed := changed_step(venv, TensorVecEnv)) is not None:
+        remedy = f"its `{changed}` is not that of `TensorVecEnv`, and would not be called; change `_reset` and `_step`"
+        refuse("venv", venv, f"{remedy}, or use SB3's `VecNormalize`")
     return venv
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch as th
 from stable_baselines3.common.vec_env import VecTransposeImage
 
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
+from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv, changed_step
 from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
 
 
@@ -61,8 +61,10 @@ class TensorVecTransposeImage(VecTransposeImage):
 def steps_in_tensors(env: Any) -> bool:
     """
     :param env: Vectorised environment, perhaps in wrappers
-    :return: Whether it has ``reset_tensors`` and ``step_tensors``. Other wrappers forward them, but do not take part in them
+    :return: Whether it has ``reset_tensors`` and ``step_tensors``. Other wrappers forward them, but do not take part in them,
+        and neither do methods of SB3 that a subclass or a script has replaced
     """
-    if isinstance(env, TensorVecTransposeImage):
-        return steps_in_tensors(env.venv)
-    return isinstance(env, TensorVecEnv | TensorVecNormalize)
+    for wrapper in (TensorVecTransposeImage, TensorVecNormalize):
+        if isinstance(env, wrapper):
+            return changed_step(env, wrapper) is None and steps_in_tensors(env.venv)
+    return isinstance(env, TensorVecEnv) and changed_step(env, TensorVecEnv) is None

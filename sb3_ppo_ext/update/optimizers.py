@@ -198,14 +198,16 @@ def hidden_matrices(policy: ActorCriticPolicy) -> set[th.Tensor]:
     :param policy: Actor-critic policy
     :return: Weights of the hidden linear layers, without the first layers, which read the observation, and the output layers
     """
-    readers = ("pi_features_extractor", "vf_features_extractor", "pi_transformer", "vf_transformer")
-    extractors = [_layers(policy, name) for name in readers]
-    networks = [_layers(policy, f"mlp_extractor.{name}") for name in ("policy_net", "value_net")]
-    if not any(extractors) and not _parameters(policy, "lstm_actor"):
-        # Without layers in front of them, the networks read the observation.
-        networks = [layers[1:] for layers in networks]
-    hidden = [layer for layers in [*(layers[1:] for layers in extractors), *networks] for layer in layers]
-    return {layer.weight for layer in hidden if isinstance(layer, nn.Linear)}
+    hidden: list[nn.Module] = []
+    for role, network in (("pi", "policy_net"), ("vf", "value_net")):
+        extractors = [_layers(policy, f"{role}_{name}") for name in ("features_extractor", "transformer")]
+        layers = _layers(policy, f"mlp_extractor.{network}")
+        # Without layers in front of it, a network reads the observation.
+        is_behind = any(extractors) or _parameters(policy, "lstm_actor")
+        hidden += [*(layer for part in extractors for layer in part[1:]), *(layers if is_behind else layers[1:])]
+    # Single steps have a layer of their own, beside the first one.
+    readers = _parameters(policy, "pi_transformer.single", "vf_transformer.single")
+    return {layer.weight for layer in hidden if isinstance(layer, nn.Linear)} - readers
 
 
 def _layers(policy: nn.Module, name: str) -> list[nn.Module]:

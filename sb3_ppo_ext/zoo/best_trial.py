@@ -75,6 +75,8 @@ def best_entry(experiment: ExperimentManager, sampled_params: dict[str, Any], n_
     merged = TrialHyperparams(entry, policy_kwargs=evaluate(entry.get("policy_kwargs")))
     merged.update(converted)
     merged["n_timesteps"] = n_timesteps
+    if "n_envs" in sampled_params:  # not that of the last command
+        merged["n_envs"] = sampled_params["n_envs"]
     if experiment.env_kwargs:
         merged["env_kwargs"] = experiment.env_kwargs
     return {**merged, "policy_kwargs": as_code(merged["policy_kwargs"])}

@@ -26,8 +26,8 @@ from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.rollout.rnd_reward import without_rewards_of_rnd
 from sb3_ppo_ext.tensor_envs.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorVecEnv
 from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
+from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.best_trial import write_best_trial
 from sb3_ppo_ext.zoo.distributed_runs import (
@@ -199,7 +199,7 @@ def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManage
         env, trial = theirs(env, eval_env), _TRIAL.get()
     finally:
         experiment.trained_agent = agent
-    if type(env) is VecNormalize and isinstance(env.venv, TensorVecEnv):
+    if type(env) is VecNormalize and steps_in_tensors(env.venv):
         env = TensorVecNormalize.of(env)
     if isinstance(env, VecNormalize) and trial is not None:
         env.gamma = trial.user_attrs.get("gamma", env.gamma)  # a user's own sampler may leave it out

@@ -60,6 +60,7 @@ def make(
     _check(env_id, n_envs, vec_env_cls)
     _check_arguments_of_environments(env_kwargs, seed)
     check_number("verbose", verbose, 0, integer=True)
+    seed = None if seed is None else int(seed)  # Gymnasium takes none of NumPy's.
     given = hyperparams if n_envs is None else {**hyperparams, "n_envs": int(n_envs)}
     experiment = manager(
         Namespace(), "ppo_ext", env_id, "", hyperparams=given, env_kwargs=env_kwargs, seed=seed, device=device, verbose=verbose

@@ -6,6 +6,7 @@ from functools import partial
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch as th
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
@@ -13,9 +14,10 @@ from stable_baselines3.common.env_util import make_vec_env
 from support import hybrid  # noqa: F401  # registers its task
 from support.cases import one_in
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
+from support.torch_envs import TorchPendulum
 from support.toys import IMAGE, make_toys
 
-from sb3_ppo_ext import ParallelVecEnv, PPOExt, RNDReward, TrainingCheckpoint
+from sb3_ppo_ext import ParallelVecEnv, PPOExt, RNDReward, TorchVecEnv, TrainingCheckpoint
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 
 CONFIGURATIONS = {
@@ -438,6 +440,33 @@ def test_memory_of_a_policy_goes_on(policy, keywords, tmp_path):
     forgetful._interrupted = forgetful._interrupted._replace(memory=None)
     forgetful.learn(192)
     assert not np.array_equal(plain.rollout_buffer.values[0], forgetful.rollout_buffer.values[0])
+
+
+class Dice(BaseCallback):
+    """Uses the global generators between the steps."""
+
+    def _on_step(self):
+        np.random.rand(), th.rand(1)
+        return True
+
+
+@pytest.mark.parametrize("backend", ["eager", "native", "device"])
+def test_global_generator_of_torch(backend, tmp_path):
+    """An environment that draws from it continues, though the policy draws from it, too, and callbacks."""
+
+    def make():
+        return TorchVecEnv(TorchPendulum(2, max_episode_steps=15, has_own_generator=False))
+
+    def callbacks():
+        return [TrainingCheckpoint(40, tmp_path / "seldom"), TrainingCheckpoint(32, tmp_path, keep=None), Dice()]
+
+    model = PPOExt("MlpPolicy", make(), backend=backend, **OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.learn(256, callback=callbacks())
+    resumed = PPOExt.resume(tmp_path / "training_128_steps.zip", make()).learn(256, callback=callbacks())
+    assert all((a == b).all() for a, b in zip(model.policy.parameters(), resumed.policy.parameters(), strict=True))
+    np.testing.assert_array_equal(*(np.asarray(each.rollout_buffer.observations) for each in (model, resumed)))
 
 
 def test_environment_by_its_id(tmp_path):

@@ -1,12 +1,18 @@
 """Sums over ranks through shared memory, and their arguments."""
 
+import errno
 import mmap
+import os
+import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch as th
 from support.thread_ranks import on_ranks
+
+from sb3_ppo_ext.distributed import shared_sum
 
 _shared_sum = pytest.importorskip("sb3_ppo_ext.distributed._shared_sum")
 
@@ -170,3 +176,31 @@ def test_bad_memory():
         _shared_sum.Reduction.__new__(_shared_sum.Reduction).sum(np.zeros(1), 1.0)
     with pytest.raises(ValueError, match="give"):
         _shared_sum.size_of(0, 10)
+
+
+@pytest.mark.skipif(not shared_sum.FOLDER.exists(), reason="no shared memory")
+@pytest.mark.parametrize("n_failures", [1, 2])
+def test_little_shared_memory(n_failures, tmp_path, monkeypatch):
+    """Where shared memory is short, as in Docker, a file takes its place; nothing is left behind."""
+    failures, allocate = iter([OSError(errno.ENOSPC, "No space left on device")] * n_failures), os.posix_fallocate
+
+    def limited(*args):
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        allocate(*args)
+
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(shared_sum, "FOLDER", memory)
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if n_failures == 1:
+        descriptor, name = shared_sum._new_file(4096)
+        assert Path(name).parent == tmp_path
+        assert os.fstat(descriptor).st_size == 4096
+        os.close(descriptor)
+    else:
+        with pytest.raises(OSError, match="No space left"):
+            shared_sum._new_file(4096)
+    assert not list(memory.iterdir())
+    assert len([path for path in tmp_path.iterdir() if path.is_file()]) == (n_failures == 1)

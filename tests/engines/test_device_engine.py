@@ -76,6 +76,7 @@ NOT_HERE = {"backend", "action_dist", "amp_dtype"}
 OPTIONS = {str(options): options for options in SINGLE if not options.keys() & NOT_HERE}
 TOGETHER = {
     "guards": dict(max_clip_fraction=0.01, target_kl=1e-3, bad_gradients="skip", learning_rate=1e-2),
+    "frozen actor": dict(max_clip_fraction=0.3, clip_range=0.02, critic_learning_rate=1e-3, learning_rate=1e-2),
     "EMA, V-trace, segments": dict(advantage_norm="ema", vtrace=True, priority_alpha=0.6, priority_segment=4),
     "normalised values": dict(normalize_value=True, clip_range_vf=0.1, vtrace=True),
     "KL, Muon": dict(kl_coef=0.5, kl_target=0.01, optimizer="muon"),

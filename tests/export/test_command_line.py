@@ -49,6 +49,8 @@ def test_folder_of_a_run(run, capsys):
 def test_other_names_of_a_run(run, monkeypatch):
     """The folder of a run may have any name, such as one with a UUID, or be the current one."""
     folder, _ = run
+    with pytest.raises(SystemExit, match="it is not the folder of a run"):
+        main([str(folder / "Pendulum-v1")])
     with pytest.raises(SystemExit, match="there is no"):
         main([str(folder.rename(folder.with_name("Pendulum-v1_1_a-uuid")))])
     folder = folder.with_name("Pendulum-v1_1_a-uuid")

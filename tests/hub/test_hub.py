@@ -3,10 +3,12 @@
 import json
 import pickle
 import re
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
 
+import gymnasium as gym
 import huggingface_hub
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import SimpleMultiObsEnv
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecMonitor, VecNormalize
 from support.torch_envs import TorchPendulum
 
 from sb3_ppo_ext import PPOExt, TensorVecNormalize, TorchVecEnv
@@ -27,6 +30,7 @@ from sb3_ppo_ext.hub.normalization import normalized, statistics_of
 from sb3_ppo_ext.hub.settings import options_of, policy_name
 
 ENV_ID = "Pendulum-v1"
+BOUNDS = dict(min_action=-1.0, max_action=1.0)
 ZIP = f"ppo_ext-{ENV_ID}.zip"
 OPTIONS = dict(n_steps=64, n_epochs=2, learning_rate="lin_0.002", action_dist="beta", policy_kwargs={"net_arch": [8]})
 
@@ -36,7 +40,7 @@ def model(tmp_path_factory):
     """A model, trained with normalisation and logs."""
     env = VecNormalize(make_vec_env(ENV_ID, n_envs=4, seed=0), gamma=0.9, clip_obs=5.0)
     log = str(tmp_path_factory.mktemp("logs"))
-    return PPOExt("MlpPolicy", env, seed=0, gamma=0.9, tensorboard_log=log, device="cpu", **OPTIONS).learn(1024)
+    return PPOExt("MlpPolicy", env, seed=0, gamma=0.9, tensorboard_log=log, device="cpu", **OPTIONS).learn(1000)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +117,42 @@ def test_code_of_the_card_repeats_the_training(model, folder):
     for ours, theirs in zip(model.policy.parameters(), again.policy.parameters(), strict=True):
         assert th.equal(ours, theirs)
     assert statistics_of(again.get_vec_normalize_env()) == statistics_of(model.get_vec_normalize_env())
+
+
+def test_keyword_arguments_of_the_training(tmp_path):
+    """The policy is evaluated in the environment that it was trained in, which the card and the configuration describe."""
+    make = partial(make_vec_env, ENV_ID, seed=0, env_kwargs=dict(g=1.0, render_mode="rgb_array"))
+    model = PPOExt("MlpPolicy", make(n_envs=2), seed=0, n_steps=32, batch_size=32, device="cpu").learn(64)
+    folder = save_folder(model, tmp_path / "folder", n_eval_episodes=2, seed=np.int64(3))
+    config, results = (json.loads((folder / name).read_text()) for name in ("config.json", "results.json"))
+    env = make()
+    env.seed(3)
+    assert config["env_kwargs"] == {"g": 1.0}
+    assert results["mean_reward"] == pytest.approx(evaluate_policy(model, env, 2, warn=False)[0])
+    assert "make_vec_env('Pendulum-v1', n_envs=2, seed=0, env_kwargs={'g': 1.0})".replace("'", '"') in (
+        (folder / "README.md").read_text()
+    )
+    folder = save_folder(model, tmp_path / "other", env_id=ENV_ID, n_eval_episodes=1)
+    assert json.loads((folder / "config.json").read_text())["env_kwargs"] == {}
+
+
+class OwnPolicy(ActorCriticPolicy):
+    """A policy of a script."""
+
+
+def test_what_the_code_leaves_out(tmp_path):
+    """The card names wrappers, and the policy of a script, which its code cannot make."""
+
+    def make(n_envs=1):
+        wrapped = make_vec_env(ENV_ID, n_envs, wrapper_class=gym.wrappers.RescaleAction, wrapper_kwargs=BOUNDS)
+        return VecFrameStack(VecMonitor(wrapped), 2)
+
+    model = PPOExt(OwnPolicy, make(2), n_steps=32, batch_size=32, device="cpu").learn(64)
+    text = (save_folder(model, tmp_path / "folder", env=make(), n_eval_episodes=1) / "README.md").read_text()
+    comments = re.findall(r"# (.*), which is not in this file", text)
+    assert comments == ["policy: OwnPolicy", "wrapper: RescaleAction", "wrapper: VecFrameStack"]
+    with pytest.raises(ValueError, match=r"Box\(-2.0, 2.0, \(1,\), float32\), not Box\(-1.0, 1.0"):
+        save_folder(model, tmp_path / "other", env=VecFrameStack(make_vec_env(ENV_ID), 2))
 
 
 def test_loading(model, folder):

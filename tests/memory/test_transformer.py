@@ -470,6 +470,17 @@ def test_every_sample_once():
         assert all(len(draw) <= max(size, length) for draw in draws)
 
 
+@pytest.mark.parametrize("size", [8, 15, 17, 64])
+@pytest.mark.parametrize("n_envs", [1, 8])
+@pytest.mark.parametrize("n_steps", [9, 17, 129])
+def test_no_minibatch_of_one_sample(n_steps, n_envs, size):
+    """Nothing could be subtracted from the advantage of a single sample; a rollout that fits is one minibatch."""
+    lengths = [len(draw) for draw in shuffled_segments(n_steps, n_envs, min(8, size), size)]
+    assert min(lengths) > 1
+    assert max(lengths) <= size
+    assert (len(lengths) == 1) == (n_steps * n_envs <= size)
+
+
 def test_callback_that_changes_the_policy():
     """From a change in the middle of a rollout on, values are what the new parameters make of all that can be seen."""
     model = make(learning_rate=1e-30)

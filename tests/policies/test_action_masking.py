@@ -142,9 +142,10 @@ def test_updates_with_memory(policy):
 
 
 @pytest.mark.integration
-def test_compiled():
+@pytest.mark.parametrize("name", ["discrete, entropy", "KL", "multi-discrete, KL"])
+def test_compiled(name):
     """The update can be compiled."""
-    assert_same_update(other="compile", **MASKED, ent_coef=0.1)
+    assert_same_update(other="compile", **MASKED, **UPDATES[name], learning_rate=1e-3)
 
 
 @pytest.mark.parametrize("name", UPDATES)

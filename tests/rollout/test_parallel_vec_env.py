@@ -25,7 +25,7 @@ from support.vec_envs import FORK, Asked, Plain, Slow, Talkative, assert_same, n
 from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, TrainingCheckpoint
 from sb3_ppo_ext.checkpoints.object_state import ObjectState, stateful_objects
 from sb3_ppo_ext.common import cores
-from sb3_ppo_ext.rollout.parallel import flags, shared_arrays
+from sb3_ppo_ext.rollout.parallel import flags, shared_arrays, vec_env
 
 pytestmark = [
     pytest.mark.integration,
@@ -364,6 +364,17 @@ def test_cores(monkeypatch, tmp_path):
     for text, expected in (("max 100000", 8), ("250000 100000", 3), ("10000 100000", 1), ("nonsense", 8)):
         (tmp_path / "cpu.max").write_text(text)
         assert cores.available_cores() == expected
+
+
+@pytest.mark.parametrize(("n_ranks", "n_workers"), [(1, 7), (4, 1), (8, 0), (9, 0)])
+def test_ranks_share_the_cores(monkeypatch, n_ranks, n_workers):
+    """Ranks that torchrun has started on a machine have no more processes than it has cores."""
+    monkeypatch.setattr(vec_env, "available_cores", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(n_ranks))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    env = ParallelVecEnv([ToyEnv] * 10, **FORK)
+    assert env.n_workers == n_workers
+    env.close()
 
 
 def test_a_training_resumes(tmp_path):

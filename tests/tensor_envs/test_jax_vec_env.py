@@ -1,6 +1,7 @@
 """Environments in JAX: one compiled step with resets, time limits, last observations and shared memory."""
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -10,6 +11,8 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt
+from sb3_ppo_ext.distributed.launch import find_launch, own_device
+from sb3_ppo_ext.tensor_envs import jax_vec_env
 
 jax = pytest.importorskip("jax")
 gymnax = pytest.importorskip("gymnax")
@@ -319,3 +322,20 @@ def test_hybrid_actions(in_tuples):
     _, rewards, _, _ = env.step(actions)
     expected = [10 * a[0] + a[1][0] if in_tuples else 10 * a["kind"] + a["push"][0] for a in actions]
     np.testing.assert_allclose(rewards, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("device", "number"), [("auto", 1), ("cuda", 1), ("cuda:0", 0)])
+def test_ranks_have_gpus_of_their_own(device, number, monkeypatch):
+    """In a distributed training, environments step on the GPU of the rank, as the model does; two GPUs are simulated."""
+    variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "TORCHELASTIC_RUN_ID": "run"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(th.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(th.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(jax_vec_env, "check_device", lambda device: None)
+    gpus = [SimpleNamespace(platform="gpu", id=index) for index in range(2)]
+    simulated = SimpleNamespace(default_backend=lambda: "gpu", devices=lambda kind=None: gpus)
+    made = jax_vec_env._torch_device(jax_vec_env._jax_device(simulated, device))
+    assert made == th.device("cuda", number)
+    if device != "cuda:0":
+        assert made == own_device("cuda", find_launch("auto"))

@@ -9,6 +9,7 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import VecNormalize
 from support.torch_envs import TorchCartPole, TorchPendulum
 from support.torch_simulators import CLOCK, PUSH, LikeIsaacLab, LikeManiSkill, LikeRslRl
 
@@ -97,6 +98,38 @@ def test_last_observations_of_integers(space, backend):
     assert 0 < bonus.sum() < 40
     starts = np.asarray(model.rollout_buffer.episode_starts, bool)
     np.testing.assert_array_equal(bonus[:-1], starts[1:])
+
+
+class WithoutRewards(TorchVecEnv):
+    """Changes a step as subclasses of other vectorised environments do."""
+
+    def step_wait(self):
+        observations, rewards, dones, infos = super().step_wait()
+        return observations, 0 * rewards, dones, infos
+
+
+def cells(cls=TorchVecEnv):
+    return cls(Cells(spaces.Discrete(5)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "auto", "device"])
+@pytest.mark.parametrize("is_script", [False, True])
+def test_step_of_a_subclass(backend, is_script):
+    """A step in NumPy that a subclass or a script has replaced is called by all engines."""
+    env = cells(TorchVecEnv if is_script else WithoutRewards)
+    if is_script:
+        step_wait = env.step_wait
+        env.step_wait = lambda: (lambda step: (step[0], 0 * step[1], *step[2:]))(step_wait())
+    model = PPOExt("MlpPolicy", env, n_steps=16, batch_size=32, gamma=0.0, backend=backend, device="cpu", seed=0)
+    model.learn(64)
+    assert not np.asarray(model.rollout_buffer.rewards).any()
+
+
+def test_step_that_a_normalisation_would_not_call():
+    """Another step in NumPy would be passed by."""
+    with pytest.raises(ValueError, match="its `step_wait` is not that of `TensorVecEnv`"):
+        TensorVecNormalize(cells(WithoutRewards), norm_obs=False)
+    assert (VecNormalize(cells(WithoutRewards), norm_obs=False, clip_reward=1.0).reset() < 5).all()
 
 
 @pytest.mark.parametrize("make", [mani_skill, isaac])

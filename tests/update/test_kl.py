@@ -111,6 +111,18 @@ def test_learning_rate_follows_the_kl():
     assert logged(model)["train/learning_rate"] == 4e-4
 
 
+@pytest.mark.filterwarnings("ignore:`kl_coef`, `kl_target` and `adaptive_lr_kl` depend")
+def test_rounding_adapts_nothing():
+    """With one step per update, the KL divergence is 0, in which rounding may leave a little more."""
+    options = dict(n_epochs=1, batch_size=32, kl_coef=1.0, kl_target=0.01, adaptive_lr_kl=0.01, learning_rate=1e-3)
+    model = make(env_kwargs=dict(action_space=spaces.Discrete(3)), **options)
+    divergences = []
+    for _ in range(10):
+        divergences.append(logged(model.learn(32, reset_num_timesteps=False))["train/kl"])
+    assert max(map(abs, divergences)) < 1e-6
+    assert (model.kl_coefficient.value, model.adaptive_lr.value) == (1.0, 1e-3)
+
+
 def test_target_kl_logs_its_epochs():
     """The number of epochs that were begun is logged."""
     assert logged(run(target_kl=100.0))["train/epochs"] == 3

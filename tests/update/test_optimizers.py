@@ -93,8 +93,15 @@ def test_separate_extractors_of_the_critic():
             {"features_extractor.extractors.camera.linear.0.weight"}
             | {f"mlp_extractor.{net}_net.{i}.weight" for net in ("policy", "value") for i in (0, 2)},
         ),
+        (
+            "MultiInputPolicy",
+            DICT,
+            dict(policy_kwargs=dict(actor_keys=["joints"])),
+            {"vf_features_extractor.extractors.camera.linear.0.weight", "mlp_extractor.policy_net.2.weight"}
+            | {f"mlp_extractor.value_net.{i}.weight" for i in (0, 2)},
+        ),
     ],
-    ids=["mlp", "gSDE", "cnn", "separate", "dict"],
+    ids=["mlp", "gSDE", "cnn", "separate", "dict", "different keys"],
 )
 def test_hidden_matrices(policy, observation_space, options, expected):
     """Neither output layers, nor layers that read the observation, nor convolutions, biases or log_std are hidden matrices."""
@@ -119,6 +126,16 @@ def test_hidden_matrices_after_an_extractor_with_layers():
     policy = make(policy_kwargs=dict(features_extractor_class=OwnLayers)).policy
     networks = {f"mlp_extractor.{net}_net.{i}.weight" for net in ("policy", "value") for i in (0, 2)}
     assert names(policy, hidden_matrices(policy)) == {"features_extractor.layers.2.weight"} | networks
+
+
+def test_hidden_matrices_of_a_transformer():
+    """Both layers that read observations, that for windows and that for single steps, are none."""
+    policy = make("MlpTransformerPolicy").policy
+    hidden = names(policy, hidden_matrices(policy))
+    of_transformer = {name for name in hidden if name.startswith("pi_transformer.")}
+    assert of_transformer
+    assert all(name.startswith("pi_transformer.blocks.") for name in of_transformer)
+    assert {f"mlp_extractor.policy_net.{i}.weight" for i in (0, 2)} <= hidden
 
 
 # Steps, against torch's optimisers

@@ -161,8 +161,8 @@ def test_no_code(value):
 
 
 def test_steps_of_the_trial(tmp_path, train_here):
-    """The entry has the number of steps of its trial, also where the last command had another ``-n``."""
-    optimize(train_here, n_trials=1)
+    """The entry has the numbers of steps and environments of its trial, also where the last command had others."""
+    optimize(train_here, "-params", "n_envs:3", n_trials=1)
     optimize(train_here, "-n", 100, n_trials=1)
     texts = [path.read_text() for path in sorted(tmp_path.rglob("best.yml"))]
     trials = optuna.load_study(study_name="study", storage=JournalStorage(JournalFileBackend("study.log"))).trials
@@ -170,4 +170,5 @@ def test_steps_of_the_trial(tmp_path, train_here):
     for text in texts:
         number = int(text.split()[2])
         assert f"after {steps[number]} steps" in text
-        assert yaml.safe_load(text)[ENV_ID]["n_timesteps"] == steps[number]
+        entry = yaml.safe_load(text)[ENV_ID]
+        assert (entry["n_timesteps"], entry["n_envs"]) == (steps[number], 3)

@@ -89,6 +89,12 @@ def test_arguments_of_the_environment():
     assert env.get_attr("g") == [3.0]
 
 
+def test_seed_of_numpy():
+    """Seeds may be numbers of NumPy, as from ``np.arange``."""
+    model, _ = make("CartPole-v1", seed=np.int64(3), device="cpu")
+    assert model.seed == 3
+
+
 def test_nothing_is_printed_or_written(tmp_path, monkeypatch, capsys):
     """Without `verbose`, nothing is printed, and no folder of a run is created."""
     monkeypatch.chdir(tmp_path)

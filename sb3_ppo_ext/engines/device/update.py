@@ -161,7 +161,7 @@ class DeviceUpdate:
                 break
             if is_finite:
                 made, frozen = made + 1, frozen + is_frozen
-                self._add(step, values, with_norms=True)
+                self._add(step, values, with_norms=True, is_frozen=is_frozen)
                 if self.config.max_clip_fraction is not None:
                     self.result.metrics["actor_frozen"].append(values[FROZEN])
             elif overflows:
@@ -176,11 +176,13 @@ class DeviceUpdate:
         if bad is not None:
             self._refuse(*bad)
 
-    def _add(self, step: RecordedStep, values: th.Tensor, with_norms: bool) -> None:
+    def _add(self, step: RecordedStep, values: th.Tensor, with_norms: bool, is_frozen: bool = False) -> None:
+        # The gradients of a frozen actor, which are zeros here, have no norm.
+        left_out = "|grad_norm" if is_frozen and "|critic_grad_norm" in step.names else None
         for name, value in zip(step.names, values[N_FLAGS:], strict=True):
             if not name.startswith("|"):
                 self.result.metrics[name].append(value)
-            elif with_norms:
+            elif with_norms and name != left_out:
                 self.result.metrics[name[1:]].append(value)
         for name, vectors in step.vectors.items():
             self.result.metrics[name].extend(vectors)

@@ -22,6 +22,7 @@ from sb3_ppo_ext.common.cores import available_cores
 from sb3_ppo_ext.common.guards import EnvironmentDataError
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.common.workers import WorkerError
+from sb3_ppo_ext.distributed.launch import ranks_on_this_machine
 from sb3_ppo_ext.rollout.parallel.pool import Command, WorkerPool
 from sb3_ppo_ext.rollout.parallel.share import EnvironmentShare
 from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout, joined
@@ -54,8 +55,8 @@ class ParallelVecEnv(VecEnv):
         methods ``"forkserver"`` and ``"spawn"``, scripts need ``if __name__ == "__main__":``
     :param n_workers: Number of worker processes besides this one, from 0, which steps all environments here. No more than
         ``len(env_fns) - 1`` are started. ``None`` for one on each core that this process may use, except for its own: the
-        affinity (``taskset``) and the quota of the control group are respected. More than that help if environments wait for
-        something else than the processor
+        affinity (``taskset``) and the quota of the control group are respected, and ranks that torchrun has started on this
+        machine share the cores. More than that help if environments wait for something else than the processor
     :param start_method: Start method of ``multiprocessing``: ``"forkserver"`` where it exists, otherwise ``"spawn"``, by
         default
     :param timeout: Seconds that a worker may take to answer, the creation of its environments included; ``None`` for no
@@ -81,7 +82,7 @@ class ParallelVecEnv(VecEnv):
         check_type("overlap", overlap, bool, "give True or False")
         self.overlap = overlap
         start_method = _check_arguments(env_fns, n_workers, start_method, timeout)
-        n_cores = available_cores()
+        n_cores = max(1, available_cores() // ranks_on_this_machine())
         n_workers = min(n_cores - 1 if n_workers is None else n_workers, len(env_fns) - 1)
         self._shares = _shares(len(env_fns), n_workers + 1)
         # In this process
