@@ -47,6 +47,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
     """An on-policy algorithm that updates its policy with the options of PPOExt, on the engine of ``backend``."""
 
     batch_size: int
+    n_epochs: int
     clip_range: Any
     clip_range_vf: Any
     ent_coef: Any

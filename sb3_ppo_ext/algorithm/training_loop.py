@@ -1,7 +1,7 @@
 """The loop of a training run, which an interrupted one enters where it was interrupted."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -49,6 +49,8 @@ class TrainingLoop(SavedState):
 
     # Ranks of a distributed training, while `learn` runs
     ranks: Ranks = SINGLE
+    # Called right before each step of the environments
+    _before_step: Sequence[Callable[[], None]] = ()
     # State that the next call of `learn` continues from
     _interrupted: TrainingState | None = None
 

@@ -345,7 +345,7 @@ class TensorVecEnv(VecEnv, ABC):
         return [wrapper_class is Monitor for _ in self._get_indices(indices)]
 
 
-def changed_step(env: VecEnv, known: type[VecEnv]) -> str | None:
+def changed_step(env: VecEnv, known: Any) -> str | None:
     """
     :param env: Environment
     :param known: Class of this package from which it is derived
