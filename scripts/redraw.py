@@ -39,7 +39,7 @@ def redraw_returns(table: Path) -> None:
         )
         return
     # The runs that SB3 itself has computed are listed, and not drawn.
-    arms = sorted((arm for arm in runs["arm"].unique() if not arm.endswith("computed by SB3")), key=OURS.__contains__)
+    arms = sorted((arm for arm in runs["arm"].unique() if not arm.endswith(report.BY_SB3)), key=OURS.__contains__)
     tasks = [task for task in runs["task"].unique() if set(arms) <= set(runs[runs["task"] == task]["arm"])]
     if len(arms) < 2 or not tasks:
         return  # So far, one of the arms has not been run.

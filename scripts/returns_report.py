@@ -36,6 +36,8 @@ TITLES = {
     "ablation": "Table: single changes of the presets",
     "tuning": "Table: tuning",
 }
+# End of the name of an arm that SB3's PPO computes, for comparison with the same hyperparameters computed by `PPOExt`
+BY_SB3 = ", computed by SB3"
 # Number of evaluations whose mean is the score of a run
 N_LAST = 2
 BOOTSTRAPS = 5000
@@ -78,8 +80,16 @@ def task_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str,
 
 def _mean_and_std(values: np.ndarray) -> str:
     spread = values.std(ddof=1) if len(values) > 1 else 0.0
-    digits = 0 if abs(values.mean()) >= 10 else 1
-    return f"{round(values.mean(), digits) + 0.0:.{digits}f} ± {spread:.{digits}f} ({len(values)})"  # no "-0"
+    digits = _digits(values.mean())
+    return f"{_number(values.mean())} ± {spread:.{digits}f} ({len(values)})"
+
+
+def _number(value: float) -> str:
+    return f"{round(value, _digits(value)) + 0.0:.{_digits(value)}f}"  # no "-0"
+
+
+def _digits(value: float) -> int:
+    return 0 if abs(value) >= 10 else 1
 
 
 def _p_value(value: float) -> str:
@@ -161,6 +171,17 @@ def aggregate_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours:
     points, intervals = intervals_of(normalized(scores), lambda values: np.array([metrics.aggregate_iqm(values)]))
     lines = [[f"IQM, {arm}", _with_interval(points[arm], intervals[arm])] for arm in (theirs, ours)]
     return [*lines, ["probability of improvement", _with_interval(*mean_improvement(scores[ours], scores[theirs]))]]
+
+
+def by_sb3_lines(runs: pd.DataFrame, tasks: Sequence[str], arm: str) -> list[list[str]]:
+    """Scores of the runs that SB3 has computed, in the order of the seeds, and the range of the same arm's other runs."""
+    scores = {task: per_seed(runs, task, arm + BY_SB3, score) for task in tasks}
+    ranges = {task: per_seed(runs, task, arm, score) for task in tasks}
+    return [
+        [task, ", ".join(map(_number, values)), f"{_number(ranges[task].min())} to {_number(ranges[task].max())}"]
+        for task, values in scores.items()
+        if len(values)
+    ]
 
 
 def normalized(scores: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
@@ -277,6 +298,8 @@ def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) ->
         table(header, task_lines(runs, tasks, theirs, ours, times)),
         table(["all tasks", ""], aggregate_lines(runs, tasks, theirs, ours)),
     ]
+    if by_sb3 := by_sb3_lines(runs, tasks, theirs):
+        parts.append(table(["task", theirs + BY_SB3, f"{theirs}, lowest to highest score"], by_sb3))
     text = "\n\n".join(parts)
     print(f"\n{suite}\n\n{text}", flush=True)
     (folder / f"{suite}.md").write_text(f"# {TITLES.get(suite, suite)}\n\n{text}\n")

@@ -108,7 +108,8 @@ PRESETS_AND_PPO = {
     "ppo_ext": Arm("ppo_ext", "ppo_ext"),
     "ppo, computed by SB3": Arm("ppo", "ppo"),
 }
-# Numbers of steps of the tasks, and arms. The baseline is the first arm, and ours the second; others are only listed.
+# Numbers of steps of the tasks, and arms. The baseline is the first arm, and ours the second. A third one
+# is the baseline as SB3 computes it, of which the tables have the scores alone.
 SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
     "presets": (CLASSIC, {"ppo": Arm("ppo", "ppo"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
     "default": (CONTROL, DEFAULT_ARMS),

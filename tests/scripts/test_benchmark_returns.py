@@ -93,6 +93,18 @@ def test_aggregates_of_tasks_with_more_seeds():
     assert other["probability of improvement"].startswith("0.83 ")  # (1 + 2/3) / 2
 
 
+def test_runs_computed_by_sb3(tmp_path):
+    """Their scores stand beside the range of the baseline's, and change nothing else in the tables."""
+    scores = {("a", "theirs"): [20.0, -3.0, 40.0], ("a", "ours"): [5.0, 6.0], ("b", "theirs"): [1.0], ("b", "ours"): [1.0]}
+    returns_report.report("suite", runs_of(scores), ["theirs", "ours"], tmp_path)
+    before = (tmp_path / "suite.md").read_text()
+    by_sb3 = {("a", "theirs, computed by SB3"): [31.4, -2.5]}
+    returns_report.report("suite", runs_of(scores | by_sb3), ["theirs", "ours"], tmp_path)
+    text = (tmp_path / "suite.md").read_text()
+    assert text.startswith(before.rstrip())
+    assert text.endswith("| a | 31, -2.5 | -3.0 to 40 |\n")
+
+
 def test_report(tmp_path):
     """Tasks that only one arm has done are left out."""
     rng = np.random.default_rng(0)
