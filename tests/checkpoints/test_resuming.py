@@ -13,6 +13,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from support import hybrid  # noqa: F401  # registers its task
 from support.cases import one_in
+from support.masks import make_masked
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
 from support.torch_envs import TorchPendulum
 from support.toys import IMAGE, make_toys
@@ -129,6 +130,16 @@ def test_from_any_checkpoint(tmp_path):
         resumed = PPOExt.resume(path, make_toys()).learn(256)
         assert resumed.num_timesteps == model.num_timesteps
         assert all((a == b).all() for a, b in zip(model.policy.parameters(), resumed.policy.parameters(), strict=True))
+
+
+def test_masked_actions(tmp_path):
+    """Environments that refuse invalid actions go on in the middle of their episodes as well."""
+    model = PPOExt("MlpPolicy", make_masked(), action_masking=True, **OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # their copies fail
+        path = checkpoints_of(model, tmp_path / "checkpoints")[1]
+    resumed = PPOExt.resume(path, make_masked()).learn(256)
+    assert all((a == b).all() for a, b in zip(model.policy.parameters(), resumed.policy.parameters(), strict=True))
 
 
 def test_second_call_of_learn(tmp_path):
