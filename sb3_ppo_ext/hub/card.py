@@ -113,6 +113,8 @@ class Card:
         )
 
     def _usage(self) -> str:
+        has_method = "action_masking" in self.options and "action_mask_key" not in self.options
+        masks = ', action_masks=env.env_method("action_masks")' if has_method else ""
         return f"""\
 ## Usage
 
@@ -121,7 +123,7 @@ from sb3_ppo_ext.hub import load_from_hub
 
 model, env = load_from_hub("{self.repo_id}")
 obs = env.reset()
-actions, state = model.predict(obs, deterministic={self.evaluation.deterministic})
+actions, state = model.predict(obs, deterministic={self.evaluation.deterministic}{masks})
 ```
 
 Nothing of the files is executed, unless `trusted=True` is given."""

@@ -35,6 +35,7 @@ from sb3_ppo_ext.hub.card import NO_REPOSITORY, Card, Evaluation, check_command,
 from sb3_ppo_ext.hub.normalization import normalized, statistics_of
 from sb3_ppo_ext.hub.settings import as_text, environment_code, omitted_by_code, options_of, policy_name
 from sb3_ppo_ext.ppo_ext import PPOExt
+from sb3_ppo_ext.rollout.action_masks import check_masks, reader
 
 ALGO = "ppo_ext"
 CONFIG = "config.json"
@@ -237,8 +238,20 @@ def _evaluate(model: PPOExt, env: VecEnv, n_episodes: int, deterministic: bool, 
     normalization = unwrap_vec_normalize(env)
     with contextlib.nullcontext() if normalization is None else _as_it_is(normalization):
         env.seed(seed)
-        mean, std = evaluate_policy(model, env, n_episodes, deterministic, warn=False)
+        actor: Any = _WithMasks(model, env) if model.action_masking and model.action_mask_key is None else model
+        mean, std = evaluate_policy(actor, env, n_episodes, deterministic, warn=False)
     return Evaluation(float(np.mean(mean)), float(np.mean(std)), int(n_episodes), deterministic, seed)
+
+
+class _WithMasks:
+    """A model that gets the masks of the environments' method, which SB3's evaluation does not pass."""
+
+    def __init__(self, model: PPOExt, env: VecEnv):
+        check_masks(env)
+        self.model, self.read = model, reader(env)
+
+    def predict(self, observation: Any, **kwargs: Any) -> Any:
+        return self.model.predict(observation, action_masks=np.array(self.read()), **kwargs)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,9 @@ from stable_baselines3.common.envs import SimpleMultiObsEnv
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecMonitor, VecNormalize
+from support.masks import make_masked
 from support.torch_envs import TorchPendulum
+from support.toys import make_toys
 
 from sb3_ppo_ext import PPOExt, TensorVecNormalize, TorchVecEnv
 from sb3_ppo_ext.hub import load_folder, load_from_hub, push_to_hub, save_folder
@@ -297,6 +299,16 @@ def test_other_environments(tmp_path):
     loaded, loaded_env = load_folder(made, env)
     assert loaded_env.observation_space == loaded.observation_space
     assert policy_name(loaded) == "MultiInputPolicy"
+
+
+def test_masks_of_a_method(tmp_path):
+    """The evaluation, and the code of the card, act with the masks of the environment's method; this one refuses others."""
+    options = dict(n_steps=8, batch_size=8, device="cpu")
+    model = PPOExt("MlpPolicy", make_masked(), action_masking=True, **options)
+    made = save_folder(model, tmp_path / "new", env=make_masked(n_envs=1), env_id="Masked-v0", n_eval_episodes=3)
+    assert 'action_masks=env.env_method("action_masks"))' in (made / "README.md").read_text()
+    with pytest.raises(ValueError, match="has no method `action_masks`"):
+        save_folder(model, tmp_path / "other", env=make_toys(action_space=model.action_space), env_id="Toy-v0")
 
 
 def test_statistics_of_dictionaries():
