@@ -147,6 +147,32 @@ def test_what_a_callback_writes_is_stored(backend):
     assert not np.isclose(plain.rollout_buffer.values, 0.5).any()
 
 
+def doubled_rewards(model):
+    model.rollout_buffer.rewards *= 2
+
+
+def another_discount(model):
+    model.gamma = 0.5  # that of the values of truncated episodes, as in SB3
+
+
+@pytest.mark.parametrize("write", [doubled_rewards, another_discount])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_callback_writes_in_the_middle_of_a_rollout(backend, write):
+    """The rest of the rollout goes on from there, as in SB3."""
+    expected, actual, unchanged = (
+        rollout_with(model, change)
+        for model, change in (
+            (make(), lambda model, _: write(model)),
+            (make(PPOExt, backend=backend), lambda model, _: write(model)),
+            (make(), lambda *_: None),
+        )
+    )
+    for name in ("rewards", "advantages", "returns"):
+        one, other = (getattr(model.rollout_buffer, name) for model in (expected, actual))
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4, err_msg=name)
+    assert not np.allclose(expected.rollout_buffer.rewards, unchanged.rollout_buffer.rewards)
+
+
 def others(policy):
     """A policy with other parameters."""
     generator = th.Generator().manual_seed(0)

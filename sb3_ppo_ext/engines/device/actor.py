@@ -90,7 +90,7 @@ class DeviceActor(Actor):
             # User code may change the parameters before the end of the rollout, and read the rewards.
             rows, _, values = self._values(policy, -len(transition.truncated))
             self.values.append(values)
-            buffer.tensors["rewards"].view(-1)[rows] += buffer.gamma * values
+            buffer.tensors["rewards"].view(-1)[rows] += transition.gamma * values
         buffer.pos, buffer.full = step + 1, step + 1 == buffer.buffer_size
 
     def _values(self, policy: ActorCriticPolicy, first: int) -> tuple[th.Tensor, Any, th.Tensor]:
@@ -105,11 +105,15 @@ class DeviceActor(Actor):
         buffer, device = self.buffer, self.buffer.device
         last = np.asarray(dones, np.float32)[np.newaxis]
         from_host = th.from_numpy(np.stack([self.rewards, self.starts, np.broadcast_to(last, self.starts.shape)])).to(device)
-        buffer.tensors["rewards"].copy_(from_host[0])
-        buffer.tensors["episode_starts"].copy_(from_host[1])
+        if not self.config.is_watched:  # User code may have written into the buffer, which has them already.
+            buffer.tensors["rewards"].copy_(from_host[0])
+            buffer.tensors["episode_starts"].copy_(from_host[1])
         if self.rows:
             rows, tensors, values = self._values(policy, 0)
-            buffer.bootstrap(TruncatedEpisodes(rows, tensors, th.cat(self.values) if self.values else values))
+            if self.config.is_watched:
+                buffer.truncated = TruncatedEpisodes(rows, tensors, th.cat(self.values))
+            else:
+                buffer.bootstrap(TruncatedEpisodes(rows, tensors, values))
         with th.no_grad():
             last_observations = map_observations(lambda part: th.as_tensor(part, device=device), observations)
             inputs = buffer.after_step(buffer.buffer_size - 1, last_observations, from_host[2, 0])
