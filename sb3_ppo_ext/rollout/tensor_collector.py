@@ -255,7 +255,7 @@ class TensorCollection:
                 values = self.model.policy.predict_values(inputs).flatten()
             self.final_values[step] = values
             cut_off = result.truncated & ~result.terminated
-            self.buffer.tensors["rewards"][step] += self.buffer.gamma * th.where(cut_off, values, 0.0)
+            self.buffer.tensors["rewards"][step] += self.model.gamma * th.where(cut_off, values, 0.0)
 
     def _add_to_log(self, name: str, value: th.Tensor, dones: th.Tensor) -> None:
         """A scalar counts in each step, the value of an environment at the end of its episode."""
@@ -349,7 +349,7 @@ class TensorCollection:
         with th.no_grad():
             inputs = self.buffer.after(on_device, terminal, th.zeros_like(on_device, dtype=th.bool))
             values = self.model.policy.predict_values(inputs).flatten()
-        self.buffer.bootstrap(TruncatedEpisodes(on_device, terminal, values))
+        self.buffer.bootstrap(TruncatedEpisodes(on_device, terminal, values), self.model.gamma)
 
     def _refuse(self, last_observations: Any) -> None:
         """

@@ -191,15 +191,16 @@ class TensorRolloutBuffer(RolloutBuffer):
         rows = step * self.n_envs + th.arange(self.n_envs, device=self.device)
         return self.after(rows, observations, starts)
 
-    def bootstrap(self, truncated: TruncatedEpisodes) -> None:
+    def bootstrap(self, truncated: TruncatedEpisodes, gamma: float) -> None:
         """
         Add the discounted values of terminal observations to the last rewards of truncated episodes
         (`issue #633 <https://github.com/DLR-RM/stable-baselines3/issues/633>`_).
 
         :param truncated: Truncated episodes of the rollout
+        :param gamma: Discount factor: the model's, as in SB3, and not the one that the buffer was created with
         """
         self.truncated = truncated
-        self.add_to_rewards(self.tensors["rewards"], self.gamma * truncated.values)
+        self.add_to_rewards(self.tensors["rewards"], gamma * truncated.values)
 
     def add_to_rewards(self, rewards: th.Tensor, values: th.Tensor) -> None:
         """

@@ -35,6 +35,7 @@ class DeviceActor(Actor):
         self.policy, self.compute = engine.policy, engine.make_act()
         self.rewards = np.zeros((buffer.buffer_size, buffer.n_envs), np.float32)
         self.starts = np.zeros_like(self.rewards)
+        self.gamma = buffer.gamma
         # Rows and terminal observations of truncated episodes
         self.rows: list[int] = []
         self.terminal_observations: list[Any] = []
@@ -70,6 +71,7 @@ class DeviceActor(Actor):
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
         buffer, step = self.buffer, transition.step
+        self.gamma = transition.gamma
         self.rewards[step], self.starts[step] = transition.rewards, transition.starts
         if isinstance(buffer, TensorSequenceBuffer):
             assert isinstance(policy, TransformerPolicyMixin)
@@ -113,7 +115,7 @@ class DeviceActor(Actor):
             if self.config.is_watched:
                 buffer.truncated = TruncatedEpisodes(rows, tensors, th.cat(self.values))
             else:
-                buffer.bootstrap(TruncatedEpisodes(rows, tensors, values))
+                buffer.bootstrap(TruncatedEpisodes(rows, tensors, values), self.gamma)
         with th.no_grad():
             last_observations = map_observations(lambda part: th.as_tensor(part, device=device), observations)
             inputs = buffer.after_step(buffer.buffer_size - 1, last_observations, from_host[2, 0])
