@@ -178,8 +178,9 @@ def _check_study(storage: str | None, study_name: str | None, trial_id: int) -> 
     journal = storage.endswith(".log")
     if journal and not Path(storage).is_file():
         raise BadArgumentError(f"`--storage {storage}`: there is no such file; name the journal of the study")
-    file = storage.removeprefix("sqlite:///")
-    if file not in (storage, "") and not Path(file).is_file():
+    scheme, _, path = storage.partition(":///")
+    file = path.partition("?")[0]  # without options such as `?timeout=60`
+    if scheme == "sqlite" and file and not Path(file).is_file():
         raise BadArgumentError(f"`--storage {storage}`: there is no such file; name the database of the study")
     opened = JournalStorage(JournalFileBackend(storage)) if journal else storage
     names = optuna.get_all_study_names(opened)

@@ -328,6 +328,8 @@ def test_trial_and_command_line(tmp_path):
         ("sqlite:///study.db", None, 0, "`--trial-id 0`: of which study"),
         (None, "study", 0, "`--trial-id 0`: of which study"),
         ("studi.log", "study", 0, "`--storage studi.log`: there is no such file"),
+        ("sqlite:///study.db?timeout=60", "study", 7, "`--trial-id 7`: the study study has no such trial"),
+        ("sqlite:///studi.db?timeout=60", "study", 0, "`--storage sqlite:///studi.db.timeout=60`: there is no such file"),
     ],
 )
 def test_no_such_trial(storage, study_name, trial_id, message, tmp_path, monkeypatch):
