@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecNormalize
 
@@ -176,22 +177,29 @@ def _evaluated(key: str, value: Any) -> Any:
 
 
 def _check_classes(key: str, value: Any) -> None:
-    """Check the names of classes, each of which may be the only key of a dictionary, whose value has the keyword arguments."""
+    """
+    Check the names of classes, each of which may be the only key of a dictionary, whose value has the keyword arguments. Files
+    in Python may have the classes of wrappers themselves, and callbacks that are made already.
+    """
+    of_python: type = BaseCallback if key == "callback" else type
     for each in value if isinstance(value, list) else [value]:
         name: Any = each
-        check_type(key, each, (str, Mapping), "give the full name of a class, or a list of such names")
+        kwargs: Mapping[str, Any] = {}
+        check_type(key, each, (str, Mapping, of_python), "give the full name of a class, or a list of such names")
         if isinstance(each, Mapping):
-            if len(each) != 1 or not isinstance(next(iter(each.values())), Mapping | None):
+            if len(each) != 1 or not isinstance(next(iter(each.values())), Mapping):
                 refuse(key, each, "give one class with its keyword arguments; in YAML, these are indented by four more spaces")
-            name = next(iter(each))
-        made = _import(key, name)
-        kwargs = (each[name] or {}) if isinstance(each, Mapping) else {}
+            name, kwargs = next(iter(each.items()))
+            check_type(key, name, (str, of_python), "give the full name of a class")
+        if isinstance(name, BaseCallback):
+            continue
+        made = _import(key, name) if isinstance(name, str) else name
         if isinstance(made, type):
             check_kwargs(f"{key}: {name}", kwargs, made, ("env", "venv"))
         _check_required(key, name, made, kwargs)
 
 
-def _check_required(key: str, name: str, made: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+def _check_required(key: str, name: Any, made: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     """Check that nothing but the environment is missing."""
     parameters = inspect.signature(made).parameters.values()
     required = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -6,6 +6,9 @@ import re
 import sys
 
 import pytest
+from rl_zoo3.wrappers import FrameSkip
+from stable_baselines3.common.callbacks import CallbackList
+from stable_baselines3.common.vec_env import VecCheckNan, is_vecenv_wrapped
 from support.zoo import MODULE, manager, run, saved, train
 
 from sb3_ppo_ext.zoo.__main__ import main
@@ -52,6 +55,8 @@ LINES = {
     "env_wrapper: 5": "`env_wrapper=5` is not valid: give the full name of a class",
     "env_wrapper: gymnasium.wrappers": "`env_wrapper='gymnasium.wrappers'` is not valid",
     "env_wrapper: gymnasium.wrappers.TimeLimit": "it needs `max_episode_steps`",
+    "env_wrapper:\n    - rl_zoo3.wrappers.FrameSkip:": "give one class with its keyword arguments",
+    "callback:\n    5: {}": "`callback=5` is not valid: give the full name of a class",
     "callback: stable_baselines3.common.callbacks.EveryNTimesteps": "it needs `n_steps`",
     "action_dist: beta": "`action_dist='beta'` is not valid",
 }
@@ -108,6 +113,44 @@ def test_what_the_zoo_takes(more, tmp_path):
     path.write_text(f"CartPole-v1:\n  {ENTRY}  {more}\n")
     model, _ = manager(env_id="CartPole-v1", folder=tmp_path, config=str(path), eval_freq=-1).setup_experiment()
     assert model.n_steps == 16
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "env_wrapper=wrappers.FrameSkip",
+        "env_wrapper=[{wrappers.FrameSkip: dict(skip=2)}, 'gymnasium.wrappers.FlattenObservation']",
+        "vec_env_wrapper=[VecCheckNan]",
+        "callback=CallbackList([])",
+        "callback=[CallbackList([]), 'rl_zoo3.callbacks.RawStatisticsCallback']",
+    ],
+)
+def test_objects_in_a_file_in_python(more, tmp_path):
+    """Files in Python may have classes of wrappers, and callbacks, instead of their names."""
+    imports = "from rl_zoo3 import wrappers\nfrom stable_baselines3.common.callbacks import CallbackList\n"
+    imports += "from stable_baselines3.common.vec_env import VecCheckNan\n"
+    entry = f"dict(n_timesteps=64, policy='MlpPolicy', n_steps=16, batch_size=16, {more})"
+    path = tmp_path / "mine.py"
+    path.write_text(f"{imports}hyperparams = {{'CartPole-v1': {entry}}}\n")
+    experiment = manager(env_id="CartPole-v1", folder=tmp_path, config=str(path), eval_freq=-1)
+    model, _ = experiment.setup_experiment()
+    assert ("FrameSkip" in more) == model.env.env_is_wrapped(FrameSkip)[0]
+    assert ("VecCheckNan" in more) == is_vecenv_wrapped(model.env, VecCheckNan)
+    assert ("CallbackList" in more) == isinstance(experiment.callbacks[0], CallbackList)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [("callback=nn.ReLU", "`callback=<class"), ("env_wrapper={nn.ReLU: dict(inplac=1)}", "did you mean `inplace`")],
+)
+def test_bad_objects_in_a_file_in_python(more, message, tmp_path):
+    """Callbacks have to be made, and keyword arguments known."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"from torch import nn\nhyperparams = {{'CartPole-v1': dict(n_timesteps=64, policy='MlpPolicy', {more})}}\n"
+    )
+    with pytest.raises(CommandError, match=message):
+        manager(env_id="CartPole-v1", folder=tmp_path, config=str(path)).setup_experiment()
 
 
 def test_traceback_on_demand(tmp_path, train_here):
