@@ -258,7 +258,8 @@ def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager")
 
 
 def _use_fast_environments(experiment: "ExperimentManager") -> None:
-    experiment.vec_env_class = VEC_ENVS.get(experiment.vec_env_class, experiment.vec_env_class)
+    if experiment.default_vec_env_cls is None:  # no class that the user has chosen
+        experiment.vec_env_class = VEC_ENVS.get(experiment.vec_env_class, experiment.vec_env_class)
     if experiment.env_name.gym_id.startswith(GYMNAX_PREFIX):
         copies: Any = functools.partial(_gymnax_copies, experiment, experiment.vec_env_class)
         experiment.vec_env_class = copies

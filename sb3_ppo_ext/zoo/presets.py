@@ -66,7 +66,7 @@ def make(
         Namespace(), "ppo_ext", env_id, "", hyperparams=given, env_kwargs=env_kwargs, seed=seed, device=device, verbose=verbose
     )
     if vec_env_cls is not None:
-        experiment.vec_env_class = vec_env_cls
+        experiment.vec_env_class = experiment.default_vec_env_cls = vec_env_cls
     with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
         return make_model(experiment, tensorboard_log)
 

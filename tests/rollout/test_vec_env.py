@@ -215,14 +215,14 @@ def test_attributes_of_copies():
 
 
 def test_the_zoo_takes_it():
-    """The Zoo takes our vectorised environments for `ppo_ext` in place of SB3's."""
-    for before, after in [(DummyVecEnv, FastDummyVecEnv), (SubprocVecEnv, ParallelVecEnv)]:
-        name = SimpleNamespace(gym_id="CartPole-v1")
-        experiment = SimpleNamespace(
-            env_name=name, vec_env_class=before, _hyperparams={}, callbacks=[], save_path="logs", verbose=0
-        )
-        assert setup_experiment(lambda: "results", experiment) == "results"
-        assert experiment.vec_env_class is after
+    """The Zoo takes our vectorised environments for `ppo_ext` in place of SB3's, unless the user has chosen a class."""
+    for chosen in (None, SubprocVecEnv):
+        for before, after in [(DummyVecEnv, FastDummyVecEnv), (SubprocVecEnv, ParallelVecEnv)]:
+            name = SimpleNamespace(gym_id="CartPole-v1")
+            given = dict(env_name=name, vec_env_class=chosen or before, default_vec_env_cls=chosen)
+            experiment = SimpleNamespace(**given, _hyperparams={}, callbacks=[], save_path="logs", verbose=0)
+            assert setup_experiment(lambda: "results", experiment) == "results"
+            assert experiment.vec_env_class is (chosen or after)
 
 
 def test_make_vec_env_takes_it():

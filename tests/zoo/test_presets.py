@@ -4,7 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
 from support.parity import assert_equal
 from support.zoo import manager, saved
 
@@ -76,6 +76,8 @@ def test_arguments_replace_the_entry():
     assert isinstance(env, ParallelVecEnv)
     assert env.num_envs == 3
     assert model.learning_rate(1.0) == model.learning_rate(0.5) == 1e-3
+    _, env = make("CartPole-v1", n_envs=2, device="cpu", vec_env_cls=DummyVecEnv)
+    assert type(env) is DummyVecEnv
     model, env = make("CartPole-v1", device="cpu", normalize=True, frame_stack=2)
     assert isinstance(env, VecNormalize | VecFrameStack)
     assert env.observation_space.shape == (8,)
