@@ -33,8 +33,12 @@ def write_best_trial(experiment: ExperimentManager) -> None:
     try:
         entry = best_entry(experiment, trial.params, trial.user_attrs.get("n_timesteps", experiment.n_timesteps))
         text = _as_yaml(experiment, entry)
-    except (NotCodeError, KeyError) as error:
-        print(f"{BEST} is not written, because {error} has no form in YAML: train with `--trial-id {trial.number}`")
+    except KeyError as error:
+        print(f"{BEST} is not written, because the trial lacks {error}, which the converter of `{experiment.algo}` needs")
+        return
+    except NotCodeError as error:
+        remedy = f"train with `--trial-id {trial.number}`" if experiment.storage else "tune with a `--storage`"
+        print(f"{BEST} is not written, because {error} has no form in YAML: {remedy}")
         return
     path = Path(experiment.save_path, BEST)
     steps = f"after {entry['n_timesteps']} steps"

@@ -10,6 +10,7 @@ import torch as th
 import yaml
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
+from rl_zoo3.hyperparams_opt import HYPERPARAMS_SAMPLER
 from support.parity import assert_equal
 from support.zoo import manager, saved
 from torch import nn
@@ -122,6 +123,16 @@ def test_values_without_a_form_in_yaml(tmp_path, train_here, capsys):
     printed = capsys.readouterr().out
     assert "best.yml is not written, because <class 'stable_baselines3.common.torch_layers.FlattenExtractor'>" in printed
     assert "--trial-id 0" in printed
+    train_here("-optimize", "--env", ENV_ID, "-n", 200, *SHORT, "--n-trials", 1, "-params", given)
+    assert "has no form in YAML: tune with a `--storage`" in capsys.readouterr().out  # This study is gone.
+    assert not list(tmp_path.rglob("best.yml"))
+
+
+def test_a_sampler_of_the_users_own(tmp_path, train_here, monkeypatch, capsys):
+    """What our converter does not know is no matter of YAML."""
+    monkeypatch.setitem(HYPERPARAMS_SAMPLER, "ppo_ext", lambda trial, *_: {"n_steps": trial.suggest_int("n_steps", 64, 64)})
+    optimize(train_here, n_trials=1)
+    assert "best.yml is not written, because the trial lacks 'net_arch', which the converter" in capsys.readouterr().out
     assert not list(tmp_path.rglob("best.yml"))
 
 
