@@ -173,21 +173,6 @@ def test_what_a_callback_writes_in_the_middle_of_a_rollout(backend, write):
     assert not np.allclose(expected.rollout_buffer.rewards, unchanged.rollout_buffer.rewards)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_another_discount_between_rollouts(backend):
-    """As in SB3, the values of truncated episodes are discounted with the model's, and the rest with the buffer's."""
-    rewards = []
-    still = dict(learning_rate=0.0)  # so that rounding does not grow
-    for model, gamma in ((make(**still), 0.5), (make(PPOExt, backend=backend, **still), 0.5), (make(**still), 0.99)):
-        with th.no_grad():
-            model.policy.log_std.fill_(-30.0)
-        model.learn(16)
-        model.gamma = gamma
-        rewards.append(model.learn(16).rollout_buffer.rewards)
-    np.testing.assert_allclose(rewards[1], rewards[0], rtol=1e-4, atol=1e-4)
-    assert not np.allclose(rewards[0], rewards[2])
-
-
 def others(policy):
     """A policy with other parameters."""
     generator = th.Generator().manual_seed(0)
