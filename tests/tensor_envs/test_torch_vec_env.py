@@ -125,6 +125,22 @@ def test_step_of_a_subclass(backend, is_script):
     assert not np.asarray(model.rollout_buffer.rewards).any()
 
 
+class WithoutBootstrap(BaseCallback):
+    """Sets the discount factor of terminal observations in the middle of a rollout."""
+
+    def _on_step(self):
+        self.model.gamma = 0.0
+        return True
+
+
+@pytest.mark.parametrize("backend", ["eager", "auto", "device"])
+def test_a_callback_sets_the_discount(backend):
+    """As in SB3, the values of terminal observations are discounted with the model's, so that clocks alone remain here."""
+    model = PPOExt("MlpPolicy", mani_skill(), n_steps=10, batch_size=40, backend=backend, device="cpu", seed=0)
+    model.learn(40, callback=WithoutBootstrap())
+    assert np.asarray(model.rollout_buffer.rewards)[:, 3].tolist() == list(range(1, 11))
+
+
 def test_step_that_a_normalisation_would_not_call():
     """Another step in NumPy would be passed by."""
     with pytest.raises(ValueError, match="its `step_wait` is not that of `TensorVecEnv`"):
