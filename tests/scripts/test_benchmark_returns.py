@@ -94,7 +94,7 @@ def test_aggregates_of_tasks_with_more_seeds():
 
 
 def test_runs_computed_by_sb3(tmp_path):
-    """Their scores stand beside the range of the baseline's, and change nothing else in the tables."""
+    """Their scores and times stand beside the range of the baseline's, and change nothing else in the tables."""
     scores = {("a", "theirs"): [20.0, -3.0, 40.0], ("a", "ours"): [5.0, 6.0], ("b", "theirs"): [1.0], ("b", "ours"): [1.0]}
     returns_report.report("suite", runs_of(scores), ["theirs", "ours"], tmp_path)
     before = (tmp_path / "suite.md").read_text()
@@ -102,7 +102,7 @@ def test_runs_computed_by_sb3(tmp_path):
     returns_report.report("suite", runs_of(scores | by_sb3), ["theirs", "ours"], tmp_path)
     text = (tmp_path / "suite.md").read_text()
     assert text.startswith(before.rstrip())
-    assert text.endswith("| a | 31, -2.5 | -3.0 to 40 |\n")
+    assert text.endswith("| a | 31, -2.5 | -3.0 to 40 | 3.0 |\n")
 
 
 def test_report(tmp_path):
