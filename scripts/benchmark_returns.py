@@ -49,16 +49,13 @@ RUNNING: set[subprocess.Popen] = set()
 def command(job: Job, folder: Path) -> list[str]:
     """The command of a run. Its entry is written to a file in the folder."""
     conf = folder / "entry.yml"
-    conf.write_text(yaml.safe_dump({job.task: job.entry()}))
+    conf.write_text(yaml.safe_dump({job.task: job.fitted_entry()}))
     arm = SUITES[job.suite][1][job.arm]
-    words = [sys.executable, "-m", "rl_zoo3.train", "--algo", arm.algo, "--env", job.task, *arm.words]
-    # Without a file, `default` fits its policy and its normalisation to the observations.
-    is_fitted = arm.source == "ppo_ext" and not job.has_entry
-    words += ["-n", str(job.timesteps)] if is_fitted else ["-conf", str(conf)]
+    words = [sys.executable, "-m", "rl_zoo3.train", "--algo", arm.algo, "--env", job.task, *arm.words, "-conf", str(conf)]
     words += ["--seed", str(job.seed), "-f", str(folder), "--verbose", "0", "--num-threads", "1"]
     words += ["--device", "cpu", "--eval-freq", str(job.timesteps // N_EVALUATIONS), "--eval-episodes", str(N_EPISODES)]
-    packages = [module for prefix, module in PACKAGES.items() if job.task.startswith(prefix)]
-    words += ["--gym-packages", *packages] if packages else []
+    package = job.of_package(PACKAGES)
+    words += [] if package is None else ["--gym-packages", package]
     return [*words, "--n-eval-envs", str(N_EPISODES)]
 
 

@@ -58,6 +58,10 @@ POLICIES = {"PointMaze_UMazeDense-v3": "MultiInputPolicy"}
 ABLATED = Path(__file__).parents[1] / "benchmark" / "ablation.yml"
 # Packages that register tasks, by the beginning of their names. That of MinAtar is beside this script.
 PACKAGES = {"MinAtar/": "minatar_ids", "PointMaze_": "gymnasium_robotics"}
+# Entries of `ppo_ext.yml` for all tasks of a package
+SHARED_ENTRIES = {"MinAtar/": "minatar"}
+# What the Zoo adds to `default` to fit it to the observations of these tasks
+FITTED = {"MinAtar/": {"normalize": "{'norm_obs': False}"}, "PointMaze_": {"policy": "MultiInputPolicy"}}
 
 
 @dataclass(frozen=True)
@@ -135,13 +139,14 @@ SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
             "SimBa, value normalisation": _changed({"net_type": "simba"}, normalize_value=True),
             "10 more epochs of the critic": _changed(critic_epochs=10),
             "upper clip range 0.28": _changed(clip_range_high=0.28),
+            "KL of a step": _changed(adaptive_lr_kl=1e-4, adaptive_lr_signal="step", lr_decay="constant"),
         },
     ),
 }
 # Suites in which each arm is compared with the first one
 ABLATIONS = {"ablation"}
 # Options that were tried and removed, because they did not pay. Their runs are still reported.
-REMOVED = {"10 more epochs of the critic", "upper clip range 0.28"}
+REMOVED = {"10 more epochs of the critic", "upper clip range 0.28", "KL of a step"}
 
 
 def pair(suite: str) -> list[str]:
@@ -172,22 +177,27 @@ class Job:
 
     def entry(self) -> dict[str, Any]:
         arm = SUITES[self.suite][1][self.arm]
-        if arm.source == "sb3" or (not self.has_entry and arm.source == "ppo"):
+        if arm.source == "sb3" or (arm.source == "ppo" and self.of_package(PACKAGES)):
             listed = {"policy": POLICIES.get(self.task, "MlpPolicy")}
-        elif not self.has_entry and arm.source == "ppo_ext":
-            listed = entries(arm.source)["default"]
         else:
             listed = entries(arm.source)[arm.key or self._key(arm.source)]
         return arm.changed({**listed, "n_timesteps": self.timesteps})
 
-    @property
-    def has_entry(self) -> bool:
-        """Whether the task has an entry at all; others are trained with SB3's defaults, and with `default`."""
-        return not any(map(self.task.startswith, PACKAGES))
+    def fitted_entry(self) -> dict[str, Any]:
+        """The entry as the Zoo fits it to the observations of the task."""
+        is_fitted = SUITES[self.suite][1][self.arm].key == "default"
+        return {**self.entry(), **(self.of_package(FITTED) or {} if is_fitted else {})}
+
+    def of_package(self, listed: Mapping[str, Any]) -> Any:
+        """
+        :param listed: Values by the beginning of the names of the tasks of a package
+        :return: Value for the task, ``None`` if it is in no package
+        """
+        return next((value for prefix, value in listed.items() if self.task.startswith(prefix)), None)
 
     def _key(self, source: str) -> str:
         listed = entries(source)
-        for key in (self.task, re.sub("-v5$", "-v4", self.task)):
+        for key in (self.task, re.sub("-v5$", "-v4", self.task), self.of_package(SHARED_ENTRIES)):
             if key in listed:
                 return key
         raise ValueError(f"{source}.yml has no entry for {self.task}: add one, or leave the task out with --tasks")

@@ -11,6 +11,7 @@ from stable_baselines3.common.preprocessing import is_image_space
 
 from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError
 from sb3_ppo_ext.rollout.encode_text import text_keys
+from sb3_ppo_ext.tensor_envs.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 
 if TYPE_CHECKING:
@@ -31,13 +32,13 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, policy: Any 
     version 4 only.
 
     :param env_id: Gymnasium's id of the environment
-    :param entry_point: Gymnasium's entry point of the environment, by which Atari is recognized
+    :param entry_point: Gymnasium's entry point of the environment, by which Atari, MinAtar and MiniGrid are recognised
     :param zoo_file: Path of the Zoo's ``ppo.yml``
     :param policy: Name or class of the policy that the user asks for, ``None`` for that of the entry. Unless our own entry of
         the environment has such a policy, a transformer takes our entry ``memory``, and a recurrent policy the Zoo's entry
         for its RecurrentPPO, or else our entry ``recurrent``
-    :return: File to read and key of the entry in it; for an environment without an entry, our ``default`` or ``minigrid``, or
-        the Zoo's ``atari``
+    :return: File to read and key of the entry in it; for an environment without an entry, our ``default``, ``minatar`` or
+        ``minigrid``, or the Zoo's ``atari``
     """
     import yaml  # comes with the Zoo; `register` must be able to report that the Zoo is missing
 
@@ -55,6 +56,8 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, policy: Any 
             return path, env_id
     if "AtariEnv" in entry_point:
         return zoo_file, "atari"
+    if entry_point.startswith("minatar.") or (env_id.startswith(GYMNAX_PREFIX) and env_id.endswith("-MinAtar")):
+        return HYPERPARAMS, "minatar"
     # The wrapper of this entry has no place for the long instructions of BabyAI.
     is_minigrid = entry_point.startswith("minigrid.") and "babyai" not in entry_point
     return HYPERPARAMS, "minigrid" if is_minigrid else "default"

@@ -145,15 +145,24 @@ def test_the_command_has_the_entry(tmp_path):
     assert job.digest() != other.digest()
 
 
-@pytest.mark.parametrize(("arm", "is_fitted"), [("SB3's defaults", False), ("default", True)])
-def test_tasks_without_an_entry(arm, is_fitted, tmp_path):
-    """`default` is not given in a file, so that it fits the observations; the Zoo imports the package of the task."""
+@pytest.mark.parametrize("arm", ["SB3's defaults", "default"])
+def test_tasks_without_an_entry(arm, tmp_path):
+    """The policy fits the observations; the Zoo imports the package of the task."""
     words = benchmark_returns.command(returns_suites.Job("unseen", "PointMaze_UMazeDense-v3", arm, 3), tmp_path)
-    assert ("-conf" not in words) == is_fitted
     assert words[words.index("--gym-packages") + 1] == "gymnasium_robotics"
-    assert not is_fitted or words[words.index("-n") + 1] == "100000"
     entry = yaml.safe_load((tmp_path / "entry.yml").read_text())["PointMaze_UMazeDense-v3"]
-    assert is_fitted or entry == {"policy": "MultiInputPolicy", "n_timesteps": 100_000}
+    assert (entry["policy"], entry["n_timesteps"]) == ("MultiInputPolicy", 100_000)
+    assert (len(entry) > 2) == (arm == "default")
+
+
+@pytest.mark.parametrize(
+    ("suite", "arm", "n_envs", "normalize"), [("unseen", "default", 2, "{'norm_obs': False}"), ("discrete", "ppo_ext", 64, None)]
+)
+def test_minatar(suite, arm, n_envs, normalize):
+    """MinAtar's games have an entry. `default` is still compared on them, as the Zoo would fit it to their observations."""
+    entry = returns_suites.Job(suite, "MinAtar/Freeway-v1", arm, 3).fitted_entry()
+    assert (entry["n_envs"], entry.get("normalize")) == (n_envs, normalize)
+    assert returns_suites.Job("discrete", "MinAtar/Freeway-v1", "ppo", 3).entry() == dict(policy="MlpPolicy", n_timesteps=10**6)
 
 
 def test_robots(monkeypatch):

@@ -349,6 +349,8 @@ def test_no_such_trial(storage, study_name, trial_id, message, tmp_path, monkeyp
         ("BipedalWalkerHardcore-v3", "", (ZOO_FILE, "BipedalWalkerHardcore-v3")),
         ("Nothing-v0", "", (HYPERPARAMS, "default")),
         ("ALE/Pong-v5", "ale_py.env:AtariEnv", (ZOO_FILE, "atari")),
+        ("MinAtar/Breakout-v1", "minatar.gym:BaseEnv", (HYPERPARAMS, "minatar")),
+        ("gymnax/Breakout-MinAtar", "sb3_ppo_ext.tensor_envs.gymnax_ids:GymnaxEnv", (HYPERPARAMS, "minatar")),
         ("Hopper-v4", "gymnasium.envs.mujoco.hopper_v4:HopperEnv", (ZOO_FILE, "Hopper-v4")),
         ("Hopper-v5", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", (HYPERPARAMS, "Hopper-v5")),
         ("Ant-v4", "gymnasium.envs.mujoco.ant_v4:AntEnv", (ZOO_FILE, "Ant-v4")),
@@ -438,6 +440,9 @@ def test_users_say_what_is_normalized(tmp_path):
     env = experiment.setup_experiment()[0].get_vec_normalize_env()
     assert (env.norm_obs, env.clip_reward) == (False, 5.0)
 
+# Entries that are not for a single environment
+GENERAL_ENTRIES = {"memory", "recurrent", "default", "minatar", "minigrid", "shared"}
+
 
 def test_tasks_without_velocities():
     """Each task without velocities that the Zoo registers has an entry with a history-based policy."""
@@ -450,7 +455,7 @@ def test_tasks_without_velocities():
 @pytest.mark.integration  # importing MuJoCo's windows starts a process
 def test_every_entry_is_legal(tmp_path):
     """Each entry of our YAML builds a model."""
-    for env_id in yaml.safe_load(HYPERPARAMS.read_text()).keys() - {"memory", "recurrent", "default", "minigrid", "shared"}:
+    for env_id in yaml.safe_load(HYPERPARAMS.read_text()).keys() - GENERAL_ENTRIES:
         model, _ = manager(env_id=env_id, folder=tmp_path, eval_freq=-1).setup_experiment()
         assert type(model) is PPOExt
 
