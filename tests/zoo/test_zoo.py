@@ -440,6 +440,7 @@ def test_users_say_what_is_normalized(tmp_path):
     env = experiment.setup_experiment()[0].get_vec_normalize_env()
     assert (env.norm_obs, env.clip_reward) == (False, 5.0)
 
+
 # Entries that are not for a single environment
 GENERAL_ENTRIES = {"memory", "recurrent", "default", "minatar", "minigrid", "shared"}
 
