@@ -4,9 +4,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from rl_zoo3.exp_manager import ExperimentManager
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
 from support.parity import assert_equal
 from support.zoo import manager, saved
+from torch import nn
 
 from sb3_ppo_ext import FastDummyVecEnv, MlpTransformerPolicy, ParallelVecEnv, make, presets
 from sb3_ppo_ext.zoo.yaml_entries import policy_for
@@ -136,12 +138,21 @@ def test_minigrid(tmp_path, train_here):
     assert saved(tmp_path, "MiniGrid-Empty-8x8-v0").exists()
 
 
+def test_minatar(monkeypatch):
+    """MinAtar's games are trained with the entry of all of them."""
+    monkeypatch.setattr(ExperimentManager, "entry_point", staticmethod(lambda env_id: "minatar.gym:BaseEnv"))
+    model, env = make("Observing-vector-v0", n_envs=2, n_steps=512)
+    assert (env.num_envs, model.batch_size, model.vf_clip_mode) == (2, 1024, "max")
+    assert any(isinstance(module, nn.ReLU) for module in model.policy.modules())
+    model.learn(1024)
+
+
 def test_presets():
     """All entries are listed, those of the Zoo as well, and what is changed in them has no effect on the next call."""
     found = presets()
     assert found["HalfCheetah-v5"]["lr_decay"] == "linear"
     assert found["BipedalWalkerHardcore-v3"]["n_timesteps"] > 0
-    assert {"default", "memory", "recurrent", "minigrid"} <= found.keys()
+    assert {"default", "memory", "recurrent", "minatar", "minigrid"} <= found.keys()
     assert "shared" not in found
     found["CartPole-v1"]["gamma"] = 0.0
     assert presets()["CartPole-v1"]["gamma"] == 0.98
