@@ -20,6 +20,7 @@ import gymnasium as gym
 import numpy as np
 import torch as th
 from common import (
+    BAND,
     BatchedEnv,
     Job,
     Recorder,
@@ -162,6 +163,7 @@ def plot(rows: list[Row]) -> Figure:
                 plot_curve(ax, of_arm, "return", label=arm)
         ax.set(title=task, xlabel="1000 timesteps", ylabel="return")
         ax.legend(fontsize=7)
+    figure.supxlabel(BAND, fontsize=8)
     return figure
 
 
