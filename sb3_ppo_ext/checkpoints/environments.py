@@ -131,7 +131,8 @@ def _object_state(targets: list[Any], model: Any) -> ObjectState:
 def essentials(target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
     """A selection of what lasts over a reset: generators, and running statistics such as those of ``VecNormalize``."""
     if isinstance(target, VecNormalize | RNDReward):
-        return attributes
+        # What they wrap may be something else than before.
+        return {name: value for name, value in attributes.items() if name not in ("venv", "class_attributes")}
     kinds = {name: type(value) for name, value in attributes.items() if isinstance(target, STATEFUL)}
     lasting = {name for name, kind in kinds.items() if issubclass(kind, GENERATORS) or kind.__name__ == STATISTICS}
     return {name: attributes[name] for name in lasting | ({"_np_random_seed"} & attributes.keys())}

@@ -66,6 +66,9 @@ def export_actor(
     check_type("deterministic", deterministic, (bool, np.bool_), "give True or False")
     check_type("channels_last", channels_last, (bool, np.bool_, type(None)), "give True, False or None")
     path = _path_of(path)
+    if path.suffix == ONNX and model.amp_dtype == "bfloat16":
+        remedy = "ONNX Runtime has no matrix products in bfloat16 on CPUs; load the model with `amp_dtype=None`"
+        refuse("amp_dtype", model.amp_dtype, f'{remedy}, or give a path that ends in ".pt"')
     run_file = _require(path)
     policy, normalizer = _without_critic(model.policy), _normalizer_of(model, vec_normalize)
     transposed = _transposed(model, channels_last)

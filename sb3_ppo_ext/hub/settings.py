@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,6 +99,8 @@ def as_code(value: Any) -> str:
         return f"[{', '.join(map(as_code, value))}]"
     if isinstance(value, tuple):
         return f"({', '.join(map(as_code, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
     code = shown(value)
     return class_name(value) if code.startswith("<") else code
 

@@ -11,6 +11,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
 from support import hybrid  # noqa: F401  # registers its task
 from support.cases import one_in
 from support.masks import make_masked
@@ -18,7 +19,7 @@ from support.resuming import OPTIONS, TOTAL, Interruption, different, everything
 from support.torch_envs import TorchPendulum
 from support.toys import IMAGE, make_toys
 
-from sb3_ppo_ext import ParallelVecEnv, PPOExt, RNDReward, TorchVecEnv, TrainingCheckpoint
+from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, RNDReward, TorchVecEnv, TrainingCheckpoint
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 
 CONFIGURATIONS = {
@@ -384,6 +385,27 @@ def test_other_environments(tmp_path):
     other = make_vec_env("Pendulum-v1", 2, wrapper_class=lambda env: gym.wrappers.RescaleAction(env, -2, 2))
     with pytest.warns(UserWarning, match="RescaleAction.* now, and were"):
         PPOExt.resume(tmp_path, other).learn(192)
+
+
+pendulums = partial(make_vec_env, "Pendulum-v1", 2)
+
+
+@pytest.mark.parametrize("outer", [VecNormalize, partial(RNDReward, n_steps=16)], ids=["VecNormalize", "RNDReward"])
+@pytest.mark.parametrize(
+    "other",
+    [partial(pendulums, vec_env_cls=FastDummyVecEnv), lambda: VecMonitor(pendulums())],
+    ids=["class of the environments", "wrapper inside"],
+)
+def test_other_environments_within_a_normalisation(other, outer, tmp_path):
+    """Statistics are restored, and the training goes on with the new environments."""
+    model = PPOExt("MlpPolicy", outer(pendulums()), **OPTIONS).learn(128, callback=TrainingCheckpoint(32, tmp_path))
+    inner = other()
+    env = outer(inner)
+    with pytest.warns(UserWarning, match="continues from a reset of the environments"):
+        PPOExt.resume(tmp_path, env).learn(192)
+    assert env.venv is inner
+    assert env.obs_rms.count > model.env.obs_rms.count
+    env.close()
 
 
 def test_folder_appears_with_its_first_checkpoint(tmp_path):

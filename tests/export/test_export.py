@@ -400,6 +400,17 @@ def test_nothing_is_written_if_the_file_would_act_differently(suffix, tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
+def test_bfloat16(tmp_path):
+    """ONNX Runtime does not compute in bfloat16 on a CPU; a program of PyTorch does, and the same networks in float32 are."""
+    model = PPOExt("MlpPolicy", make_toys(2, **BOX), amp_dtype="bfloat16", **SMALL)
+    model.save(tmp_path / "model.zip")
+    with pytest.raises(ValueError, match=r"amp_dtype='bfloat16'.*`amp_dtype=None`"):
+        model.export(tmp_path / "policy.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.zip"]
+    model.export(tmp_path / "policy.pt")
+    PPOExt.load(tmp_path / "model.zip", device="cpu", amp_dtype=None).export(tmp_path / "policy.onnx")
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

@@ -480,11 +480,17 @@ def test_seed_that_the_zoo_drew(tmp_path):
 
 def test_code_with_classes_and_functions(tmp_path):
     """Classes of PyTorch are imported; what has no code is a comment, and the rest can be executed."""
-    kwargs = dict(activation_fn=th.nn.ReLU, optimizer_class=th.optim.AdamW)
-    model = PPOExt("MlpPolicy", ENV_ID, n_steps=64, seed=0, device="cpu", policy_kwargs=kwargs, clip_range=lambda left: 0.1)
+    options = dict(
+        policy_kwargs=dict(activation_fn=th.nn.ReLU, optimizer_class=th.optim.AdamW),
+        clip_range=lambda left: 0.1,
+        max_grad_norm=float("inf"),
+    )
+    env = VecNormalize(make_vec_env(ENV_ID), clip_reward=np.inf)
+    model = PPOExt("MlpPolicy", env, n_steps=64, seed=0, device="cpu", **options)
     text = (save_folder(model, tmp_path / "new", n_eval_episodes=1) / "README.md").read_text()
     assert "# clip_range: " in text
     code = re.search(r"```python\n(.*?)model.learn", text.split("## Training")[1], re.DOTALL)[1]
     namespace = {}
     exec(code, namespace)
     assert options_of(namespace["model"]) == {name: value for name, value in options_of(model).items() if name != "clip_range"}
+    assert namespace["model"].max_grad_norm == namespace["model"].get_vec_normalize_env().clip_reward == float("inf")
