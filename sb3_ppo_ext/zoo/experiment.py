@@ -204,7 +204,16 @@ def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManage
     if isinstance(env, VecNormalize) and trial is not None:
         env.gamma = trial.user_attrs.get("gamma", env.gamma)  # a user's own sampler may leave it out
     make_atomic([env])
+    if experiment.frame_stack is not None:  # the Zoo's next step
+        _check_stackable(experiment.frame_stack, env.observation_space)
     return env
+
+
+def _check_stackable(frame_stack: int, space: spaces.Space) -> None:
+    for part in space.values() if isinstance(space, spaces.Dict) else [space]:
+        if not isinstance(part, spaces.Box):
+            remedy = "give `gymnasium.wrappers.FrameStackObservation` as the first `env_wrapper` instead"
+            refuse("frame_stack", frame_stack, f"SB3 stacks observations that are a Box, not {part}; {remedy}")
 
 
 def _normalizable(space: spaces.Space) -> dict[str, Any]:

@@ -102,6 +102,19 @@ def unreadable_checkpoints_as_bad_arguments() -> Iterator[None]:
         raise BadArgumentError(str(error)) from error
 
 
+@contextmanager
+def _other_spaces_as_bad_argument(agent: str) -> Iterator[None]:
+    """Let an agent of another environment end a command with a message that names its file."""
+    try:
+        yield
+    except ValueError as error:
+        if "spaces do not match" not in str(error):
+            raise
+        reason = " ".join(str(error).split())
+        remedy = f"it acts in another environment ({reason}); give one that was trained with the same `--env` and wrappers"
+        raise BadArgumentError(f"`trained_agent={agent!r}` is not valid: {remedy}") from error
+
+
 def agent_with_statistics(experiment: ExperimentManager) -> str:
     """
     :param experiment: Experiment
@@ -137,7 +150,8 @@ def load_pretrained_agent(
 ) -> Any:
     """Resume a training if ``--trained-agent`` is a checkpoint of it."""
     if not is_checkpoint(experiment.trained_agent):
-        return theirs(hyperparams, env)
+        with _other_spaces_as_bad_argument(experiment.trained_agent):
+            return theirs(hyperparams, env)
     print(f"Resuming from {experiment.trained_agent}")
     given = {name: value for name, value in hyperparams.items() if name not in ("policy", "policy_kwargs")}
     algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]

@@ -259,6 +259,15 @@ def test_folders_that_are_kept(tmp_path):
         assert folder.exists() == (existed or name.endswith("zip"))
 
 
+def test_an_agent_of_another_environment(tmp_path, train_here):
+    """A training cannot be continued in an environment with other observations: the message names the agent."""
+    params = ["--eval-freq", "-1", "-params", "n_envs:1", "n_steps:16", "batch_size:16"]
+    train_here("--env", "CartPole-v1", "-n", "16", *params)
+    agent = saved(tmp_path, "CartPole-v1")
+    with pytest.raises(CommandError, match=f"`trained_agent='{agent}'` is not valid: .* spaces do not match"):
+        train_here("--env", "Acrobot-v1", "-n", "16", "-i", agent, *params)
+
+
 def test_study_in_a_missing_database(tmp_path, train_here):
     """Training with a trial of a missing database does not create one."""
     study = ["--storage", f"sqlite:///{tmp_path}/missing.db", "--study-name", "s", "--trial-id", 0]

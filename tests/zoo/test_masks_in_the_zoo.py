@@ -5,8 +5,10 @@ import pytest
 import yaml
 from support import zoo
 from support.masks import MaskedToy
+from support.toys import VECTOR
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.zoo.entry_checks import CommandError
 
 ENTRY = dict(
     env_wrapper="sb3_ppo_ext.ActionMaskWrapper",
@@ -42,3 +44,14 @@ def test_masks_of_a_method_are_refused(masked_toy, tmp_path, train_here):
     """The Zoo evaluates without passing masks, so that they must be in the observation."""
     with pytest.raises(ValueError, match="ActionMaskWrapper"):
         train_here("--env", masked_toy, "--conf-file", tmp_path / "ppo_ext.yml", "-params", "action_mask_key:None")
+
+
+def test_stacked_frames(masked_toy, tmp_path, train_here):
+    """SB3 cannot stack masks: frames are stacked before they get one."""
+    words = ["--env", masked_toy, "--conf-file", tmp_path / "ppo_ext.yml", "--eval-freq", "-1"]
+    with pytest.raises(CommandError, match=r"`frame_stack=2` is not valid: .*`gymnasium\.wrappers\.Frame"):
+        train_here(*words, "-params", "frame_stack:2")
+    wrappers = "[{'gymnasium.wrappers.FrameStackObservation': {'stack_size': 2}}, 'sb3_ppo_ext.ActionMaskWrapper']"
+    train_here(*words, "-params", f"env_wrapper:{wrappers}")
+    observation_space = PPOExt.load(zoo.saved(tmp_path, masked_toy), device="cpu").observation_space
+    assert observation_space["observation"].shape == (2, *VECTOR.shape)
