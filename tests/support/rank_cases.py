@@ -59,10 +59,14 @@ OPTIONS = {
     "mirror": dict(auxiliary_losses={name: {"coef": 0.5, **MIRROR} for name in ("mirror", "mirror_augmentation")}),
     "uneven minibatches": dict(batch_size=24),
 }
-# Adam amplifies the rounding of convolutions.
+# Adam amplifies the rounding of convolutions. With the seed of the other cases, one of their units is so close to the edge of
+# its ReLU that a single process without oneDNN differs from one with it by 2e-4.
 OF_DICTIONARIES = {
-    "different keys": dict(optimizer="sgd", policy_kwargs=dict(actor_keys=["joints"]), critic_learning_rate=3e-2)
+    "different keys": dict(optimizer="sgd", policy_kwargs=dict(actor_keys=["joints"]), critic_learning_rate=3e-2, seed=4)
 }
+# Adam also amplifies the rounding of the rollout: noise that differs in its last bit moves parameters by 1e-5 here. With this
+# learning rate, SGD is nearly as sensitive to errors of the gradients as Adam with normalised advantages.
+OF_TENSORS = {"not normalized": dict(normalize_advantage=False, optimizer="sgd", learning_rate=0.5)}
 BACKENDS = ("eager", "fused", "native", "device")
 
 
@@ -173,7 +177,7 @@ def make_env(name, n_envs, first, device):
 def run(name, launch, n_parts, device):
     """Train one case, and return what it has learned and logged."""
     env_name, backend, option = name.split("/")
-    options = {**SMALL, **{**OPTIONS, **OF_DICTIONARIES}[option]}
+    options = {**SMALL, **{**OPTIONS, **OF_DICTIONARIES, **(OF_TENSORS if env_name == "tensors" else {})}[option]}
     n_envs = 2 * n_parts
     draws = SameDraws(launch.rank, launch.size, n_parts)
     policy = "MultiInputPolicy" if env_name == "dict" else "MlpPolicy"
