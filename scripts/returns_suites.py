@@ -140,13 +140,20 @@ SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
             "10 more epochs of the critic": _changed(critic_epochs=10),
             "upper clip range 0.28": _changed(clip_range_high=0.28),
             "KL of a step": _changed(adaptive_lr_kl=1e-4, adaptive_lr_signal="step", lr_decay="constant"),
+            "first output with gain 0.5": _changed({"actor_gain": 0.5}),
+            "41 ordinal bins": _changed(action_dist="ordinal", use_sde=False, sde_sample_freq=-1),
+            "41 categorical bins": _changed(action_dist="discretized", use_sde=False, sde_sample_freq=-1),
+            "state-dependent standard deviation": _changed(action_dist="state_dependent", use_sde=False, sde_sample_freq=-1),
         },
     ),
 }
 # Suites in which each arm is compared with the first one
 ABLATIONS = {"ablation"}
 # Options that were tried and removed, because they did not pay. Their runs are still reported.
-REMOVED = {"10 more epochs of the critic", "upper clip range 0.28", "KL of a step"}
+REMOVED = {
+    *("10 more epochs of the critic", "upper clip range 0.28", "KL of a step", "first output with gain 0.5"),
+    *("41 ordinal bins", "41 categorical bins", "state-dependent standard deviation"),
+}
 
 
 def pair(suite: str) -> list[str]:
