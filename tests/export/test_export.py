@@ -401,7 +401,7 @@ def test_nothing_is_written_if_the_file_would_act_differently(suffix, tmp_path):
 
 
 def test_bfloat16(tmp_path):
-    """ONNX Runtime does not compute in bfloat16 on a CPU; a program of PyTorch does, and the same networks in float32 are."""
+    """A model in bfloat16 is exported for PyTorch; for ONNX Runtime, the message says how to export it in float32."""
     model = PPOExt("MlpPolicy", make_toys(2, **BOX), amp_dtype="bfloat16", **SMALL)
     model.save(tmp_path / "model.zip")
     with pytest.raises(ValueError, match=r"amp_dtype='bfloat16'.*`amp_dtype=None`"):
