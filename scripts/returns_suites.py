@@ -74,6 +74,7 @@ class Arm:
     :param words: Further words of the command
     :param changes: Hyperparameters that differ from the entry
     :param policy_kwargs: Keyword arguments of the policy in addition to those of the entry
+    :param task_policy_kwargs: The same for single tasks
     """
 
     algo: str
@@ -82,12 +83,14 @@ class Arm:
     words: tuple[str, ...] = ()
     changes: Mapping[str, Any] = field(default_factory=dict)
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    task_policy_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def changed(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """:return: The entry with the changes of the arm"""
+    def changed(self, entry: Mapping[str, Any], task: str) -> dict[str, Any]:
+        """:return: The entry of a task with the changes of the arm"""
         changed = {**entry, **self.changes}
-        if self.policy_kwargs:
-            changed["policy_kwargs"] = {**_keywords(entry.get("policy_kwargs")), **self.policy_kwargs}
+        policy_kwargs = {**self.policy_kwargs, **self.task_policy_kwargs.get(task, {})}
+        if policy_kwargs:
+            changed["policy_kwargs"] = {**_keywords(entry.get("policy_kwargs")), **policy_kwargs}
         return changed
 
 
@@ -111,6 +114,11 @@ PRESETS_AND_PPO = {
     "ppo": Arm("ppo_ext", "ppo"),
     "ppo_ext": Arm("ppo_ext", "ppo_ext"),
     "ppo, computed by SB3": Arm("ppo", "ppo"),
+}
+# 0 where the entry has -1, and the reverse. LunarLanderContinuous has a Beta distribution, without a standard deviation.
+OTHER_LOG_STD_INIT = {
+    **{task: {"log_std_init": 0} for task in ("HalfCheetah-v5", "Walker2d-v5", "Ant-v5")},
+    **{task: {"log_std_init": -1} for task in ("Hopper-v5", "Pendulum-v1")},
 }
 # Numbers of steps of the tasks, and arms. The baseline is the first arm, and ours the second. A third one
 # is the baseline as SB3 computes it, of which the tables have the scores alone.
@@ -137,6 +145,8 @@ SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
             "LayerNorm": _changed({"net_type": "layer_norm"}),
             "value normalisation": _changed(normalize_value=True),
             "SimBa, value normalisation": _changed({"net_type": "simba"}, normalize_value=True),
+            "larger critic": _changed({"net_arch": {"pi": [64, 64], "vf": [256, 256]}}),
+            "other log_std_init": Arm("ppo_ext", "ablation", task_policy_kwargs=OTHER_LOG_STD_INIT),
             "10 more epochs of the critic": _changed(critic_epochs=10),
             "upper clip range 0.28": _changed(clip_range_high=0.28),
             "KL of a step": _changed(adaptive_lr_kl=1e-4, adaptive_lr_signal="step", lr_decay="constant"),
@@ -188,7 +198,7 @@ class Job:
             listed = {"policy": POLICIES.get(self.task, "MlpPolicy")}
         else:
             listed = entries(arm.source)[arm.key or self._key(arm.source)]
-        return arm.changed({**listed, "n_timesteps": self.timesteps})
+        return arm.changed({**listed, "n_timesteps": self.timesteps}, self.task)
 
     def fitted_entry(self) -> dict[str, Any]:
         """The entry as the Zoo fits it to the observations of the task."""
