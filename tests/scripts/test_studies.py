@@ -26,6 +26,7 @@ STUDIES = ROOT / "scripts" / "studies"
         ("memory", 2048, ["--tasks", "T-maze 10", "CartPoleNoVel-v1"]),
         ("robustness", 60_000, ["--tasks", "counting", "--arms", "transformer", "frames", "--rates", "1e-3"]),
         ("held_back", 1024, []),
+        ("mountain_car", 4096, []),
         ("hybrid_actions", 8192, []),
         ("tensor_learning", 40_960, []),
         ("ranks", 8192, []),
@@ -63,7 +64,7 @@ def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "asymmetric", "hybrid_actions"}
-    names |= {"auxiliary_losses"}
+    names |= {"auxiliary_losses", "mountain_car"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 
