@@ -308,8 +308,17 @@ def _check_statistics(model: SavedState) -> None:
     for name, keys in STATISTICS.items():
         for each in getattr(model, name) or ():
             values = [each[key] for key in keys] if keys else [each]
-            if not all(isinstance(value, int | float | np.number | np.bool_) for value in values):
+            if not all(map(_is_number, values)):
                 refuse(name, each, "give numbers")
+
+
+def _is_number(value: Any) -> bool:
+    """Environments give arrays and tensors with one number as well, of which SB3 takes the mean."""
+    if isinstance(value, th.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and value.dtype.kind in "biuf"
+    return isinstance(value, int | float | np.number | np.bool_)
 
 
 def _check_form(name: str, state: Any, own: Any) -> None:

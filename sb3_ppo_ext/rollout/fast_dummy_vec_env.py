@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
@@ -15,12 +16,14 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_ppo_ext.common.guards import EnvironmentDataError
 
+# Types of values that nobody can change
+IMMUTABLE = frozenset((bool, int, float, str, bytes, type(None), np.bool_, np.float32, np.float64, np.int32, np.int64))
+
 
 class FastDummyVecEnv(DummyVecEnv):
     """
-    SB3's ``DummyVecEnv`` without the deep copy of all infos at each step. Each step returns new info dictionaries, but their
-    values are the objects that the environment returned. An observation with too few numbers, which NumPy would repeat, raises
-    a ``ValueError``.
+    SB3's ``DummyVecEnv`` with deep copies only of those infos whose values can change. An observation with too few numbers,
+    which NumPy would repeat, raises a ``ValueError``.
 
     :param env_fns: Functions that create the environments
     :raises ValueError: if they return the same environment twice
@@ -34,7 +37,7 @@ class FastDummyVecEnv(DummyVecEnv):
         self._buffers = [(key, buffer, buffer.shape[1:]) for key, buffer in self.buf_obs.items()]
 
     def step_wait(self) -> VecEnvStepReturn:
-        self.buf_infos = self.step_envs(self.actions)
+        self.buf_infos = [detached(info) for info in self.step_envs(self.actions)]
         return self._obs_from_buf(), self.buf_rews.copy(), self.buf_dones.copy(), self.buf_infos
 
     def step_envs(self, actions: Any) -> list[dict[str, Any]]:
@@ -42,7 +45,7 @@ class FastDummyVecEnv(DummyVecEnv):
         Step all environments, and write observations, rewards and ends of episodes into the buffers.
 
         :param actions: Action for each environment
-        :return: Info of each environment
+        :return: Info of each environment, a new dictionary whose values are the objects that the environment returned
         """
         infos = []
         for index, env in enumerate(self.envs):
@@ -64,7 +67,7 @@ class FastDummyVecEnv(DummyVecEnv):
     def _save_obs(self, env_idx: int, obs: Any) -> None:
         for key, buffer, shape in self._buffers:
             part = obs if key is None else obs[key]
-            if (type(part) is not np.ndarray or part.shape != shape) and np.size(part) != np.prod(shape):
+            if (type(part) is not np.ndarray or part.shape != shape) and math.prod(np.shape(part)) != math.prod(shape):
                 env = f"Environment {self._first + env_idx}"
                 where = f"{env}: the observation" if key is None else f"{env}: {key!r}"
                 raise EnvironmentDataError(
@@ -75,3 +78,11 @@ class FastDummyVecEnv(DummyVecEnv):
     def _obs_from_buf(self) -> VecEnvObs:
         # The same as a deep copy, in a third of the time
         return dict_to_obs(self.observation_space, OrderedDict((key, buffer.copy()) for key, buffer, _ in self._buffers))
+
+
+def detached(info: dict[str, Any]) -> dict[str, Any]:
+    """
+    :param info: Info of a step
+    :return: The info, without objects that the environment may still change
+    """
+    return info if IMMUTABLE.issuperset(map(type, info.values())) else deepcopy(info)

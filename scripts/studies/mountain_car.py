@@ -5,7 +5,7 @@ The reward is 100 at the goal and, at each step, minus a tenth of the squared ac
 that there is to learn from. The study follows the standard deviation of the Gaussian from rollout to rollout, with the entry
 and with single changes of it, and measures how often a Gaussian with zero mean reaches the goal by chance.
 
-Run it: python scripts/studies/mountain_car.py (about 5 minutes on two cores)
+Run it: python scripts/studies/mountain_car.py (about 7 minutes on two cores)
 It writes docs/studies/mountain_car.csv and docs/studies/mountain_car.svg.
 """
 
@@ -166,8 +166,7 @@ def plot(rows: list[Row]) -> Figure:
         ax.set(title=arm, ylabel="standard deviation")
     for ax in axes[-2:]:
         ax.set_xlabel("1000 timesteps")
-    first = axes[0]
-    handles, labels = first.get_legend_handles_labels()
+    handles, labels = axes[0].get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     figure.legend(unique.values(), unique, loc="outside lower center", ncols=3, title="each line is one run", title_fontsize=8)
     return figure

@@ -7,12 +7,13 @@ import sys
 import warnings
 import zipfile
 
+import numpy as np
 import pytest
 import torch as th
 from stable_baselines3 import PPO
 from support.masks import make_masked
 from support.policies import SMALL
-from support.toys import make_toys
+from support.toys import ToyEnv, make_toys
 from support.zips import Zip
 
 from sb3_ppo_ext import PPOExt
@@ -136,3 +137,37 @@ def test_further_members(tmp_path):
         archive.writestr("further", b"content")
     for algorithm in (PPO, PPOExt):
         algorithm.load(path)
+
+
+class Successful(ToyEnv):
+    """Says of each episode whether it succeeded, in a form of its choice."""
+
+    def __init__(self, success):
+        super().__init__()
+        self.success = success
+
+    def step(self, action):
+        *rest, _ = super().step(action)
+        return *rest, {"is_success": self.success}
+
+
+@pytest.mark.parametrize("success", [np.array(True), np.array([1.0]), th.tensor(True), np.bool_(True), 1], ids=repr)
+def test_success_in_any_form(success, tmp_path):
+    """A model of an environment that says `is_success` with an array or a tensor of one number can be loaded, as in SB3."""
+    model = PPOExt("MlpPolicy", Successful(success), **SMALL)
+    model.learn(64)
+    model.save(tmp_path / "model")
+    loaded = PPOExt.load(tmp_path / "model")
+    assert len(loaded.ep_success_buffer) == len(model.ep_success_buffer) > 0
+    assert all(loaded.ep_success_buffer)
+
+
+@pytest.mark.parametrize("success", [np.array([True, False]), np.array("yes"), th.zeros(2), th.tensor(1j)], ids=repr)
+def test_success_that_is_no_number(success, tmp_path):
+    """What has no mean is refused by name."""
+    model = make()
+    model.learn(16)
+    model.ep_success_buffer.append(success)
+    model.save(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"ep_success_buffer.*give numbers"):
+        PPOExt.load(tmp_path / "model")

@@ -539,3 +539,27 @@ def test_policies_that_compute_otherwise(change, kwargs, when):
     alive = ~np.asarray(model._last_episode_starts, bool)
     expected = buffer.rewards[-1] + 0.99 * last - buffer.values[-1]
     np.testing.assert_allclose(buffer.advantages[-1][alive], expected[alive], rtol=1e-4, atol=1e-4)
+
+
+class LeavesDoubles(BaseCallback):
+    """Leaves arrays of float64 in the buffer."""
+
+    def _on_step(self):
+        return True
+
+    def _on_rollout_end(self):
+        buffer = self.model.rollout_buffer
+        for name in ("values", "log_probs", "advantages", "returns"):
+            setattr(buffer, name, getattr(buffer, name).astype(np.float64))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"normalize_advantage": False}, {"clip_range_vf": 0.2}], ids=repr)
+def test_doubles_in_the_buffer(options, backend):
+    """Each engine trains on them as on the same numbers in float32, as SB3 does."""
+    # One after the other, since the environments share the generator of their space.
+    expected, actual = (
+        make(PPOExt, backend=backend, **options).learn(32, callback=callback) for callback in (AllLocals(), LeavesDoubles())
+    )
+    for key, value in expected.policy.state_dict().items():
+        th.testing.assert_close(actual.policy.state_dict()[key], value, rtol=1e-4, atol=1e-6)

@@ -5,6 +5,7 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import DummyVecEnv
 from support.engines import SMALL, VECTORS
 from support.misbehaving import LEGAL, REFUSED, Bent, observations, rewards, terminal
 from support.parity import assert_equal
@@ -117,6 +118,28 @@ def test_dictionaries(bend, message):
     else:
         with pytest.raises(EnvironmentDataError, match=message):
             model.learn(32)
+
+
+class OfTensors(ToyEnv):
+    """Its observations are tensors, which NumPy reads as it reads arrays."""
+
+    def reset(self, **kwargs):
+        observation, info = super().reset(**kwargs)
+        return th.as_tensor(observation), info
+
+    def step(self, action):
+        observation, *rest = super().step(action)
+        return th.as_tensor(observation), *rest
+
+
+def test_fast_dummy_vec_env_takes_tensors():
+    """An environment that returns tensors trains as with SB3's DummyVecEnv."""
+    models = [
+        PPOExt("MlpPolicy", make_env(), n_steps=16, batch_size=16, seed=0, device="cpu").learn(16)
+        for make_env in (lambda: DummyVecEnv([OfTensors]), OfTensors)
+    ]
+    assert type(models[1].env) is FastDummyVecEnv
+    assert_equal(*(model.policy.state_dict() for model in models), "policy")
 
 
 class Short(ToyEnv):

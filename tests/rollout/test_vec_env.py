@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
@@ -37,6 +38,39 @@ def test_fast_survives_an_environment_that_writes_in_place():
     assert len(terminal) > 3
     np.testing.assert_array_equal(terminal, expected)
     assert_same(plain[2::5], fast[2::5])
+
+
+class Moving(ToyEnv):
+    """Its infos hold an array that it changes in place."""
+
+    def reset(self, **kwargs):
+        self.position = np.zeros(1)
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        self.position += 1.0
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {"position": self.position, "nested": {"position": self.position}}
+
+
+def positions_kept(algorithm, **options):
+    """Positions in the infos of eight steps, which a callback has kept until the end."""
+    infos = []
+
+    def keep(local_variables, _):
+        infos.append(local_variables["infos"][0])
+        return True
+
+    algorithm("MlpPolicy", Moving(), n_steps=8, batch_size=8, seed=0, device="cpu", **options).learn(8, callback=keep)
+    return [(float(info["position"][0]), float(info["nested"]["position"][0])) for info in infos]
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_no_later_step_changes_infos(backend):
+    """What a callback keeps of the infos of an environment that is not vectorised is what it keeps with SB3."""
+    expected = positions_kept(PPO)
+    assert expected[:3] == [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)]
+    assert positions_kept(PPOExt, backend=backend) == expected
 
 
 FORK = dict(start_method="fork")  # which starts faster

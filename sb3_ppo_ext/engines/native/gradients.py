@@ -69,13 +69,18 @@ class AnalyticGradients(GradientSource):
     def rollout(self) -> FlatRollout:
         """The whole rollout in the form that the networks read."""
         buffer = self.estimates.rollout.buffer
+        # A callback may have left arrays of another type.
+        values, log_probs, advantages, returns = (
+            array.ravel().astype(np.float32, copy=False)
+            for array in (buffer.values, buffer.log_probs, buffer.advantages, buffer.returns)
+        )
         return FlatRollout(
             self.native.features(buffer.observations),
             buffer.actions.astype(np.float32, copy=False),
-            buffer.values.ravel(),
-            buffer.log_probs.ravel(),
-            buffer.advantages.ravel(),
-            buffer.returns.ravel(),
+            values,
+            log_probs,
+            advantages,
+            returns,
             self.native.invalid(buffer.observations),
         )
 

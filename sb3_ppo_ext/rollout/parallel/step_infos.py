@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from array import array
-from copy import deepcopy
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,8 +11,6 @@ import numpy as np
 # Infos with more in them than whether the episode was truncated, and infos of new episodes, each by the index of the
 # environment in its process
 StepInfos: TypeAlias = tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]
-# Types of values that nobody can change
-IMMUTABLE = frozenset((bool, int, float, str, bytes, type(None), np.bool_, np.float32, np.float64, np.int32, np.int64))
 # Types of numbers that are exact as a double, and a letter for each. To pickle NumPy's takes ten times as long.
 LETTERS: dict[Any, str] = {float: "p", bool: "b", np.float64: "d", np.float32: "f", np.bool_: "?"}
 TYPES: dict[str, Any] = {letter: kind for kind, letter in LETTERS.items()}
@@ -52,11 +49,3 @@ def unpickled_infos(data: Any) -> StepInfos:
             # `rest` comes last, since `zip` takes from each before it finds that one has ended.
             infos[index] = {key: kind(value) for key, kind, value in zip(keys, types, rest, strict=False)}
     return infos, resets
-
-
-def detached(info: dict[str, Any]) -> dict[str, Any]:
-    """
-    :param info: Info of a step
-    :return: The info, without objects that the environment may still change
-    """
-    return info if IMMUTABLE.issuperset(map(type, info.values())) else deepcopy(info)
