@@ -21,6 +21,7 @@ from sb3_ppo_ext.common.guards import normalized_parts
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, in_float32_range, make_schedule, value_of
+from sb3_ppo_ext.common.user_code import hidden_method, is_replaced
 from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
 from sb3_ppo_ext.distributions import ACTION_DISTS, bounded_part
@@ -39,6 +40,7 @@ from sb3_ppo_ext.rollout.action_masks import check_masks
 from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, knows_critic, make_optimizer
+from sb3_ppo_ext.update.rollout_data import knows_indices
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
 
@@ -52,6 +54,8 @@ SEQUENCE_BUFFERS = (SequenceBufferMixin, TensorSequenceBuffer)
 class ModelSetup(PolicyUpdater):
     """The steps of the setup of PPOExt; ``PPOExt._setup_model`` defines their order."""
 
+    # The rollout buffer that this class has made. Users may assign another one to `rollout_buffer`.
+    _own_buffer: RolloutBuffer | None = None
     batch_size: int
     n_epochs: int
     normalize_advantage: bool
@@ -126,6 +130,8 @@ class ModelSetup(PolicyUpdater):
     def _setup_rollout_buffer(self) -> None:
         """Create the rollout buffer anew. A history-based policy continues with what it remembers."""
         before = self.rollout_buffer
+        if before is not self._own_buffer or hidden_method(before) is not None:
+            return self._adapt_buffer_of_user()
         self._create_rollout_buffer()
         self._adapt_rollout_buffer()
         self._setup_tensor_buffer()
@@ -134,6 +140,15 @@ class ModelSetup(PolicyUpdater):
             after.set_memory(before.memory())
         if isinstance(before, SEQUENCE_BUFFERS) and isinstance(after, SEQUENCE_BUFFERS):
             after.context_watch = before.context_watch
+        self._own_buffer = after
+
+    def _adapt_buffer_of_user(self) -> None:
+        """A buffer that the user has assigned, or whose methods were replaced, stays, with the current discount factors."""
+        buffer = self.rollout_buffer
+        if buffer.buffer_size != self.n_steps:
+            remedy = f"the buffer assigned to `rollout_buffer`, or changed, has {buffer.buffer_size} steps; assign another one"
+            refuse("n_steps", self.n_steps, remedy)
+        buffer.gamma, buffer.gae_lambda = self.gamma, self.gae_lambda
 
     def _create_rollout_buffer(self) -> None:
         """As SB3 does."""
@@ -327,6 +342,13 @@ class ModelSetup(PolicyUpdater):
     def _normalized_parts(self) -> list[str]:
         """Keys of the observations that ``VecNormalize`` normalises, which ``set_env`` can change."""
         return normalized_parts(self.env)
+
+    @property
+    def _has_own_get(self) -> bool:
+        """Whether the user has assigned a rollout buffer, or replaced its ``get``, so that it draws its own minibatches."""
+        buffer = getattr(self, "rollout_buffer", None)
+        is_assigned = buffer is not self._own_buffer and not knows_indices(type(buffer))
+        return buffer is not None and (is_assigned or is_replaced(buffer, "get"))
 
     @property
     def stats_window_size(self) -> int:

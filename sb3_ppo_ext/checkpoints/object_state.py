@@ -20,7 +20,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.checkpoints.simulators import Simulator, simulator_of
-from sb3_ppo_ext.rollout.user_code import KNOWN_PACKAGES
+from sb3_ppo_ext.common.user_code import is_known_module
 
 # Number of a group of objects, class of an object, and its number among the objects of this class in the group
 Key: TypeAlias = tuple[int, str, int]
@@ -32,8 +32,6 @@ Selection: TypeAlias = Callable[[Any, Key, dict[str, Any]], dict[str, Any]]
 STATEFUL = (gym.Env, gym.vector.VectorEnv, VecEnv, BaseCallback)
 # Attributes of callbacks that the training sets
 OF_TRAINING = {"model", "locals", "globals", "parent"}
-# Packages whose classes have no attributes that a training run changes
-PACKAGES = {*KNOWN_PACKAGES, "gymnasium", "abc", "builtins", "typing"}
 
 
 def stateful_objects(*roots: Any) -> list[Any]:
@@ -68,7 +66,8 @@ def classes_of(targets: list[Any]) -> list[type]:
     :return: Their classes and parents that users have written, each once. Objects may share state in their attributes
     """
     classes = {cls: None for target in targets for cls in type(target).__mro__}
-    return [cls for cls in classes if cls.__module__.split(".")[0] not in PACKAGES]
+    # Classes of the others have no attributes that a training run changes.
+    return [cls for cls in classes if not is_known_module(cls.__module__) and cls.__module__.split(".")[0] != "gymnasium"]
 
 
 def attributes_of(target: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from stable_baselines3.common.preprocessing import preprocess_obs
 from torch import nn
 from torch.func import functional_call, grad_and_value
 
+from sb3_ppo_ext.common.user_code import has_method_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss, Differentiate
 from sb3_ppo_ext.engines.device.engine import DeviceEngine
@@ -328,10 +329,7 @@ def _loss_and_gradients(module: _LossModule, *inputs: Any) -> tuple[list[th.Tens
 
 def _preprocesses_as_sb3(policy: ActorCriticPolicy) -> bool:
     known = (ActorCriticPolicy, ActionDistributionMixin)
-    return all(
-        getattr(type(policy), name) in [getattr(cls, name) for cls in known] and name not in vars(policy)
-        for name in ("evaluate_actions", "extract_features")
-    )
+    return all(has_method_of(policy, name, *known) for name in ("evaluate_actions", "extract_features"))
 
 
 def _preprocessed(space: spaces.Space[Any]) -> spaces.Space[Any]:

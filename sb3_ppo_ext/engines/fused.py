@@ -9,6 +9,7 @@ import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from sb3_ppo_ext.common.observations import images_in_channels_last, takes_channels_last
+from sb3_ppo_ext.common.user_code import is_replaced
 from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native import extension
@@ -36,8 +37,7 @@ def image_layout(policy: ActorCriticPolicy) -> Callable[[Any], Any] | None:
     :return: Function that brings the images of a minibatch into the memory format in which convolutions are fastest, ``None``
         if code that is not SB3's reads them, which may depend on the format
     """
-    methods = (getattr(type(policy), name).__module__.split(".")[0] for name in ("evaluate_actions", "extract_features"))
-    is_known = {*methods} <= {"stable_baselines3", "sb3_ppo_ext"}
+    is_known = not any(is_replaced(policy, name) for name in ("evaluate_actions", "extract_features"))
     takes = takes_channels_last(policy.pi_features_extractor, policy.vf_features_extractor)
     return images_in_channels_last if is_known and takes else None
 

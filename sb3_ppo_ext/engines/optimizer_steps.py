@@ -8,6 +8,7 @@ import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
+from sb3_ppo_ext.common.user_code import replaced_method
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.update.optimizers import clip_gradients
 from sb3_ppo_ext.update.update import Stepper
@@ -146,7 +147,7 @@ class FusedAdamStepper(Stepper):
             return False
         variants = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
         # Learning rate schedulers, among others, replace `step` of the instance.
-        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, "step" in vars(optimizer))
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, replaced_method(optimizer))
         steps = {float(state["step"]) for state in optimizer.state.values()}
         is_whole = len(steps) <= 1 and len(optimizer.state) in (0, len(learned))
         return is_whole and not any(group.get(name) for name in variants) and not any(hooks)

@@ -77,12 +77,12 @@ class RecurrentBufferMixin(HistoryBuffer):
 
     @property
     def last_states(self) -> RecurrentStates:
-        """States of all environments after the last step, on the device."""
-        return self.states_before(self.pos)
+        """States of all environments after the last step, on the device; on the CPU in the memory of the buffer."""
+        return self._on_device(self.states[self.pos], copy=False)
 
-    def _on_device(self, states: np.ndarray) -> RecurrentStates:
+    def _on_device(self, states: np.ndarray, copy: bool = True) -> RecurrentStates:
         """States of shape ``(n_networks, n_states, n_layers, n, n_units)`` as tensors."""
-        networks: list[State] = [tuple(self.to_torch(part) for part in network) for network in states]
+        networks: list[State] = [tuple(self.to_torch(part, copy) for part in network) for network in states]
         return RecurrentStates(networks[0], networks[-1])
 
     def _states_of(self, steps: np.ndarray, environments: np.ndarray) -> RecurrentStates:

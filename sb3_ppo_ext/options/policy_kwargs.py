@@ -12,13 +12,12 @@ from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
 from torch import nn
 
+from sb3_ppo_ext.common.user_code import is_known_module
 from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, check_sizes, check_type, described, refuse
 from sb3_ppo_ext.options.values import Accepted, Dictionary, Flag, Optional
 from sb3_ppo_ext.policies.observation_keys import KEYWORDS as KEYS
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin, check_keys, select_space
 
-# Packages whose policies use the keywords as SB3 documents them. Other policies may use the same names for something else.
-KNOWN_PACKAGES = ("stable_baselines3", "sb3_contrib", "sb3_ppo_ext", "torch", "abc", "builtins")
 # Smallest height and width that the convolutions of `NatureCNN` can be applied to
 MIN_IMAGE = 36
 POLICY_NAMES = "give `MultiInputPolicy` for a `Dict`, `CnnPolicy` for images, `MlpPolicy` for anything else"
@@ -139,9 +138,9 @@ def check_policy_kwargs(policy_class: Any, policy_kwargs: Mapping[str, Any], mak
 def is_known(policy_class: Any) -> bool:
     """
     :param policy_class: Policy class
-    :return: Whether the class and its parents are of SB3, SB3-Contrib or this package
+    :return: Whether neither the class nor a parent is a user's, so that keywords mean what SB3 documents
     """
-    return all(cls.__module__.split(".")[0] in KNOWN_PACKAGES for cls in policy_class.__mro__)
+    return all(is_known_module(cls.__module__) for cls in policy_class.__mro__)
 
 
 def _argument(name: str, policy_class: Any, policy_kwargs: Mapping[str, Any]) -> Any:

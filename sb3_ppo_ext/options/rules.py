@@ -24,7 +24,14 @@ from sb3_ppo_ext.distributed.launch import Distributed, find_launch
 from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.recurrent_policies import check_recurrence, with_own_recurrence
 from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
-from sb3_ppo_ext.options.table import ALL_OPTIONS, ActionDist, AdvantageNorm, DeterministicAction, OptimizerName
+from sb3_ppo_ext.options.table import (
+    ALL_OPTIONS,
+    ActionDist,
+    AdvantageNorm,
+    DeterministicAction,
+    OptimizerName,
+    draws_its_own_minibatches,
+)
 from sb3_ppo_ext.policies.action_masking import MASKABLE, check_mask_key
 from sb3_ppo_ext.policies.actor_critic import (
     OWN_KEYWORDS,
@@ -36,7 +43,6 @@ from sb3_ppo_ext.policies.actor_critic import (
 from sb3_ppo_ext.policies.distribution_checks import check_action_distribution, check_exploration
 from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.policy_losses import reads_next
-from sb3_ppo_ext.update.rollout_data import knows_indices
 
 # Arguments that have no row in the table
 _FURTHER_NUMBERS = ("sde_sample_freq", "verbose", "rollout_buffer_kwargs")
@@ -173,7 +179,7 @@ def _check_ranks(model: ConfiguredModel) -> None:
     if model.accumulate_grad > 1 and model.priority_alpha > 0:
         remedy = "with `priority_alpha`, the processes of torchrun get parts of different sizes of a minibatch"
         refuse("accumulate_grad", model.accumulate_grad, f"{remedy}; give 1, and a smaller `batch_size`")
-    if model.rollout_buffer_class is not None and not knows_indices(model.rollout_buffer_class):
+    if draws_its_own_minibatches(model):
         remedy = "it draws its own minibatches, which the processes of torchrun cannot share"
         refuse("rollout_buffer_class", model.rollout_buffer_class, f'{remedy}; give None, or `distributed="off"`')
 

@@ -42,8 +42,12 @@ POSITIVE = Number(0, open_low=True)
 POSITIVE_OR_INFINITE = Number(0, open_low=True, infinite=True)
 
 
-def _draws_its_own_minibatches(model: Any) -> bool:
-    return not knows_indices(model.rollout_buffer_class or RolloutBuffer)
+def draws_its_own_minibatches(model: Any) -> bool:
+    """
+    :param model: ``PPOExt``, with or without its rollout buffer
+    :return: Whether the rollout buffer decides what is in a minibatch
+    """
+    return not knows_indices(model.rollout_buffer_class or RolloutBuffer) or getattr(model, "_has_own_get", False)
 
 
 def _has_own_estimates(model: Any) -> bool:
@@ -57,15 +61,15 @@ def _action_space(model: Any) -> Any:
     return getattr(model, "action_space", None)
 
 
-OWN_GET = When("a `rollout_buffer_class` that overrides `get`", _draws_its_own_minibatches)
+OWN_GET = When("a `rollout_buffer_class` that overrides `get`", draws_its_own_minibatches)
 OWN_GET_REMEDY = "it needs the indices of a minibatch's samples, but {rollout_buffer_class} has its own `get`; inherit SB3's"
 OWN_GET_CONFLICT = Conflict(OWN_GET, OWN_GET_REMEDY)
 NEXT_WITH_OWN_GET = When(
     f"{OWN_GET.text} and `caps_temporal`",
-    lambda model: reads_next(model.auxiliary_losses) and _draws_its_own_minibatches(model),
+    lambda model: reads_next(model.auxiliary_losses) and draws_its_own_minibatches(model),
 )
 # `advantage_norm` has no effect without `normalize_advantage`.
-NORMALIZED_OWN_GET = When(OWN_GET.text, lambda model: model.normalize_advantage and _draws_its_own_minibatches(model))
+NORMALIZED_OWN_GET = When(OWN_GET.text, lambda model: model.normalize_advantage and draws_its_own_minibatches(model))
 OWN_ESTIMATES = When("a `rollout_buffer_class` that overrides `compute_returns_and_advantage`", _has_own_estimates)
 NOT_BOX = When("action spaces other than `Box`", lambda model: not isinstance(_action_space(model), spaces.Box | None))
 NO_BOX = When(
@@ -604,5 +608,6 @@ CHANGES = {row.attribute: row.change for row in ALL_OPTIONS.values()} | {
     "rollout_buffer_kwargs": OF_BUFFER,
     "_steps_in_tensors": OF_ENGINE,
     "_normalized_parts": OF_BUFFER,
+    "_has_own_get": READ,
     **dict.fromkeys(("sde_sample_freq", "tensorboard_log", "verbose"), READ),
 }

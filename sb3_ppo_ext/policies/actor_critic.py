@@ -29,6 +29,7 @@ from sb3_ppo_ext.common.hybrid_actions import (
     structured,
 )
 from sb3_ppo_ext.common.saved_models import OF_MASKABLE_PPO
+from sb3_ppo_ext.common.user_code import has_method_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions.base import DeterministicAction, bounded_part
 from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily, hybrid_distribution
@@ -385,8 +386,7 @@ def unscales_as_known(policy: ActorCriticPolicy) -> bool:
     :param policy: Policy
     :return: Whether :func:`unscaled` is its ``unscale_action``
     """
-    known = (BasePolicy.unscale_action, ActionDistributionMixin.unscale_action)
-    return type(policy).unscale_action in known and "unscale_action" not in vars(policy)
+    return has_method_of(policy, "unscale_action", BasePolicy, ActionDistributionMixin)
 
 
 def evaluator(policy: ActorCriticPolicy) -> Any:

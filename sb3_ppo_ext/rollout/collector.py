@@ -19,6 +19,7 @@ from sb3_ppo_ext.common.guards import check_finite, check_outputs, reset_after_e
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.distributions.masked import choices_of
+from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
 from sb3_ppo_ext.policies.action_masking import add_mask
 from sb3_ppo_ext.rollout.action_masks import ActionMasks
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
@@ -56,8 +57,16 @@ class RolloutCollector(OnPolicyAlgorithm):
 
     @property
     def _last_lstm_states(self) -> Any:
-        """States of a recurrent policy after the last step, under the name of RecurrentPPO; ``None`` for other policies."""
+        """
+        States of a recurrent policy after the last step, under the name of RecurrentPPO; ``None`` for other policies. On the
+        CPU, they share the memory of the rollout buffer; elsewhere, changed states have to be assigned.
+        """
         return getattr(self.rollout_buffer, "last_states", None)
+
+    @_last_lstm_states.setter
+    def _last_lstm_states(self, states: Any) -> None:
+        if isinstance(self.rollout_buffer, RecurrentBufferMixin):
+            self.rollout_buffer.keep_states(self.rollout_buffer.pos, states)
 
     def collect_rollouts(
         self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
@@ -111,7 +120,8 @@ class RolloutCollector(OnPolicyAlgorithm):
             if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
                 self.policy.reset_noise(env.num_envs)
 
-            seen: Any = self._last_obs if masks is None else masks.seen(self._last_obs, n_steps, self.num_timesteps)
+            last_obs = self._last_obs
+            seen: Any = last_obs if masks is None else masks.seen(last_obs, n_steps, self.num_timesteps)
             action = actor.act(self.policy, seen, self._last_episode_starts, n_steps)  # type: ignore[arg-type]
             obs_tensor, samples, values, log_probs = action
             check_outputs(self.policy, samples, n_steps, self.num_timesteps)
@@ -135,6 +145,8 @@ class RolloutCollector(OnPolicyAlgorithm):
             self._update_info_buffer(infos, dones)
             n_steps += 1
 
+            if self._last_obs is not last_obs:  # which a callback has replaced
+                seen = self._last_obs if masks is None else masks.seen(self._last_obs, n_steps - 1, self.num_timesteps)
             truncated = list(self._truncated_episodes(dones, infos, n_steps - 1)) if np.count_nonzero(dones) else ()
             starts: Any = self._last_episode_starts
             actor.record(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import gymnasium as gym
@@ -53,7 +53,7 @@ class FastDummyVecEnv(DummyVecEnv):
             observation, reward, terminated, truncated, info = env.step(actions[index])
             done = terminated or truncated
             # Copied, since an environment may return the same dictionary again.
-            info = dict(info)
+            info = copy(info)
             info["TimeLimit.truncated"] = truncated and not terminated
             if done:
                 # Copied, since an environment may write the next observation into the same array.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import FunctionType
 from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
 
-# Callbacks of these packages do not read values or log probabilities during a rollout, and do not change parameters.
-KNOWN_PACKAGES = ("stable_baselines3", "sb3_contrib", "rl_zoo3", "sb3_ppo_ext")
+from sb3_ppo_ext.common.user_code import is_known_module, replaced_method
 
 
 def is_user_class(cls: type) -> bool:
@@ -17,7 +15,7 @@ def is_user_class(cls: type) -> bool:
     :param cls: Class of a callback or model
     :return: Whether the class or a parent is from outside SB3, SB3-Contrib, the RL Zoo, this package and Python itself
     """
-    return any(not _is_known(parent.__module__) for parent in cls.__mro__)
+    return any(not is_known_module(parent.__module__) for parent in cls.__mro__)
 
 
 def runs_user_code(callback: BaseCallback) -> bool:
@@ -36,8 +34,8 @@ def _runs_user_code(callback: Any, seen: set[int]) -> bool:
     if id(callback) in seen:
         return False
     seen.add(id(callback))
-    # Functions that SB3 wraps, methods replaced on an instance, and objects that merely behave like a callback
-    if not isinstance(callback, BaseCallback) or is_user_class(type(callback)) or _has_replaced_methods(type(callback)):
+    # Functions that SB3 wraps, replaced methods, and objects that merely behave like a callback
+    if not isinstance(callback, BaseCallback) or is_user_class(type(callback)) or replaced_method(callback) is not None:
         return True
     return any(_runs_user_code(part, seen) for part in _called(callback))
 
@@ -49,12 +47,3 @@ def _called(callback: BaseCallback) -> Iterator[Any]:
             continue
         parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else [value]
         yield from (part for part in parts if hasattr(part, "on_step") or (callable(part) and not isinstance(part, type)))
-
-
-def _has_replaced_methods(cls: type) -> bool:
-    functions = (value for parent in cls.__mro__ for value in vars(parent).values() if isinstance(value, FunctionType))
-    return any(not _is_known(function.__module__) for function in functions)
-
-
-def _is_known(module: str) -> bool:
-    return module.split(".")[0] in (*KNOWN_PACKAGES, "abc", "builtins")

@@ -12,6 +12,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.user_code import is_replaced
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.memory.history import HistoryBuffer
 from sb3_ppo_ext.update.bootstrap import Truncation, change_of_terminal_values, last_values
@@ -43,7 +44,7 @@ class Rollout:
         self.buffer, self.last_observations, self.last_dones = buffer, last_observations, last_dones
         self.truncations, self.gamma = truncations or [], gamma
         # A buffer class that overrides `get` draws its own minibatches.
-        self.is_indexable = knows_indices(type(buffer))
+        self.is_indexable = knows_indices(type(buffer)) and not is_replaced(buffer, "get")
         # Gathers the samples at the given indices
         self.samples: Callable[[np.ndarray], RolloutBufferSamples] = buffer._get_samples
         if self.is_indexable:

@@ -37,6 +37,7 @@ BASES = {
     "adaptive_lr_bounds": dict(adaptive_lr_kl=1e-9),
     "dual_clip": dict(learning_rate=0.05),
     "bounds_coef": dict(bounds_limit=0.0),
+    "max_clip_fraction": dict(learning_rate=0.05),
     "vf_clip_mode": dict(clip_range_vf=1e-3, learning_rate=0.05),
     "priority_beta": dict(priority_alpha=1.0, priority_segment=1, n_steps=4, batch_size=4),
     "adaptive_lr_kl": dict(n_steps=4, batch_size=4),
@@ -50,6 +51,53 @@ SEEN_ELSEWHERE = {
     "kl_target": lambda model: model.kl_coefficient.value,
     "native_threads": lambda model: model._update_config().native_threads,  # equal to the bit
 }
+
+
+class OwnBuffer(RolloutBuffer):
+    """A rollout buffer of a user."""
+
+
+def assigned(model, buffer_class=OwnBuffer, n_steps=None):
+    """Assign a rollout buffer to the model."""
+    spaces_of_model = model.observation_space, model.action_space
+    model.rollout_buffer = buffer_class(n_steps or model.n_steps, *spaces_of_model, device="cpu", n_envs=model.n_envs)
+    return model.rollout_buffer
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_assigned_buffer(backend, tmp_path):
+    """A rollout buffer that a user has assigned stays, whatever changes, with the current discount factors."""
+    model = PPOExt("MlpPolicy", make_toys(), **SMALL, backend=backend)
+    for buffer_class, factors in ((OwnBuffer, (0.5, 0.25)), (RolloutBuffer, (0.75, 0.5))):
+        buffer = assigned(model, buffer_class)
+        model.gamma, model.gae_lambda = factors
+        model.set_env(VecNormalize(make_toys()))
+        model.learn(32)
+        assert model.rollout_buffer is buffer
+        assert (buffer.gamma, buffer.gae_lambda, buffer.full) == (*factors, True)
+    model.n_steps *= 2
+    with pytest.raises(ValueError, match=r"n_steps=.*assigned to `rollout_buffer`"):
+        model.learn(32)
+    buffer = assigned(model)
+    model.learn(32)
+    assert model.rollout_buffer is buffer
+    model.save(tmp_path / "model")
+    assert type(PPOExt.load(tmp_path / "model", env=make_toys()).rollout_buffer) is RolloutBuffer
+
+
+def test_assigned_buffer_with_own_minibatches():
+    """Options that need to know the samples of a minibatch are refused with it."""
+
+    class OwnGet(RolloutBuffer):
+        def get(self, batch_size=None):
+            yield next(super().get(batch_size))
+
+    model = PPOExt("MlpPolicy", make_toys(), **SMALL)
+    assigned(model, OwnGet)
+    model.learn(32)
+    model.priority_alpha = 0.5
+    with pytest.raises(ValueError, match="priority_alpha"):
+        model.learn(32)
 
 
 def bits(model):

@@ -488,6 +488,28 @@ def test_a_custom_buffer_gets_what_sb3_gives():
     assert shapes[0] == shapes[1]
 
 
+class ReplacesLastObs(BaseCallback):
+    """Assigns other observations to `_last_obs` once."""
+
+    def _on_step(self):
+        if self.n_calls == AT:
+            self.model._last_obs = np.full_like(self.model._last_obs, 0.25)
+        return True
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_observations_that_a_callback_replaces(backend):
+    """They are stored, and the observations after them are those of the environments, as in SB3."""
+    stored = []
+    for algorithm, options in ((PPO, {}), (PPOExt, {"backend": backend})):
+        model = make(algorithm, **options)
+        _, callback = model._setup_learn(10**6, ReplacesLastObs())
+        model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
+        stored.append(model.rollout_buffer.observations.copy())
+    np.testing.assert_array_equal(*stored)
+    assert (stored[0] == 0.25).all(axis=(1, 2)).tolist() == [step == AT - 1 for step in range(16)]
+
+
 def swap_distribution(model):
     """A policy whose noise is drawn in another way."""
     space = model.observation_space, model.action_space
@@ -511,8 +533,25 @@ def replace_method(model):
     model.policy.predict_values = lambda obs: predict_values(obs) + 1.0
 
 
+def replace_method_of_a_part(model):
+    """Nor here."""
+    networks = model.policy.mlp_extractor
+    forward = networks.forward_critic
+    networks.forward_critic = lambda features: forward(features) + 1.0
+
+
+def replace_method_of_the_distribution(model):
+    """Nor here."""
+    log_prob = model.policy.action_dist.log_prob
+    model.policy.action_dist.log_prob = lambda actions: log_prob(actions) + 1.0
+
+
+OTHERWISE = [swap_distribution, swap_activation, add_hook, replace_method]
+OTHERWISE += [replace_method_of_a_part, replace_method_of_the_distribution]
+
+
 @pytest.mark.parametrize("kwargs", [dict(mean_tanh=True), dict(net_arch=[8, 8])], ids=str)
-@pytest.mark.parametrize("change", [swap_distribution, swap_activation, add_hook, replace_method], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", OTHERWISE, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("when", ["in a rollout", "between rollouts"])
 def test_policies_that_compute_otherwise(change, kwargs, when):
     """Values and log probabilities are those of the policy as it is at the time."""

@@ -94,6 +94,42 @@ def test_equal_to_recurrent_ppo(name):
     assert_equal([*expected.model._last_lstm_states], [*actual.model._last_lstm_states], "states")
 
 
+class ForgetsAtTheStart(BaseCallback):
+    """Sets the states to zero at the start of each rollout, in place or by assigning others, and changes them in it."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+
+    def change(self, factor):
+        states = self.model._last_lstm_states
+        if self.in_place:
+            for part in (*states.pi, *states.vf):
+                part.mul_(factor)
+        else:
+            self.model._last_lstm_states = type(states)(*(tuple(part * factor for part in state) for state in states))
+
+    def _on_rollout_start(self):
+        self.change(0.0)
+
+    def _on_step(self):
+        if self.n_calls % 8 == 3:
+            self.change(0.5)
+        return True
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_states_that_a_callback_changes(in_place):
+    """They act on the next step, or are stored, as those of RecurrentPPO do."""
+    expected, actual = (
+        CASES["never ended"].make(algorithm).learn(64, callback=ForgetsAtTheStart(in_place))
+        for algorithm in (RecurrentPPO, PPOExt)
+    )
+    assert_equal(expected.policy.state_dict(), actual.policy.state_dict(), "policy")
+    plain = CASES["never ended"].make(PPOExt).learn(64)
+    assert not th.equal(plain.policy.action_net.weight, actual.policy.action_net.weight)
+
+
 def test_toys_are_truncated():
     """The environments of these tests have episodes that are truncated, which both algorithms bootstrap."""
     env = ToyEnv()

@@ -73,6 +73,31 @@ def test_no_later_step_changes_infos(backend):
     assert positions_kept(PPOExt, backend=backend) == expected
 
 
+class Record(dict):
+    """An info with methods of its own."""
+
+    def position_of(self, index):
+        return self["position"][index]
+
+
+class Recording(ToyEnv):
+    """Its infos are of a class of its own."""
+
+    def step(self, action):
+        *rest, _ = super().step(action)
+        return *rest, Record(position=np.ones(2))
+
+
+@pytest.mark.parametrize("vec_env_class", [DummyVecEnv, FastDummyVecEnv])
+def test_class_of_infos(vec_env_class):
+    """Infos keep their class."""
+    env = vec_env_class([Recording])
+    env.reset()
+    (info,) = env.step(env.action_space.sample()[None])[3]
+    assert type(info) is Record
+    assert info.position_of(1) == 1.0
+
+
 FORK = dict(start_method="fork")  # which starts faster
 
 

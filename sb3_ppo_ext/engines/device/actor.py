@@ -41,6 +41,8 @@ class DeviceActor(Actor):
         self.terminal_observations: list[Any] = []
         self.values: list[th.Tensor] = []
         self.staging: Any = None
+        # Observations of the last step, already in the buffer
+        self.observations: Any = None
         self.cached = CachedPolicy(buffer, config.is_watched) if isinstance(buffer, TensorSequenceBuffer) else None
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
@@ -48,6 +50,7 @@ class DeviceActor(Actor):
             # Without a memory, the starts of episodes are copied at the end of the rollout.
             known = None if self.cached is None else np.asarray(starts, np.float32)
             obs_tensor = self.buffer.observe(self._staged(observations), known)
+            self.observations = observations
             samples, values, log_probs = self._compute(policy, obs_tensor, step)
         self.buffer.record(samples, values, log_probs)
         return Action(obs_tensor, samples.cpu().numpy(), values, log_probs)
@@ -72,6 +75,8 @@ class DeviceActor(Actor):
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
         buffer, step = self.buffer, transition.step
         self.gamma = transition.gamma
+        if transition.observations is not self.observations:
+            buffer.observe(transition.observations, None if self.cached is None else np.asarray(transition.starts, np.float32))
         self.rewards[step], self.starts[step] = transition.rewards, transition.starts
         if isinstance(buffer, TensorSequenceBuffer):
             assert isinstance(policy, TransformerPolicyMixin)

@@ -20,6 +20,7 @@ from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_outputs, refuse_policy
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import stack
+from sb3_ppo_ext.common.user_code import hidden_method
 from sb3_ppo_ext.distributions.base import bounded_part
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask, unsupported_reason
@@ -47,6 +48,8 @@ class NativeActor(DivisibleActor):
         space = config.action_space
         # Discrete samples have their shape already.
         self.sample_shape = None if isinstance(space, spaces.Discrete) else (-1, *(space.shape or ()))
+        # Observations of the last step, already in the buffer
+        self.observations: Any = None
         # Number of steps with values and log probabilities in the buffer
         self.n_estimated = 0
         # Step, environment and terminal observation of truncated episodes that have not been bootstrapped yet
@@ -78,6 +81,7 @@ class NativeActor(DivisibleActor):
                 return self.torch_actor.act(policy, observations, starts, step)
         native = self.native
         _write_observations(self.buffer, step, observations)
+        self.observations = observations
         features = native.features(observations)
         if not self.is_watched and native.has_changed():
             # Earlier steps are evaluated with the parameters of the policy that made them.
@@ -100,8 +104,8 @@ class NativeActor(DivisibleActor):
         """Use the policy and its parameters as they are now, whoever has changed them, and in whatever way."""
         if self.torch_actor is not None:
             return
-        if not self.native.is_of(policy):
-            if unsupported_reason(policy) is not None:
+        if self._buffer_is_changed() or not self.native.is_of(policy):
+            if self._buffer_is_changed() or unsupported_reason(policy) is not None:
                 self.torch_actor = PolicyActor(self.buffer, self.config)
                 return
             before, self.native = self.native, NativePolicy(policy)
@@ -109,12 +113,17 @@ class NativeActor(DivisibleActor):
                 self._draw_noise()
         self.native.pack()
 
+    def _buffer_is_changed(self) -> bool:
+        return hidden_method(self.buffer) is not None
+
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
-        if self.is_watched and transition.truncated:
+        if self.is_watched and (transition.truncated or self._buffer_is_changed()):
             self._follow(policy)
         if self.torch_actor is not None:
             return self.torch_actor.record(policy, transition)
         buffer, step, action = self.buffer, transition.step, transition.action
+        if transition.observations is not self.observations:
+            _write_observations(buffer, step, transition.observations)
         buffer.actions[step] = action.samples.reshape(buffer.n_envs, -1)
         buffer.rewards[step] = transition.rewards
         buffer.episode_starts[step] = transition.starts
@@ -199,12 +208,9 @@ class NativeActor(DivisibleActor):
         """Compute advantages and returns, and return the values of the last observations, shape ``(n_envs, 1)``."""
         buffer = self.buffer
         values = self.native.critic(self.native.features(observations))
-        if type(buffer).compute_returns_and_advantage is RolloutBuffer.compute_returns_and_advantage:
-            arrays = (buffer.rewards, buffer.values, buffer.episode_starts, values.ravel(), dones.astype(np.float32))
-            extension.module.gae(*arrays, buffer.gamma, buffer.gae_lambda, buffer.advantages)
-            buffer.returns = buffer.advantages + buffer.values
-        else:
-            buffer.compute_returns_and_advantage(last_values=th.from_numpy(values.ravel()), dones=dones)
+        arrays = (buffer.rewards, buffer.values, buffer.episode_starts, values.ravel(), dones.astype(np.float32))
+        extension.module.gae(*arrays, buffer.gamma, buffer.gae_lambda, buffer.advantages)
+        buffer.returns = buffer.advantages + buffer.values
         return th.from_numpy(values)
 
 

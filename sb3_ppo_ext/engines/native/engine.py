@@ -6,6 +6,7 @@ import torch as th
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 
+from sb3_ppo_ext.common.user_code import is_replaced, replaced_method
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.fused import can_fuse_steps
 from sb3_ppo_ext.engines.native.actor import NativeActor
@@ -38,10 +39,13 @@ class NativeEngine(Engine):
             )
         if setup.has_policy_losses:
             return "`auxiliary_losses` evaluates the policy at further observations, which this backend cannot"
-        reason = unsupported_reason(setup.policy)
-        if reason is None and type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer):
+        if type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer):
             return f"the rollout buffer is a {type(setup.buffer).__name__}, and this backend reads SB3's rollout buffers alone"
-        return reason
+        if (name := replaced_method(setup.buffer)) is not None:
+            return f"`{name}` of the rollout buffer was replaced, and this backend would not call it"
+        if is_replaced(setup.policy.optimizer, "zero_grad"):
+            return "`zero_grad` of the optimiser was replaced, and this backend would not call it"
+        return unsupported_reason(setup.policy)
 
     def is_for(self, policy: ActorCriticPolicy) -> bool:
         return self.native.is_of(policy)

@@ -16,6 +16,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
+from sb3_ppo_ext.common.user_code import has_method_of, hidden_method, replaced_method
 from sb3_ppo_ext.distributions import numpy_distribution, why_not_numpy
 from sb3_ppo_ext.distributions.masked import INVALID
 from sb3_ppo_ext.engines.engine import has_gradient_hooks
@@ -137,8 +138,9 @@ class NativePolicy:
         # Whether features are flattened float32 observations, without any other preprocessing
         self._is_flat = isinstance(space, spaces.Box) and not (policy.normalize_images and is_image_space(space))
         modules = list(policy.modules())
-        # Each module with its children and its number of parameters, and each parameter with its owner and its address
-        self._modules = [(m, tuple(m._modules.values()), len(m._parameters)) for m in modules]
+        # Each module with its children and its numbers of parameters and attributes, among which a method may be replaced, and
+        # each parameter with its owner and its address
+        self._modules = [(m, tuple(m._modules.values()), len(m._parameters), len(m.__dict__)) for m in modules]
         self._owners: list[tuple[Any, str, Any]] = [
             (m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None
         ]
@@ -167,12 +169,14 @@ class NativePolicy:
 
     def _has_same_modules(self) -> bool:
         own = vars(self.policy)
-        return not any(name in own for name in METHODS) and all(
+        is_unchanged = not any(name in own for name in METHODS) and hidden_method(self._action_dist) is None
+        return is_unchanged and all(
             tuple(module._modules.values()) == children
             and len(module._parameters) == n_parameters
+            and len(module.__dict__) == n_attributes
             and not module._forward_hooks
             and not module._forward_pre_hooks
-            for module, children, n_parameters in self._modules
+            for module, children, n_parameters, n_attributes in self._modules
         )
 
     def _has_same_memory(self) -> bool:
@@ -310,9 +314,7 @@ def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
     if (reason := extension.unsupported_reason(policy)) is not None:
         return reason
     known = (ActorCriticPolicy, ActionDistributionMixin)
-    if not isinstance(policy, ActorCriticPolicy) or any(
-        getattr(type(policy), name) not in [getattr(cls, name) for cls in known] or name in vars(policy) for name in METHODS
-    ):
+    if not isinstance(policy, ActorCriticPolicy) or not all(has_method_of(policy, name, *known) for name in METHODS):
         return f"{type(policy).__name__} computes in its own way, and this backend computes SB3's policies alone"
     if (reason := why_not_numpy(policy.action_dist)) is not None:
         return reason
@@ -354,7 +356,13 @@ def _networks_reason(policy: ActorCriticPolicy) -> str | None:
         return "layers of the policy share parameters, which this backend would train as if each layer had its own"
     if any(p.dtype != th.float32 or not p.is_contiguous() for p in policy.parameters()):
         return "the policy has parameters that are not contiguous float32, the only ones that this backend supports"
-    has_hooks = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in policy.modules())
-    if has_hooks or has_gradient_hooks(policy):
+    if any(map(_has_hooks, policy.modules())) or has_gradient_hooks(policy):
         return "the policy has hooks, which this backend would not call"
+    parts = (module for module in policy.modules() if module is not policy)
+    if (name := replaced_method(*parts, policy.action_dist)) is not None:
+        return f"`{name}` of the policy was replaced, and this backend would not call it"
     return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks))
