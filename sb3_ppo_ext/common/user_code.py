@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 # Packages whose code does what this package expects: for instance, their callbacks do not read values or log probabilities
 # during a rollout, and do not change parameters.
-_PACKAGES = ("stable_baselines3", "sb3_contrib", "rl_zoo3", "sb3_ppo_ext", "torch")
+_PACKAGES = ("stable_baselines3", "sb3_contrib", "rl_zoo3", "sb3_ppo_ext", "torch", "typing_extensions")
+# Attributes of classes in which no function of a user was found
+_examined: WeakKeyDictionary[type, tuple[Any, ...]] = WeakKeyDictionary()
 
 
 def is_known_module(module: str) -> bool:
@@ -57,10 +61,21 @@ def replaced_method(*parts: Any) -> str | None:
     for part in parts:
         if (name := hidden_method(part)) is not None:
             return f"{type(part).__name__}.{name}"
-    for cls in dict.fromkeys(parent for part in parts for parent in type(part).__mro__):
-        for name, value in vars(cls).items():
-            if isinstance(value, FunctionType) and _is_of_user(value):
-                return f"{cls.__name__}.{name}"
+    for cls in dict.fromkeys(parent for kind in dict.fromkeys(map(type, parts)) for parent in kind.__mro__):
+        if (name := _function_of_user(cls)) is not None:
+            return f"{cls.__name__}.{name}"
+    return None
+
+
+def _function_of_user(cls: type) -> str | None:
+    attributes = tuple(vars(cls).values())
+    examined = _examined.get(cls, ())
+    if len(attributes) == len(examined) and all(map(operator.is_, attributes, examined)):
+        return None
+    for name, value in vars(cls).items():
+        if isinstance(value, FunctionType) and _is_of_user(value):
+            return name
+    _examined[cls] = attributes
     return None
 
 

@@ -39,13 +39,15 @@ class NativeEngine(Engine):
             )
         if setup.has_policy_losses:
             return "`auxiliary_losses` evaluates the policy at further observations, which this backend cannot"
+        if (reason := unsupported_reason(setup.policy)) is not None:
+            return reason
+        if is_replaced(setup.policy.optimizer, "zero_grad"):
+            return "`zero_grad` of the optimiser was replaced, and this backend would not call it"
         if type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer):
             return f"the rollout buffer is a {type(setup.buffer).__name__}, and this backend reads SB3's rollout buffers alone"
         if (name := replaced_method(setup.buffer)) is not None:
             return f"`{name}` of the rollout buffer was replaced, and this backend would not call it"
-        if is_replaced(setup.policy.optimizer, "zero_grad"):
-            return "`zero_grad` of the optimiser was replaced, and this backend would not call it"
-        return unsupported_reason(setup.policy)
+        return None
 
     def is_for(self, policy: ActorCriticPolicy) -> bool:
         return self.native.is_of(policy)
