@@ -74,7 +74,7 @@ class CompiledEngine(DeviceEngine):
             return (
                 f"{type(setup.policy).__name__} is recurrent, and this backend supports policies without an LSTM or GRU alone"
             )
-        if has_gradient_hooks(setup.policy):
+        if any(map(has_gradient_hooks, setup.policy.parameters())):
             return "parameters of the policy have hooks, which this backend would not call"
         if not is_dynamo_supported():
             return "`torch.compile` does not support this platform"

@@ -44,14 +44,12 @@ class Setup(NamedTuple):
     has_tensor_env: bool = False
 
 
-def has_gradient_hooks(policy: nn.Module) -> bool:
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """
-    :param policy: Policy
-    :return: Whether autograd calls a hook with the gradient of one of the parameters (``register_hook`` and
-        ``register_post_accumulate_grad_hook`` of a tensor)
+    :param parameter: Parameter of a policy
+    :return: Whether autograd calls a hook with its gradient (``register_hook`` and ``register_post_accumulate_grad_hook``)
     """
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(parameter, name, None) for parameter in policy.parameters() for name in names)
+    return any(getattr(parameter, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 class Engine(ABC):

@@ -37,7 +37,8 @@ class FastDummyVecEnv(DummyVecEnv):
         self._buffers = [(key, buffer, buffer.shape[1:]) for key, buffer in self.buf_obs.items()]
 
     def step_wait(self) -> VecEnvStepReturn:
-        self.buf_infos = [detached(info) for info in self.step_envs(self.actions)]
+        # Most have nothing but whether the episode was truncated.
+        self.buf_infos = [info if len(info) == 1 else detached(info) for info in self.step_envs(self.actions)]
         return self._obs_from_buf(), self.buf_rews.copy(), self.buf_dones.copy(), self.buf_infos
 
     def step_envs(self, actions: Any) -> list[dict[str, Any]]:
@@ -53,7 +54,7 @@ class FastDummyVecEnv(DummyVecEnv):
             observation, reward, terminated, truncated, info = env.step(actions[index])
             done = terminated or truncated
             # Copied, since an environment may return the same dictionary again.
-            info = copy(info)
+            info = info.copy() if type(info) is dict else copy(info)
             info["TimeLimit.truncated"] = truncated and not terminated
             if done:
                 # Copied, since an environment may write the next observation into the same array.

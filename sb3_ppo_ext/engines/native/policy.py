@@ -349,16 +349,18 @@ def _networks_reason(policy: ActorCriticPolicy) -> str | None:
     for network in networks:
         if (reason := layers_reason(network)) is not None:
             return reason
+    # PyTorch takes long to list them.
+    modules, parameters = list(policy.modules()), list(policy.parameters())
     own = [p for network in networks for layer in trained(network) for p in (layer.weight, layer.bias)]
-    if not {*own, getattr(policy, "log_std", None)} >= set(policy.parameters()):
+    if not {*own, getattr(policy, "log_std", None)} >= set(parameters):
         return "the policy has additional parameters of its own, which this backend would not train"
     if len(set(own)) < len(own):
         return "layers of the policy share parameters, which this backend would train as if each layer had its own"
-    if any(p.dtype != th.float32 or not p.is_contiguous() for p in policy.parameters()):
+    if any(p.dtype != th.float32 or not p.is_contiguous() for p in parameters):
         return "the policy has parameters that are not contiguous float32, the only ones that this backend supports"
-    if any(map(_has_hooks, policy.modules())) or has_gradient_hooks(policy):
+    if any(map(_has_hooks, modules)) or any(map(has_gradient_hooks, parameters)):
         return "the policy has hooks, which this backend would not call"
-    parts = (module for module in policy.modules() if module is not policy)
+    parts = (module for module in modules if module is not policy)
     if (name := replaced_method(*parts, policy.action_dist)) is not None:
         return f"`{name}` of the policy was replaced, and this backend would not call it"
     return None
