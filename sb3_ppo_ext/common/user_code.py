@@ -81,5 +81,5 @@ def _function_of_user(cls: type) -> str | None:
 
 def _is_of_user(function: Any) -> bool:
     # A wrapper has the `__module__` of what it wraps, and the global variables of the module in which it was written.
-    modules = (getattr(function, "__module__", ""), getattr(function, "__globals__", {}).get("__name__", ""))
+    modules = (getattr(function, "__module__", None) or "", getattr(function, "__globals__", {}).get("__name__", ""))
     return not all(map(is_known_module, modules))

@@ -285,7 +285,7 @@ class TensorCollection:
             self._bootstrap(rows)
         with th.no_grad():
             inputs = buffer.after_step(self.n_steps - 1, observations, dones)
-            buffer.compute_returns_and_advantage(model.policy.predict_values(inputs), dones)
+            buffer.compute_returns_and_advantage(last_values=model.policy.predict_values(inputs), dones=dones)
         if isinstance(buffer, TensorSequenceBuffer):
             starts = np.concatenate([self.first_starts[np.newaxis], ended[:-1] > 0])
             buffer.context_watch.note(starts, ended[-1] > 0, model.num_timesteps - ended.size)

@@ -13,6 +13,7 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.user_code import is_replaced
 from sb3_ppo_ext.update.advantages import gae_of_tensors
 from sb3_ppo_ext.update.rollout_data import EVALUATION_BATCH, Rollout, refuse_incomplete
 
@@ -276,7 +277,7 @@ class TensorRollout(Rollout):
         refuse_incomplete(buffer)
         self.buffer, self.gamma = buffer, gamma
         self.last_observations, self.last_dones = last_observations, last_dones
-        self.is_indexable = True
+        self.is_indexable = not is_replaced(buffer, "get")
         self.samples: Callable[[Any], RolloutBufferSamples] = buffer._get_samples
         buffer.generator_ready = True
 

@@ -124,9 +124,11 @@ def moved(one, other):
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("backend", ["auto", "fused", "eager"])
+@pytest.mark.parametrize("backend", ["auto", "fused", "eager", "device"])
 def test_methods_replaced_on_objects(name, backend):
     """A training run is that of SB3's PPO with the same replaced method."""
+    if (backend, name) == ("device", "add"):
+        pytest.skip("its rollouts are not added step by step")
     expected = replace(make(PPO), name).learn(64)
     actual = replace(make(PPOExt, backend=backend), name).learn(64)
     assert_close(expected, actual)

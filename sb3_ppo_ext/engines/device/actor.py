@@ -127,5 +127,5 @@ class DeviceActor(Actor):
             values = policy.predict_values(inputs)
         if isinstance(buffer, TensorSequenceBuffer):
             buffer.context_watch.note(self.starts, dones, self.config.num_timesteps)
-        buffer.compute_returns_and_advantage(values, from_host[2, 0])
+        buffer.compute_returns_and_advantage(last_values=values, dones=from_host[2, 0])
         return values
