@@ -385,7 +385,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         self._setup_truncations()
         self._setup_statistics()
         self._setup_tensor_buffer()
-        self._own_buffer = self.rollout_buffer
+        self._remember_buffer()
         self._setup_engine()
         self._remember_options()
 

@@ -21,7 +21,7 @@ from sb3_ppo_ext.common.guards import normalized_parts
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, in_float32_range, make_schedule, value_of
-from sb3_ppo_ext.common.user_code import hidden_method, is_replaced
+from sb3_ppo_ext.common.user_code import hidden_methods, is_replaced
 from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
 from sb3_ppo_ext.distributions import ACTION_DISTS, bounded_part
@@ -40,7 +40,7 @@ from sb3_ppo_ext.rollout.action_masks import check_masks
 from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, knows_critic, make_optimizer
-from sb3_ppo_ext.update.rollout_data import knows_indices
+from sb3_ppo_ext.update.rollout_data import BUFFER_METHODS, knows_indices
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
 
@@ -56,6 +56,8 @@ class ModelSetup(PolicyUpdater):
 
     # The rollout buffer that this class has made. Users may assign another one to `rollout_buffer`.
     _own_buffer: RolloutBuffer | None = None
+    # Methods that its constructor has replaced
+    _own_methods: list[str] | None = None
     batch_size: int
     n_epochs: int
     normalize_advantage: bool
@@ -130,7 +132,7 @@ class ModelSetup(PolicyUpdater):
     def _setup_rollout_buffer(self) -> None:
         """Create the rollout buffer anew. A history-based policy continues with what it remembers."""
         before = self.rollout_buffer
-        if before is not self._own_buffer or hidden_method(before) is not None:
+        if before is not self._own_buffer or hidden_methods(before, BUFFER_METHODS) != self._own_methods:
             return self._adapt_buffer_of_user()
         self._create_rollout_buffer()
         self._adapt_rollout_buffer()
@@ -140,7 +142,11 @@ class ModelSetup(PolicyUpdater):
             after.set_memory(before.memory())
         if isinstance(before, SEQUENCE_BUFFERS) and isinstance(after, SEQUENCE_BUFFERS):
             after.context_watch = before.context_watch
-        self._own_buffer = after
+        self._remember_buffer()
+
+    def _remember_buffer(self) -> None:
+        self._own_buffer = self.rollout_buffer
+        self._own_methods = hidden_methods(self.rollout_buffer, BUFFER_METHODS)
 
     def _adapt_buffer_of_user(self) -> None:
         """A buffer that the user has assigned, or whose methods were replaced, stays, with the current discount factors."""

@@ -52,8 +52,8 @@ LEARNED = {
 NOT_IN_SB3 = ("action_dist", "action_masking", "normalize_value", "optimizer", "weight_decay", "critic_learning_rate")
 # Attributes that are created again after loading
 NOT_SAVED = (
-    *("_truncations", "_tensors_after", "_samples_latents", "_engines", "_interrupted", "_set_up", "_own_buffer"),
-    *("_device_is_automatic", "ranks", "_shared_rollout", "_before_step"),
+    *("_truncations", "_tensors_after", "_samples_latents", "_engines", "_interrupted", "_set_up"),
+    *("_own_buffer", "_own_methods", "_device_is_automatic", "ranks", "_shared_rollout", "_before_step"),
 )
 COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_episode_num", "_n_updates", "n_skipped_updates")
 # Statistics of the last episodes, and the keys of their numbers

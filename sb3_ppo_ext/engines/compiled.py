@@ -66,10 +66,12 @@ class CompiledEngine(DeviceEngine):
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
         # These imports take seconds, so they are not at the top.
-        from torch._dynamo import is_dynamo_supported
+        from torch._dynamo import OptimizedModule, is_dynamo_supported
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch.utils._triton import has_triton
 
+        if isinstance(setup.policy, OptimizedModule):
+            return "the policy is in the wrapper of `torch.compile`, and this backend compiles it itself"
         if isinstance(setup.buffer, RecurrentBufferMixin):
             return (
                 f"{type(setup.policy).__name__} is recurrent, and this backend supports policies without an LSTM or GRU alone"

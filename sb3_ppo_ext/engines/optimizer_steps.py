@@ -147,7 +147,8 @@ class FusedAdamStepper(Stepper):
             return False
         variants = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
         # Learning rate schedulers, among others, replace `step` of the instance.
-        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, replaced_method(optimizer))
+        replaced = replaced_method(("step", "zero_grad"), optimizer)
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, replaced)
         steps = {float(state["step"]) for state in optimizer.state.values()}
         is_whole = len(steps) <= 1 and len(optimizer.state) in (0, len(learned))
         return is_whole and not any(group.get(name) for name in variants) and not any(hooks)

@@ -10,6 +10,7 @@ from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.memory.history import HistoryBuffer
 from sb3_ppo_ext.memory.recurrence import RecurrentSequences, RecurrentStates, State
 
@@ -28,6 +29,8 @@ class RecurrentBufferMixin(HistoryBuffer):
 
     flattened = ("observations", *HistoryBuffer.flattened)
     keeps_float32 = False
+    # Step of the rollout, and the states before it that user code has got to see
+    _shown: tuple[int, RecurrentStates] | None = None
 
     def __init__(self, *args: Any, state_shape: tuple[int, int, int, int], **kwargs: Any):
         self.state_shape = state_shape
@@ -51,12 +54,14 @@ class RecurrentBufferMixin(HistoryBuffer):
 
     def memory(self) -> list[Any]:
         """:return: Copy of the states after the last step"""
+        self._take_back()
         return [self.states[self.pos].copy()]
 
     def set_memory(self, memory: list[Any]) -> None:
         """
         :param memory: States before the first step, from :meth:`memory`
         """
+        self._shown = None
         (self.states[0],) = memory
 
     def keep_states(self, step: int, states: RecurrentStates) -> None:
@@ -64,6 +69,7 @@ class RecurrentBufferMixin(HistoryBuffer):
         :param step: Index of the step of the rollout that follows these states
         :param states: States of all environments
         """
+        self._take_back()
         for row, state in zip(self.states[step], states, strict=False):  # the critic may have no states of its own
             for kept, part in zip(row, state, strict=True):
                 kept[:] = part.cpu().numpy()
@@ -73,19 +79,41 @@ class RecurrentBufferMixin(HistoryBuffer):
         :param step: Index of a step of the rollout
         :return: States of all environments before this step, on the device
         """
+        self._take_back()
         return self._on_device(self.states[step])
 
     @property
     def last_states(self) -> RecurrentStates:
-        """States of all environments after the last step, on the device; on the CPU in the memory of the buffer."""
-        return self._on_device(self.states[self.pos], copy=False)
+        """
+        States of all environments after the last step, on the device. They may be assigned, or changed in place before the
+        next step.
+        """
+        if self._shown is None or self._shown[0] != self.pos:
+            self._shown = self.pos, self.states_before(self.pos)
+        return self._shown[1]
 
-    def _on_device(self, states: np.ndarray, copy: bool = True) -> RecurrentStates:
+    @last_states.setter
+    def last_states(self, states: RecurrentStates) -> None:
+        own = [part.shape for state in self.last_states for part in state]
+        given = [part.shape for state in states for part in state]
+        if own != given:
+            refuse("_last_lstm_states", given, f"give states of the shapes {own}")
+        self._shown = None
+        self.keep_states(self.pos, states)
+
+    def _take_back(self) -> None:
+        """Keep the states that were shown, which user code may have changed in place."""
+        if self._shown is not None:
+            (step, states), self._shown = self._shown, None
+            self.keep_states(step, states)
+
+    def _on_device(self, states: np.ndarray) -> RecurrentStates:
         """States of shape ``(n_networks, n_states, n_layers, n, n_units)`` as tensors."""
-        networks: list[State] = [tuple(self.to_torch(part, copy) for part in network) for network in states]
+        networks: list[State] = [tuple(self.to_torch(part) for part in network) for network in states]
         return RecurrentStates(networks[0], networks[-1])
 
     def _states_of(self, steps: np.ndarray, environments: np.ndarray) -> RecurrentStates:
+        self._take_back()
         states = np.moveaxis(self.states[steps, ..., environments, :], 0, -2)
         return self._on_device(np.ascontiguousarray(states))
 

@@ -54,6 +54,13 @@ class ActionMasks:
             refuse_empty(flat, self.choices, step, num_timesteps)
         return observations if self.read is None else add_mask(observations, flat)
 
+    def with_last(self, observations: Any) -> Any:
+        """
+        :param observations: Observations of all environments, in the place of those of the last :meth:`seen`
+        :return: These observations with the masks of that call, if the masks are not in the observations
+        """
+        return observations if self.read is None else add_mask(observations, self.masks)
+
     def further_locals(self, obs_tensor: Any) -> dict[str, Any]:
         """
         :param obs_tensor: Observations with masks, on the device; ``None`` if no user code can read them

@@ -58,15 +58,15 @@ class RolloutCollector(OnPolicyAlgorithm):
     @property
     def _last_lstm_states(self) -> Any:
         """
-        States of a recurrent policy after the last step, under the name of RecurrentPPO; ``None`` for other policies. On the
-        CPU, they share the memory of the rollout buffer; elsewhere, changed states have to be assigned.
+        States of a recurrent policy after the last step, under the name of RecurrentPPO, which may be assigned or changed in
+        place; ``None`` for other policies.
         """
         return getattr(self.rollout_buffer, "last_states", None)
 
     @_last_lstm_states.setter
     def _last_lstm_states(self, states: Any) -> None:
         if isinstance(self.rollout_buffer, RecurrentBufferMixin):
-            self.rollout_buffer.keep_states(self.rollout_buffer.pos, states)
+            self.rollout_buffer.last_states = states
 
     def collect_rollouts(
         self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
@@ -146,7 +146,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             n_steps += 1
 
             if self._last_obs is not last_obs:  # which a callback has replaced
-                seen = self._last_obs if masks is None else masks.seen(self._last_obs, n_steps - 1, self.num_timesteps)
+                seen = self._last_obs if masks is None else masks.with_last(self._last_obs)
             truncated = list(self._truncated_episodes(dones, infos, n_steps - 1)) if np.count_nonzero(dones) else ()
             starts: Any = self._last_episode_starts
             actor.record(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
 
-from sb3_ppo_ext.common.user_code import is_known_module, replaced_method
+from sb3_ppo_ext.common.user_code import is_known_module, is_of_user
 
 
 def is_user_class(cls: type) -> bool:
@@ -35,7 +36,7 @@ def _runs_user_code(callback: Any, seen: set[int]) -> bool:
         return False
     seen.add(id(callback))
     # Functions that SB3 wraps, replaced methods, and objects that merely behave like a callback
-    if not isinstance(callback, BaseCallback) or is_user_class(type(callback)) or replaced_method(callback) is not None:
+    if not isinstance(callback, BaseCallback) or is_user_class(type(callback)) or _has_replaced_methods(type(callback)):
         return True
     return any(_runs_user_code(part, seen) for part in _called(callback))
 
@@ -47,3 +48,8 @@ def _called(callback: BaseCallback) -> Iterator[Any]:
             continue
         parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else [value]
         yield from (part for part in parts if hasattr(part, "on_step") or (callable(part) and not isinstance(part, type)))
+
+
+def _has_replaced_methods(cls: type) -> bool:
+    functions = (value for parent in cls.__mro__ for value in vars(parent).values() if isinstance(value, FunctionType))
+    return any(map(is_of_user, functions))

@@ -18,6 +18,8 @@ from sb3_ppo_ext.memory.history import HistoryBuffer
 from sb3_ppo_ext.update.bootstrap import Truncation, change_of_terminal_values, last_values
 from sb3_ppo_ext.update.minibatches import Draw, PrioritizedSegments, shuffled
 
+# Methods of SB3's rollout buffers that an engine may do without
+BUFFER_METHODS = ("reset", "add", "get", "_get_samples", "compute_returns_and_advantage", "swap_and_flatten", "to_torch")
 # Number of samples that are evaluated at once without gradients
 EVALUATION_BATCH = 1024
 

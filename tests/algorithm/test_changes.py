@@ -1,6 +1,7 @@
 """Options that are changed between two calls of `learn` act, are checked, or are refused; what users set themselves stays."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -83,6 +84,21 @@ def test_assigned_buffer(backend, tmp_path):
     assert model.rollout_buffer is buffer
     model.save(tmp_path / "model")
     assert type(PPOExt.load(tmp_path / "model", env=make_toys()).rollout_buffer) is RolloutBuffer
+
+
+def test_buffer_class_that_replaces_its_own_methods():
+    """A buffer that `rollout_buffer_class` has made is made anew."""
+
+    class Wrapped(RolloutBuffer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add = partial(self.add)
+
+    model = PPOExt("MlpPolicy", make_toys(), rollout_buffer_class=Wrapped, **SMALL).learn(32)
+    before = model.rollout_buffer
+    model.n_steps *= 2
+    model.learn(32)
+    assert model.rollout_buffer is not before
 
 
 def test_assigned_buffer_with_own_minibatches():

@@ -1,6 +1,7 @@
 """Methods that users replace on parts of a model, or on their classes, act on every engine as they do in SB3's PPO."""
 
 import functools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -207,6 +208,45 @@ def test_buffer_changed_in_the_middle_of_a_rollout(backend):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_replaced_at_the_end_of_a_rollout(name):
+    """A method may be replaced at any step, the last one included."""
+
+    class Replaces(BaseCallback):
+        def _on_step(self):
+            if self.n_calls == 16:
+                replace(self.model, name)
+            return True
+
+    model = make(PPOExt).learn(32, callback=Replaces())
+    assert model.num_timesteps == 32
+    assert type(model._find_engine()) is not NativeEngine
+
+
+def test_further_methods_are_no_reason(monkeypatch):
+    """Methods that a user adds to an object or a class replace none."""
+    monkeypatch.setattr(th.nn.Module, "n_numbers", lambda self: 0, raising=False)
+    monkeypatch.setattr(RolloutBuffer, "mean_reward", lambda self: 0.0, raising=False)
+    model = make(PPOExt)
+    model.policy.action_net.extra_repr = lambda: "mine"
+    model.policy.note = print
+    assert type(model._find_engine()) is NativeEngine
+
+
+OTHER_REPLACEMENTS = {
+    "mock": lambda method: mock.MagicMock(side_effect=method),
+    "partial": lambda method: functools.partialmethod(method),
+    "known wrapper": lambda method: th.no_grad()(functools.wraps(method)(lambda *args, **kwargs: method(*args, **kwargs))),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_REPLACEMENTS)
+def test_other_objects_in_the_place_of_methods(kind, monkeypatch):
+    """Whatever takes the place of a method of a class is found."""
+    monkeypatch.setattr(MlpExtractor, "forward_critic", OTHER_REPLACEMENTS[kind](MlpExtractor.forward_critic))
+    assert type(make(PPOExt)._find_engine()) is not NativeEngine
+
+
 @pytest.mark.parametrize("options", [dict(priority_alpha=0.6), dict(accumulate_grad=2)], ids=str)
 def test_options_that_need_indices(options):
     """Options that choose the samples of a minibatch are refused if the buffer chooses them, before the training starts."""
@@ -220,7 +260,7 @@ def test_options_that_need_indices(options):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("options", [{}, dict(backend="device"), dict(backend="eager")], ids=str)
+@pytest.mark.parametrize("options", [{}, *(dict(backend=name) for name in ("device", "eager", "compile"))], ids=str)
 def test_compiled_policy(options):
     """A policy in the wrapper of `torch.compile` trains as in SB3."""
     trained = []

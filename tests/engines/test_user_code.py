@@ -12,6 +12,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, CheckpointCallback, EventCallback
 from stable_baselines3.common.policies import ActorCriticPolicy
 from support.cases import one_in
+from support.masks import make_masked
 from support.parity import assert_equal
 from support.toys import make_toys
 from torch import nn
@@ -593,7 +594,9 @@ class LeavesDoubles(BaseCallback):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", [{}, {"normalize_advantage": False}, {"clip_range_vf": 0.2}], ids=repr)
+@pytest.mark.parametrize(
+    "options", [{}, {"normalize_advantage": False}, {"clip_range_vf": 0.2}, {"advantage_norm": "rollout"}], ids=repr
+)
 def test_doubles_in_the_buffer(options, backend):
     """Each engine trains on them as on the same numbers in float32, as SB3 does."""
     # One after the other, since the environments share the generator of their space.
@@ -602,3 +605,43 @@ def test_doubles_in_the_buffer(options, backend):
     )
     for key, value in expected.policy.state_dict().items():
         th.testing.assert_close(actual.policy.state_dict()[key], value, rtol=1e-4, atol=1e-6)
+
+
+class LeavesDoublesAtOnce(BaseCallback):
+    """Leaves arrays of float64 in the buffer in the middle of a rollout."""
+
+    def _on_step(self):
+        buffer = self.model.rollout_buffer
+        for name in ("rewards", "episode_starts", "values", "log_probs", "advantages"):
+            setattr(buffer, name, getattr(buffer, name).astype(np.float64))
+        return True
+
+
+@pytest.mark.parametrize("backend", ["native", "fused", "eager"])
+def test_doubles_in_the_middle_of_a_rollout(backend):
+    """They make no difference."""
+    expected, actual = (
+        make(PPOExt, backend=backend).learn(32, callback=callback) for callback in (AllLocals(), LeavesDoublesAtOnce())
+    )
+    for key, value in expected.policy.state_dict().items():
+        th.testing.assert_close(actual.policy.state_dict()[key], value, rtol=1e-4, atol=1e-6)
+
+
+class ReplacesMasked(BaseCallback):
+    """Assigns equal observations to `_last_obs`."""
+
+    def _on_step(self):
+        self.model._last_obs = self.model._last_obs.copy()
+        return True
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "device"])
+def test_masks_of_observations_that_a_callback_replaces(backend):
+    """The masks are those with which the actions were drawn."""
+    model = make_masked_model(backend)
+    model.learn(32, callback=ReplacesMasked())
+    assert abs(model.logger.name_to_value["train/approx_kl"]) < 1e-3
+
+
+def make_masked_model(backend):
+    return PPOExt("MlpPolicy", make_masked(), action_masking=True, backend=backend, **{**SMALL, "n_epochs": 1})

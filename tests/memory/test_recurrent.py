@@ -130,6 +130,24 @@ def test_states_that_a_callback_changes(in_place):
     assert not th.equal(plain.policy.action_net.weight, actual.policy.action_net.weight)
 
 
+def test_states_that_a_callback_keeps():
+    """What a callback has read stays as it was, and what it assigns has to fit."""
+    kept = []
+
+    def keep(local_variables, _):
+        kept.append(local_variables["self"]._last_lstm_states.pi[0])
+        return True
+
+    model = CASES["never ended"].make(PPOExt).learn(64, callback=keep)
+    assert len({tuple(states.flatten().tolist()) for states in kept}) == len(kept) == 32
+    states = model._last_lstm_states
+    before = states.pi[0].clone()
+    model.learn(32, reset_num_timesteps=False)
+    assert th.equal(states.pi[0], before)
+    with pytest.raises(ValueError, match="_last_lstm_states"):
+        model._last_lstm_states = type(states)(*(tuple(part[:, :1] for part in state) for state in states))
+
+
 def test_toys_are_truncated():
     """The environments of these tests have episodes that are truncated, which both algorithms bootstrap."""
     env = ToyEnv()

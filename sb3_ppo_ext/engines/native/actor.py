@@ -20,7 +20,7 @@ from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_outputs, refuse_policy
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import stack
-from sb3_ppo_ext.common.user_code import hidden_method
+from sb3_ppo_ext.common.user_code import hidden_methods
 from sb3_ppo_ext.distributions.base import bounded_part
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask, unsupported_reason
@@ -28,6 +28,7 @@ from sb3_ppo_ext.engines.native.share_actor import NativeShareActor
 from sb3_ppo_ext.policies.actor_critic import actions_at, unscales_as_known
 from sb3_ppo_ext.rollout.actors import Action, DivisibleActor, PolicyActor, RolloutConfig, Transition, note_truncations
 from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
+from sb3_ppo_ext.update.rollout_data import BUFFER_METHODS
 
 
 class NativeActor(DivisibleActor):
@@ -114,7 +115,7 @@ class NativeActor(DivisibleActor):
         self.native.pack()
 
     def _buffer_is_changed(self) -> bool:
-        return hidden_method(self.buffer) is not None
+        return bool(hidden_methods(self.buffer, BUFFER_METHODS))
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
         if self.is_watched and (transition.truncated or self._buffer_is_changed()):
@@ -167,12 +168,12 @@ class NativeActor(DivisibleActor):
         buffer.pos = self.config.n_steps
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+        self.buffer.full = self.buffer.pos == self.buffer.buffer_size
         if self.is_watched:
             self._follow(policy)
         if self.torch_actor is not None:
             return self.torch_actor.finish(policy, observations, dones)
         self._estimate(self.config.n_steps)
-        self.buffer.full = self.buffer.pos == self.buffer.buffer_size
         return self._estimate_advantages(observations, np.asarray(dones))
 
     # Computed for many steps at once
@@ -208,8 +209,12 @@ class NativeActor(DivisibleActor):
         """Compute advantages and returns, and return the values of the last observations, shape ``(n_envs, 1)``."""
         buffer = self.buffer
         values = self.native.critic(self.native.features(observations))
-        arrays = (buffer.rewards, buffer.values, buffer.episode_starts, values.ravel(), dones.astype(np.float32))
-        extension.module.gae(*arrays, buffer.gamma, buffer.gae_lambda, buffer.advantages)
+        arrays = (buffer.rewards, buffer.values, buffer.episode_starts, values.ravel(), dones)
+        # User code may have left arrays of another type.
+        rewards, *others = (np.ascontiguousarray(array, np.float32) for array in arrays)
+        advantages = np.empty_like(rewards)
+        extension.module.gae(rewards, *others, buffer.gamma, buffer.gae_lambda, advantages)
+        buffer.advantages = advantages
         buffer.returns = buffer.advantages + buffer.values
         return th.from_numpy(values)
 

@@ -17,6 +17,7 @@ from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.metrics import Metrics
+from sb3_ppo_ext.update.rollout_data import BUFFER_METHODS
 from sb3_ppo_ext.update.update import GradientSource, Stepper
 
 
@@ -45,7 +46,7 @@ class NativeEngine(Engine):
             return "`zero_grad` of the optimiser was replaced, and this backend would not call it"
         if type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer):
             return f"the rollout buffer is a {type(setup.buffer).__name__}, and this backend reads SB3's rollout buffers alone"
-        if (name := replaced_method(setup.buffer)) is not None:
+        if (name := replaced_method(BUFFER_METHODS, setup.buffer)) is not None:
             return f"`{name}` of the rollout buffer was replaced, and this backend would not call it"
         return None
 

@@ -89,9 +89,9 @@ class AnalyticGradients(GradientSource):
         rollout, estimates, config = self.rollout, self.estimates, self.config
         order, sizes, weights = self._draw()
         if estimates.advantages is not None:
-            rollout = rollout._replace(advantages=estimates.advantages.numpy())
+            rollout = rollout._replace(advantages=estimates.advantages.float().numpy())
         if estimates.returns is not None:
-            rollout = rollout._replace(returns=estimates.returns.numpy())
+            rollout = rollout._replace(returns=estimates.returns.float().numpy())
         samples = rollout.take(order)
         if config.normalizes_minibatches:
             samples = samples._replace(advantages=self._normalized(samples.advantages, sizes, weights))

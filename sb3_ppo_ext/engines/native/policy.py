@@ -16,7 +16,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 
-from sb3_ppo_ext.common.user_code import has_method_of, hidden_method, replaced_method
+from sb3_ppo_ext.common.user_code import has_method_of, hidden_methods, replaced_method
 from sb3_ppo_ext.distributions import numpy_distribution, why_not_numpy
 from sb3_ppo_ext.distributions.masked import INVALID
 from sb3_ppo_ext.engines.engine import has_gradient_hooks
@@ -39,6 +39,10 @@ METHODS = {
     "extract_features",
     "_get_action_dist_from_latent",
 }
+# The same of modules and action distributions
+PART_METHODS: tuple[str, ...] = ("forward", "forward_actor", "forward_critic", "_call_impl")
+PART_METHODS += ("proba_distribution", "sample", "mode", "get_actions", "log_prob", "entropy")
+PART_METHODS += ("actions_from_params", "log_prob_from_params", "sample_weights")
 _version_of = attrgetter("_version")
 
 
@@ -169,7 +173,7 @@ class NativePolicy:
 
     def _has_same_modules(self) -> bool:
         own = vars(self.policy)
-        is_unchanged = not any(name in own for name in METHODS) and hidden_method(self._action_dist) is None
+        is_unchanged = not any(name in own for name in METHODS) and not hidden_methods(self._action_dist, PART_METHODS)
         return is_unchanged and all(
             tuple(module._modules.values()) == children
             and len(module._parameters) == n_parameters
@@ -361,7 +365,7 @@ def _networks_reason(policy: ActorCriticPolicy) -> str | None:
     if any(map(_has_hooks, modules)) or any(map(has_gradient_hooks, parameters)):
         return "the policy has hooks, which this backend would not call"
     parts = (module for module in modules if module is not policy)
-    if (name := replaced_method(*parts, policy.action_dist)) is not None:
+    if (name := replaced_method(PART_METHODS, *parts, policy.action_dist)) is not None:
         return f"`{name}` of the policy was replaced, and this backend would not call it"
     return None
 
