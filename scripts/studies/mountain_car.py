@@ -168,7 +168,7 @@ def plot(rows: list[Row]) -> Figure:
         ax.set_xlabel("1000 timesteps")
     handles, labels = axes[0].get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
-    figure.legend(unique.values(), unique, loc="outside lower center", ncols=3, title="each line is one run", title_fontsize=8)
+    figure.legend(unique.values(), unique, loc="outside lower center", ncols=3, title="a line for each seed", title_fontsize=8)
     return figure
 
 
