@@ -145,6 +145,7 @@ class ModelSetup(PolicyUpdater):
         self._remember_buffer()
 
     def _remember_buffer(self) -> None:
+        """Take the rollout buffer for one that this class has made, and may replace."""
         self._own_buffer = self.rollout_buffer
         self._own_methods = hidden_methods(self.rollout_buffer, BUFFER_METHODS)
 

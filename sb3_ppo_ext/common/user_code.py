@@ -14,7 +14,8 @@ _PACKAGES |= {"abc", "builtins", "contextlib", "typing", "typing_extensions"}
 def is_known_module(module: str) -> bool:
     """
     :param module: Name of a module
-    :return: Whether it belongs to SB3, SB3-Contrib, the RL Zoo, PyTorch, this package or Python itself
+    :return: Whether it belongs to SB3, SB3-Contrib, the RL Zoo, PyTorch, this package, or a module of Python that their classes
+        are made with
     """
     return module.split(".")[0] in _PACKAGES
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sb3_ppo_ext.common.user_code import replaced_method
 from sb3_ppo_ext.engines.native import extension
@@ -148,7 +149,8 @@ class FusedAdamStepper(Stepper):
         variants = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
         # Learning rate schedulers, among others, replace `step` of the instance.
         replaced = replaced_method(("step", "zero_grad"), optimizer)
-        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, replaced)
+        own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        hooks = (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks, replaced)
         steps = {float(state["step"]) for state in optimizer.state.values()}
         is_whole = len(steps) <= 1 and len(optimizer.state) in (0, len(learned))
         return is_whole and not any(group.get(name) for name in variants) and not any(hooks)

@@ -111,6 +111,8 @@ KL_DRIVES_RATE = (
 # Changes between two calls of `learn`, with the methods of `ModelSetup` that are called again
 OF_POLICY = Change(remedy="the policy was made with another value; make a new model with this one")
 OF_BUFFER = Change(steps=("_setup_rollout_buffer",))
+# Instead of a buffer that was assigned as well
+OF_BUFFER_CLASS = Change(steps=("_remember_buffer", "_setup_rollout_buffer"))
 OF_ENGINE = Change(steps=("_setup_rollout_buffer", "_check_backend"))
 OF_SCHEDULES = Change(steps=("_setup_schedules",))
 OF_KL_COEFFICIENT = Change(steps=("_setup_kl_coefficient",))
@@ -604,8 +606,8 @@ ALL_OPTIONS = PPO_OPTIONS | OWN_OPTIONS
 CHANGES = {row.attribute: row.change for row in ALL_OPTIONS.values()} | {
     "policy_class": OF_POLICY,
     "device": Change(remedy="the model is on another device; give it to `load`"),
-    "rollout_buffer_class": OF_BUFFER,
-    "rollout_buffer_kwargs": OF_BUFFER,
+    "rollout_buffer_class": OF_BUFFER_CLASS,
+    "rollout_buffer_kwargs": OF_BUFFER_CLASS,
     "_steps_in_tensors": OF_ENGINE,
     "_normalized_parts": OF_BUFFER,
     "_has_own_get": READ,

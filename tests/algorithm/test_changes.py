@@ -84,6 +84,10 @@ def test_assigned_buffer(backend, tmp_path):
     assert model.rollout_buffer is buffer
     model.save(tmp_path / "model")
     assert type(PPOExt.load(tmp_path / "model", env=make_toys()).rollout_buffer) is RolloutBuffer
+    model.rollout_buffer_class = OwnBuffer
+    model.learn(32)
+    assert type(model.rollout_buffer) is OwnBuffer
+    assert model.rollout_buffer is not buffer
 
 
 def test_buffer_class_that_replaces_its_own_methods():

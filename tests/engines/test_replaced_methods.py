@@ -13,6 +13,8 @@ from stable_baselines3.common.distributions import DiagGaussianDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import FlattenExtractor, MlpExtractor
 from support.toys import make_toys
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.engines.native.engine import NativeEngine
@@ -64,7 +66,7 @@ def of_first_minibatch(get):
     return changed
 
 
-def without_last_minibatch_of_returns(samples):
+def with_halved_targets(samples):
     return samples._replace(returns=samples.returns * 0.5)
 
 
@@ -95,7 +97,7 @@ PARTS = {
     "distribution": ("policy.action_dist", "proba_distribution", by(shifted_mean)),
     "add": ("rollout_buffer", "add", with_halved_rewards),
     "returns": ("rollout_buffer", "compute_returns_and_advantage", with_halved_returns),
-    "samples": ("rollout_buffer", "_get_samples", by(without_last_minibatch_of_returns)),
+    "samples": ("rollout_buffer", "_get_samples", by(with_halved_targets)),
     "minibatches": ("rollout_buffer", "get", of_first_minibatch),
     "zero_grad": ("policy.optimizer", "zero_grad", nothing),
 }
@@ -173,6 +175,23 @@ def test_hooks_before_the_gradient():
     assert moved(trained[0], make(PPO).learn(64)) > 1e-4
 
 
+def test_global_hooks():
+    """So are hooks of all modules and of all optimisers."""
+    calls = []
+    for register in (register_module_forward_hook, register_optimizer_step_post_hook):
+        counts = []
+        for algorithm in (PPO, PPOExt):
+            model = make(algorithm)
+            hook = register(lambda *args: calls.append(1))
+            calls.clear()
+            try:
+                model.learn(64)
+            finally:
+                hook.remove()
+            counts.append(len(calls))
+        assert counts[0] == counts[1] > 0
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_native_is_refused(name):
     """The backend says which method it would not call, and is chosen as long as nothing was replaced."""
@@ -235,7 +254,7 @@ def test_further_methods_are_no_reason(monkeypatch):
 
 OTHER_REPLACEMENTS = {
     "mock": lambda method: mock.MagicMock(side_effect=method),
-    "partial": lambda method: functools.partialmethod(method),
+    "partial": functools.partialmethod,
     "known wrapper": lambda method: th.no_grad()(functools.wraps(method)(lambda *args, **kwargs: method(*args, **kwargs))),
 }
 

@@ -15,6 +15,7 @@ from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtr
 from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from sb3_ppo_ext.common.user_code import has_method_of, hidden_methods, replaced_method
 from sb3_ppo_ext.distributions import numpy_distribution, why_not_numpy
@@ -362,7 +363,7 @@ def _networks_reason(policy: ActorCriticPolicy) -> str | None:
         return "layers of the policy share parameters, which this backend would train as if each layer had its own"
     if any(p.dtype != th.float32 or not p.is_contiguous() for p in parameters):
         return "the policy has parameters that are not contiguous float32, the only ones that this backend supports"
-    if any(map(_has_hooks, modules)) or any(map(has_gradient_hooks, parameters)):
+    if _has_any_global_hook() or any(map(_has_hooks, modules)) or any(map(has_gradient_hooks, parameters)):
         return "the policy has hooks, which this backend would not call"
     parts = (module for module in modules if module is not policy)
     if (name := replaced_method(PART_METHODS, *parts, policy.action_dist)) is not None:
