@@ -14,8 +14,8 @@ _PACKAGES |= {"abc", "builtins", "contextlib", "typing", "typing_extensions"}
 def is_known_module(module: str) -> bool:
     """
     :param module: Name of a module
-    :return: Whether it belongs to SB3, SB3-Contrib, the RL Zoo, PyTorch, this package, or a module of Python that their classes
-        are made with
+    :return: Whether it belongs to SB3, SB3-Contrib, the RL Zoo, PyTorch, this package, or to what Python offers for their
+        classes and decorators
     """
     return module.split(".")[0] in _PACKAGES
 
