@@ -368,6 +368,7 @@ class ModelSetup(PolicyUpdater):
 
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
         self._apply_changed_options()
+        self._choose_backend()  # Hooks and replaced methods may be new.
         total_timesteps, callback = super()._setup_learn(*args, **kwargs)
         for schedule in (self.lr_schedule, self.critic_lr_schedule):
             if isinstance(schedule, DecaySchedule):

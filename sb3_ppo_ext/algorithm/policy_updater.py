@@ -68,15 +68,23 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         self._check_backend()
 
     def _check_backend(self) -> None:
+        backend, reasons = self._choose_backend()
+        if ENGINES[backend].keeps_rollouts_on_device(self._engine_setup()):
+            self._check_device_of_environments()
+        if self.verbose >= 1 and self.backend != "eager":
+            print(f"Backend: {backend}" + (f" (not native: {reasons['native']})" if "native" in reasons else ""))
+
+    def _choose_backend(self) -> tuple[str, dict[str, str]]:
+        """
+        :return: See :func:`choose_backend`
+        :raises ValueError: if the requested backend does not support the policy or the options
+        """
         backend, reasons = choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons:
             refuse("backend", self.backend, f'{reasons[self.backend]}; give "auto", which chooses a backend that fits')
-        if ENGINES[backend].keeps_rollouts_on_device(self._engine_setup()):
-            self._check_device_of_environments()
         if self.amp_dtype is not None and not ENGINES[backend].supports_amp:
             refuse("amp_dtype", self.amp_dtype, f"{reasons['device']}; give None")
-        if self.verbose >= 1 and self.backend != "eager":
-            print(f"Backend: {backend}" + (f" (not native: {reasons['native']})" if "native" in reasons else ""))
+        return backend, reasons
 
     def _check_device_of_environments(self) -> None:
         env: Any = self.env

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
+from sb3_ppo_ext.common.user_code import is_replaced
 from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss, Differentiate
 from sb3_ppo_ext.engines.device.actor import DeviceActor
 from sb3_ppo_ext.engines.device.steppers import make_masked_stepper
@@ -48,8 +49,12 @@ class DeviceEngine(FusedEngine):
             return (
                 f"the rollout buffer is a {type(setup.buffer).__name__}, and this backend replaces SB3's rollout buffers alone"
             )
+        if is_replaced(setup.buffer, "add"):
+            return f"`add` of the {type(setup.buffer).__name__} was replaced, which this backend does not call"
         if len({parameter.dtype for parameter in setup.policy.parameters()}) != 1:
             return "the policy has parameters of several types, and this backend needs a single one"
+        if setup.has_amp and "_orig_mod" in setup.policy._modules:
+            return "the policy is in the wrapper of `torch.compile`, which cannot trace a change of precision"
         return None
 
     @classmethod
