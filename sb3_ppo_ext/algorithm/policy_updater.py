@@ -1,6 +1,7 @@
 """Updates of PPOExt: choice of the engine, its configuration from the current options, and logging."""
 
 import time
+import warnings
 from dataclasses import fields
 from typing import Any
 
@@ -108,8 +109,10 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         return self.extra_actor_loss if own else None
 
     def _find_engine(self) -> Engine:
-        """Engine for the current backend and policy."""
-        backend, _ = choose_backend(self.backend, self._engine_setup())
+        """Engine for the current backend and policy, which a callback may have changed since ``learn`` has checked them."""
+        backend, reasons = choose_backend(self.backend, self._engine_setup())
+        if self.backend in reasons:
+            warnings.warn(f'`backend="eager"` takes over from "{self.backend}": {reasons[self.backend]}', stacklevel=2)
         engine = self._engines.get(backend)
         if engine is None or not engine.is_for(self.policy):
             engine = self._engines[backend] = ENGINES[backend](self.policy)

@@ -254,6 +254,8 @@ def test_replaced_at_the_end_of_a_rollout(name):
     model = make(PPOExt).learn(32, callback=Replaces())
     assert model.num_timesteps == 32
     assert type(model._find_engine()) is not NativeEngine
+    with pytest.warns(UserWarning, match=rf"\"eager\"` takes over from \"native\".*{PARTS[name][1]}"):
+        make(PPOExt, backend="native").learn(32, callback=Replaces())
 
 
 def test_further_methods_are_no_reason(monkeypatch):
