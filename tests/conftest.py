@@ -1,5 +1,6 @@
 """What all tests share. Plain helpers, such as toy environments, are in `tests/support`."""
 
+import functools
 import os
 import platform
 import random
@@ -49,6 +50,12 @@ def _integration_is_marked(request, monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     monkeypatch.setattr(BaseProcess, "start", refuse)
     monkeypatch.setattr(th, "compile", refuse)
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    """`torch.compile` does everything but the C++ at the end, which takes most of the time."""
+    monkeypatch.setattr(th, "compile", functools.partial(th.compile, backend="aot_eager"))
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_no_marker_is_without_effect(page):
 @pytest.mark.integration
 @pytest.mark.parametrize("page", with_code("python"))
 @pytest.mark.filterwarnings("ignore")
-def test_python(page, tmp_path, monkeypatch):
+def test_python(page, tmp_path, monkeypatch, quick_compiler):
     """The Python blocks of a page run, one after the other."""
     monkeypatch.chdir(tmp_path)
     code = compile(script(PAGES[page]), str(ROOT / page), "exec")

@@ -2,7 +2,6 @@
 
 import copy
 import zipfile
-from functools import partial
 
 import pytest
 import torch as th
@@ -20,12 +19,6 @@ from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.optimizer_steps import TorchStepper
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")]
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Compile all but the C++ at the end, which takes most of the time."""
-    monkeypatch.setattr(th, "compile", partial(th.compile, backend="aot_eager"))
 
 
 def n_compiled():
@@ -52,18 +45,18 @@ def check_update(**kwargs):
     assert n_compiled() > before
 
 
-def test_update(quick):
+def test_update(quick_compiler):
     """An update with many options at once equals the reference's."""
     check_update(**EVERYTHING)
 
 
-def test_hybrid_update(quick, recwarn):
+def test_hybrid_update(quick_compiler, recwarn):
     """The distribution of hybrid actions is compiled as one function with the loss."""
     check_update(**MANY["hybrid, Beta"])
     assert not [warning for warning in recwarn if "stays eager" in str(warning.message)]
 
 
-def test_hybrid_actions_in_tensors(quick, recwarn):
+def test_hybrid_actions_in_tensors(quick_compiler, recwarn):
     """The policy acts in hybrid actions as one compiled function."""
     model = PPOExt("MlpPolicy", TensorPassing(), backend="compile", **SMALL)
     model.learn(2 * 8 * SMALL["n_steps"])
@@ -115,7 +108,7 @@ def test_goes_on_from_a_zip():
 
 
 @pytest.mark.slow
-def test_tied_parameters_and_frozen_ones(quick):
+def test_tied_parameters_and_frozen_ones(quick_compiler):
     """A parameter that two layers share gets the gradient of both; a frozen one stays."""
     models = []
     for backend in ("eager", "compile"):
@@ -131,7 +124,7 @@ def test_tied_parameters_and_frozen_ones(quick):
 # Compilation
 
 
-def test_compiles_once(tmp_path, capsys, quick):
+def test_compiles_once(tmp_path, capsys, quick_compiler):
     """
     Nothing that changes from update to update compiles again, and neither the zip nor a global setting keeps anything of it.
     """
@@ -185,7 +178,7 @@ class Hooked(PPOExt):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("traced", marks=pytest.mark.slow), "number", "slope"])
-def test_loss_of_a_subclass(kind, monkeypatch, recwarn, quick):
+def test_loss_of_a_subclass(kind, monkeypatch, recwarn, quick_compiler):
     """A subclass's loss equals the reference's; where torch cannot trace it, with a warning; a bad one is refused as usual."""
     monkeypatch.setattr(Hooked, "kind", kind)
     models = []
@@ -243,7 +236,7 @@ def test_without_the_extension_module(monkeypatch):
 
 
 @pytest.mark.integration
-def test_distributions_are_checked_as_before():
+def test_distributions_are_checked_as_before(quick_compiler):
     """Compiling leaves PyTorch's checks of distributions as they are, which torch itself switches off for the process."""
     assert th.distributions.Distribution._validate_args
     PPOExt("MlpPolicy", "CartPole-v1", backend="compile", n_steps=16, batch_size=16, n_epochs=1, device="cpu").learn(32)

@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -650,9 +649,8 @@ def test_environments_elsewhere(sim):
     [{}, dict(vtrace=True, target_kl=0.5, accumulate_grad=2), dict(action_dist="squashed_gaussian"), dict(use_sde=True)],
     ids=str,
 )
-def test_compiled(monkeypatch, recwarn, options):
+def test_compiled(quick_compiler, recwarn, options):
     """``backend="compile"`` keeps rollouts in tensors, compiles acting and loss once, and trains as the reference."""
-    monkeypatch.setattr(th, "compile", partial(th.compile, backend="aot_eager"))
     options = {**SMALL, "batch_size": 64, **options}
     models = [
         PPOExt("MlpPolicy", tensor_env("cpu"), backend=backend, **options).learn(16 * 16 * 2)

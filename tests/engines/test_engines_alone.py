@@ -19,6 +19,8 @@ from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, AuxiliaryLoss, LossConfig
 from sb3_ppo_ext.update.rollout_data import Rollout
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 BACKENDS = [pytest.param(name, marks=pytest.mark.integration if name == "compile" else ()) for name in ENGINES]
 SPACES = {"box": BOX_ACTION, "discrete": spaces.Discrete(3), "multi-discrete": spaces.MultiDiscrete([2, 3])}
 LOSS = LossConfig(clip_range=0.2, ent_coef=0.01, action_bounds=(th.tensor([-1.0, -2.0]), th.tensor([1.0, 3.0])))

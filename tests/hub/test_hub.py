@@ -421,7 +421,7 @@ def test_the_zoo_reads_it(folder, tmp_path, monkeypatch):
     zoo.download_from_hub("ppo_ext", zoo.EnvironmentName(ENV_ID), 0, str(tmp_path), "me")
     run = tmp_path / "ppo_ext" / f"{ENV_ID}_1"
     hyperparams, stats_path = get_saved_hyperparams(str(run / ENV_ID), test_mode=True)
-    env = create_test_env(ENV_ID, stats_path=stats_path, hyperparams=hyperparams, seed=7)
+    env = create_test_env(ENV_ID, stats_path=stats_path, hyperparams=hyperparams, seed=7, should_render=False)
     env.seed(7)
     mean, _ = evaluate_policy(PPOExt.load(run / f"{ENV_ID}.zip", device="cpu"), env, 3)
     assert mean == json.loads((folder / "results.json").read_text())["mean_reward"]

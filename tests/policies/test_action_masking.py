@@ -143,7 +143,7 @@ def test_updates_with_memory(policy):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["discrete, entropy", "KL", "multi-discrete, KL"])
-def test_compiled(name):
+def test_compiled(name, quick_compiler):
     """The update can be compiled."""
     assert_same_update(other="compile", **MASKED, **UPDATES[name], learning_rate=1e-3)
 

@@ -181,10 +181,8 @@ def test_native_refuses_other_blocks():
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_update(kind, monkeypatch):
+def test_compiled_update(kind, quick_compiler):
     """A compiled update equals the reference's."""
-    compile_ = th.compile
-    monkeypatch.setattr(th, "compile", lambda *args, **kwargs: compile_(*args, **{**kwargs, "backend": "aot_eager"}))
     assert_same_update(other="compile", policy_kwargs=KINDS[kind], rtol=1e-4)
 
 

@@ -56,7 +56,7 @@ def test_training_of_the_device_engine(name, monkeypatch):
 
 
 @pytest.mark.integration
-def test_compiled_update():
+def test_compiled_update(quick_compiler):
     """The compiled loss is that of the reference, but for the noise, in all updates without compiling anew."""
     from torch._dynamo.utils import counters
 
