@@ -2,7 +2,8 @@
 How the transformer learns on eight partially observable tasks where nobody tuned it, next to PPO on stacked frames,
 RecurrentPPO, and transformers without attention sinks and with heavier ones. All of them train with the same hyperparameters
 and three learning rates, and with their default networks. In two further arms, `adaptive_lr_kl=0.01` adapts the learning rate,
-beginning with each of the three; in two others, it falls linearly to zero, or `target_kl=0.03` ends updates early.
+beginning with each of the three; in three others, it falls linearly to zero, `target_kl=0.03` ends updates early, or Adam's
+average of the gradients has a decay rate of 0.98.
 RecurrentPPO is computed by PPOExt, which is equal but for rounding, in less time.
 
 The score is the mean return of the episodes in the last 20 thousand steps of the training, or of its first 100 thousand. Seeds
@@ -80,8 +81,10 @@ OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "adaptive rate": dict(adaptive_lr_kl=0.01),
     "falling rate": dict(learning_rate="lin_{rate}"),
     "target KL": dict(target_kl=0.03),
+    "momentum 0.98": dict(policy_kwargs=dict(optimizer_kwargs=dict(betas=(0.98, 0.999), eps=1e-5))),
 }
-ARMS = (*COLORS, "transformer, falling rate", "transformer, target KL", "without sinks", "heavy sinks")
+OTHERS = ("falling rate", "target KL", "momentum 0.98")
+ARMS = (*COLORS, *(f"transformer, {name}" for name in OTHERS), "without sinks", "heavy sinks")
 RIVALS = {"frames", "RecurrentPPO"}
 # Initial weights of the sinks in full contexts, where they are others than the default
 SINKS = {"without sinks": 0.0, "heavy sinks": 1.0}
