@@ -4,8 +4,9 @@ or GRU in PPOExt.
 
 The tasks are two T-mazes and RepeatPrevious (see memory_tasks.py), and control tasks without velocities. In the control tasks,
 PPO with and without stacked frames, RecurrentPPO and the LSTM and GRU use the hyperparameters that RL Zoo tuned for
-RecurrentPPO, and the transformer uses its entry in ppo_ext.yml. In the other tasks, all use the same hyperparameters. The
-deterministic policy is evaluated.
+RecurrentPPO, and the transformer uses its entry in ppo_ext.yml. In the other tasks, all use the same hyperparameters. For two
+further transformers, Adam averages the gradients with a decay rate of 0.95 or 0.98 instead of 0.9. The deterministic policy is
+evaluated.
 
 Run it: python scripts/studies/memory.py (hours on two cores, most of them for RecurrentPPO; it needs RL Zoo and sb3-contrib)
 It writes docs/studies/memory.csv after each task, and docs/studies/memory.svg. With `--tasks` and `--arms` it runs some of
@@ -59,8 +60,14 @@ from sb3_ppo_ext.zoo.yaml_entries import DEFAULTS_OF_RECURRENT_PPO
 
 # The recurrent arms of PPOExt and their networks
 RECURRENT = {"LSTM in PPOExt": "lstm", "GRU in PPOExt": "gru"}
-ARMS = ("PPO", "PPO, frames", "RecurrentPPO", "transformer", *RECURRENT)
-COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0", "C3", "C4"), strict=True))
+# The arms with a transformer, and what is not the default of its policy
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "transformer": {},
+    "transformer, momentum 0.95": dict(optimizer_kwargs=dict(betas=(0.95, 0.999), eps=1e-5)),
+    "transformer, momentum 0.98": dict(optimizer_kwargs=dict(betas=(0.98, 0.999), eps=1e-5)),
+}
+ARMS = ("PPO", "PPO, frames", "RecurrentPPO", *TRANSFORMERS, *RECURRENT)
+COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0", "C9", "C6", "C3", "C4"), strict=True))
 N_EVALUATIONS, EVALUATION_SEED = 10, 1000
 # For the tasks that the Zoo does not have
 OWN = dict(n_envs=8, n_steps=128, batch_size=256, n_epochs=10, learning_rate="lin_1e-3", gamma=0.99, ent_coef=0.01)
@@ -111,7 +118,7 @@ def entries(name: str) -> dict[str, dict[str, Any]]:
 
 
 def hyperparameters(task: str, arm: str) -> dict[str, Any]:
-    entry = dict(entries("ppo_ext" if arm == "transformer" else "ppo_lstm").get(task, OWN))
+    entry = dict(entries("ppo_ext" if arm in TRANSFORMERS else "ppo_lstm").get(task, OWN))
     entry.pop("n_timesteps", None)
     policy_kwargs = evaluated(entry.pop("policy_kwargs", {}))
     if arm == "RecurrentPPO":
@@ -119,13 +126,14 @@ def hyperparameters(task: str, arm: str) -> dict[str, Any]:
     elif arm in RECURRENT:
         entry = {**DEFAULTS_OF_RECURRENT_PPO, **entry}
         entry |= {"policy": "MlpLstmPolicy", "policy_kwargs": {**(policy_kwargs or LSTM), "rnn": RECURRENT[arm]}}
-    elif arm == "transformer":
-        entry |= {"policy": "MlpTransformerPolicy", "policy_kwargs": policy_kwargs or TASKS[task].transformer}
+    elif arm in TRANSFORMERS:
+        policy_kwargs = {**(policy_kwargs or TASKS[task].transformer), **TRANSFORMERS[arm]}
+        entry |= {"policy": "MlpTransformerPolicy", "policy_kwargs": policy_kwargs}
     else:
         kwargs = {name: value for name, value in policy_kwargs.items() if "lstm" not in name}
         entry |= {"policy": "MlpPolicy", "policy_kwargs": kwargs}
     for name in ("learning_rate", "clip_range"):
-        if isinstance(entry.get(name), str) and arm != "transformer":
+        if isinstance(entry.get(name), str) and arm not in TRANSFORMERS:
             entry[name] = linear(float(entry[name].removeprefix("lin_")))
     return entry
 
@@ -136,7 +144,7 @@ def evaluated(value: Any) -> Any:
 
 
 def algorithm_of(arm: str) -> Any:
-    return RecurrentPPO if arm == "RecurrentPPO" else PPOExt if arm in (*RECURRENT, "transformer") else PPO
+    return RecurrentPPO if arm == "RecurrentPPO" else PPOExt if arm in (*RECURRENT, *TRANSFORMERS) else PPO
 
 
 def linear(start: float) -> Callable[[float], float]:
