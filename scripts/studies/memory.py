@@ -234,7 +234,8 @@ def plot(rows: list[Row]) -> Figure:
             if kind:
                 plot_curve(ax, kind, "evaluation", label=arm, color=COLORS[arm])
         ax.set(title=task, xlabel="1000 timesteps", ylabel="return")
-    legend_below(figure, axes[0], n_columns=4)
+    with_all_arms = max(axes, key=lambda ax: len(ax.get_legend_handles_labels()[1]))
+    legend_below(figure, with_all_arms)
     return figure
 
 
