@@ -11,7 +11,8 @@ begin at 100: runs with seeds 0 and 1 of five of the tasks took part in the sear
 
 Run it: python scripts/studies/robustness.py --arms transformer frames --timesteps 100000
 It writes docs/studies/robustness.csv after each run, and docs/studies/robustness.svg. Runs that are in the table are not
-repeated, unless they are shorter, so that a study of many hours can be made in parts; `--report` runs nothing.
+repeated, unless they are shorter, so that a study of many hours can be made in parts; `--report` runs nothing. What is printed
+are the runs of the arms, tasks and learning rates that are given, all by default.
 """
 
 import argparse
@@ -86,7 +87,7 @@ OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
 }
 OTHERS = ("falling rate", "target KL", "momentum 0.95", "momentum 0.98")
 ARMS = (*COLORS, *(f"transformer, {name}" for name in OTHERS), "without sinks", "heavy sinks")
-RIVALS = {"frames", "RecurrentPPO"}
+OTHER_POLICIES = {"frames", "RecurrentPPO"}
 # Initial weights of the sinks in full contexts, where they are others than the default
 SINKS = {"without sinks": 0.0, "heavy sinks": 1.0}
 RATES = ("1e-4", "3e-4", "1e-3")
@@ -202,6 +203,7 @@ def report(rows: list[Row]) -> None:
             ]
             for task in TASKS
             for rate in map(float, RATES)
+            if any((task, rate) in found for found in arms.values())
         ]
         print_table(f"Score after {end} steps, mean ± std over seeds", ["task", "learning rate", *arms], lines)
         for arm, found in arms.items():
@@ -209,7 +211,10 @@ def report(rows: list[Row]) -> None:
             learned = [(np.mean(values), best_of(found, task)) for (task, _), values in found.items()]
             worst = min((mean / best for mean, best in learned if best > 0.1), default=np.nan)
             print(f"{arm}: IQM {iqm(found.values()):.3f}; lowest fraction of the best rate's score {worst:.2f}")
-        for arm, rival in itertools.product(sorted(arms.keys() - RIVALS), sorted(arms.keys() & RIVALS)):
+        rivals = arms.keys() & {*OTHER_POLICIES, "transformer"}
+        for arm, rival in itertools.product(sorted(arms.keys() - OTHER_POLICIES), sorted(rivals)):
+            if arm == rival:
+                continue
             shared = sorted(arms[arm].keys() & arms[rival].keys())
             ours, theirs = ([found[key] for key in shared] for found in (arms[arm], arms[rival]))
             better = np.mean([improvement(one, other) for one, other in zip(ours, theirs, strict=True)])
@@ -267,7 +272,8 @@ def main() -> None:
             write_csv(path, sorted(rows, key=lambda row: (list(TASKS).index(row["task"]), *_key(row)[1:], row["timesteps"])))
             print(f"{n_done} of {len(jobs)} runs: {_key(done[0])} {score(done, done[-1]['timesteps']):.2f}", flush=True)
     save_plot(plot(rows), arguments.out / "robustness.svg")
-    report(rows)
+    rates = {float(rate) for rate in arguments.rates}
+    report([row for row in rows if row["task"] in arguments.tasks and row["arm"] in arguments.arms and row["rate"] in rates])
 
 
 if __name__ == "__main__":
