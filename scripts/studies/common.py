@@ -115,6 +115,14 @@ def run_task(
     write_csv(path, [row for row in read_csv(path) if row["task"] != task or row["arm"] not in arms] + done)
 
 
+def averaging_gradients(decay: float) -> dict[str, Any]:
+    """
+    :param decay: Decay rate of Adam's average of the gradients, 0.9 by default
+    :return: ``policy_kwargs`` with it, and with what else SB3 gives Adam
+    """
+    return {"optimizer_kwargs": {"betas": (decay, 0.999), "eps": 1e-5}}
+
+
 def finals(rows: Iterable[Row], task: str, arm: str) -> np.ndarray:
     """Mean returns at the end of the training, from the last row of each seed, shape ``(n_seeds,)``."""
     last = {row["seed"]: row["evaluation"] for row in select(rows, task=task, arm=arm)}

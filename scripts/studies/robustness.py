@@ -30,6 +30,7 @@ import torch as th
 from common import (
     Job,
     Row,
+    averaging_gradients,
     grid_of_axes,
     legend_below,
     mean_and_std,
@@ -82,8 +83,8 @@ OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "adaptive rate": dict(adaptive_lr_kl=0.01),
     "falling rate": dict(learning_rate="lin_{rate}"),
     "target KL": dict(target_kl=0.03),
-    "momentum 0.95": dict(policy_kwargs=dict(optimizer_kwargs=dict(betas=(0.95, 0.999), eps=1e-5))),
-    "momentum 0.98": dict(policy_kwargs=dict(optimizer_kwargs=dict(betas=(0.98, 0.999), eps=1e-5))),
+    "momentum 0.95": dict(policy_kwargs=averaging_gradients(0.95)),
+    "momentum 0.98": dict(policy_kwargs=averaging_gradients(0.98)),
 }
 OTHERS = ("falling rate", "target KL", "momentum 0.95", "momentum 0.98")
 ARMS = (*COLORS, *(f"transformer, {name}" for name in OTHERS), "without sinks", "heavy sinks")
@@ -273,7 +274,11 @@ def main() -> None:
             print(f"{n_done} of {len(jobs)} runs: {_key(done[0])} {score(done, done[-1]['timesteps']):.2f}", flush=True)
     save_plot(plot(rows), arguments.out / "robustness.svg")
     rates = {float(rate) for rate in arguments.rates}
-    report([row for row in rows if row["task"] in arguments.tasks and row["arm"] in arguments.arms and row["rate"] in rates])
+    chosen = [row for row in rows if row["task"] in arguments.tasks and row["arm"] in arguments.arms and row["rate"] in rates]
+    if chosen:
+        report(chosen)
+    else:
+        print("The table has no such runs.")
 
 
 if __name__ == "__main__":

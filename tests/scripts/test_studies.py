@@ -60,6 +60,20 @@ def test_memory_study_normalizes_as_the_entries_say():
     assert printed.splitlines()[-2:] == ["False True 0.95 False False False", "True True 0.9 True False False"]
 
 
+@pytest.mark.integration
+def test_arms_with_a_longer_average_of_the_gradients():
+    """In the studies of transformers, the decay rate of Adam is the one that the arm is named after; the default is SB3's."""
+    code = (
+        "import memory, robustness\n"
+        "for arm in ('transformer', 'transformer, momentum 0.95', 'transformer, momentum 0.98'):\n"
+        "    models = memory.make_model('T-maze 10', arm, 0)[0], robustness.make_model('counting', arm, 1e-3, 0)\n"
+        "    print(*(model.policy.optimizer.defaults[name] for model in models for name in ('betas', 'eps')))\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
+    rates = (0.9, 0.95, 0.98)
+    assert printed.splitlines()[-3:] == [f"{(rate, 0.999)} 1e-05 {(rate, 0.999)} 1e-05" for rate in rates]
+
+
 def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
