@@ -1,7 +1,7 @@
 """
 How the transformer learns on eight partially observable tasks where nobody tuned it, next to PPO on stacked frames,
 RecurrentPPO, and transformers without attention sinks and with heavier ones. All of them train with the same hyperparameters
-and three learning rates, and with their default networks. In two further arms, `adaptive_lr_kl=0.01` adapts the learning rate,
+and three learning rates, and with their default networks. In further arms, `adaptive_lr_kl=0.01` adapts the learning rate,
 beginning with each of the three; in others, it falls linearly to zero, `target_kl=0.03` ends updates early, or Adam averages
 the gradients with a decay rate of 0.95 or 0.98 instead of 0.9. RecurrentPPO is computed by PPOExt, which is equal but for
 rounding, in less time.
@@ -77,6 +77,7 @@ COLORS = {
     "RecurrentPPO": "C2",
     "transformer, adaptive rate": "C3",
     "frames, adaptive rate": "C8",
+    "RecurrentPPO, adaptive rate": "C4",
 }
 # Options of an arm, by what its name ends with; the learning rate, ``rate``, is filled in.
 OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
@@ -104,7 +105,7 @@ def make_model(
     kwargs = {**OPTIONS, "learning_rate": rate, "seed": seed, **options}
     for name, value in OPTIONS_OF_ARMS.get(arm.partition(", ")[2], {}).items():
         kwargs[name] = value.format(rate=rate) if isinstance(value, str) else value
-    if arm == "RecurrentPPO":
+    if arm.startswith("RecurrentPPO"):
         return recurrent_ppo("MlpLstmPolicy", env, **kwargs)
     if arm.startswith("frames"):
         return PPOExt("MlpPolicy", VecFrameStack(env, N_FRAMES), **kwargs)
@@ -212,15 +213,19 @@ def report(rows: list[Row]) -> None:
             learned = [(np.mean(values), best_of(found, task)) for (task, _), values in found.items()]
             worst = min((mean / best for mean, best in learned if best > 0.1), default=np.nan)
             print(f"{arm}: IQM {iqm(found.values()):.3f}; lowest fraction of the best rate's score {worst:.2f}")
-        rivals = arms.keys() & {*OTHER_POLICIES, "transformer"}
-        for arm, rival in itertools.product(sorted(arms.keys() - OTHER_POLICIES), sorted(rivals)):
-            if arm == rival:
-                continue
+        for arm, rival in filter(are_compared, itertools.permutations(sorted(arms), 2)):
             shared = sorted(arms[arm].keys() & arms[rival].keys())
             ours, theirs = ([found[key] for key in shared] for found in (arms[arm], arms[rival]))
             better = np.mean([improvement(one, other) for one, other in zip(ours, theirs, strict=True)])
             print(f"{arm} and {rival}, where both were run: IQM {iqm(ours):.3f} and {iqm(theirs):.3f}; better: {better:.2f}")
     print_losses(rows)
+
+
+def are_compared(arms: tuple[str, str]) -> bool:
+    """Whether the second arm is one of the three policies, as it is or with the option of the first."""
+    (policy, _, option), (rival, _, option_of_rival) = (arm.partition(", ") for arm in arms)
+    plain = policy in OTHER_POLICIES and not option
+    return rival in {*OTHER_POLICIES, "transformer"} and option_of_rival in {"", option} and not plain
 
 
 def print_losses(rows: list[Row]) -> None:
