@@ -186,7 +186,7 @@ class PPOExt(TrainingLoop, ModelSetup):
     :param lr_warmup: Fraction of the training, at least one update, during which the learning rates grow linearly, in [0, 1);
         0 for no warm-up
     :param adaptive_lr_kl: KL divergence in nats that the learning rate is adapted to after each update; ``None`` for no
-        adaptation. Greater than 0
+        adaptation. Greater than 0, given in the same ways as ``learning_rate``
     :param adaptive_lr_bounds: Smallest and largest value of the adapted learning rate, which also bound its initial value.
         Both greater than 0
     :param max_clip_fraction: Fraction of clipped samples in a minibatch above which the actor is frozen for the rest of
@@ -284,7 +284,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         lr_decay: LrDecay = "constant",
         lr_min_fraction: float = 0.0,
         lr_warmup: float = 0.0,
-        adaptive_lr_kl: float | None = None,
+        adaptive_lr_kl: ScheduleLike | None = None,
         adaptive_lr_bounds: tuple[float, float] = (1e-5, 1e-2),
         max_clip_fraction: float | None = None,
         accumulate_grad: int = 1,

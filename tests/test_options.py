@@ -332,7 +332,7 @@ ZOO_OPTIONS = {
     **dict(native_threads=2, normalize_value=True),
 }
 ADAPTIVE = dict(
-    adaptive_lr_kl=0.01, adaptive_lr_bounds=[0.0001, 0.002], surrogate="spo", learning_rate=0.001, lr_decay="constant"
+    adaptive_lr_kl="lin_0.01", adaptive_lr_bounds=[0.0001, 0.002], surrogate="spo", learning_rate=0.001, lr_decay="constant"
 )
 ADAPTIVE |= dict(action_dist="beta", deterministic_action="mode", use_sde=False, backend="device", amp_dtype="bfloat16")
 ADAPTIVE |= dict(distributed="off", auxiliary_losses=dict(caps_temporal=0.1))
@@ -345,7 +345,7 @@ def test_zoo_options_are_all():
 
 def assert_has_options(model, options):
     for name, value in options.items():
-        if name not in ("ent_coef", "clip_range_vf", "learning_rate", "critic_learning_rate"):
+        if name not in ("ent_coef", "clip_range_vf", "learning_rate", "critic_learning_rate", "adaptive_lr_kl"):
             assert getattr(model, name) == value, name
 
 
@@ -370,6 +370,7 @@ def test_params(tmp_path, train_here):
     model = PPOExt.load(saved(tmp_path, "Pendulum-v1"))
     assert_has_options(model, ADAPTIVE)
     assert model.adaptive_lr.value != 0.001
+    assert model.adaptive_lr_kl(0.5) == 0.005
 
 
 @pytest.mark.integration

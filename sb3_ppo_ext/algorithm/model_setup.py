@@ -281,6 +281,8 @@ class ModelSetup(PolicyUpdater):
         if self.critic_learning_rate is not None:
             self.critic_lr_schedule = self._decayed(make_schedule("critic_learning_rate", self.critic_learning_rate))
         before, self.adaptive_lr = self.adaptive_lr, None
+        if isinstance(self.adaptive_lr_kl, str):
+            self.adaptive_lr_kl = make_schedule("adaptive_lr_kl", self.adaptive_lr_kl)
         if self.adaptive_lr_kl is not None:
             low, high = self.adaptive_lr_bounds
             start = value_of(learning_rate, 1.0)

@@ -156,7 +156,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         if self.kl_coefficient is not None:
             self.kl_coefficient.update(metrics.mean("kl"))
         if self.adaptive_lr is not None:
-            self.adaptive_lr.update(metrics.mean("approx_kl"))
+            self.adaptive_lr.update(metrics.mean("approx_kl"), max(self._current_progress_remaining, 0.0))
 
     def _normalize_values(self) -> None:
         """Update the statistics of the returns, if the critic has them."""
@@ -263,6 +263,8 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             logged["train/ent_coef"] = config.loss.ent_coef
         if "kl" in config.loss.auxiliary:
             logged["train/kl_coef"] = config.loss.auxiliary["kl"]
+        if self.adaptive_lr is not None and not is_constant(self.adaptive_lr.target):
+            logged["train/adaptive_lr_kl"] = value_of(self.adaptive_lr.target, max(self._current_progress_remaining, 0.0))
         if config.target_kl is not None:
             logged["train/epochs"] = result.n_epochs
         if config.priority_alpha > 0:

@@ -170,32 +170,34 @@ class KLAdaptive:
     A positive number that adapts to the KL divergence of the updates: it is multiplied by ``factor`` after an update with a
     KL above ``tolerance * target``, and divided by ``factor`` after one with a KL below ``target / tolerance`` (but not 0).
 
-    It can be called like a schedule, and ignores the progress.
+    It can be called like a schedule, and ignores the progress. The target may depend on it.
 
     Papers: https://arxiv.org/abs/1707.06347, section 4 (a coefficient: factor 2, tolerance 1.5);
     https://arxiv.org/abs/2109.11978 (a learning rate: factor 1 / 1.5, tolerance 2)
 
     :param value: Initial value
-    :param target: Target KL divergence, in nats
+    :param target: Target KL divergence, in nats: a number or a schedule
     :param factor: Factor of each change: more than 1 if a larger value lowers the KL, less than 1 if it raises the KL
     :param tolerance: Ratio to the target up to which the KL changes nothing, more than 1
     :param bounds: Smallest and largest value
     """
 
-    def __init__(self, value: float, target: float, factor: float, tolerance: float, bounds: tuple[float, float]):
+    def __init__(self, value: float, target: ScheduleLike, factor: float, tolerance: float, bounds: tuple[float, float]):
         self.target, self.factor, self.tolerance, self.bounds = target, factor, tolerance, bounds
         self.initial = self.value = self._within_bounds(value)
 
     def __call__(self, progress_remaining: float) -> float:
         return self.value
 
-    def update(self, kl: float) -> None:
+    def update(self, kl: float, progress_remaining: float = 1.0) -> None:
         """
         :param kl: KL divergence of an update, in nats; NaN changes nothing
+        :param progress_remaining: Remaining progress of the training, from 1 to 0
         """
-        if kl > self.tolerance * self.target:
+        target = value_of(self.target, progress_remaining)
+        if kl > self.tolerance * target:
             self.value = self._within_bounds(self.value * self.factor)
-        elif 0.0 < kl < self.target / self.tolerance:
+        elif 0.0 < kl < target / self.tolerance:
             self.value = self._within_bounds(self.value / self.factor)
 
     def _within_bounds(self, value: float) -> float:

@@ -512,11 +512,11 @@ class PPOExtOptions:
         example=0.05,
         change=OF_LEARNING_RATE,
     )
-    adaptive_lr_kl: float | None = option(
+    adaptive_lr_kl: ScheduleLike | None = option(
         None,
         "KL divergence in nats that the learning rate is adapted to after each update; `None` for no adaptation",
         group=LEARNING_RATE,
-        accepted=POSITIVE,
+        accepted=Schedule(positive=True),
         example=0.01,
         conflicts=(
             Conflict(differs("lr_decay", "constant", example="linear"), KL_DRIVES_RATE),

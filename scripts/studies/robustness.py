@@ -2,8 +2,9 @@
 How the transformer learns on eight partially observable tasks where nobody tuned it, next to PPO on stacked frames,
 RecurrentPPO, and transformers without attention sinks and with heavier ones. All of them train with the same hyperparameters
 and three learning rates, and with their default networks. In further arms, `adaptive_lr_kl=0.01` adapts the learning rate,
-beginning with each of the three; in others, it falls linearly to zero, `target_kl=0.03` ends updates early, or Adam averages
-the gradients with a decay rate of 0.95 or 0.98 instead of 0.9. RecurrentPPO is computed by PPOExt, which is equal but for
+beginning with each of the three, also to a KL divergence that falls linearly to zero ("falling KL"); in others, the learning
+rate itself falls linearly to zero, `target_kl=0.03` ends updates early, or Adam averages the gradients with a decay rate of
+0.95 or 0.98 instead of 0.9. RecurrentPPO is computed by PPOExt, which is equal but for
 rounding, in less time.
 
 The score is the mean return of the episodes in the last 20 thousand steps of the training, or of its first 100 thousand. Seeds
@@ -82,13 +83,14 @@ COLORS = {
 # Options of an arm, by what its name ends with; the learning rate, ``rate``, is filled in.
 OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "adaptive rate": dict(adaptive_lr_kl=0.01),
+    "falling KL": dict(adaptive_lr_kl="lin_0.01"),
     "falling rate": dict(learning_rate="lin_{rate}"),
     "target KL": dict(target_kl=0.03),
     "momentum 0.95": dict(policy_kwargs=averaging_gradients(0.95)),
     "momentum 0.98": dict(policy_kwargs=averaging_gradients(0.98)),
 }
-OTHERS = ("falling rate", "target KL", "momentum 0.95", "momentum 0.98")
-ARMS = (*COLORS, *(f"transformer, {name}" for name in OTHERS), "without sinks", "heavy sinks")
+OTHERS = ("falling KL", "falling rate", "target KL", "momentum 0.95", "momentum 0.98")
+ARMS = (*COLORS, "frames, falling KL", *(f"transformer, {name}" for name in OTHERS), "without sinks", "heavy sinks")
 OTHER_POLICIES = {"frames", "RecurrentPPO"}
 # Initial weights of the sinks in full contexts, where they are others than the default
 SINKS = {"without sinks": 0.0, "heavy sinks": 1.0}

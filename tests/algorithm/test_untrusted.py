@@ -27,7 +27,7 @@ TRANSFORMER = dict(context_length=4, d_model=8, n_heads=2)
 CONFIGURATIONS = [
     dict(),
     *(dict(action_dist=name) for name in BOUNDED),
-    dict(advantage_norm="ema", kl_coef=1.0, kl_target=0.01, adaptive_lr_kl=0.01),
+    dict(advantage_norm="ema", kl_coef=1.0, kl_target=0.01, adaptive_lr_kl="lin_0.01"),
     dict(optimizer="muon", critic_learning_rate=1e-3, lr_decay="cosine", lr_warmup=0.1),
     dict(learning_rate="lin_0.001", clip_range="lin_0.2", ent_coef="lin_0.01"),
     dict(learning_rate=LinearSchedule(1e-3, 1e-4, 0.5), clip_range_vf=0.2, weight_decay=np.float64(0.01)),

@@ -137,6 +137,9 @@ BAD_OPTIONS = [
     (dict(lr_min_fraction=2.0), "`lr_min_fraction=2.0`.*between 0 and 1"),
     (dict(lr_warmup=1.0), "`lr_warmup=1.0`.*less than 1"),
     (dict(adaptive_lr_kl=0.0), "`adaptive_lr_kl=0.0`.*greater than 0"),
+    (dict(adaptive_lr_kl="lin_0"), "`adaptive_lr_kl=0.0`.*greater than 0"),
+    (dict(adaptive_lr_kl="0.01"), "`adaptive_lr_kl='0.01'`.*lin_0.001"),
+    (dict(adaptive_lr_kl=lambda progress: -0.01), "`adaptive_lr_kl=.*returns -0.01 at the start"),
     (dict(adaptive_lr_kl=0.01, lr_decay="cosine"), "`adaptive_lr_kl=0.01`.*no `lr_decay`"),
     (dict(adaptive_lr_kl=0.01, lr_warmup=0.1), "`adaptive_lr_kl=0.01`.*no `lr_warmup`"),
     (

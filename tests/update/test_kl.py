@@ -111,6 +111,20 @@ def test_learning_rate_follows_the_kl():
     assert logged(model)["train/learning_rate"] == 4e-4
 
 
+def test_rate_follows_a_falling_kl():
+    """The KL divergence that the rate is adapted to may depend on the progress, and is logged then."""
+    model = make(adaptive_lr_kl="lin_0.01")
+    for kl, progress, factor in ((0.006, 1.0, 1), (0.006, 0.25, 1 / 1.5), (0.004, 1.0, 1.5), (1e-9, 0.0, 1 / 1.5)):
+        before = model.adaptive_lr.value
+        model.adaptive_lr.update(kl, progress)
+        assert model.adaptive_lr.value == pytest.approx(factor * before)
+    # After the rollouts, 0.75, 0.5, 0.25 and none of the training is left.
+    model = run(adaptive_lr_kl=lambda progress: 100.0 if progress > 0.4 else 1e-9, timesteps=128)
+    assert model.adaptive_lr.value == pytest.approx(3e-4)
+    assert logged(model)["train/adaptive_lr_kl"] == 1e-9
+    assert "train/adaptive_lr_kl" not in logged(run(adaptive_lr_kl=0.01))
+
+
 @pytest.mark.filterwarnings("ignore:`kl_coef`, `kl_target` and `adaptive_lr_kl` depend")
 def test_rounding_adapts_nothing():
     """With one step per update, the KL divergence is 0, in which rounding may leave a little more."""
