@@ -74,6 +74,21 @@ def test_arms_with_a_longer_average_of_the_gradients():
     assert printed.splitlines()[-3:] == [f"{(rate, 0.999)} 1e-05 {(rate, 0.999)} 1e-05" for rate in rates]
 
 
+@pytest.mark.integration
+def test_arms_with_an_adaptive_rate():
+    """In the study of robustness, the KL divergence that the learning rate adapts to is constant or falls."""
+    code = (
+        "import robustness\n"
+        "for arm in ('transformer, adaptive rate', 'frames, falling KL', 'transformer, falling KL'):\n"
+        "    adaptive = robustness.make_model('counting', arm, 3e-4, 0).adaptive_lr\n"
+        "    adaptive.update(0.004, progress_remaining=1.0)\n"
+        "    adaptive.update(0.004, progress_remaining=0.5)\n"
+        "    print(adaptive.value)\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
+    assert [float(line) for line in printed.splitlines()[-3:]] == pytest.approx([3e-4 * 1.5**2, 3e-4 * 1.5, 3e-4 * 1.5])
+
+
 def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
