@@ -75,8 +75,7 @@ COLORS = {
     "transformer": "C0",
     "frames": "C1",
     "RecurrentPPO": "C2",
-    "transformer, adaptive rate": "C3",
-    "transformer, falling KL": "C4",
+    "transformer, falling KL": "C3",
 }
 # Options of an arm, by what its name ends with; the learning rate, ``rate``, is filled in.
 OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
@@ -87,8 +86,8 @@ OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "momentum 0.95": dict(policy_kwargs=averaging_gradients(0.95)),
     "momentum 0.98": dict(policy_kwargs=averaging_gradients(0.98)),
 }
-OTHERS = ("falling rate", "target KL", "momentum 0.95", "momentum 0.98")
-ARMS = (*COLORS, "frames, adaptive rate", "frames, falling KL", *(f"transformer, {name}" for name in OTHERS))
+OTHERS = ("adaptive rate", "falling rate", "target KL", "momentum 0.95", "momentum 0.98")
+ARMS = (*COLORS, *(f"transformer, {name}" for name in OTHERS), "frames, adaptive rate", "frames, falling KL")
 ARMS += ("without sinks", "heavy sinks")
 OTHER_POLICIES = {"frames", "RecurrentPPO"}
 # Initial weights of the sinks in full contexts, where they are others than the default
