@@ -90,6 +90,21 @@ def test_arms_with_an_adaptive_rate():
     assert [float(line) for line in printed.splitlines()[-4:]] == pytest.approx([3e-4 * 1.5**2, *[3e-4 * 1.5] * 3])
 
 
+@pytest.mark.integration
+def test_short_runs_are_beginnings_of_longer_ones():
+    """In the study of robustness, what falls during the training does not fall faster in a shorter run."""
+    code = (
+        "import robustness\n"
+        "settings = dict(task='counting', arm='frames, falling KL', rate=3e-4)\n"
+        "for timesteps in (10_000, 20_000):\n"
+        "    rows = robustness.run(robustness.Job(settings, 0, timesteps))\n"
+        "    print(len(rows), rows[0]['timesteps'], rows[0]['return'])\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
+    (n_short, *short), (n_long, *long) = (line.split() for line in printed.splitlines()[-2:])
+    assert (n_short, n_long) == ("1", "2") and short == long
+
+
 def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
