@@ -102,7 +102,8 @@ def test_short_runs_are_beginnings_of_longer_ones():
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
     (n_short, *short), (n_long, *long) = (line.split() for line in printed.splitlines()[-2:])
-    assert (n_short, n_long) == ("1", "2") and short == long
+    assert (n_short, n_long) == ("1", "2")
+    assert short == long
 
 
 def test_every_study_is_tested():
