@@ -79,15 +79,17 @@ def test_arms_with_an_adaptive_rate():
     """In the study of robustness, the KL divergence that the learning rate adapts to is constant or falls."""
     code = (
         "import robustness\n"
-        "arms = 'transformer, adaptive rate', 'frames, falling KL', 'transformer, falling KL', 'RecurrentPPO, falling KL'\n"
-        "for arm in arms:\n"
+        "others = 'frames, falling KL', 'RecurrentPPO, falling KL'\n"
+        "kinds = 'adaptive rate', 'small falling KL', 'large falling KL', 'falling KL'\n"
+        "for arm in (*(f'transformer, {kind}' for kind in kinds), *others):\n"
         "    adaptive = robustness.make_model('counting', arm, 3e-4, 0, robustness.PPOExt).adaptive_lr\n"
         "    adaptive.update(0.004, progress_remaining=1.0)\n"
         "    adaptive.update(0.004, progress_remaining=0.5)\n"
         "    print(adaptive.value)\n"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
-    assert [float(line) for line in printed.splitlines()[-4:]] == pytest.approx([3e-4 * 1.5**2, *[3e-4 * 1.5] * 3])
+    rates = [float(line) for line in printed.splitlines()[-6:]]
+    assert rates == pytest.approx([3e-4 * 1.5**2, 3e-4, 3e-4 * 1.5**2, *[3e-4 * 1.5] * 3])
 
 
 @pytest.mark.integration
