@@ -92,7 +92,7 @@ OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
 }
 OTHERS = [f"transformer, {name}" for name in OPTIONS_OF_ARMS if name != "falling KL"]
 ARMS = (*COLORS, *OTHERS, "frames, adaptive rate", "frames, falling KL")
-ARMS += ("RecurrentPPO, falling KL", "without sinks", "heavy sinks")
+ARMS += ("RecurrentPPO, falling KL", "RecurrentPPO, large falling KL", "without sinks", "heavy sinks")
 OTHER_POLICIES = {"frames", "RecurrentPPO"}
 # Initial weights of the sinks in full contexts, where they are others than the default
 SINKS = {"without sinks": 0.0, "heavy sinks": 1.0}
