@@ -80,7 +80,7 @@ def test_arms_with_an_adaptive_rate():
     code = (
         "import robustness\n"
         "others = 'frames, falling KL', 'RecurrentPPO, falling KL'\n"
-        "kinds = 'adaptive rate', 'small falling KL', 'large falling KL', 'falling KL'\n"
+        "kinds = 'adaptive rate', 'small falling KL', 'large falling KL', 'short falling KL', 'falling KL'\n"
         "for arm in (*(f'transformer, {kind}' for kind in kinds), *others):\n"
         "    adaptive = robustness.make_model('counting', arm, 3e-4, 0, robustness.PPOExt).adaptive_lr\n"
         "    adaptive.update(0.004, progress_remaining=1.0)\n"
@@ -88,8 +88,21 @@ def test_arms_with_an_adaptive_rate():
         "    print(adaptive.value)\n"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
-    rates = [float(line) for line in printed.splitlines()[-6:]]
-    assert rates == pytest.approx([3e-4 * 1.5**2, 3e-4, 3e-4 * 1.5**2, *[3e-4 * 1.5] * 3])
+    rates = [float(line) for line in printed.splitlines()[-7:]]
+    assert rates == pytest.approx([3e-4 * 1.5**2, 3e-4, 3e-4 * 1.5**2, *[3e-4 * 1.5] * 4])
+
+
+@pytest.mark.integration
+def test_arms_with_separate_transformers():
+    """In the study of robustness, actor and critic of these arms have a transformer each."""
+    code = (
+        "import robustness\n"
+        "for arm in ('transformer, falling KL', *(arm for arm in robustness.ARMS if arm.startswith('separate'))):\n"
+        "    policy = robustness.make_model('counting', arm, 3e-4, 0).policy\n"
+        "    print(policy.pi_transformer is policy.vf_transformer)\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
+    assert printed.splitlines()[-4:] == ["True", "False", "False", "False"]
 
 
 @pytest.mark.integration
@@ -106,6 +119,19 @@ def test_short_runs_are_beginnings_of_longer_ones():
     (n_short, *short), (n_long, *long) = (line.split() for line in printed.splitlines()[-2:])
     assert (n_short, n_long) == ("1", "2")
     assert short == long
+
+
+@pytest.mark.integration
+def test_when_a_falling_kl_reaches_zero():
+    """In the study of robustness, what falls reaches zero after 400 thousand steps, in short runs with their end."""
+    code = (
+        "import robustness\n"
+        "for kind in ('falling KL', 'short falling KL'):\n"
+        "    settings = dict(arm=f'transformer, {kind}')\n"
+        "    print(*(robustness.length_of(robustness.Job(settings, 0, steps)) for steps in (100_000, 400_000)))\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
+    assert printed.splitlines()[-2:] == ["400000 400000", "100000 400000"]
 
 
 def test_every_study_is_tested():
