@@ -46,6 +46,12 @@ def test_study(name, timesteps, tasks, tmp_path):
     assert (tmp_path / f"{name}.svg").stat().st_size > 10_000
 
 
+def printed_lines(code):
+    """Lines that code prints which imports the studies as they import each other."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=STUDIES).stdout.splitlines()
+
+
 @pytest.mark.integration
 def test_memory_study_normalizes_as_the_entries_say():
     """The study of memory trains and evaluates with the observations that the entries of RL Zoo and ours ask for."""
@@ -56,8 +62,7 @@ def test_memory_study_normalizes_as_the_entries_say():
         "    env = model.get_vec_normalize_env()\n"
         "    print(env.norm_obs, env.norm_reward, env.gamma, test.norm_obs, test.norm_reward, test.training)\n"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
-    assert printed.splitlines()[-2:] == ["False True 0.95 False False False", "True True 0.9 True False False"]
+    assert printed_lines(code)[-2:] == ["False True 0.95 False False False", "True True 0.9 True False False"]
 
 
 @pytest.mark.integration
@@ -69,9 +74,8 @@ def test_arms_with_a_longer_average_of_the_gradients():
         "    models = memory.make_model('T-maze 10', arm, 0)[0], robustness.make_model('counting', arm, 1e-3, 0)\n"
         "    print(*(model.policy.optimizer.defaults[name] for model in models for name in ('betas', 'eps')))\n"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
     rates = (0.9, 0.95, 0.98)
-    assert printed.splitlines()[-3:] == [f"{(rate, 0.999)} 1e-05 {(rate, 0.999)} 1e-05" for rate in rates]
+    assert printed_lines(code)[-3:] == [f"{(rate, 0.999)} 1e-05 {(rate, 0.999)} 1e-05" for rate in rates]
 
 
 @pytest.mark.integration
@@ -87,8 +91,7 @@ def test_arms_with_an_adaptive_rate():
         "    adaptive.update(0.004, progress_remaining=0.5)\n"
         "    print(adaptive.value)\n"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
-    rates = [float(line) for line in printed.splitlines()[-7:]]
+    rates = [float(line) for line in printed_lines(code)[-7:]]
     assert rates == pytest.approx([3e-4 * 1.5**2, 3e-4, 3e-4 * 1.5**2, *[3e-4 * 1.5] * 4])
 
 
@@ -101,8 +104,7 @@ def test_arms_with_separate_transformers():
         "    policy = robustness.make_model('counting', arm, 3e-4, 0).policy\n"
         "    print(policy.pi_transformer is policy.vf_transformer)\n"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
-    assert printed.splitlines()[-4:] == ["True", "False", "False", "False"]
+    assert printed_lines(code)[-4:] == ["True", "False", "False", "False"]
 
 
 @pytest.mark.integration
@@ -115,8 +117,7 @@ def test_short_runs_are_beginnings_of_longer_ones():
         "    rows = robustness.run(robustness.Job(settings, 0, timesteps))\n"
         "    print(len(rows), rows[0]['timesteps'], rows[0]['return'])\n"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
-    (n_short, *short), (n_long, *long) = (line.split() for line in printed.splitlines()[-2:])
+    (n_short, *short), (n_long, *long) = (line.split() for line in printed_lines(code)[-2:])
     assert (n_short, n_long) == ("1", "2")
     assert short == long
 
@@ -130,8 +131,7 @@ def test_when_a_falling_kl_reaches_zero():
         "    settings = dict(arm=f'transformer, {kind}')\n"
         "    print(*(robustness.length_of(robustness.Job(settings, 0, steps)) for steps in (100_000, 400_000)))\n"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=STUDIES).stdout
-    assert printed.splitlines()[-2:] == ["400000 400000", "100000 400000"]
+    assert printed_lines(code)[-2:] == ["400000 400000", "100000 400000"]
 
 
 def test_every_study_is_tested():
