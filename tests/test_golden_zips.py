@@ -64,6 +64,29 @@ def test_transformer_without_sinks(options):
         np.testing.assert_array_equal(model.policy.optimizer.state[parameter]["exp_avg"], state["exp_avg"])
 
 
+@pytest.mark.parametrize("name", ["transformer", "packaged_transformer"])
+def test_shared_transformer(name, tmp_path):
+    """Where actor and critic shared a transformer by default, they go on sharing it, whether `policy_kwargs` are given or not."""
+    saved = PPOExt.load(GOLDEN / name, device="cpu").policy_kwargs
+    assert saved.pop("share_features_extractor")
+    for given in ({}, dict(policy_kwargs=saved), dict(custom_objects=dict(policy_kwargs=saved))):
+        model = PPOExt.load(GOLDEN / name, env=gym.make(EXPECTED[name]["env"]), device="cpu", **given).learn(32)
+        assert model.policy.pi_transformer is model.policy.vf_transformer
+        model.save(tmp_path / "model")
+        again = PPOExt.load(tmp_path / "model", device="cpu")
+        assert again.policy.pi_transformer is again.policy.vf_transformer
+
+
+def test_separate_transformers_with_equal_parameters(tmp_path):
+    """What a zip does not say is not guessed from the numbers: separate transformers may have the same."""
+    model = PPOExt("MlpTransformerPolicy", "CartPole-v1", n_steps=16, batch_size=16, device="cpu")
+    model.policy.vf_transformer.load_state_dict(model.policy.pi_transformer.state_dict())
+    model.save(tmp_path / "model")
+    loaded = PPOExt.load(tmp_path / "model", device="cpu")
+    assert loaded.policy.pi_transformer is not loaded.policy.vf_transformer
+    assert loaded.policy_kwargs == {}
+
+
 def test_some_parameters_and_the_state_of_the_optimizer():
     """Parameters of another part of a transformer policy do not make the state of the optimiser one from before sinks."""
     model = PPOExt.load(GOLDEN / "transformer", env=gym.make(EXPECTED["transformer"]["env"]), device="cpu").learn(32)

@@ -21,14 +21,15 @@ from sb3_ppo_ext.common.saved_models import (
     SavedModel,
     UnfitStateError,
     only_for_ppo_ext,
+    read_attribute,
     read_model,
-    read_policy_kwargs,
     read_renamed,
     refused,
     refused_if_damaged,
     with_plain_attributes,
 )
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
+from sb3_ppo_ext.memory.policies import MlpTransformerPolicy, shares_transformer
 from sb3_ppo_ext.memory.transformer import missing_sinks
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.policies.actor_critic import (
@@ -50,6 +51,8 @@ LEARNED = {
 }
 # Options that change the parameters of the policy, or the optimiser and its state
 NOT_IN_SB3 = ("action_dist", "action_masking", "normalize_value", "optimizer", "weight_decay", "critic_learning_rate")
+# What the `policy_kwargs` of earlier zips leave out
+SHARED = dict(share_features_extractor=True)
 # Attributes that are created again after loading
 NOT_SAVED = (
     *("_truncations", "_tensors_after", "_samples_latents", "_engines", "_interrupted", "_set_up"),
@@ -143,8 +146,12 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         if saved.algorithm == "MaskablePPO":
             kwargs = {"action_masking": True, **kwargs}
         with refused_if_damaged(saved.name):
-            saved.states("cpu")  # SB3 reads them below, where errors do not name the file.
+            states = saved.states("cpu")  # SB3 reads them below, where errors do not name the file.
             objects = {**_read_objects(saved, custom_objects, trusted), **custom_objects}
+            if _leaves_out_sharing(saved, objects, states.get("policy", {})):
+                objects["policy_kwargs"] = {**SHARED, **_policy_kwargs(saved, objects)}
+                if isinstance(kwargs.get("policy_kwargs"), dict):
+                    kwargs["policy_kwargs"] = {**SHARED, **kwargs["policy_kwargs"]}
             action_dist, policy_kwargs = _action_dist_and_policy_kwargs(saved, objects, kwargs.get("policy_kwargs"))
             if policy_kwargs is not None and "policy_kwargs" not in custom_objects:
                 kwargs, objects["policy_kwargs"] = {**action_dist, **kwargs}, policy_kwargs
@@ -272,9 +279,27 @@ def _action_dist_and_policy_kwargs(
     names = {"action_dist", "deterministic_action"}
     if given is None and not saved.data.get("policy_kwargs", {}).keys() & names:
         return {}, None
-    policy_kwargs = dict(objects["policy_kwargs"]) if "policy_kwargs" in objects else read_policy_kwargs(saved.data)
+    policy_kwargs = _policy_kwargs(saved, objects)
     named: dict[str, Any] = {name: policy_kwargs.pop(name) for name in policy_kwargs.keys() & names}
     return named, given if fixes_std(policy_kwargs, given) else policy_kwargs
+
+
+def _policy_kwargs(saved: ModelFile, objects: dict[str, Any]) -> dict[str, Any]:
+    return dict(objects["policy_kwargs"] if "policy_kwargs" in objects else read_attribute(saved.data, "policy_kwargs", {}))
+
+
+def _leaves_out_sharing(saved: ModelFile, objects: dict[str, Any], state: Mapping[str, th.Tensor]) -> bool:
+    """
+    :param saved: Content of the zip
+    :param objects: Attributes that replace those in the zip
+    :param state: Parameters of its policy
+    :return: Whether it is of a ``MlpTransformerPolicy`` from when actor and critic shared a transformer by default, so that its
+        ``policy_kwargs`` need not say so
+    """
+    if not shares_transformer(state) or SHARED.keys() & _policy_kwargs(saved, objects).keys():
+        return False
+    policy_class = objects["policy_class"] if "policy_class" in objects else read_attribute(saved.data, "policy_class")
+    return isinstance(policy_class, type) and issubclass(policy_class, MlpTransformerPolicy)
 
 
 def _check_kept(zip_name: str, name: str, value: Any, kept: Any, remedy: str) -> None:

@@ -259,13 +259,15 @@ def _is_pickled(value: Any) -> bool:
     return isinstance(value, dict) and _PICKLED in value
 
 
-def read_policy_kwargs(saved: dict[str, Any]) -> dict[str, Any]:
+def read_attribute(saved: dict[str, Any], name: str, default: Any = None) -> Any:
     """
     :param saved: Saved attributes, as in :class:`ModelFile`
-    :return: The saved ``policy_kwargs``, unpickled
+    :param name: Name of the attribute
+    :param default: What is returned if there is no such attribute
+    :return: The saved attribute, unpickled
     """
-    policy_kwargs = {"policy_kwargs": saved.get("policy_kwargs", {})}
-    return dict(json_to_data(json.dumps(policy_kwargs), read_renamed(policy_kwargs)).get("policy_kwargs", {}))
+    attribute = {name: saved.get(name, default)}
+    return json_to_data(json.dumps(attribute), read_renamed(attribute)).get(name, default)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,7 +117,8 @@ class TransformerPolicyMixin(HistoryPolicy):
         :meth:`Memory.with_rewards`. SB3's ``evaluate_policy`` and RL Zoo's ``enjoy`` do not pass them: for these, wrap the
         environments in :class:`~sb3_ppo_ext.LastRewardWrapper` instead
     :param kwargs: Keyword arguments of SB3's policy and of :class:`~sb3_ppo_ext.policies.ActionDistributionMixin`. With
-        ``share_features_extractor=False``, actor and critic have separate transformers
+        ``share_features_extractor=False``, the default of :class:`MlpTransformerPolicy`, actor and critic have separate
+        transformers; with ``True``, the default of the others, they share one
     :raises ValueError: if a keyword is not valid
     """
 
@@ -430,13 +431,40 @@ def _append(memory: Memory, observations: Any, begins: np.ndarray) -> Memory:
     )
 
 
+def shares_transformer(state: Mapping[str, th.Tensor]) -> bool:
+    """
+    :param state: Parameters of a policy as they were saved, by name
+    :return: Whether actor and critic share a transformer
+    """
+    # The two names of a shared parameter are saved with one storage. Equal numbers can also be those of two transformers.
+    of_actor = {name for name in state if name.startswith("pi_transformer.")}
+    pairs = [(state[name], state.get(name.replace("pi", "vf", 1))) for name in of_actor]
+    return bool(pairs) and all(other is not None and one.data_ptr() == other.data_ptr() for one, other in pairs)
+
+
 class MlpTransformerPolicy(TransformerPolicyMixin, ActorCriticPolicy):
-    """Transformer policy for vectors, see :class:`TransformerPolicyMixin`."""
+    """
+    Transformer policy for vectors, see :class:`TransformerPolicyMixin`.
+
+    :param args: Positional arguments of SB3's policy
+    :param share_features_extractor: Whether actor and critic share a transformer. By default they do not: the updates of the
+        critic would change what the actor reads, and with it the actions
+    :param kwargs: Keyword arguments of :class:`TransformerPolicyMixin`
+    """
+
+    def __init__(self, *args: Any, share_features_extractor: bool = False, **kwargs: Any):
+        super().__init__(*args, share_features_extractor=share_features_extractor, **kwargs)
 
 
 class CnnTransformerPolicy(TransformerPolicyMixin, ActorCriticCnnPolicy):
-    """Transformer policy for images, see :class:`TransformerPolicyMixin`."""
+    """
+    Transformer policy for images, see :class:`TransformerPolicyMixin`. By default, actor and critic share a CNN and a
+    transformer, because most of the computation is that of the CNN.
+    """
 
 
 class MultiInputTransformerPolicy(TransformerPolicyMixin, MultiInputActorCriticPolicy):
-    """Transformer policy for dictionaries, see :class:`TransformerPolicyMixin`."""
+    """
+    Transformer policy for dictionaries, see :class:`TransformerPolicyMixin`. By default, actor and critic share a transformer,
+    because dictionaries often contain images, unless they read different keys.
+    """
