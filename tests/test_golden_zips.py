@@ -66,7 +66,7 @@ def test_transformer_without_sinks(options):
 
 @pytest.mark.parametrize("name", ["transformer", "packaged_transformer"])
 def test_shared_transformer(name, tmp_path):
-    """Where actor and critic shared a transformer by default, they go on sharing it, whether `policy_kwargs` are given or not."""
+    """Where actor and critic shared a transformer by default, they go on sharing it, also with `policy_kwargs` given."""
     saved = PPOExt.load(GOLDEN / name, device="cpu").policy_kwargs
     assert saved.pop("share_features_extractor")
     for given in ({}, dict(policy_kwargs=saved), dict(custom_objects=dict(policy_kwargs=saved))):

@@ -293,8 +293,8 @@ def _leaves_out_sharing(saved: ModelFile, objects: dict[str, Any], state: Mappin
     :param saved: Content of the zip
     :param objects: Attributes that replace those in the zip
     :param state: Parameters of its policy
-    :return: Whether it is of a ``MlpTransformerPolicy`` from when actor and critic shared a transformer by default, so that its
-        ``policy_kwargs`` need not say so
+    :return: Whether it is of a ``MlpTransformerPolicy`` from when actor and critic shared a transformer by default, so that
+        its ``policy_kwargs`` need not say so
     """
     if not shares_transformer(state) or SHARED.keys() & _policy_kwargs(saved, objects).keys():
         return False

@@ -3,9 +3,9 @@ What an update learns, and what it only learns by heart: after each epoch, polic
 the gradients by part of the network, and entropy of the attention, on the rollout that it learns from, and on one of the same
 policy in other environments.
 
-It compares the transformer with one without attention sinks, with those that also have what most transformers have (LayerNorm
-with the usual epsilon, feed-forward networks), with PPO on stacked frames, and with RecurrentPPO. The task is a cart-pole with
-noisy positions and no velocities.
+It compares a transformer that actor and critic share with one without attention sinks, with those that also have what most
+transformers have (LayerNorm with the usual epsilon, feed-forward networks), with PPO on stacked frames, and with RecurrentPPO.
+The task is a cart-pole with noisy positions and no velocities.
 
 Run it: python scripts/studies/held_back.py (about an hour on one core, most of it for RecurrentPPO)
 It writes docs/studies/held_back.csv and docs/studies/held_back.svg. With `--arms` it runs some of the arms and
@@ -43,7 +43,7 @@ from torch import nn
 from sb3_ppo_ext.memory.transformer import Block
 
 ARMS = (
-    "transformer",
+    "shared transformer",
     "without sinks",
     "without sinks, usual LayerNorm",
     "without sinks, usual LayerNorm, feed-forward",

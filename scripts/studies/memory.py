@@ -4,9 +4,9 @@ or GRU in PPOExt.
 
 The tasks are two T-mazes and RepeatPrevious (see memory_tasks.py), and control tasks without velocities. In the control tasks,
 PPO with and without stacked frames, RecurrentPPO and the LSTM and GRU use the hyperparameters that RL Zoo tuned for
-RecurrentPPO, and the transformer uses its entry in ppo_ext.yml. In the other tasks, all use the same hyperparameters. For two
-further transformers, Adam averages the gradients with a decay rate of 0.95 or 0.98 instead of 0.9. The deterministic policy is
-evaluated.
+RecurrentPPO, and the transformer uses its entry in ppo_ext.yml. In the other tasks, all use the same hyperparameters. In
+further arms, actor and critic share a transformer, unless the entry says otherwise, and in two of these, Adam averages the
+gradients with a decay rate of 0.95 or 0.98 instead of 0.9. The deterministic policy is evaluated.
 
 Run it: python scripts/studies/memory.py (hours on two cores, most of them for RecurrentPPO; it needs RL Zoo and sb3-contrib)
 It writes docs/studies/memory.csv after each task, and docs/studies/memory.svg. With `--tasks` and `--arms` it runs some of
@@ -61,14 +61,16 @@ from sb3_ppo_ext.zoo.yaml_entries import DEFAULTS_OF_RECURRENT_PPO
 
 # The recurrent arms of PPOExt and their networks
 RECURRENT = {"LSTM in PPOExt": "lstm", "GRU in PPOExt": "gru"}
-# The arms with a transformer, and what is not the default of its policy
+SHARED = dict(share_features_extractor=True)
+# The arms with a transformer, and what is not the default of its policy. What an entry says takes precedence.
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "transformer": {},
-    "transformer, momentum 0.95": averaging_gradients(0.95),
-    "transformer, momentum 0.98": averaging_gradients(0.98),
+    "shared transformer": SHARED,
+    "shared transformer, momentum 0.95": {**SHARED, **averaging_gradients(0.95)},
+    "shared transformer, momentum 0.98": {**SHARED, **averaging_gradients(0.98)},
 }
 ARMS = ("PPO", "PPO, frames", "RecurrentPPO", *TRANSFORMERS, *RECURRENT)
-COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0", "C9", "C6", "C3", "C4"), strict=True))
+COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0", "C5", "C9", "C6", "C3", "C4"), strict=True))
 N_EVALUATIONS, EVALUATION_SEED = 10, 1000
 # For the tasks that the Zoo does not have
 OWN = dict(n_envs=8, n_steps=128, batch_size=256, n_epochs=10, learning_rate="lin_1e-3", gamma=0.99, ent_coef=0.01)
@@ -128,7 +130,7 @@ def hyperparameters(task: str, arm: str) -> dict[str, Any]:
         entry = {**DEFAULTS_OF_RECURRENT_PPO, **entry}
         entry |= {"policy": "MlpLstmPolicy", "policy_kwargs": {**(policy_kwargs or LSTM), "rnn": RECURRENT[arm]}}
     elif arm in TRANSFORMERS:
-        policy_kwargs = {**(policy_kwargs or TASKS[task].transformer), **TRANSFORMERS[arm]}
+        policy_kwargs = {**TRANSFORMERS[arm], **(policy_kwargs or TASKS[task].transformer)}
         entry |= {"policy": "MlpTransformerPolicy", "policy_kwargs": policy_kwargs}
     else:
         kwargs = {name: value for name, value in policy_kwargs.items() if "lstm" not in name}
@@ -243,8 +245,8 @@ def plot(rows: list[Row]) -> Figure:
 def measure_times(task: str = "CartPoleNoVel-v1", n_rounds: int = 7) -> None:
     """Print the CPU time per step. All arms train with 8 x 128 steps, batches of 128 and 10 epochs."""
     loop = dict(n_steps=128, batch_size=128, n_epochs=10)
-    # The other transformers compute the same.
-    arms = [arm for arm in ARMS if not TRANSFORMERS.get(arm)]
+    # The other transformers compute the same as the shared one.
+    arms = [arm for arm in ARMS if "momentum" not in arm]
     models, times = {}, {arm: list[float]() for arm in arms}
     for arm in arms:
         entry = hyperparameters(task, arm)

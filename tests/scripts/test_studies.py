@@ -70,7 +70,7 @@ def test_arms_with_a_longer_average_of_the_gradients():
     """In the studies of transformers, the decay rate of Adam is the one that the arm is named after; the default is SB3's."""
     code = (
         "import memory, robustness\n"
-        "for arm in ('transformer', 'transformer, momentum 0.95', 'transformer, momentum 0.98'):\n"
+        "for arm in ('shared transformer', 'shared transformer, momentum 0.95', 'shared transformer, momentum 0.98'):\n"
         "    models = memory.make_model('T-maze 10', arm, 0)[0], robustness.make_model('counting', arm, 1e-3, 0)\n"
         "    print(*(model.policy.optimizer.defaults[name] for model in models for name in ('betas', 'eps')))\n"
     )
@@ -85,7 +85,7 @@ def test_arms_with_an_adaptive_rate():
         "import robustness\n"
         "others = 'frames, falling KL', 'RecurrentPPO, falling KL'\n"
         "kinds = 'adaptive rate', 'small falling KL', 'large falling KL', 'short falling KL', 'falling KL'\n"
-        "for arm in (*(f'transformer, {kind}' for kind in kinds), *others):\n"
+        "for arm in (*(f'shared transformer, {kind}' for kind in kinds), *others):\n"
         "    adaptive = robustness.make_model('counting', arm, 3e-4, 0, robustness.PPOExt).adaptive_lr\n"
         "    adaptive.update(0.004, progress_remaining=1.0)\n"
         "    adaptive.update(0.004, progress_remaining=0.5)\n"
@@ -96,15 +96,19 @@ def test_arms_with_an_adaptive_rate():
 
 
 @pytest.mark.integration
-def test_arms_with_separate_transformers():
-    """In the study of robustness, actor and critic of these arms have a transformer each."""
+def test_arms_with_a_shared_transformer():
+    """In the study of robustness, actor and critic share a transformer in the arms that say so, and in those about sinks."""
     code = (
         "import robustness\n"
-        "for arm in ('transformer, falling KL', *(arm for arm in robustness.ARMS if arm.startswith('separate'))):\n"
-        "    policy = robustness.make_model('counting', arm, 3e-4, 0).policy\n"
-        "    print(policy.pi_transformer is policy.vf_transformer)\n"
+        "for arm in robustness.ARMS:\n"
+        "    policy = robustness.make_model('counting', arm, 3e-4, 0, robustness.PPOExt).policy\n"
+        "    if hasattr(policy, 'pi_transformer'):\n"
+        "        print(arm, policy.pi_transformer is policy.vf_transformer, sep=': ')\n"
     )
-    assert printed_lines(code)[-4:] == ["True", "False", "False", "False"]
+    shared = dict(line.split(": ") for line in printed_lines(code) if ": " in line)
+    assert len(shared) > 12
+    for arm, is_shared in shared.items():
+        assert (is_shared == "True") == (arm.startswith("shared") or arm.endswith("sinks")), arm
 
 
 @pytest.mark.integration
