@@ -48,7 +48,7 @@ OF_SEQUENCES = {
     "MultiInputTransformerPolicy, different keys": dict(
         env=dict(observation_space=DICT), policy_kwargs={**TRANSFORMER, **KEYS}
     ),
-    "MlpTransformerPolicy, two": dict(policy_kwargs={**TRANSFORMER, "share_features_extractor": False}),
+    "MlpTransformerPolicy, shared": dict(policy_kwargs={**TRANSFORMER, "share_features_extractor": True}),
     "MlpTransformerPolicy, context 1": dict(policy_kwargs={**TRANSFORMER, "context_length": 1}),
     "MlpTransformerPolicy, context 40": dict(policy_kwargs={**TRANSFORMER, "context_length": 40}),
     "MlpTransformerPolicy, V-trace, segments": dict(vtrace=True, priority_alpha=0.6, priority_segment=4),

@@ -281,7 +281,9 @@ def test_same_windows_everywhere(setting):
         np.testing.assert_allclose(values, collected[0][:, env], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("setting", ["plain", "longer than a rollout", "last action and reward", "own critic", "dictionaries"])
+@pytest.mark.parametrize(
+    "setting", ["plain", "longer than a rollout", "last action and reward", "shared transformer", "dictionaries"]
+)
 def test_bootstrapped_values(setting, monkeypatch):
     """
     The terminal observation of a truncated episode, and the last one of a rollout, are evaluated behind the window before
@@ -424,7 +426,7 @@ OPTIONS = {
     "segments": dict(priority_alpha=0.6, priority_segment=4),
     "long segments": dict(priority_alpha=0.6, vtrace=True, priority_segment=32),
     "accumulation": dict(accumulate_grad=3),
-    "critic's rate": dict(critic_learning_rate=1e-3, keywords=dict(share_features_extractor=False)),
+    "critic's rate": dict(critic_learning_rate=1e-3),
     "Muon": dict(optimizer="muon"),
     "KL": dict(kl_coef=0.1, kl_target=0.01),
     "bounds": dict(bounds_coef=0.1, surrogate="spo"),
@@ -530,6 +532,14 @@ def test_tools_of_sb3(tmp_path):
     np.testing.assert_array_equal(
         loaded.predict(observation, deterministic=True)[0], model.predict(observation, deterministic=True)[0]
     )
+
+
+@pytest.mark.parametrize("setting", ["plain", "shared transformer", "images", "dictionaries"])
+def test_who_shares_a_transformer(setting):
+    """By default, actor and critic share one where it may read images."""
+    policy = make(**SETTINGS[setting]).policy
+    assert policy.share_features_extractor == (setting != "plain")
+    assert (policy.pi_transformer is policy.vf_transformer) == (setting != "plain")
 
 
 def test_n_stacked_of_a_policy(tmp_path):

@@ -31,7 +31,7 @@ SETTINGS = {
     "as long as a rollout": dict(context_length=16),
     "no history": dict(context_length=1),
     "one environment": dict(n_envs=1),
-    "own critic": dict(keywords=dict(share_features_extractor=False)),
+    "shared transformer": dict(keywords=dict(share_features_extractor=True)),
     "last action and reward": dict(keywords=dict(use_last_action=True, use_last_reward=True)),
     "discrete": dict(env=dict(action_space=spaces.Discrete(3)), keywords=dict(use_last_action=True)),
     "multi-discrete": dict(env=dict(action_space=spaces.MultiDiscrete([2, 3])), keywords=dict(use_last_action=True)),
