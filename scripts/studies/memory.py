@@ -11,7 +11,8 @@ gradients with a decay rate of 0.95 or 0.98 instead of 0.9. The deterministic po
 Run it: python scripts/studies/memory.py (hours on two cores, most of them for RecurrentPPO; it needs RL Zoo and sb3-contrib)
 It writes docs/studies/memory.csv after each task, and docs/studies/memory.svg. With `--tasks` and `--arms` it runs some of
 them and keeps the rows of the others. `--times` measures the CPU time per step instead, with all arms in turns in one process,
-and `--lstm-times` that of RecurrentPPO and of LSTM and GRU in PPOExt with the rollouts of the Zoo's entries.
+first with the networks of the entries and then with those that each policy has by default, and `--lstm-times` that of
+RecurrentPPO and of LSTM and GRU in PPOExt with the rollouts of the Zoo's entries.
 """
 
 import importlib.util
@@ -247,21 +248,29 @@ def measure_times(task: str = "CartPoleNoVel-v1", n_rounds: int = 7) -> None:
     loop = dict(n_steps=128, batch_size=128, n_epochs=10)
     # The other transformers compute the same as the shared one.
     arms = [arm for arm in ARMS if "momentum" not in arm]
-    models, times = {}, {arm: list[float]() for arm in arms}
-    for arm in arms:
-        entry = hyperparameters(task, arm)
-        env = make_envs(TASKS[task], 8, 0, None, 4 if arm == "PPO, frames" else None)
-        models[arm] = algorithm_of(arm)(entry["policy"], env, policy_kwargs=entry["policy_kwargs"], device="cpu", **loop)
-    for _ in range(n_rounds + 1):
-        for arm, model in models.items():
-            start = time.process_time()
-            model.learn(1024, reset_num_timesteps=False)
-            times[arm].append((time.process_time() - start) / 1.024)
-    reference = np.array(times["RecurrentPPO"][1:])
-    lines = [
-        [arm, f"{1000 * np.median(of[1:]):.0f}", f"{np.median(reference / np.array(of[1:])):.1f}"] for arm, of in times.items()
-    ]
-    print_table(f"{task}, ms per 1000 steps", ["", "ms", "speed-up over RecurrentPPO"], lines)
+    for networks in ("networks of the entries", "default networks"):
+        models, times = {}, {arm: list[float]() for arm in arms}
+        for arm in arms:
+            entry = hyperparameters(task, arm)
+            policy_kwargs = entry["policy_kwargs"] if networks == "networks of the entries" else default_networks(arm)
+            env = make_envs(TASKS[task], 8, 0, None, 4 if arm == "PPO, frames" else None)
+            models[arm] = algorithm_of(arm)(entry["policy"], env, policy_kwargs=policy_kwargs, device="cpu", **loop)
+        for _ in range(n_rounds + 1):
+            for arm, model in models.items():
+                start = time.process_time()
+                model.learn(1024, reset_num_timesteps=False)
+                times[arm].append((time.process_time() - start) / 1.024)
+        reference = np.array(times["RecurrentPPO"][1:])
+        lines = [
+            [arm, f"{1000 * np.median(of[1:]):.0f}", f"{np.median(reference / np.array(of[1:])):.1f}"]
+            for arm, of in times.items()
+        ]
+        print_table(f"{task}, {networks}, ms per 1000 steps", ["", "ms", "speed-up over RecurrentPPO"], lines)
+
+
+def default_networks(arm: str) -> dict[str, Any]:
+    """``policy_kwargs`` with the default networks of an arm."""
+    return {"rnn": RECURRENT[arm]} if arm in RECURRENT else TRANSFORMERS.get(arm, {})
 
 
 def measure_lstm_times(n_rounds: int = 5) -> None:
