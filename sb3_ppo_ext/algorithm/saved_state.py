@@ -29,7 +29,7 @@ from sb3_ppo_ext.common.saved_models import (
     with_plain_attributes,
 )
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
-from sb3_ppo_ext.memory.policies import MlpTransformerPolicy, shares_transformer
+from sb3_ppo_ext.memory.policies import MlpTransformerPolicy, check_sharing, shares_transformer
 from sb3_ppo_ext.memory.transformer import missing_sinks
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.policies.actor_critic import (
@@ -209,6 +209,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
 
     def _set_parameters(self, parameters: dict[str, Any], exact_match: bool, device: th.device | str) -> None:
         check_parameters_are_of(parameters.get("policy", {}), self.action_dist)
+        check_sharing(self.policy, parameters.get("policy", {}), "policy.optimizer" in parameters)
         if "policy" in parameters and not self.normalize_value:
             parameters["policy"] = without_statistics(parameters["policy"])
         if "policy.optimizer" in parameters:

@@ -1,6 +1,7 @@
 """Transformer policies see the last observations of the episode, and the same ones wherever they are evaluated."""
 
 import math
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -540,6 +541,25 @@ def test_who_shares_a_transformer(setting):
     policy = make(**SETTINGS[setting]).policy
     assert policy.share_features_extractor == (setting != "plain")
     assert (policy.pi_transformer is policy.vf_transformer) == (setting != "plain")
+
+
+def test_parameters_of_shared_and_separate_transformers(tmp_path):
+    """A shared transformer does not silently become that of the critic, and the other way round the error says what to do."""
+    models = {shared: make(keywords=dict(share_features_extractor=shared)).learn(32) for shared in (True, False)}
+    for shared, model in models.items():
+        other, before = models[not shared], deepcopy(model.get_parameters())
+        other.save(tmp_path / "other")
+        remedy = f"`share_features_extractor={shared}`.*share_features_extractor={not shared}"
+        with pytest.raises(ValueError, match=remedy):
+            model.set_parameters(tmp_path / "other")
+        for name, value in model.get_parameters()["policy"].items():
+            assert th.equal(value, before["policy"][name])
+    with pytest.raises(ValueError, match="share_features_extractor=False"):
+        models[True].set_parameters({"policy": models[False].policy.state_dict()}, exact_match=False)
+    copies = {name: value.clone() for name, value in models[True].policy.state_dict().items()}
+    for model in models.values():
+        model.set_parameters({"policy": copies}, exact_match=False)
+        th.testing.assert_close(dict(model.policy.state_dict()), copies, rtol=0, atol=0)
 
 
 def test_n_stacked_of_a_policy(tmp_path):
