@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sb3_ppo_ext
-from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext import MlpTransformerPolicy, PPOExt
 from sb3_ppo_ext.common.saved_models import read_model, read_renamed
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
@@ -75,6 +75,22 @@ def test_shared_transformer(name, tmp_path):
         model.save(tmp_path / "model")
         again = PPOExt.load(tmp_path / "model", device="cpu")
         assert again.policy.pi_transformer is again.policy.vf_transformer
+
+
+class AlwaysShared(MlpTransformerPolicy):
+    """A policy whose constructor decides that actor and critic share a transformer."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, share_features_extractor=True, **kwargs)
+
+
+def test_own_policy_with_a_shared_transformer(tmp_path):
+    """What the constructor of a policy decides is not also given to it as a keyword."""
+    model = PPOExt(AlwaysShared, "CartPole-v1", n_steps=16, batch_size=16, device="cpu").learn(16)
+    model.save(tmp_path / "model")
+    loaded = PPOExt.load(tmp_path / "model", device="cpu")
+    assert loaded.policy_kwargs == {}
+    assert loaded.policy.pi_transformer is loaded.policy.vf_transformer
 
 
 def test_separate_transformers_with_equal_parameters(tmp_path):

@@ -29,8 +29,8 @@ from sb3_ppo_ext.common.saved_models import (
     with_plain_attributes,
 )
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
-from sb3_ppo_ext.memory.policies import MlpTransformerPolicy, check_sharing, shares_transformer
-from sb3_ppo_ext.memory.transformer import missing_sinks
+from sb3_ppo_ext.memory.policies import MlpTransformerPolicy
+from sb3_ppo_ext.memory.saved_parameters import check_sharing, missing_sinks, shares_transformer
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.policies.actor_critic import (
     check_parameters_are_of,
@@ -300,7 +300,8 @@ def _leaves_out_sharing(saved: ModelFile, objects: dict[str, Any], state: Mappin
     if not shares_transformer(state) or SHARED.keys() & _policy_kwargs(saved, objects).keys():
         return False
     policy_class = objects["policy_class"] if "policy_class" in objects else read_attribute(saved.data, "policy_class")
-    return isinstance(policy_class, type) and issubclass(policy_class, MlpTransformerPolicy)
+    # A class with a constructor of its own may have decided itself, and may not take the keyword.
+    return getattr(policy_class, "__init__", None) is MlpTransformerPolicy.__init__
 
 
 def _check_kept(zip_name: str, name: str, value: Any, kept: Any, remedy: str) -> None:

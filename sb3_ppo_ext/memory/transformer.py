@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import Any
 
@@ -350,14 +349,3 @@ class Transformer(nn.Module):
 def _same(ones: th.Tensor, others: th.Tensor) -> th.Tensor:
     """Which numbers are equal, shape ``(batch_size, n, m)`` for shapes ``(batch_size, n)`` and ``(batch_size, m)``."""
     return ones.unsqueeze(2) == others.unsqueeze(1)
-
-
-def missing_sinks(names: Iterable[str], state: Mapping[str, Any]) -> set[str]:
-    """
-    :param names: Names of the parameters of a policy
-    :param state: Saved parameters, by name
-    :return: Names of the attention sinks that the saved parameters lack, since they are older
-    """
-    sinks = {name for name in names if name.endswith("sink_scores") and name not in state}
-    # Without the scores beside them, these are parameters of another part of the policy.
-    return {name for name in sinks if name.replace("sink_scores", "distance_scores") in state}
