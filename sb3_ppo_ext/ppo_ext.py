@@ -51,6 +51,7 @@ from sb3_ppo_ext.options import OWN_OPTIONS, check_arguments, check_options, con
 from sb3_ppo_ext.options.policy_kwargs import check_observations
 from sb3_ppo_ext.options.table import (
     ActionDist,
+    AdaptiveLrRule,
     AdvantageNorm,
     Backend,
     BadGradients,
@@ -187,6 +188,9 @@ class PPOExt(TrainingLoop, ModelSetup):
         0 for no warm-up
     :param adaptive_lr_kl: KL divergence in nats that the learning rate is adapted to after each update; ``None`` for no
         adaptation. Greater than 0, given in the same ways as ``learning_rate``
+    :param adaptive_lr_rule: How the learning rate follows the KL divergence: ``"threshold"``, by a factor of 1.5 if it is
+        more than twice or less than half of ``adaptive_lr_kl``, or ``"proportional"``, always, by the square root of their
+        ratio, at most 1.5
     :param adaptive_lr_bounds: Smallest and largest value of the adapted learning rate, which also bound its initial value.
         Both greater than 0
     :param max_clip_fraction: Fraction of clipped samples in a minibatch above which the actor is frozen for the rest of
@@ -285,6 +289,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         lr_min_fraction: float = 0.0,
         lr_warmup: float = 0.0,
         adaptive_lr_kl: ScheduleLike | None = None,
+        adaptive_lr_rule: AdaptiveLrRule = "threshold",
         adaptive_lr_bounds: tuple[float, float] = (1e-5, 1e-2),
         max_clip_fraction: float | None = None,
         accumulate_grad: int = 1,

@@ -334,6 +334,7 @@ ZOO_OPTIONS = {
 ADAPTIVE = dict(
     adaptive_lr_kl="lin_0.01", adaptive_lr_bounds=[0.0001, 0.002], surrogate="spo", learning_rate=0.001, lr_decay="constant"
 )
+ADAPTIVE |= dict(adaptive_lr_rule="proportional")
 ADAPTIVE |= dict(action_dist="beta", deterministic_action="mode", use_sde=False, backend="device", amp_dtype="bfloat16")
 ADAPTIVE |= dict(distributed="off", auxiliary_losses=dict(caps_temporal=0.1))
 

@@ -286,7 +286,8 @@ class ModelSetup(PolicyUpdater):
         if self.adaptive_lr_kl is not None:
             low, high = self.adaptive_lr_bounds
             start = value_of(learning_rate, 1.0)
-            adaptive = KLAdaptive(start, self.adaptive_lr_kl, factor=1 / 1.5, tolerance=2.0, bounds=(low, high))
+            tolerance = 2.0 if self.adaptive_lr_rule == "threshold" else None
+            adaptive = KLAdaptive(start, self.adaptive_lr_kl, factor=1 / 1.5, tolerance=tolerance, bounds=(low, high))
             self.lr_schedule = self.adaptive_lr = _continued(adaptive, before)
         # A user who calls this method has not set the schedules.
         vars(self).setdefault("_set_up", {}).update({name: getattr(self, name) for name in SCHEDULES})

@@ -11,6 +11,7 @@ from sb3_ppo_ext.common.validation import BadArgumentError, check_number, descri
 
 ScheduleLike: TypeAlias = float | str | Schedule
 LrDecay: TypeAlias = Literal["constant", "linear", "cosine"]
+AdaptiveLrRule: TypeAlias = Literal["threshold", "proportional"]
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -169,6 +170,8 @@ class KLAdaptive:
     """
     A positive number that adapts to the KL divergence of the updates: it is multiplied by ``factor`` after an update with a
     KL above ``tolerance * target``, and divided by ``factor`` after one with a KL below ``target / tolerance`` (but not 0).
+    Without a tolerance, each update changes it in proportion to ``sqrt(KL / target)`` or its inverse, by ``factor`` at most:
+    the KL divergence of a small update grows with the square of its size.
 
     It can be called like a schedule, and ignores the progress. The target may depend on it.
 
@@ -177,12 +180,15 @@ class KLAdaptive:
 
     :param value: Initial value
     :param target: Target KL divergence, in nats: a number or a schedule
-    :param factor: Factor of each change: more than 1 if a larger value lowers the KL, less than 1 if it raises the KL
-    :param tolerance: Ratio to the target up to which the KL changes nothing, more than 1
+    :param factor: Factor of each change, or of the largest one: more than 1 if a larger value lowers the KL, less than 1 if
+        it raises the KL
+    :param tolerance: Ratio to the target up to which the KL changes nothing, more than 1; ``None`` for changes in proportion
     :param bounds: Smallest and largest value
     """
 
-    def __init__(self, value: float, target: ScheduleLike, factor: float, tolerance: float, bounds: tuple[float, float]):
+    def __init__(
+        self, value: float, target: ScheduleLike, factor: float, tolerance: float | None, bounds: tuple[float, float]
+    ):
         self.target, self.factor, self.tolerance, self.bounds = target, factor, tolerance, bounds
         self.initial = self.value = self._within_bounds(value)
 
@@ -195,10 +201,20 @@ class KLAdaptive:
         :param progress_remaining: Remaining progress of the training, from 1 to 0
         """
         target = value_of(self.target, progress_remaining)
-        if kl > self.tolerance * target:
-            self.value = self._within_bounds(self.value * self.factor)
-        elif 0.0 < kl < target / self.tolerance:
-            self.value = self._within_bounds(self.value / self.factor)
+        if kl > 0.0:
+            value = self._in_proportion(kl, target) if self.tolerance is None else self._in_steps(kl, target, self.tolerance)
+            self.value = self._within_bounds(value)
+
+    def _in_steps(self, kl: float, target: float, tolerance: float) -> float:
+        if kl > tolerance * target:
+            return self.value * self.factor
+        return self.value / self.factor if kl < target / tolerance else self.value
+
+    def _in_proportion(self, kl: float, target: float) -> float:
+        excess = math.sqrt(kl / target) if target > 0 else math.inf
+        low, high = sorted((self.factor, 1 / self.factor))
+        change = min(max(excess, low), high)
+        return self.value * change if self.factor > 1 else self.value / change
 
     def _within_bounds(self, value: float) -> float:
         low, high = self.bounds

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 
 from sb3_ppo_ext.common.hybrid_actions import boxes_of
-from sb3_ppo_ext.common.schedules import LrDecay, ScheduleLike, is_constant, value_of
+from sb3_ppo_ext.common.schedules import AdaptiveLrRule, LrDecay, ScheduleLike, is_constant, value_of
 from sb3_ppo_ext.distributed.launch import Distributed
 from sb3_ppo_ext.distributions import ACTION_DISTS, ActionDist, DeterministicAction
 from sb3_ppo_ext.engines.registry import Backend
@@ -523,6 +523,14 @@ class PPOExtOptions:
             Conflict(differs("lr_warmup", 0.0, example=0.3), KL_DRIVES_RATE),
             Conflict(has_schedule("learning_rate"), KL_DRIVES_RATE),
         ),
+        change=OF_LEARNING_RATE,
+    )
+    adaptive_lr_rule: AdaptiveLrRule = option(
+        "threshold",
+        'How the learning rate follows the KL divergence: `"threshold"`, by a factor of 1.5 if it is more than twice or less '
+        'than half of `adaptive_lr_kl`, or `"proportional"`, always, by the square root of their ratio, at most 1.5',
+        group=LEARNING_RATE,
+        needs=Need("adaptive_lr_kl"),
         change=OF_LEARNING_RATE,
     )
     adaptive_lr_bounds: tuple[float, float] = option(

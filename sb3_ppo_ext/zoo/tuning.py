@@ -104,7 +104,9 @@ def _suggest_learning_rate(trial: "optuna.Trial", several_steps: bool, has_two_n
         kl_control = trial.suggest_categorical("kl_control", ["none", "adaptive_lr", "penalty"])
     if kl_control != "none":
         trial.suggest_float("kl", 0.003, 0.05, log=True)
-    if kl_control != "adaptive_lr":
+    if kl_control == "adaptive_lr":
+        trial.suggest_categorical("adaptive_lr_rule", ["threshold", "proportional"])
+    else:
         trial.suggest_categorical("lr_decay", ["constant", "linear"])
     if has_two_networks:
         trial.suggest_categorical("critic_lr_factor", [1.0, 3.0])
@@ -183,6 +185,7 @@ def _learning_rate(given: dict[str, Any]) -> dict[str, Any]:
     learning_rate = given["learning_rate"]
     return {
         "adaptive_lr_kl": kl if kl_control == "adaptive_lr" else None,
+        "adaptive_lr_rule": given.pop("adaptive_lr_rule", "threshold"),
         "kl_coef": float(penalised),
         "kl_target": kl if penalised else None,
         "lr_decay": given.pop("lr_decay", "constant"),

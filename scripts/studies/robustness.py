@@ -81,8 +81,9 @@ COLORS = {
     "RecurrentPPO": "C2",
     "transformer, falling KL": "C3",
 }
-# What falls in a run with this option reaches zero after ``SHORT`` steps, in all others after ``LONG`` steps.
-SHORT_RUN = "short falling KL"
+# What falls in a run with such an option reaches zero after ``SHORT`` steps, in all others after ``LONG`` steps.
+SHORT_RUN, SHORT_PROPORTIONAL = SHORT_RUNS = ("short falling KL", "short proportional KL")
+PROPORTIONAL = dict(adaptive_lr_kl="lin_0.01", adaptive_lr_rule="proportional")
 # Options of an arm, by what its name ends with; the learning rate, ``rate``, is filled in.
 OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "adaptive rate": dict(adaptive_lr_kl=0.01),
@@ -90,6 +91,8 @@ OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "small falling KL": dict(adaptive_lr_kl="lin_0.005"),
     "large falling KL": dict(adaptive_lr_kl="lin_0.02"),
     SHORT_RUN: dict(adaptive_lr_kl="lin_0.01"),
+    "proportional KL": PROPORTIONAL,
+    SHORT_PROPORTIONAL: PROPORTIONAL,
     "falling rate": dict(learning_rate="lin_{rate}"),
     "target KL": dict(target_kl=0.03),
     "momentum 0.95": dict(policy_kwargs=averaging_gradients(0.95)),
@@ -97,6 +100,11 @@ OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
 }
 SHARED = "shared transformer"
 ARMS = (*COLORS, f"transformer, {SHORT_RUN}", SHARED, *(f"{SHARED}, {name}" for name in OPTIONS_OF_ARMS))
+ARMS += tuple(
+    f"{policy}, {name}"
+    for policy in ("transformer", "frames", "RecurrentPPO")
+    for name in ("proportional KL", SHORT_PROPORTIONAL)
+)
 ARMS += ("frames, adaptive rate", "frames, falling KL", f"frames, {SHORT_RUN}")
 ARMS += ("RecurrentPPO, falling KL", "RecurrentPPO, large falling KL", f"RecurrentPPO, {SHORT_RUN}")
 ARMS += ("without sinks", "heavy sinks")
@@ -163,7 +171,7 @@ class Returns(BaseCallback):
 
 def length_of(job: Job) -> int:
     """Number of timesteps after which what falls reaches zero."""
-    return max(job.timesteps, SHORT if job.settings["arm"].endswith(SHORT_RUN) else LONG)
+    return max(job.timesteps, SHORT if job.settings["arm"].endswith(SHORT_RUNS) else LONG)
 
 
 def run(job: Job) -> list[Row]:

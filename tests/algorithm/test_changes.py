@@ -36,6 +36,7 @@ BASES = {
     "bounds_limit": dict(bounds_coef=10.0, bounds_limit=0.1),
     "kl_target": dict(kl_coef=1.0, kl_target=100.0),
     "adaptive_lr_bounds": dict(adaptive_lr_kl=1e-9),
+    "adaptive_lr_rule": dict(adaptive_lr_kl=2e-7),
     "dual_clip": dict(learning_rate=0.05),
     "bounds_coef": dict(bounds_limit=0.0),
     "max_clip_fraction": dict(learning_rate=0.05),
@@ -50,6 +51,7 @@ SEEN_ELSEWHERE = {
     "backend": lambda model: type(model._find_engine()),
     "deterministic_action": lambda model: model.predict(np.zeros(3, np.float32), deterministic=True)[0].tolist(),
     "kl_target": lambda model: model.kl_coefficient.value,
+    "adaptive_lr_rule": lambda model: model.adaptive_lr.value,
     "native_threads": lambda model: model._update_config().native_threads,  # equal to the bit
 }
 

@@ -35,6 +35,7 @@ SCHEDULES = [
     FloatSchedule(ConstantSchedule(np.float32(1))),
     DecaySchedule(FloatSchedule(LinearToZero(0.1)), "cosine", 0.1, 0.2),
     KLAdaptive(1.0, 0.01, 2.0, 1.5, (1e-3, 1e3)),
+    KLAdaptive(1e-3, 0.01, 1 / 1.5, None, (1e-5, 1e-2)),
 ]
 VALUES = [None, True, 1, 1.5, float("inf"), "x", [1, [2.0]], (1, ("x",)), {"a": {1: (2,)}}, OrderedDict(b=1, a=2)]
 VALUES += [deque([{"r": np.float64(1)}], maxlen=3), np.float32(0.1), np.bool_(True), np.str_("x"), pathlib.Path("a")]

@@ -174,6 +174,42 @@ def test_learning_rate(kl, factor):
     assert rate.value == rate(0.3) == pytest.approx(1e-3 * factor)
 
 
+@pytest.mark.parametrize(
+    ("kl", "ratio"),
+    [(0.0144, 1.2), (0.01, 1.0), (0.0064, 0.8), (0.04, 1.5), (0.0025, 1 / 1.5), (0.0, 1.0), (-1e-9, 1.0), (math.nan, 1.0)],
+)
+def test_changes_in_proportion(kl, ratio):
+    """Without a tolerance, a learning rate is divided by sqrt(KL / target), and a coefficient multiplied, by 1.5 at most."""
+    for factor, expected in ((1 / 1.5, 0.3 / ratio), (1.5, 0.3 * ratio)):
+        value = KLAdaptive(0.3, target=0.01, factor=factor, tolerance=None, bounds=(0.0, 1.0))
+        value.update(kl)
+        assert value.value == pytest.approx(expected)
+
+
+def test_extreme_changes_in_proportion():
+    """The largest change stays the largest, also if the target is 0, or the KL divergence is infinite or hardly above 0."""
+    for kl, target, ratio in ((1e-6, 0.0, 1.5), (math.inf, 0.01, 1.5), (1e308, 1e-308, 1.5), (5e-324, 1e308, 1 / 1.5)):
+        rate = KLAdaptive(0.3, target=lambda progress, target=target: target, factor=1 / 1.5, tolerance=None, bounds=(0, 1))
+        rate.update(kl, 0.5)
+        assert rate.value == pytest.approx(0.3 / ratio)
+
+
+def test_proportional_rule_finds_the_rate():
+    """
+    Where the KL divergence grows with the square of the learning rate, the rate that has the target is found from all starts;
+    with a threshold, it is found but for a factor of sqrt(2).
+    """
+    right, reached = 1e-3, {2.0: [], None: []}
+    for tolerance, ends in reached.items():
+        for start in (1e-5, 1e-4, 3e-4, 1e-2):
+            rate = KLAdaptive(start, target=0.01, factor=1 / 1.5, tolerance=tolerance, bounds=(1e-5, 1e-2))
+            for _ in range(20):
+                rate.update(0.01 * (rate.value / right) ** 2)
+            ends.append(rate.value)
+    assert reached[None] == pytest.approx([right] * 4)
+    assert max(reached[2.0]) > 1.2 * min(reached[2.0])
+
+
 def test_bounds_of_what_follows_the_kl():
     """The value stays within its bounds, at the start and however often it is adapted."""
     rate = KLAdaptive(1e-3, target=0.01, factor=1 / 1.5, tolerance=2.0, bounds=(1e-5, 1e-2))

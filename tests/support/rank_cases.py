@@ -41,6 +41,7 @@ OPTIONS = {
     "target_kl": dict(target_kl=0.004, n_epochs=8),
     "kl_coef": dict(kl_coef=0.1, kl_target=0.01),
     "adaptive_lr_kl": dict(adaptive_lr_kl=0.01),
+    "adaptive_lr_rule": dict(adaptive_lr_kl=0.01, adaptive_lr_rule="proportional"),
     "vtrace": dict(vtrace=True),
     "priority_alpha": dict(priority_alpha=0.8, priority_segment=4),
     "priorities with moving averages and V-trace": dict(priority_alpha=0.8, advantage_norm="ema", vtrace=True),

@@ -1,5 +1,6 @@
 """The KL penalty, and what adapts to the KL divergence."""
 
+import math
 import warnings
 
 import pytest
@@ -109,6 +110,19 @@ def test_learning_rate_follows_the_kl():
         assert model.adaptive_lr.value == pytest.approx(3e-4 * factor**3)
     model = run(adaptive_lr_kl=100.0, adaptive_lr_bounds=[1e-5, 4e-4], timesteps=96)
     assert logged(model)["train/learning_rate"] == 4e-4
+
+
+@pytest.mark.parametrize("target", [1e-9, 0.01, 100.0])
+def test_learning_rate_in_proportion(target):
+    """The rate is divided by the square root of the ratio of the KL divergence to its target, by 1.5 at most."""
+    model = make(adaptive_lr_kl=target, adaptive_lr_rule="proportional", learning_rate=2e-3)
+    for _ in range(3):
+        before = model.adaptive_lr.value
+        model.learn(32, reset_num_timesteps=False)
+        values = logged(model)
+        assert values["train/learning_rate"] == before
+        ratio = min(max(math.sqrt(values["train/approx_kl"] / target), 1 / 1.5), 1.5)
+        assert model.adaptive_lr.value == pytest.approx(before / ratio)
 
 
 def test_rate_follows_a_falling_kl():

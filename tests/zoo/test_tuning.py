@@ -81,7 +81,9 @@ def test_space_is_sampled():
         assert each["adaptive_lr_kl"] is None or (each["kl_coef"] == 0 and each["lr_decay"] == "constant")
         assert each["action_dist"] == "gaussian" or each["bounds_coef"] == 0
         assert each["action_dist"] != "beta" or each["policy_kwargs"]["log_std_init"] == 0
+        assert each["adaptive_lr_kl"] is not None or each["adaptive_lr_rule"] == "threshold"
     assert any(each["adaptive_lr_kl"] for each in sampled)
+    assert values["adaptive_lr_rule"] == {"threshold", "proportional"}
     assert any(each["critic_learning_rate"] for each in sampled)
 
 
