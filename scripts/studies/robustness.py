@@ -6,9 +6,9 @@ In further arms, `adaptive_lr_kl=0.01` adapts the learning rate, beginning with 
 that falls linearly to zero ("falling KL": from 0.01; "small" and "large": from 0.005 and 0.02). In others, the learning rate
 itself falls linearly to zero, `target_kl=0.03` ends updates early, or Adam averages the gradients with a decay rate of 0.95
 or 0.98 instead of 0.9. RecurrentPPO is computed by PPOExt, which is equal but for rounding, in less time; "RecurrentPPO,
-falling KL" is what it would be with that option of PPOExt. What falls reaches zero after 400 thousand steps, so that a
-shorter run is the beginning of a longer one; "short falling KL" reaches zero after 100 thousand steps, with which the run
-ends.
+falling KL" is what it would be with that option of PPOExt. "proportional KL" is "falling KL" with
+`adaptive_lr_rule="proportional"`. What falls reaches zero after 400 thousand steps, so that a shorter run is the beginning of
+a longer one; "short falling KL" and "short proportional KL" reach zero after 100 thousand steps, with which the run ends.
 
 The score is the mean return of the episodes in the last 20 thousand steps of the training, or of its first 100 thousand. Seeds
 begin at 100: runs with seeds 0 and 1 of five of the tasks took part in the search for the cause (see held_back.py).
@@ -16,7 +16,7 @@ begin at 100: runs with seeds 0 and 1 of five of the tasks took part in the sear
 Run it: python scripts/studies/robustness.py --arms transformer frames --timesteps 100000
 It writes docs/studies/robustness.csv after each run, and docs/studies/robustness.svg. Runs that are in the table are not
 repeated, unless they are shorter, so that a study of many hours can be made in parts; `--report` runs nothing. What is printed
-are the runs of the arms, tasks and learning rates that are given, all by default.
+are the runs of the arms, tasks, learning rates and the number of seeds that are given, by default all of them and five seeds.
 """
 
 import argparse
@@ -295,6 +295,11 @@ def plot(rows: list[Row]) -> Figure:
     return figure
 
 
+def is_chosen(row: Row, arguments: argparse.Namespace) -> bool:
+    is_kind = row["task"] in arguments.tasks and row["arm"] in arguments.arms
+    return is_kind and row["rate"] in map(float, arguments.rates) and row["seed"] < FIRST_SEED + arguments.seeds
+
+
 def main() -> None:
     parser = parser_of(__doc__, timesteps=LONG, seeds=5, tasks=tuple(TASKS), arms=ARMS, rates=RATES)
     parser.add_argument("--report", action="store_true", help="print the tables of the runs that there are")
@@ -308,8 +313,7 @@ def main() -> None:
             write_csv(path, sorted(rows, key=lambda row: (list(TASKS).index(row["task"]), *_key(row)[1:], row["timesteps"])))
             print(f"{n_done} of {len(jobs)} runs: {_key(done[0])} {score(done, done[-1]['timesteps']):.2f}", flush=True)
     save_plot(plot(rows), arguments.out / "robustness.svg")
-    rates = {float(rate) for rate in arguments.rates}
-    chosen = [row for row in rows if row["task"] in arguments.tasks and row["arm"] in arguments.arms and row["rate"] in rates]
+    chosen = [row for row in rows if is_chosen(row, arguments)]
     if chosen:
         report(chosen)
     else:

@@ -83,7 +83,9 @@ def test_arms_with_an_adaptive_rate():
     """In the study of robustness, the KL divergence that the learning rate adapts to is constant or falls."""
     code = (
         "import robustness\n"
-        "others = 'frames, falling KL', 'RecurrentPPO, falling KL'\n"
+        "others = 'frames, falling KL', 'RecurrentPPO, falling KL', *(\n"
+        "    f'{policy}, {length}proportional KL' for policy in ('transformer', 'frames') for length in ('', 'short ')\n"
+        ")\n"
         "kinds = 'adaptive rate', 'small falling KL', 'large falling KL', 'short falling KL', 'falling KL'\n"
         "for arm in (*(f'shared transformer, {kind}' for kind in kinds), *others):\n"
         "    adaptive = robustness.make_model('counting', arm, 3e-4, 0, robustness.PPOExt).adaptive_lr\n"
@@ -91,8 +93,8 @@ def test_arms_with_an_adaptive_rate():
         "    adaptive.update(0.004, progress_remaining=0.5)\n"
         "    print(adaptive.value)\n"
     )
-    rates = [float(line) for line in printed_lines(code)[-7:]]
-    assert rates == pytest.approx([3e-4 * 1.5**2, 3e-4, 3e-4 * 1.5**2, *[3e-4 * 1.5] * 4])
+    rates = [float(line) for line in printed_lines(code)[-11:]]
+    assert rates == pytest.approx([3e-4 * 1.5**2, 3e-4, 3e-4 * 1.5**2, *[3e-4 * 1.5] * 4, *[3e-4 * 1.5 * (5 / 4) ** 0.5] * 4])
 
 
 @pytest.mark.integration
