@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from sb3_ppo_ext.algorithm.hparams import HParamCallback, hyperparameters
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
-from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, LinearToZero
+from sb3_ppo_ext.common.schedules import DecaySchedule, HoldThenLinearToZero, KLAdaptive, LinearToZero
 from sb3_ppo_ext.common.workers import WorkerError
 from sb3_ppo_ext.memory.policies import CnnTransformerPolicy, MlpTransformerPolicy, MultiInputTransformerPolicy
 from sb3_ppo_ext.memory.recurrent_policies import CnnLstmPolicy, MlpLstmPolicy, MultiInputLstmPolicy
@@ -41,6 +41,7 @@ __all__ = [
     "EncodeText",
     "FastDummyVecEnv",
     "HParamCallback",
+    "HoldThenLinearToZero",
     "JaxVecEnv",
     "KLAdaptive",
     "LastRewardWrapper",

@@ -85,7 +85,7 @@ class PPOExt(TrainingLoop, ModelSetup):
     :param policy: The policy model to use (MlpPolicy, CnnPolicy, MultiInputPolicy, or a class)
     :param env: The environment to learn from (if registered in Gymnasium, can be str)
     :param learning_rate: Learning rate of the optimiser, at least 0: a number, a function of the remaining progress (from
-        1 to 0), or ``"lin_3e-4"`` for a linear decay to 0
+        1 to 0), ``"lin_3e-4"`` for a linear decay to 0, or ``"hold_3e-4"`` for one in the second half of the training
     :param n_steps: Number of steps to run for each environment per update, at least 1 (the rollout holds ``n_steps *
         n_envs`` samples, which must be more than 1 with ``normalize_advantage``)
     :param batch_size: Minibatch size, at least 1, and at least 2 with ``normalize_advantage``

@@ -6,9 +6,8 @@ import numpy as np
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import HParam
-from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
 
-from sb3_ppo_ext.common.schedules import LinearToZero
+from sb3_ppo_ext.common.schedules import as_in_yaml
 from sb3_ppo_ext.options import ALL_OPTIONS
 
 # Metrics in the table of TensorBoard, as in SB3's documentation; it shows those that are logged
@@ -37,15 +36,9 @@ def hyperparameters(model: BaseAlgorithm) -> dict[str, bool | int | float | str 
 
 
 def _plain(value: Any) -> bool | int | float | str | None:
-    if isinstance(value, FloatSchedule):
-        return _plain(value.value_schedule)
-    if isinstance(value, ConstantSchedule):
-        return _plain(value.val)
-    # The Zoo's class is known by its name, since the Zoo need not be installed.
-    if isinstance(value, LinearToZero) or type(value).__name__ == "SimpleLinearSchedule":
-        return f"lin_{value.initial_value}"
+    value = as_in_yaml(value)
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        value = value.item()
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 

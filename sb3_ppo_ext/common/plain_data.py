@@ -40,7 +40,7 @@ _CLASSES: dict[str, tuple[str, ...]] = {
 }
 # Classes of objects that are saved with their attributes, without calling their constructor
 _SCHEDULES: dict[str, tuple[str, ...]] = {
-    "sb3_ppo_ext": ("LinearToZero", "DecaySchedule", "KLAdaptive"),
+    "sb3_ppo_ext": ("LinearToZero", "HoldThenLinearToZero", "DecaySchedule", "KLAdaptive"),
     "stable_baselines3.common.utils": ("FloatSchedule", "ConstantSchedule", "LinearSchedule"),
     "rl_zoo3.utils": ("SimpleLinearSchedule",),
 }

@@ -18,8 +18,8 @@ _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 def make_schedule(name: str, value: ScheduleLike, positive: bool = False, infinite: bool = False) -> FloatSchedule:
     """
     :param name: Name of the argument, for error messages
-    :param value: Number; callable of the remaining progress, which goes from 1 to 0; or ``"lin_x"`` for a linear decay from
-        x to 0, which then stays at 0
+    :param value: Number; callable of the remaining progress, which goes from 1 to 0; ``"lin_x"`` for a linear decay from
+        x to 0, which then stays at 0; or ``"hold_x"``, which begins to decay after half of the training
     :param positive: Whether 0 is refused
     :param infinite: Whether infinity is accepted
     :return: Schedule, which can be pickled if ``value`` can
@@ -28,7 +28,7 @@ def make_schedule(name: str, value: ScheduleLike, positive: bool = False, infini
     if callable(value):
         return FloatSchedule(value)
     if isinstance(value, str):
-        return FloatSchedule(LinearToZero(_initial_value(name, value, positive)))
+        return FloatSchedule(_from_string(name, value, positive))
     check_number(name, value, 0, open_low=positive, infinite=infinite)
     return FloatSchedule(float(value))  # SB3 does not accept NumPy's float32
 
@@ -55,18 +55,18 @@ def check_schedule(name: str, schedule: Schedule, infinite: bool = False) -> Non
         refuse(name, schedule, f"it returns {described(returned)} at the start of the training; {remedy}")
 
 
-def _initial_value(name: str, text: str, positive: bool) -> float:
+def _from_string(name: str, text: str, positive: bool) -> "LinearToZero":
     prefix, _, number = text.partition("_")
     try:
         initial_value = float(number)
     except ValueError:
         initial_value = math.nan
-    if prefix != "lin" or not math.isfinite(initial_value):
-        remedy = 'give a number, a callable, or "lin_" and the initial value, such as "lin_0.001"'
+    if prefix not in STRINGS or not math.isfinite(initial_value):
+        remedy = 'give a number, a callable, or "lin_" or "hold_" and the initial value, such as "lin_0.001"'
         # YAML reads 3e-4 as a string.
         refuse(name, text, f"{remedy} (in YAML, 3e-4 needs a dot, 3.0e-4, or it is a string)")
     check_number(name, initial_value, 0, open_low=positive)
-    return initial_value
+    return STRINGS[prefix](initial_value)
 
 
 def value_of(schedule: ScheduleLike, progress_remaining: float) -> float:
@@ -105,6 +105,8 @@ class LinearToZero:
     :param initial_value: Value at the start of the training
     """
 
+    prefix = "lin"
+
     def __init__(self, initial_value: float):
         self.initial_value = initial_value
 
@@ -112,7 +114,40 @@ class LinearToZero:
         return max(progress_remaining, 0.0) * self.initial_value
 
     def __repr__(self) -> str:
-        return f"LinearToZero({self.initial_value})"
+        return f"{type(self).__name__}({self.initial_value})"
+
+
+class HoldThenLinearToZero(LinearToZero):
+    """
+    A constant in the first half of the training, and a linear decay to 0 in the second, which is never negative.
+
+    Paper: https://arxiv.org/abs/2405.18392 (a constant learning rate with a cooldown)
+
+    :param initial_value: Value in the first half of the training
+    """
+
+    prefix = "hold"
+
+    def __call__(self, progress_remaining: float) -> float:
+        return super().__call__(min(2 * progress_remaining, 1.0))
+
+
+STRINGS = {schedule.prefix: schedule for schedule in (LinearToZero, HoldThenLinearToZero)}
+
+
+def as_in_yaml(value: Any) -> Any:
+    """
+    :param value: Value of an option
+    :return: The number or string, such as ``"lin_0.001"``, that stands for a schedule in a YAML file; other values unchanged
+    """
+    if isinstance(value, FloatSchedule):
+        return as_in_yaml(value.value_schedule)
+    if isinstance(value, ConstantSchedule):
+        return value.val
+    if isinstance(value, LinearToZero):
+        return f"{value.prefix}_{value.initial_value}"
+    # The Zoo's class is known by its name, since the Zoo need not be installed.
+    return f"lin_{value.initial_value}" if type(value).__name__ == "SimpleLinearSchedule" else value
 
 
 class DecaySchedule:

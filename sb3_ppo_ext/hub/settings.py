@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecMonitor, VecNormalize, VecTransposeImage
 
+from sb3_ppo_ext.common.schedules import as_in_yaml
 from sb3_ppo_ext.common.validation import described
 from sb3_ppo_ext.options.values import NotCodeError, class_name, shown
 from sb3_ppo_ext.ppo_ext import PPOExt
@@ -26,7 +26,7 @@ def options_of(model: PPOExt) -> dict[str, Any]:
     """
     parameters = inspect.signature(type(model)).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items() if name not in _LEFT_OUT}
-    values = {name: _option(getattr(model, name)) for name in defaults if hasattr(model, name)}
+    values = {name: as_in_yaml(getattr(model, name)) for name in defaults if hasattr(model, name)}
     return {name: value for name, value in values.items() if not _is_default(value, defaults[name])}
 
 
@@ -123,14 +123,3 @@ def _is_default(value: Any, default: Any) -> bool:
         is_usual_class = isinstance(value, type) and value.__module__.partition(".")[0] in ("stable_baselines3", "sb3_ppo_ext")
         return value is None or value == {} or is_usual_class
     return bool((tuple(value) if isinstance(default, tuple) else value) == default)
-
-
-def _option(value: Any) -> Any:
-    if isinstance(value, FloatSchedule):
-        return _option(value.value_schedule)
-    if isinstance(value, ConstantSchedule):
-        return value.val
-    # Linear schedules of this package and of RL Zoo
-    if type(value).__name__ in ("LinearToZero", "SimpleLinearSchedule"):
-        return f"lin_{value.initial_value}"
-    return value

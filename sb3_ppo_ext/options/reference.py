@@ -14,8 +14,9 @@ explains them and says when to use which. Values that are not accepted, and opti
 `ValueError`.
 
 A function of the remaining progress gets a number that decreases from 1 to 0 during the training; `"lin_x"`, such as
-`"lin_0.001"`, decreases linearly from x to 0. "Needs" names what an option needs to have an effect, "not with" what it cannot
-be combined with. The parameters of SB3's PPO come last; those that are not listed, such as `device`, are as in SB3.
+`"lin_0.001"`, decreases linearly from x to 0, and `"hold_x"` does so in the second half of the training. "Needs" names what an
+option needs to have an effect, "not with" what it cannot be combined with. The parameters of SB3's PPO come last; those that
+are not listed, such as `device`, are as in SB3.
 
 An attribute of the model with the name of an option can be set between two calls of `learn` and acts in the next one. For
 {fixed} this raises a `ValueError`.

@@ -110,7 +110,7 @@ class Schedule(Accepted):
 
     def alternatives(self) -> tuple[str, ...]:
         numbers = Number(0, open_low=self.positive, infinite=self.infinite).alternatives()
-        return (*numbers, '`"lin_x"`', "function of the remaining progress")
+        return (*numbers, '`"lin_x"`', '`"hold_x"`', "function of the remaining progress")
 
 
 @dataclass(frozen=True)

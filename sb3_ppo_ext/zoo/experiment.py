@@ -182,7 +182,9 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
 
 
 def _is_read_by_the_zoo(value: Any) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool)
+    if isinstance(value, str):
+        return value.startswith("lin_")  # It takes each string for a linear schedule.
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManager", env: VecEnv, eval_env: bool) -> VecEnv:

@@ -82,8 +82,8 @@ COLORS = {
     "transformer, falling KL": "C3",
 }
 # What falls in a run with such an option reaches zero after ``SHORT`` steps, in all others after ``LONG`` steps.
-SHORT_RUN, SHORT_PROPORTIONAL = SHORT_RUNS = ("short falling KL", "short proportional KL")
-PROPORTIONAL = dict(adaptive_lr_kl="lin_0.01", adaptive_lr_rule="proportional")
+SHORT_RUN, SHORT_HELD, SHORT_PROPORTIONAL = SHORT_RUNS = "short falling KL", "short held KL", "short proportional KL"
+HELD = dict(adaptive_lr_kl="hold_0.01", adaptive_lr_rule="proportional")
 # Options of an arm, by what its name ends with; the learning rate, ``rate``, is filled in.
 OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "adaptive rate": dict(adaptive_lr_kl=0.01),
@@ -91,8 +91,9 @@ OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "small falling KL": dict(adaptive_lr_kl="lin_0.005"),
     "large falling KL": dict(adaptive_lr_kl="lin_0.02"),
     SHORT_RUN: dict(adaptive_lr_kl="lin_0.01"),
-    "proportional KL": PROPORTIONAL,
-    SHORT_PROPORTIONAL: PROPORTIONAL,
+    SHORT_PROPORTIONAL: dict(adaptive_lr_kl="lin_0.01", adaptive_lr_rule="proportional"),
+    "held KL": HELD,
+    SHORT_HELD: HELD,
     "falling rate": dict(learning_rate="lin_{rate}"),
     "target KL": dict(target_kl=0.03),
     "momentum 0.95": dict(policy_kwargs=averaging_gradients(0.95)),
@@ -103,7 +104,7 @@ ARMS = (*COLORS, f"transformer, {SHORT_RUN}", SHARED, *(f"{SHARED}, {name}" for 
 ARMS += tuple(
     f"{policy}, {name}"
     for policy in ("transformer", "frames", "RecurrentPPO")
-    for name in ("proportional KL", SHORT_PROPORTIONAL)
+    for name in (SHORT_PROPORTIONAL, "held KL", SHORT_HELD)
 )
 ARMS += ("frames, adaptive rate", "frames, falling KL", f"frames, {SHORT_RUN}")
 ARMS += ("RecurrentPPO, falling KL", "RecurrentPPO, large falling KL", f"RecurrentPPO, {SHORT_RUN}")

@@ -32,6 +32,7 @@ def shown(folder):
     [
         (3e-4, 3e-4),
         ("lin_0.001", "lin_0.001"),
+        ("hold_0.001", "hold_0.001"),
         (SimpleLinearSchedule(2.3e-4), "lin_0.00023"),
     ],
     ids=str,

@@ -43,6 +43,7 @@ CONFIGURATIONS = {
     "V-trace with segments": dict(vtrace=True, priority_alpha=0.6, priority_segment=8),
     "linear schedules": dict(learning_rate="lin_1e-3", clip_range="lin_0.2", ent_coef="lin_0.01", lr_warmup=0),
     "falling KL": dict(adaptive_lr_kl="lin_0.001", learning_rate=1e-3),
+    "KL that falls later": dict(adaptive_lr_kl="hold_0.001", learning_rate=1e-3),
     "rate in proportion": dict(adaptive_lr_kl=0.01, adaptive_lr_rule="proportional"),
     "one environment, not normalized": dict(n_envs=1, normalize=False, env_id="CartPole-v1"),
     "auxiliary losses": dict(

@@ -54,6 +54,7 @@ BAD_OPTIONS = [
     (dict(learning_rate=-1e-3), "`learning_rate=-0.001`.*of at least 0"),
     (dict(learning_rate="3e-4"), "`learning_rate='3e-4'`.*lin_0.001"),
     (dict(learning_rate="cos_3e-4"), "`learning_rate='cos_3e-4'`.*lin_0.001"),
+    (dict(learning_rate="hold_"), "`learning_rate='hold_'`.*lin_0.001"),
     (dict(learning_rate="lin_fast"), "`learning_rate='lin_fast'`.*lin_0.001"),
     (dict(learning_rate="lin_-1"), "`learning_rate=-1.0`.*of at least 0"),
     (dict(learning_rate=None), "`learning_rate=None`.*a number"),
@@ -144,7 +145,7 @@ BAD_OPTIONS = [
     (dict(adaptive_lr_kl=0.01, lr_decay="cosine"), "`adaptive_lr_kl=0.01`.*no `lr_decay`"),
     (dict(adaptive_lr_kl=0.01, lr_warmup=0.1), "`adaptive_lr_kl=0.01`.*no `lr_warmup`"),
     (
-        dict(adaptive_lr_kl=0.01, learning_rate="lin_0.001"),
+        dict(adaptive_lr_kl=0.01, learning_rate="hold_0.001"),
         "`adaptive_lr_kl=0.01`.*a number as `learning_rate`.*or `adaptive_lr_kl=None`",
     ),
     (dict(adaptive_lr_bounds=1e-3), "`adaptive_lr_bounds=0.001`.*the least and the largest"),

@@ -14,7 +14,7 @@ from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule, Line
 from support.parity import assert_equal
 
 import sb3_ppo_ext
-from sb3_ppo_ext import DecaySchedule, KLAdaptive, LinearToZero
+from sb3_ppo_ext import DecaySchedule, HoldThenLinearToZero, KLAdaptive, LinearToZero
 from sb3_ppo_ext.common.plain_data import NotPlainError, from_plain, to_plain, to_plain_or_culprit
 
 NESTED = spaces.Dict(OrderedDict(z=spaces.Discrete(2), a=spaces.Dict(b=spaces.MultiBinary(1))))
@@ -34,6 +34,7 @@ SCHEDULES = [
     FloatSchedule(LinearSchedule(1.0, 0.1, 0.5)),
     FloatSchedule(ConstantSchedule(np.float32(1))),
     DecaySchedule(FloatSchedule(LinearToZero(0.1)), "cosine", 0.1, 0.2),
+    FloatSchedule(HoldThenLinearToZero(0.1)),
     KLAdaptive(1.0, 0.01, 2.0, 1.5, (1e-3, 1e3)),
     KLAdaptive(1e-3, 0.01, 1 / 1.5, None, (1e-5, 1e-2)),
 ]
@@ -92,7 +93,7 @@ def test_classes_of_this_package():
     public = [value for value in vars(sb3_ppo_ext).values() if isinstance(value, type)]
     for each in CLASSES + [each for each in public if issubclass(each, th.nn.Module)]:
         assert through_json(each) is each
-    schedules = {type(schedule) for schedule in SCHEDULES} | {LinearToZero}
+    schedules = {type(schedule) for schedule in SCHEDULES} | {LinearToZero, HoldThenLinearToZero}
     assert {each for each in public if "__call__" in vars(each)} <= schedules
 
 

@@ -21,6 +21,7 @@ from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, in_float32_r
         (np.float32(0.5), (0.5, 0.5, 0.5)),
         ("lin_0.1", (0.1, 0.05, 0.0)),
         ("lin_3e-4", (3e-4, 1.5e-4, 0.0)),
+        ("hold_0.1", (0.1, 0.1, 0.0)),
         (lambda p: p**2, (1.0, 0.25, 0.0)),
         (LinearSchedule(1.0, 0.5, 0.5), (1.0, 0.5, 0.5)),
         (ConstantSchedule(0.2), (0.2, 0.2, 0.2)),
@@ -37,6 +38,7 @@ def test_values(value, expected):
 def test_linear_is_never_negative(tmp_path):
     """A last rollout that ends past the end has a learning rate of 0, where a negative one would unlearn."""
     linear = make_schedule("learning_rate", "lin_0.1")
+    assert [make_schedule("clip_range", "hold_0.1")(p) for p in (0.7, 0.4, 0.25, -0.1)] == [0.1, 0.8 * 0.1, 0.5 * 0.1, 0.0]
     for schedule in (linear, DecaySchedule(ConstantSchedule(0.1), "linear", 0.0, 0.0)):
         assert [schedule(p) for p in (0.7, 0.25, -0.1)] == [0.7 * 0.1, 0.25 * 0.1, 0.0]
     model = PPOExt("MlpPolicy", ToyEnv(), n_steps=8, batch_size=8, learning_rate="lin_0.1").learn(9)

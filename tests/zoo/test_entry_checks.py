@@ -115,6 +115,15 @@ def test_what_the_zoo_takes(more, tmp_path):
     assert model.n_steps == 16
 
 
+def test_schedules_that_the_zoo_does_not_know(tmp_path):
+    """The Zoo takes each string for a linear decay; one that begins later stays what it is."""
+    path = tmp_path / "mine.yml"
+    path.write_text(f"CartPole-v1:\n  {ENTRY}  learning_rate: hold_0.001\n  clip_range: lin_0.2\n")
+    model, _ = manager(env_id="CartPole-v1", folder=tmp_path, config=str(path), eval_freq=-1).setup_experiment()
+    assert [model.lr_schedule(progress) for progress in (1.0, 0.5, 0.25)] == pytest.approx([1e-3, 1e-3, 5e-4])
+    assert model.clip_range(0.5) == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(
     "more",
     [

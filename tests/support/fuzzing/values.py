@@ -34,7 +34,14 @@ EXTREME = (
     "float('nan')",
 )
 EXTREME += ("10**400", "-(10**400)", "2**31", "2**63", "10**30", "np.float32('inf')", "np.float64('nan')", "np.int8(-1)", "2")
-SCHEDULES = ("'lin_0.01'", "'lin_1e-3'", "'lin_0.2'", "lambda progress: 0.01 * progress", "lambda progress: np.float32(0.02)")
+SCHEDULES = (
+    "'lin_0.01'",
+    "'hold_0.01'",
+    "'lin_1e-3'",
+    "'lin_0.2'",
+    "lambda progress: 0.01 * progress",
+    "lambda progress: np.float32(0.02)",
+)
 SCHEDULES += ("lambda progress: 1 if progress > 0.5 else 0", "lambda progress: 0.1", "partial(max, 0.001)")
 BAD_SCHEDULES = ("lambda progress: 'x'", "lambda progress: None", "lambda: 0.1", "lambda progress: float('nan')", "'lin_-1'")
 BAD_SCHEDULES += (
