@@ -6,9 +6,10 @@ In further arms, `adaptive_lr_kl=0.01` adapts the learning rate, beginning with 
 that falls linearly to zero ("falling KL": from 0.01; "small" and "large": from 0.005 and 0.02). In others, the learning rate
 itself falls linearly to zero, `target_kl=0.03` ends updates early, or Adam averages the gradients with a decay rate of 0.95
 or 0.98 instead of 0.9. RecurrentPPO is computed by PPOExt, which is equal but for rounding, in less time; "RecurrentPPO,
-falling KL" is what it would be with that option of PPOExt. "proportional KL" is "falling KL" with
-`adaptive_lr_rule="proportional"`. What falls reaches zero after 400 thousand steps, so that a shorter run is the beginning of
-a longer one; "short falling KL" and "short proportional KL" reach zero after 100 thousand steps, with which the run ends.
+falling KL" is what it would be with that option of PPOExt. What falls reaches zero after 400 thousand steps, so that a
+shorter run is the beginning of a longer one; "short" ones reach zero after 100 thousand steps, with which the run ends.
+"short proportional KL" is "short falling KL" with `adaptive_lr_rule="proportional"`, and "held KL" also has a KL divergence
+that only falls in the second half, `adaptive_lr_kl="hold_0.01"`.
 
 The score is the mean return of the episodes in the last 20 thousand steps of the training, or of its first 100 thousand. Seeds
 begin at 100: runs with seeds 0 and 1 of five of the tasks took part in the search for the cause (see held_back.py).

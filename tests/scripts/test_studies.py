@@ -84,7 +84,7 @@ def test_arms_with_an_adaptive_rate():
     code = (
         "import robustness\n"
         "others = 'frames, falling KL', 'RecurrentPPO, falling KL', *(\n"
-        "    f'{policy}, {length}proportional KL' for policy in ('transformer', 'frames') for length in ('', 'short ')\n"
+        "    f'{policy}, {kind} KL' for policy in ('transformer', 'frames') for kind in ('short proportional', 'held')\n"
         ")\n"
         "kinds = 'adaptive rate', 'small falling KL', 'large falling KL', 'short falling KL', 'falling KL'\n"
         "for arm in (*(f'shared transformer, {kind}' for kind in kinds), *others):\n"
@@ -94,7 +94,8 @@ def test_arms_with_an_adaptive_rate():
         "    print(adaptive.value)\n"
     )
     rates = [float(line) for line in printed_lines(code)[-11:]]
-    assert rates == pytest.approx([3e-4 * 1.5**2, 3e-4, 3e-4 * 1.5**2, *[3e-4 * 1.5] * 4, *[3e-4 * 1.5 * (5 / 4) ** 0.5] * 4])
+    proportional_and_held = [1.5 * (5 / 4) ** 0.5, 1.5**2]
+    assert rates == pytest.approx([3e-4 * each for each in (1.5**2, 1, 1.5**2, *[1.5] * 4, *proportional_and_held * 2)])
 
 
 @pytest.mark.integration
