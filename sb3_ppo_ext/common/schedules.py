@@ -62,7 +62,7 @@ def _from_string(name: str, text: str, positive: bool) -> "LinearToZero":
     except ValueError:
         initial_value = math.nan
     if prefix not in STRINGS or not math.isfinite(initial_value):
-        remedy = 'give a number, a callable, or "lin_" or "hold_" and the initial value, such as "lin_0.001"'
+        remedy = 'give a number, a callable, or a string such as "lin_0.001" or "hold_0.001"'
         # YAML reads 3e-4 as a string.
         refuse(name, text, f"{remedy} (in YAML, 3e-4 needs a dot, 3.0e-4, or it is a string)")
     check_number(name, initial_value, 0, open_low=positive)
