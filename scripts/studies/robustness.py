@@ -80,7 +80,7 @@ COLORS = {
     "transformer": "C0",
     "frames": "C1",
     "RecurrentPPO": "C2",
-    "transformer, falling KL": "C3",
+    "transformer, held KL": "C3",
 }
 # What falls in a run with such an option reaches zero after ``SHORT`` steps, in all others after ``LONG`` steps.
 SHORT_RUN, SHORT_HELD, SHORT_PROPORTIONAL = SHORT_RUNS = "short falling KL", "short held KL", "short proportional KL"
@@ -100,17 +100,13 @@ OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "momentum 0.95": dict(policy_kwargs=averaging_gradients(0.95)),
     "momentum 0.98": dict(policy_kwargs=averaging_gradients(0.98)),
 }
-SHARED = "shared transformer"
+SHARED, OTHER_POLICIES = "shared transformer", ("frames", "RecurrentPPO")
 ARMS = (*COLORS, f"transformer, {SHORT_RUN}", SHARED, *(f"{SHARED}, {name}" for name in OPTIONS_OF_ARMS))
-ARMS += tuple(
-    f"{policy}, {name}"
-    for policy in ("transformer", "frames", "RecurrentPPO")
-    for name in (SHORT_PROPORTIONAL, "held KL", SHORT_HELD)
-)
-ARMS += ("frames, adaptive rate", "frames, falling KL", f"frames, {SHORT_RUN}")
+ARMS += tuple(f"{policy}, {name}" for policy in ("transformer", *OTHER_POLICIES) for name in (SHORT_PROPORTIONAL, SHORT_HELD))
+ARMS += tuple(f"{policy}, held KL" for policy in OTHER_POLICIES)
+ARMS += ("transformer, falling KL", "frames, adaptive rate", "frames, falling KL", f"frames, {SHORT_RUN}")
 ARMS += ("RecurrentPPO, falling KL", "RecurrentPPO, large falling KL", f"RecurrentPPO, {SHORT_RUN}")
 ARMS += ("without sinks", "heavy sinks")
-OTHER_POLICIES = {"frames", "RecurrentPPO"}
 # Initial weights of the sinks in full contexts, where they are others than the default
 SINKS = {"without sinks": 0.0, "heavy sinks": 1.0}
 RATES = ("1e-4", "3e-4", "1e-3")
