@@ -100,7 +100,8 @@ OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "momentum 0.95": dict(policy_kwargs=averaging_gradients(0.95)),
     "momentum 0.98": dict(policy_kwargs=averaging_gradients(0.98)),
 }
-SHARED, OTHER_POLICIES = "shared transformer", ("frames", "RecurrentPPO")
+SHARED = "shared transformer"
+OTHER_POLICIES = "frames", "RecurrentPPO"
 ARMS = (*COLORS, f"transformer, {SHORT_RUN}", SHARED, *(f"{SHARED}, {name}" for name in OPTIONS_OF_ARMS))
 ARMS += tuple(f"{policy}, {name}" for policy in ("transformer", *OTHER_POLICIES) for name in (SHORT_PROPORTIONAL, SHORT_HELD))
 ARMS += tuple(f"{policy}, held KL" for policy in OTHER_POLICIES)
