@@ -49,8 +49,8 @@ SHARED_SUM = Extension(
     optional=ARE_OPTIONAL,
 )
 FLAGS = Extension(
-    "sb3_ppo_ext.rollout.parallel._flags",
-    ["sb3_ppo_ext/rollout/parallel/csrc/flags.c"],
+    "sb3_ppo_ext.envs.parallel._flags",
+    ["sb3_ppo_ext/envs/parallel/csrc/flags.c"],
     depends=["sb3_ppo_ext/common/csrc/waiting.h"],
     extra_compile_args=["-O3"],
     optional=ARE_OPTIONAL,

@@ -6,22 +6,22 @@ from sb3_ppo_ext.algorithm.hparams import HParamCallback, hyperparameters
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 from sb3_ppo_ext.common.schedules import DecaySchedule, HoldThenLinearToZero, KLAdaptive, LinearToZero
 from sb3_ppo_ext.common.workers import WorkerError
+from sb3_ppo_ext.envs.action_mask_wrapper import ActionMaskWrapper
+from sb3_ppo_ext.envs.checked_subproc_vec_env import CheckedSubprocVecEnv
+from sb3_ppo_ext.envs.encode_text import EncodeText
+from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.envs.last_reward_wrapper import LastRewardWrapper
+from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
+from sb3_ppo_ext.envs.rnd_reward import RNDReward
+from sb3_ppo_ext.envs.tensors.jax_vec_env import JaxVecEnv
+from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep, TensorVecEnv
+from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
+from sb3_ppo_ext.envs.tensors.torch_vec_env import TorchVecEnv
+from sb3_ppo_ext.envs.vector_env_adapter import VectorEnvAdapter
 from sb3_ppo_ext.memory.policies import CnnTransformerPolicy, MlpTransformerPolicy, MultiInputTransformerPolicy
 from sb3_ppo_ext.memory.recurrent_policies import CnnLstmPolicy, MlpLstmPolicy, MultiInputLstmPolicy
 from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy, TransformerExtractor
 from sb3_ppo_ext.ppo_ext import PPOExt
-from sb3_ppo_ext.rollout.action_mask_wrapper import ActionMaskWrapper
-from sb3_ppo_ext.rollout.checked_subproc_vec_env import CheckedSubprocVecEnv
-from sb3_ppo_ext.rollout.encode_text import EncodeText
-from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
-from sb3_ppo_ext.rollout.last_reward_wrapper import LastRewardWrapper
-from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
-from sb3_ppo_ext.rollout.rnd_reward import RNDReward
-from sb3_ppo_ext.rollout.vector_env_adapter import VectorEnvAdapter
-from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep, TensorVecEnv
-from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
-from sb3_ppo_ext.tensor_envs.torch_vec_env import TorchVecEnv
 from sb3_ppo_ext.update.mirror import Mirror, mirror_loss
 from sb3_ppo_ext.update.smoothness import smoothness_loss
 from sb3_ppo_ext.zoo.presets import make, presets

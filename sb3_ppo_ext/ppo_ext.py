@@ -40,6 +40,8 @@ from sb3_ppo_ext.common.validation import (
     unknown_environments_as_value_errors,
 )
 from sb3_ppo_ext.distributed.launch import Distributed, find_launch, own_device
+from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import TensorVecTransposeImage, steps_in_tensors
 from sb3_ppo_ext.export import export_actor
 from sb3_ppo_ext.memory.policies import (
     CnnTransformerPolicy,
@@ -64,8 +66,6 @@ from sb3_ppo_ext.options.table import (
 from sb3_ppo_ext.policies.action_masking import masked_observation
 from sb3_ppo_ext.policies.actor_critic import with_action_distributions
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
-from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
-from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import TensorVecTransposeImage, steps_in_tensors
 
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 
@@ -385,7 +385,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         self._setup_precision()
         self._adapt_rollout_buffer()
         self._setup_optimizer()
-        self._setup_policy_losses()
+        self._setup_extra_losses()
         self._setup_advantages()
         self._setup_truncations()
         self._setup_statistics()

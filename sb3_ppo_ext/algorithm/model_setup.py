@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext.algorithm.changes import is_same, remembered
 from sb3_ppo_ext.algorithm.device_choice import Situation, choose_device
 from sb3_ppo_ext.algorithm.policy_updater import PolicyUpdater
+from sb3_ppo_ext.common.action_masks import ACTION_MASK, OBSERVATION, with_mask, without_mask
 from sb3_ppo_ext.common.guards import normalized_parts
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import in_float32
@@ -28,16 +29,15 @@ from sb3_ppo_ext.distributions import ACTION_DISTS, bounded_part
 from sb3_ppo_ext.distributions.on_device import on_device
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
+from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.memory.history import HistoryBuffer, HistoryPolicy
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
-from sb3_ppo_ext.policies.action_masking import ACTION_MASK, OBSERVATION, with_mask, without_mask
 from sb3_ppo_ext.policies.actor_critic import OWN_KEYWORDS, ActionDistributionMixin, MlpPolicy, with_action_distributions
 from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
 from sb3_ppo_ext.rollout.action_masks import check_masks
-from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, knows_critic, make_optimizer
 from sb3_ppo_ext.update.rollout_data import BUFFER_METHODS, knows_indices
@@ -326,9 +326,9 @@ class ModelSetup(PolicyUpdater):
                 remedy = "call its two networks `policy_net` and `value_net`, as SB3 does, or give None"
                 refuse(name, getattr(self, name), f"{type(networks).__name__} hides the critic's layers; {remedy}")
 
-    def _setup_policy_losses(self) -> None:
+    def _setup_extra_losses(self) -> None:
         """Refuse losses that do not fit the policy. They are made anew for each update."""
-        self._policy_losses()
+        self._extra_losses()
 
     def _setup_advantages(self) -> None:
         before, self.advantage_normalizer = self.advantage_normalizer, None

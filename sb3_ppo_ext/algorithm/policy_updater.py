@@ -21,20 +21,20 @@ from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.engines.engine import Act, Engine, Setup
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
+from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.policies.mixed_precision import LossScale
 from sb3_ppo_ext.policies.value_normalization import normalized_value
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.rollout.tensor_collector import TensorRolloutCollector
-from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
-from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, LossConfig
+from sb3_ppo_ext.update.extra_loss import ExtraLoss
+from sb3_ppo_ext.update.extra_losses import active_extra_losses, make_extra_losses
+from sb3_ppo_ext.update.losses import PENALTIES, LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
-from sb3_ppo_ext.update.policy_loss import PolicyLoss
-from sb3_ppo_ext.update.policy_losses import active_losses, make_policy_losses
 from sb3_ppo_ext.update.report import action_statistics, further_metrics, on_host, sb3_metrics, statistics_over
 from sb3_ppo_ext.update.rollout_data import Rollout
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
@@ -98,7 +98,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             self.policy,
             self.rollout_buffer,
             has_extra_loss=self._extra_actor_loss() is not None,
-            has_policy_losses=bool(active_losses(self.auxiliary_losses)),
+            has_extra_losses=bool(active_extra_losses(self.auxiliary_losses)),
             has_amp=self.amp_dtype is not None,
             has_tensor_env=steps_in_tensors(self.env),
         )
@@ -190,9 +190,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
 
     def _loss_config(self, progress: float) -> LossConfig:
         # Progress is negative if the last rollout ends after `total_timesteps`. SB3's schedules get it, ours get 0.
-        coefficients = {
-            name: value_of(getattr(self, loss.coef), max(progress, 0.0)) for name, loss in AUXILIARY_LOSSES.items()
-        }
+        coefficients = {name: value_of(getattr(self, loss.coef), max(progress, 0.0)) for name, loss in PENALTIES.items()}
         if self.kl_coefficient is not None and self.kl_coef > 0:
             coefficients["kl"] = self.kl_coefficient.value
         return LossConfig(
@@ -207,14 +205,14 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             action_bounds=self._action_bounds(),
             value_scale=self._value_scale(),
             as_recurrent_ppo=isinstance(self.rollout_buffer, RecurrentBufferMixin),
-            of_policy=self._policy_losses(),
-            auxiliary={name: value for name, value in coefficients.items() if value != 0},
+            extra=self._extra_losses(),
+            penalties={name: value for name, value in coefficients.items() if value != 0},
         )
 
-    def _policy_losses(self) -> dict[str, PolicyLoss]:
+    def _extra_losses(self) -> dict[str, ExtraLoss]:
         """Losses of ``auxiliary_losses``, with the current statistics of ``VecNormalize``."""
         normalizers = [each for each in find_normalizers(self.env) if each.norm_obs]
-        return make_policy_losses(self.auxiliary_losses, self.policy, normalizers[0] if normalizers else None)
+        return make_extra_losses(self.auxiliary_losses, self.policy, normalizers[0] if normalizers else None)
 
     def _value_scale(self) -> float | th.Tensor | None:
         if (layer := normalized_value(self.policy)) is None:
@@ -261,8 +259,8 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         logged: dict[str, Any] = {}
         if not is_constant(self.ent_coef):
             logged["train/ent_coef"] = config.loss.ent_coef
-        if "kl" in config.loss.auxiliary:
-            logged["train/kl_coef"] = config.loss.auxiliary["kl"]
+        if "kl" in config.loss.penalties:
+            logged["train/kl_coef"] = config.loss.penalties["kl"]
         if self.adaptive_lr is not None and not is_constant(self.adaptive_lr.target):
             logged["train/adaptive_lr_kl"] = value_of(self.adaptive_lr.target, max(self._current_progress_remaining, 0.0))
         if config.target_kl is not None:

@@ -26,7 +26,7 @@ from sb3_ppo_ext.checkpoints.object_state import (
 )
 from sb3_ppo_ext.common.guards import find_normalizers
 from sb3_ppo_ext.distributed.statistics import FixedMeanStd, fixed_statistics, set_statistics
-from sb3_ppo_ext.rollout.rnd_reward import RNDReward
+from sb3_ppo_ext.envs.rnd_reward import RNDReward
 
 # Number of steps that are checked, over all environments
 MAX_CHECKED = 1000

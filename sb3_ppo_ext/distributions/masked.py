@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, TypeVar
 
-import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.distributions import CategoricalDistribution, Distribution, MultiCategoricalDistribution
 from torch.distributions import Categorical
+
+from sb3_ppo_ext.common.action_masks import choices_of
 
 # Logit of an invalid action, whose probability is then 0
 INVALID = -1e8
@@ -82,22 +83,6 @@ class MaskedMultiCategoricalDistribution(MaskedDistribution, MultiCategoricalDis
 
     def unmasked(self) -> MultiCategoricalDistribution:
         return MultiCategoricalDistribution(self.action_dims)
-
-
-def choices_of(action_space: Any) -> list[int]:
-    """
-    :param action_space: Action space
-    :return: Number of choices of each action: one action of a ``Discrete`` space, one of each dimension of others, two choices
-        for binary ones. A mask has one number for each choice of each action
-    :raises TypeError: if its actions cannot be masked
-    """
-    if isinstance(action_space, spaces.Discrete):
-        return [int(action_space.n)]
-    if isinstance(action_space, spaces.MultiDiscrete):
-        return [int(n) for n in action_space.nvec]
-    if isinstance(action_space, spaces.MultiBinary):
-        return [2] * int(np.prod(action_space.shape))
-    raise TypeError(f"{action_space} has no actions that could be masked")
 
 
 def make_masked_distribution(action_space: Any) -> MaskedDistribution:

@@ -15,18 +15,18 @@ from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
 from sb3_ppo_ext.update.advantages import normalize, standardize
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
-from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
+from sb3_ppo_ext.update.extra_losses import LOGGED_LOSSES
+from sb3_ppo_ext.update.losses import PENALTIES
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import evaluate, ppo_loss
 from sb3_ppo_ext.update.minibatches import Minibatch, n_counted
-from sb3_ppo_ext.update.policy_losses import LOGGED_LOSSES
 from sb3_ppo_ext.update.update import GradientSource
 
 # Adds the gradient of a minibatch, scaled by its share of the step, and returns metrics by name.
 Differentiate: TypeAlias = Callable[[Minibatch, float], dict[str, th.Tensor]]
 # Mean and standard deviation of advantages
 Statistics: TypeAlias = tuple[th.Tensor, th.Tensor]
-LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", *AUXILIARY_LOSSES, *LOGGED_LOSSES, "extra_actor_loss")
+LOSS_TERMS = ("policy_gradient_loss", "value_loss", "entropy_loss", *PENALTIES, *LOGGED_LOSSES, "extra_actor_loss")
 
 
 class Step(NamedTuple):

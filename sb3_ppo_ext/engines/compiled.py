@@ -29,11 +29,11 @@ from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, evaluator
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
+from sb3_ppo_ext.update.extra_loss import PolicyView
 from sb3_ppo_ext.update.losses import LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss, evaluate, ppo_loss
 from sb3_ppo_ext.update.minibatches import Minibatch
-from sb3_ppo_ext.update.policy_loss import PolicyView
 from sb3_ppo_ext.update.update import GradientSource, Stepper
 
 # Names of the scalar metrics, their values in one tensor, and all other metrics by name

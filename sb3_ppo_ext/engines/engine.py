@@ -31,7 +31,7 @@ class Setup(NamedTuple):
     :param policy: Policy that acts and is updated
     :param buffer: Buffer for the rollouts
     :param has_extra_loss: Whether a subclass of ``PPOExt`` adds a loss, which may differentiate any part of the policy
-    :param has_policy_losses: Whether losses evaluate the policy at further observations
+    :param has_extra_losses: Whether losses evaluate the policy at further observations
     :param has_amp: Whether the networks compute in a type of lower precision
     :param has_tensor_env: Whether the steps of the environment are tensors
     """
@@ -39,7 +39,7 @@ class Setup(NamedTuple):
     policy: ActorCriticPolicy
     buffer: RolloutBuffer
     has_extra_loss: bool = False
-    has_policy_losses: bool = False
+    has_extra_losses: bool = False
     has_amp: bool = False
     has_tensor_env: bool = False
 

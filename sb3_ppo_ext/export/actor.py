@@ -14,6 +14,7 @@ from stable_baselines3.common.preprocessing import preprocess_obs
 from stable_baselines3.common.vec_env import VecNormalize
 from torch import nn
 
+from sb3_ppo_ext.common.action_masks import ACTION_MASK, OBSERVATION
 from sb3_ppo_ext.common.bounds import middle_and_half
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, disassembled, kinds_of, split_boxes
 from sb3_ppo_ext.common.validation import refuse
@@ -24,7 +25,6 @@ from sb3_ppo_ext.export.ports import Port
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.recurrence import step, without_memory
 from sb3_ppo_ext.memory.recurrent_policies import RecurrentPolicyMixin
-from sb3_ppo_ext.policies.action_masking import ACTION_MASK, OBSERVATION
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 
 # Name of an observation that is no dictionary

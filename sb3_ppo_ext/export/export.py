@@ -22,12 +22,12 @@ from stable_baselines3.common.preprocessing import is_image_space, is_image_spac
 from stable_baselines3.common.vec_env import VecNormalize, VecTransposeImage, unwrap_vec_wrapper
 from torch import nn
 
+from sb3_ppo_ext.common.action_masks import choices_of
 from sb3_ppo_ext.common.atomic_files import write_whole
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, disassembled
 from sb3_ppo_ext.common.pickles import read_pickled
 from sb3_ppo_ext.common.validation import check_type, refuse
 from sb3_ppo_ext.distributions import family_of
-from sb3_ppo_ext.distributions.masked import choices_of
 from sb3_ppo_ext.export.actor import PLAIN, Actor, make_actor
 from sb3_ppo_ext.export.ports import Port, described_space, to_tensors
 

@@ -6,8 +6,8 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_ppo_ext.common.plain_data import from_plain, to_plain
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorVecEnv
-from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
+from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorVecEnv
+from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
 
 SETTINGS = ("norm_obs", "norm_obs_keys", "clip_obs", "clip_reward", "gamma", "epsilon")
 

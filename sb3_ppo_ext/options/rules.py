@@ -9,6 +9,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.action_masks import MASKABLE
 from sb3_ppo_ext.common.hybrid_actions import is_hybrid
 from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.validation import (
@@ -21,6 +22,7 @@ from sb3_ppo_ext.common.validation import (
     refuse,
 )
 from sb3_ppo_ext.distributed.launch import Distributed, find_launch
+from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.recurrent_policies import check_recurrence, with_own_recurrence
 from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
@@ -32,7 +34,7 @@ from sb3_ppo_ext.options.table import (
     OptimizerName,
     draws_its_own_minibatches,
 )
-from sb3_ppo_ext.policies.action_masking import MASKABLE, check_mask_key
+from sb3_ppo_ext.policies.action_masking import check_mask_key
 from sb3_ppo_ext.policies.actor_critic import (
     OWN_KEYWORDS,
     ActionDistributionMixin,
@@ -41,8 +43,7 @@ from sb3_ppo_ext.policies.actor_critic import (
     with_own_masking,
 )
 from sb3_ppo_ext.policies.distribution_checks import check_action_distribution, check_exploration
-from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
-from sb3_ppo_ext.update.policy_losses import reads_next
+from sb3_ppo_ext.update.extra_losses import reads_next
 
 # Arguments that have no row in the table
 _FURTHER_NUMBERS = ("sde_sample_freq", "verbose", "rollout_buffer_kwargs")

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 
+from sb3_ppo_ext.common.action_masks import MASKABLE
 from sb3_ppo_ext.common.hybrid_actions import boxes_of
 from sb3_ppo_ext.common.schedules import AdaptiveLrRule, LrDecay, ScheduleLike, is_constant, value_of
 from sb3_ppo_ext.distributed.launch import Distributed
@@ -17,12 +18,11 @@ from sb3_ppo_ext.distributions import ACTION_DISTS, ActionDist, DeterministicAct
 from sb3_ppo_ext.engines.registry import Backend
 from sb3_ppo_ext.options.row import READ, Change, Conflict, Need, When, differs, equals, has_schedule, option, rows_of
 from sb3_ppo_ext.options.values import Bounds, Choice, Dictionary, Flag, Losses, Number, Schedule, Text
-from sb3_ppo_ext.policies.action_masking import MASKABLE
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
+from sb3_ppo_ext.update.extra_losses import reads_next
 from sb3_ppo_ext.update.losses import SurrogateName, VfClipMode
 from sb3_ppo_ext.update.optimizers import OptimizerName
-from sb3_ppo_ext.update.policy_losses import reads_next
 from sb3_ppo_ext.update.rollout_data import knows_indices
 
 SB3 = "Parameters of SB3's PPO"
@@ -402,7 +402,7 @@ class PPOExtOptions:
         accepted=Losses(),
         example={"caps_temporal": 0.1},
         conflicts=(Conflict(equals("backend", "native")), Conflict(NEXT_WITH_OWN_GET, OWN_GET_REMEDY)),
-        change=Change(steps=("_setup_policy_losses", "_check_backend")),
+        change=Change(steps=("_setup_extra_losses", "_check_backend")),
     )
     vtrace: bool = option(
         False,

@@ -11,7 +11,7 @@ from torch import nn
 
 from sb3_ppo_ext.common.schedules import check_schedule, make_schedule
 from sb3_ppo_ext.common.validation import check_choice, check_dictionary, check_number, check_type, refuse
-from sb3_ppo_ext.update.policy_losses import POLICY_LOSSES, check_policy_losses
+from sb3_ppo_ext.update.extra_losses import EXTRA_LOSSES, check_extra_losses
 
 
 def shown(value: Any) -> str:
@@ -208,10 +208,10 @@ class Losses(Accepted):
     """Losses of the policy, by name: coefficients, or dictionaries with ``coef`` and keyword arguments."""
 
     def check(self, name: str, value: Any) -> None:
-        check_policy_losses(name, value)
+        check_extra_losses(name, value)
 
     def alternatives(self) -> tuple[str, ...]:
-        return (f"dictionary with keys from {', '.join(f'`{shown(loss)}`' for loss in POLICY_LOSSES)}",)
+        return (f"dictionary with keys from {', '.join(f'`{shown(loss)}`' for loss in EXTRA_LOSSES)}",)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,10 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 
+from sb3_ppo_ext.common.action_masks import OBSERVATION, choices_of
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.distributions.masked import MaskedDistribution, choices_of, make_masked_distribution
+from sb3_ppo_ext.distributions.masked import MaskedDistribution, make_masked_distribution
 from sb3_ppo_ext.policies.observation_keys import KEYWORDS, ObservationKeysMixin, select
-
-# Keys of an observation to which a mask is added: an observation that is no dictionary, and the mask
-OBSERVATION, ACTION_MASK = "observation", "action_mask"
-MASKABLE = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
 class ActionMaskingMixin(ObservationKeysMixin):
@@ -93,33 +90,6 @@ class ActionMaskingMixin(ObservationKeysMixin):
         return {**super()._get_constructor_parameters(), **given}
 
 
-def with_mask(observation_space: spaces.Space, action_space: Any) -> spaces.Dict:
-    """
-    :param observation_space: Observation space
-    :param action_space: Action space
-    :return: The observation space with a mask of the actions, under the key :data:`ACTION_MASK`
-    :raises ValueError: if it has a part under this key already
-    """
-    is_dict = isinstance(observation_space, spaces.Dict)
-    parts = dict(observation_space.spaces) if is_dict else {OBSERVATION: observation_space}  # type: ignore[attr-defined]
-    if ACTION_MASK in parts:
-        remedy = (
-            f"the observations have the key {ACTION_MASK!r} already; give `action_mask_key={ACTION_MASK!r}` if it is a mask"
-        )
-        refuse("action_masking", True, remedy)
-    return spaces.Dict({**parts, ACTION_MASK: spaces.MultiBinary(sum(choices_of(action_space)))})
-
-
-def add_mask(observations: Any, masks: Any) -> dict[str, Any]:
-    """
-    :param observations: Observations, an array or a dictionary of arrays
-    :param masks: Masks of the actions
-    :return: Observations of the space that :func:`with_mask` returns
-    """
-    parts = observations if isinstance(observations, dict) else {OBSERVATION: observations}
-    return {**parts, ACTION_MASK: masks}
-
-
 def masked_observation(policy: Any, observation: Any, masks: Any, in_observation: bool) -> dict[str, Any]:
     """
     :param policy: Policy with masks
@@ -149,27 +119,6 @@ def masked_observation(policy: Any, observation: Any, masks: Any, in_observation
     if not all(part.any(axis=-1).all() for part in np.split(array, np.cumsum(choices)[:-1], axis=-1)):
         refuse("action_masks", masks, "it leaves no choice for an action; let at least one be valid")
     return {**parts, policy.action_mask_key: array}
-
-
-def without_mask(observation_space: Any, key: str) -> spaces.Space:
-    """
-    :param observation_space: Space of observations with a mask
-    :param key: Key of the mask
-    :return: Space of what actor and critic read
-    """
-    parts = {name: part for name, part in observation_space.spaces.items() if name != key}
-    return parts[OBSERVATION] if parts.keys() == {OBSERVATION} else spaces.Dict(parts)
-
-
-def parts_without_mask(observations: dict[str, Any], key: str) -> Any:
-    """
-    :param observations: Observations with a mask
-    :param key: Key of the mask
-    :return: What actor and critic read, as in :func:`without_mask`
-    """
-    if len(observations) == 2 and OBSERVATION in observations and key != OBSERVATION:
-        return observations[OBSERVATION]
-    return {name: part for name, part in observations.items() if name != key}
 
 
 def check_mask_key(key: str, observation_space: Any, action_space: Any) -> None:

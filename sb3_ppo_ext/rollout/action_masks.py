@@ -11,13 +11,9 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
+from sb3_ppo_ext.common.action_masks import ACTION_MASK, METHOD, add_mask, choices_of, parts_without_mask
 from sb3_ppo_ext.common.guards import EnvironmentDataError
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.distributions.masked import choices_of
-from sb3_ppo_ext.policies.action_masking import ACTION_MASK, add_mask, parts_without_mask
-
-# Method of an environment that returns its mask, as for sb3-contrib's MaskablePPO
-METHOD = "action_masks"
 
 
 class ActionMasks:

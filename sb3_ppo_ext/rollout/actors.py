@@ -16,12 +16,12 @@ from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.weight_watch import WeightWatch
+from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.recurrence import RecurrentStates
 from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
 from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
 from sb3_ppo_ext.memory.transformer import Cache
-from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.update.bootstrap import Truncation, last_values, terminal_values
 
 

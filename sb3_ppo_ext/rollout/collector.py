@@ -14,13 +14,12 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.action_masks import add_mask, choices_of
 from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, reset_after_errors, restored_if_refused
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
-from sb3_ppo_ext.distributions.masked import choices_of
 from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
-from sb3_ppo_ext.policies.action_masking import add_mask
 from sb3_ppo_ext.rollout.action_masks import ActionMasks
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
 from sb3_ppo_ext.rollout.overlap import overlapped_collection

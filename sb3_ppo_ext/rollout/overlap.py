@@ -9,9 +9,9 @@ import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EventCallback
 
 from sb3_ppo_ext.common.guards import check_finite, is_finite, refuse_policy
+from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
+from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.rollout.actors import Actor, DivisibleActor
-from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
-from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
 
 # Callbacks that never end training, do not use its environments, and read nothing of a step but what `_locals` gives them
 PATIENT = {

@@ -12,19 +12,19 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.action_masks import choices_of
 from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy, reset_after_errors
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.common.observations import dtype_of, map_observations
-from sb3_ppo_ext.distributions.masked import choices_of
+from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep
+from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.action_masks import leave_choices, refuse_empty
 from sb3_ppo_ext.rollout.actors import CachedPolicy
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorStep
-from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes, copy_into
 from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer, TensorSequenceRollout
 

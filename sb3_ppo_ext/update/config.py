@@ -62,7 +62,7 @@ class UpdateConfig:
     @property
     def reads_next(self) -> bool:
         """Whether a loss reads the observations that follow those of the samples."""
-        return any(loss.reads_next for loss in self.loss.of_policy.values())
+        return any(loss.reads_next for loss in self.loss.extra.values())
 
     @property
     def normalizes_minibatches(self) -> bool:

@@ -14,7 +14,7 @@ from sb3_ppo_ext.distributions import parameters
 from sb3_ppo_ext.policies.actor_critic import evaluator
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize_over, vtrace
 from sb3_ppo_ext.update.config import UpdateConfig
-from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
+from sb3_ppo_ext.update.losses import PENALTIES
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import actions_of
 from sb3_ppo_ext.update.minibatches import PrioritizedSegments, SharedPrioritizedSegments
@@ -52,7 +52,7 @@ class Estimates:
         # Parameters of the old action distributions, shape (n_samples, n); None if no loss reads them, or the distribution
         # has no KL divergence in closed form
         self.old_distribution: th.Tensor | None = None
-        if any("old_distribution" in AUXILIARY_LOSSES[name].reads for name in config.loss.auxiliary):
+        if any("old_distribution" in PENALTIES[name].reads for name in config.loss.penalties):
             with self._as_while_collecting():
                 self.old_distribution = rollout.evaluate(lambda data: parameters(policy.get_distribution(data.observations)))
 

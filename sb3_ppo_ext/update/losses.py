@@ -4,8 +4,8 @@ The losses of PPO, as pure functions of tensors of shape ``(batch_size,)``. Each
 Each loss that an engine differentiates analytically is followed by its slope, in NumPy; one test compares every slope with
 autograd. With the default options, the operations and their order are those of SB3, so that results are equal bit for bit.
 
-To add a surrogate, write an objective and its slope and add a row to :data:`SURROGATES`. To add an auxiliary loss, write a
-function for its value and add a row to :data:`AUXILIARY_LOSSES`; every engine computes it.
+To add a surrogate, write an objective and its slope and add a row to :data:`SURROGATES`. To add a penalty, write a
+function for its value and add a row to :data:`PENALTIES`; every engine computes it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class LossConfig:
     :param value_scale: Unit of the value loss and of ``clip_range_vf``: the standard deviation of the returns if values are
         normalised, ``None`` for that of the return
     :param as_recurrent_ppo: Whether the order of operations is that of RecurrentPPO, where it is another than PPO's
-    :param of_policy: Losses that evaluate the policy at further observations, by name, see ``update/policy_losses.py``
-    :param auxiliary: Coefficients of the active auxiliary losses, by their name in :data:`AUXILIARY_LOSSES`
+    :param extra: Losses that evaluate the policy at further observations, by name, see ``update/extra_losses.py``
+    :param penalties: Coefficients of the active penalties, by their name in :data:`PENALTIES`
     """
 
     clip_range: Coefficient
@@ -67,8 +67,8 @@ class LossConfig:
     action_bounds: tuple[th.Tensor, th.Tensor] | None = None
     value_scale: Coefficient | None = None
     as_recurrent_ppo: bool = False
-    of_policy: Mapping[str, Any] = field(default_factory=dict)
-    auxiliary: Mapping[str, Coefficient] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    penalties: Mapping[str, Coefficient] = field(default_factory=dict)
 
     def with_tensors(self, device: th.device) -> LossConfig:
         """
@@ -81,7 +81,7 @@ class LossConfig:
 
         names = ("clip_range", "clip_range_vf", "ent_coef", "vf_coef", "value_scale")
         changed: dict[str, Any] = {name: tensor(getattr(self, name)) for name in names}
-        return replace(self, **changed, auxiliary={name: tensor(value) for name, value in self.auxiliary.items()})
+        return replace(self, **changed, penalties={name: tensor(value) for name, value in self.penalties.items()})
 
 
 class LossInputs(Protocol):
@@ -302,7 +302,7 @@ def entropy_loss(entropy: th.Tensor | None, log_prob: th.Tensor) -> th.Tensor:
 # Auxiliary losses
 
 
-class AuxiliaryLoss(NamedTuple):
+class Penalty(NamedTuple):
     """
     A loss that is added to PPO's loss if its coefficient is not 0.
 
@@ -316,7 +316,7 @@ class AuxiliaryLoss(NamedTuple):
     coef: str
     reads: tuple[str, ...]
     value: Callable[[LossInputs, LossConfig], th.Tensor]
-    fallback: AuxiliaryLoss | None = None
+    fallback: Penalty | None = None
 
 
 def kl_penalty(inputs: LossInputs, config: LossConfig) -> th.Tensor:
@@ -356,47 +356,47 @@ def bounds_penalty(inputs: LossInputs, config: LossConfig) -> th.Tensor:
     return bounds_loss(unsquashed_mean(inputs.distribution), *config.action_bounds, config.bounds_limit)
 
 
-AUXILIARY_LOSSES: dict[str, AuxiliaryLoss] = {
-    "kl": AuxiliaryLoss(
+PENALTIES: dict[str, Penalty] = {
+    "kl": Penalty(
         "kl_coef",
         ("distribution", "old_distribution"),
         kl_penalty,
-        fallback=AuxiliaryLoss("kl_coef", ("ratio", "log_ratio"), estimated_kl_penalty),
+        fallback=Penalty("kl_coef", ("ratio", "log_ratio"), estimated_kl_penalty),
     ),
-    "bounds_loss": AuxiliaryLoss("bounds_coef", ("distribution",), bounds_penalty),
+    "bounds_loss": Penalty("bounds_coef", ("distribution",), bounds_penalty),
 }
 
 
-def active_auxiliary_losses(config: LossConfig, has_old_distribution: bool) -> dict[str, AuxiliaryLoss]:
+def active_penalties(config: LossConfig, has_old_distribution: bool) -> dict[str, Penalty]:
     """
-    :param config: Options with the coefficients of the auxiliary losses
+    :param config: Options with the coefficients of the penalties
     :param has_old_distribution: Whether the parameters of the old action distributions are available
-    :return: Active auxiliary losses, by name
+    :return: Active penalties, by name
     """
     chosen = {}
-    for name in config.auxiliary:
-        loss = AUXILIARY_LOSSES[name]
+    for name in config.penalties:
+        loss = PENALTIES[name]
         if "old_distribution" in loss.reads and not has_old_distribution:
             if loss.fallback is None:
                 refuse(
-                    loss.coef, config.auxiliary[name], "the action distribution has no KL divergence in closed form; give 0"
+                    loss.coef, config.penalties[name], "the action distribution has no KL divergence in closed form; give 0"
                 )
             loss = loss.fallback
         chosen[name] = loss
     return chosen
 
 
-def auxiliary_losses(inputs: LossInputs, config: LossConfig) -> Iterator[tuple[str, Coefficient, th.Tensor]]:
+def penalties(inputs: LossInputs, config: LossConfig) -> Iterator[tuple[str, Coefficient, th.Tensor]]:
     """
     :param inputs: Minibatch that the losses read
-    :param config: Options with the coefficients of the auxiliary losses
-    :return: Name, coefficient and value of each active auxiliary loss
+    :param config: Options with the coefficients of the penalties
+    :return: Name, coefficient and value of each active penalty
     :raises ValueError: if a loss reads the action distribution, and the policy does not provide it with a gradient
     """
-    for name, loss in active_auxiliary_losses(config, inputs.old_distribution is not None).items():
+    for name, loss in active_penalties(config, inputs.old_distribution is not None).items():
         if "distribution" in loss.reads:
-            check_differentiable(loss.coef, config.auxiliary[name], inputs)
-        yield name, config.auxiliary[name], loss.value(inputs, config)
+            check_differentiable(loss.coef, config.penalties[name], inputs)
+        yield name, config.penalties[name], loss.value(inputs, config)
 
 
 def check_differentiable(option: str, value: object, inputs: LossInputs) -> None:

@@ -23,7 +23,7 @@ LOGGED_OTHERWISE = {
     "ratio",
     "action_parameters",
 }
-# Names that ``extra_actor_loss`` cannot use for its logs, in addition to those of the auxiliary losses
+# Names that ``extra_actor_loss`` cannot use for its logs, in addition to those of the penalties
 RESERVED_NAMES = LOGGED_OTHERWISE | {
     "extra_actor_loss",
     "actor_frozen",

@@ -14,20 +14,20 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import bounded_part
 from sb3_ppo_ext.policies.actor_critic import evaluator
+from sb3_ppo_ext.update.extra_loss import PolicyInputs, PolicyView, extra_losses
+from sb3_ppo_ext.update.extra_losses import LOGGED_LOSSES
 from sb3_ppo_ext.update.losses import (
-    AUXILIARY_LOSSES,
+    PENALTIES,
     LossConfig,
     approximate_kl,
-    auxiliary_losses,
     clip_fraction,
     entropy_loss,
+    penalties,
     policy_loss,
     value_loss,
 )
 from sb3_ppo_ext.update.metrics import RESERVED_NAMES
 from sb3_ppo_ext.update.minibatches import Minibatch
-from sb3_ppo_ext.update.policy_loss import PolicyInputs, PolicyView, policy_losses
-from sb3_ppo_ext.update.policy_losses import LOGGED_LOSSES
 
 # See ``PPOExt.extra_actor_loss``
 ExtraActorLoss: TypeAlias = Callable[
@@ -36,7 +36,7 @@ ExtraActorLoss: TypeAlias = Callable[
 
 
 class Evaluation(NamedTuple):
-    """Quantities of a minibatch that the losses read, see :class:`~sb3_ppo_ext.update.policy_loss.PolicyInputs`."""
+    """Quantities of a minibatch that the losses read, see :class:`~sb3_ppo_ext.update.extra_loss.PolicyInputs`."""
 
     data: RolloutBufferSamples
     values: th.Tensor
@@ -118,10 +118,10 @@ def ppo_loss(
     measured: dict[str, th.Tensor] = {}
     if (bounded := bounded_part(inputs.distribution)) is not None:
         measured["action_parameters"] = bounded.parameters().detach()
-    for name, coefficient, term in auxiliary_losses(inputs, config):
+    for name, coefficient, term in penalties(inputs, config):
         measured[name] = term.detach()
         loss = loss + coefficient * term
-    for name, coef, term in policy_losses(config.of_policy, inputs, config):
+    for name, coef, term in extra_losses(config.extra, inputs, config):
         measured[name] = term.detach()
         loss = loss + coef * term
     if extra is not None and (extra_term := _extra_loss(extra, inputs, measured)) is not None:
@@ -142,7 +142,7 @@ def _extra_loss(extra: ExtraActorLoss, inputs: PolicyInputs, measured: dict[str,
     device = inputs.log_prob.device
     loss, logs = extra(inputs.data, inputs.distribution)
     for name, value in logs.items():
-        if name in RESERVED_NAMES or name in AUXILIARY_LOSSES or name in LOGGED_LOSSES:
+        if name in RESERVED_NAMES or name in PENALTIES or name in LOGGED_LOSSES:
             refuse("extra_actor_loss", name, "PPOExt logs something else under this name; give it another one")
         measured[name] = th.as_tensor(value, device=device).detach()
     if not isinstance(loss, th.Tensor) and loss == 0:

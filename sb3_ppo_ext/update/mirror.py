@@ -15,16 +15,15 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import VecNormalize
 
+from sb3_ppo_ext.common.action_masks import OBSERVATION, choices_of
 from sb3_ppo_ext.common.hybrid_actions import is_hybrid
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import BoundedDistribution, location
-from sb3_ppo_ext.distributions.masked import choices_of
 from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.sequence_buffers import Sequences
-from sb3_ppo_ext.policies.action_masking import OBSERVATION
+from sb3_ppo_ext.update.extra_loss import ExtraLoss, PolicyInputs, map_observed
 from sb3_ppo_ext.update.losses import LossConfig, entropy_loss, policy_loss, value_loss
-from sb3_ppo_ext.update.policy_loss import PolicyInputs, PolicyLoss, map_observed
 from sb3_ppo_ext.update.reflections import MapOfTensors, ReflectionMatrix, SignedPermutation, parse_reflection
 
 SelfMirrored = TypeVar("SelfMirrored", bound="MirroredLoss")
@@ -125,7 +124,7 @@ class MirroredActions:
             self.of_samples = _from_zero_to_one(self.of_location)
 
 
-class MirroredLoss(PolicyLoss):
+class MirroredLoss(ExtraLoss):
     """
     A loss with mirror images of the samples of a minibatch.
 

@@ -15,8 +15,8 @@ from stable_baselines3.common.preprocessing import is_image_space
 
 from sb3_ppo_ext.common.validation import check_number, refuse
 from sb3_ppo_ext.distributions import location
+from sb3_ppo_ext.update.extra_loss import ExtraLoss, PolicyInputs, map_observed
 from sb3_ppo_ext.update.losses import LossConfig
-from sb3_ppo_ext.update.policy_loss import PolicyInputs, PolicyLoss, map_observed
 
 
 def smoothness_loss(actions: th.Tensor, others: th.Tensor, counts: th.Tensor | None = None) -> th.Tensor:
@@ -33,7 +33,7 @@ def smoothness_loss(actions: th.Tensor, others: th.Tensor, counts: th.Tensor | N
     return distances.mean() if counts is None else (distances * counts).mean()
 
 
-class TemporalSmoothness(PolicyLoss):
+class TemporalSmoothness(ExtraLoss):
     """
     ``mean(||pi(s_t) - pi(s_t+1)||)``, where s_t+1 is the observation that followed in the rollout. At the last step of an
     episode or of the rollout the distance counts as 0. Recurrent policies compute the next actions from the states that the
@@ -54,7 +54,7 @@ class TemporalSmoothness(PolicyLoss):
         return smoothness_loss(now, location(view.get_distribution(view.next_observations)), view.continues)
 
 
-class SpatialSmoothness(PolicyLoss):
+class SpatialSmoothness(ExtraLoss):
     """
     ``mean(||pi(s) - pi(s')||)`` with s' from a Gaussian around s. Parts of observations that are images or integers stay as
     they are.

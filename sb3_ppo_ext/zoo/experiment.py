@@ -18,16 +18,16 @@ import gymnasium as gym
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
+from sb3_ppo_ext.common.action_masks import ACTION_MASK
 from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_observation_space, refuse
-from sb3_ppo_ext.policies.action_masking import ACTION_MASK
+from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
+from sb3_ppo_ext.envs.rnd_reward import without_rewards_of_rnd
+from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
+from sb3_ppo_ext.envs.tensors.jax_vec_env import JaxVecEnv
+from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
+from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.ppo_ext import PPOExt
-from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv
-from sb3_ppo_ext.rollout.parallel.vec_env import ParallelVecEnv
-from sb3_ppo_ext.rollout.rnd_reward import without_rewards_of_rnd
-from sb3_ppo_ext.tensor_envs.jax_functions import GYMNAX_PREFIX
-from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
-from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
-from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.best_trial import write_best_trial
 from sb3_ppo_ext.zoo.distributed_runs import (

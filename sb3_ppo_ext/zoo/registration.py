@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.envs.rnd_reward import without_rewards_of_rnd
 from sb3_ppo_ext.ppo_ext import PPOExt
-from sb3_ppo_ext.rollout.rnd_reward import without_rewards_of_rnd
 from sb3_ppo_ext.zoo.experiment import METHODS
 from sb3_ppo_ext.zoo.resuming import NAMES
 from sb3_ppo_ext.zoo.tuning import convert_ppo_ext_params, sample_ppo_ext_params
@@ -40,7 +40,7 @@ def extend(module: ModuleType) -> None:
 
 def _add_algorithm(utils: Any) -> None:
     # It registers the environments of gymnax, without importing JAX. All scripts import this module of the Zoo.
-    importlib.import_module("sb3_ppo_ext.tensor_envs.gymnax_ids")
+    importlib.import_module("sb3_ppo_ext.envs.tensors.gymnax_ids")
     for name in NAMES:
         utils.ALGOS.setdefault(name, PPOExt)
     if not hasattr(utils.create_test_env, "for_ppo_ext"):

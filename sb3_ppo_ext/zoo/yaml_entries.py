@@ -10,8 +10,8 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 
 from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError
-from sb3_ppo_ext.rollout.encode_text import text_keys
-from sb3_ppo_ext.tensor_envs.jax_functions import GYMNAX_PREFIX
+from sb3_ppo_ext.envs.encode_text import text_keys
+from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from support.toys import make_toys
 
 from sb3_ppo_ext.distributed.ranks import SINGLE
 from sb3_ppo_ext.distributed.statistics import Moments, SharedMeanStd, share_statistics, unshare_statistics
-from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorMeanStd
+from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorMeanStd
 from sb3_ppo_ext.update import minibatches
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize, normalize_over
 from sb3_ppo_ext.update.metrics import Metrics

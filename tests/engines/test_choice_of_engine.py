@@ -26,7 +26,7 @@ from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.native.policy import unsupported_reason
 from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory
-from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES
+from sb3_ppo_ext.update.losses import PENALTIES
 
 pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
 
@@ -214,7 +214,7 @@ def test_a_backend_that_does_not_exist():
 def test_a_loss_without_fallback(monkeypatch):
     """Where it reads the old distribution, and the family has no exact KL divergence, it is refused by name."""
     monkeypatch.setattr("sb3_ppo_ext.update.estimates.parameters", lambda distribution: None)
-    monkeypatch.setitem(AUXILIARY_LOSSES, "kl", AUXILIARY_LOSSES["kl"]._replace(fallback=None))
+    monkeypatch.setitem(PENALTIES, "kl", PENALTIES["kl"]._replace(fallback=None))
     for backend in ("eager", "native"):
         with pytest.raises(ValueError, match=r"`kl_coef=0.5`.*KL divergence"):
             make(backend=backend, kl_coef=0.5).learn(32)

@@ -16,7 +16,7 @@ from sb3_ppo_ext import MlpPolicy
 from sb3_ppo_ext.engines.engine import Setup
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.update.config import UpdateConfig
-from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, AuxiliaryLoss, LossConfig
+from sb3_ppo_ext.update.losses import PENALTIES, LossConfig, Penalty
 from sb3_ppo_ext.update.rollout_data import Rollout
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -86,7 +86,7 @@ def test_configurations_do_not_change():
 
 
 def everything(inputs, config):
-    """An auxiliary loss that reads all that there is."""
+    """A penalty that reads all that there is."""
     ratio = inputs.ratio * inputs.log_ratio.exp().detach()
     of_critic = (inputs.values - inputs.data.returns).abs().mean()
     of_actor = (ratio - 1).square().mean() + 0.1 * inputs.log_prob.square().mean() - 0.3 * inputs.entropy.mean()
@@ -105,28 +105,28 @@ def of_values(inputs, config):
 
 
 LOSSES = {
-    "everything": AuxiliaryLoss(
+    "everything": Penalty(
         "coef",
         ("data", "values", "log_prob", "entropy", "log_ratio", "ratio", "distribution", "old_distribution"),
         everything,
     ),
-    "ratio": AuxiliaryLoss("coef", ("ratio",), of_ratio),
-    "values": AuxiliaryLoss("coef", ("values",), of_values),
+    "ratio": Penalty("coef", ("ratio",), of_ratio),
+    "values": Penalty("coef", ("values",), of_values),
 }
 
 
 @pytest.mark.parametrize("options", [dict(), dict(accumulate_grad=2), dict(priority_alpha=0.5, priority_segment=4)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend.values != ("eager",)])
-def test_new_auxiliary_loss(backend, name, options, monkeypatch):
+def test_new_penalty(backend, name, options, monkeypatch):
     """A row is all that it takes: on each engine it acts as in the reference, whatever it reads."""
     if backend == "compile" and options:
         pytest.skip("one compilation is enough")
-    monkeypatch.setitem(AUXILIARY_LOSSES, "new", LOSSES[name])
+    monkeypatch.setitem(PENALTIES, "new", LOSSES[name])
     policy = make_policy()
     off, on = (
-        UpdateConfig(dataclasses.replace(LOSS, auxiliary=auxiliary), n_epochs=3, batch_size=8, **options)
-        for auxiliary in ({}, {"new": 2.0})
+        UpdateConfig(dataclasses.replace(LOSS, penalties=penalties), n_epochs=3, batch_size=8, **options)
+        for penalties in ({}, {"new": 2.0})
     )
     expected, reference = updated("eager", policy, on)
     actual, result = updated(backend, policy, on)
@@ -154,5 +154,5 @@ def test_choice_of_a_backend():
 def test_bounded_distributions_without_a_model(action_dist):
     """Native and eager agree on these as well."""
     policy = make_policy(policy_class=MlpPolicy, action_dist=action_dist)
-    config = UpdateConfig(dataclasses.replace(LOSS, auxiliary={"kl": 0.5}), n_epochs=3, batch_size=8)
+    config = UpdateConfig(dataclasses.replace(LOSS, penalties={"kl": 0.5}), n_epochs=3, batch_size=8)
     assert_same(updated("eager", policy, config)[0], updated("native", policy, config)[0], rtol=1e-3)

@@ -10,7 +10,7 @@ from support.toys import BOX_ACTION
 from sb3_ppo_ext.engines.native import gradients
 from sb3_ppo_ext.engines.native import policy as native_policy
 from sb3_ppo_ext.engines.native.epoch import mean_of_each, normalize_each
-from sb3_ppo_ext.update.losses import AUXILIARY_LOSSES, AuxiliaryLoss
+from sb3_ppo_ext.update.losses import PENALTIES, Penalty
 
 pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
 
@@ -84,7 +84,7 @@ AUXILIARY = {
 @pytest.mark.parametrize("reads", AUXILIARY, ids=", ".join)
 def test_any_auxiliary_loss(monkeypatch, reads, options):
     """A new auxiliary loss is the same in the native engine as in the reference, whatever it reads."""
-    monkeypatch.setitem(AUXILIARY_LOSSES, "kl", AuxiliaryLoss("kl_coef", reads, AUXILIARY[reads]))
+    monkeypatch.setitem(PENALTIES, "kl", Penalty("kl_coef", reads, AUXILIARY[reads]))
     assert_same_update(kl_coef=0.5, learning_rate=1e-3, **options)
 
 

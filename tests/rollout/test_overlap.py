@@ -508,7 +508,7 @@ def test_the_main_process_is_killed(tmp_path):
 
 def test_without_flags(collected, monkeypatch):
     """Without the extension module of the flags, the results are the same."""
-    from sb3_ppo_ext.rollout.parallel import flags
+    from sb3_ppo_ext.envs.parallel import flags
 
     monkeypatch.setattr(flags, "module", None)
     same_without_overlap(toys())

@@ -12,7 +12,7 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext import FastDummyVecEnv, PPOExt, RNDReward, TrainingCheckpoint
-from sb3_ppo_ext.rollout.rnd_reward import without_rewards_of_rnd
+from sb3_ppo_ext.envs.rnd_reward import without_rewards_of_rnd
 
 TOTAL = 384
 OPTIONS = dict(n_steps=32, batch_size=32, n_epochs=2, seed=3, device="cpu")

@@ -10,7 +10,7 @@ from stable_baselines3.common.distributions import DiagGaussianDistribution
 
 from sb3_ppo_ext.update import losses
 from sb3_ppo_ext.update.losses import (
-    AUXILIARY_LOSSES,
+    PENALTIES,
     SURROGATES,
     LossConfig,
     approximate_kl,
@@ -254,7 +254,7 @@ def rows(losses_by_name):
             yield pytest.param(loss.fallback, id=f"{name}, without a closed form")
 
 
-@pytest.mark.parametrize("loss", list(rows(AUXILIARY_LOSSES)))
+@pytest.mark.parametrize("loss", list(rows(PENALTIES)))
 def test_auxiliary_loss_reads_what_it_declares(loss):
     """A loss reads what it declares and nothing else, for an engine computes only that."""
     distribution = DiagGaussianDistribution(2).proba_distribution(th.zeros(3, 2, requires_grad=True), th.zeros(2))

@@ -350,7 +350,7 @@ def test_no_such_trial(storage, study_name, trial_id, message, tmp_path, monkeyp
         ("Nothing-v0", "", (HYPERPARAMS, "default")),
         ("ALE/Pong-v5", "ale_py.env:AtariEnv", (ZOO_FILE, "atari")),
         ("MinAtar/Breakout-v1", "minatar.gym:BaseEnv", (HYPERPARAMS, "minatar")),
-        ("gymnax/Breakout-MinAtar", "sb3_ppo_ext.tensor_envs.gymnax_ids:GymnaxEnv", (HYPERPARAMS, "minatar")),
+        ("gymnax/Breakout-MinAtar", "sb3_ppo_ext.envs.tensors.gymnax_ids:GymnaxEnv", (HYPERPARAMS, "minatar")),
         ("Hopper-v4", "gymnasium.envs.mujoco.hopper_v4:HopperEnv", (ZOO_FILE, "Hopper-v4")),
         ("Hopper-v5", "gymnasium.envs.mujoco.hopper_v5:HopperEnv", (HYPERPARAMS, "Hopper-v5")),
         ("Ant-v4", "gymnasium.envs.mujoco.ant_v4:AntEnv", (ZOO_FILE, "Ant-v4")),

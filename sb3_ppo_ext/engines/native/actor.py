@@ -25,9 +25,9 @@ from sb3_ppo_ext.distributions.base import bounded_part
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask, unsupported_reason
 from sb3_ppo_ext.engines.native.share_actor import NativeShareActor
+from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.policies.actor_critic import actions_at, unscales_as_known
 from sb3_ppo_ext.rollout.actors import Action, DivisibleActor, PolicyActor, RolloutConfig, Transition, note_truncations
-from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.update.rollout_data import BUFFER_METHODS
 
 

@@ -38,7 +38,7 @@ class NativeEngine(Engine):
             return (
                 "`extra_actor_loss` may differentiate more of the policy than its outputs, the only part that this backend can"
             )
-        if setup.has_policy_losses:
+        if setup.has_extra_losses:
             return "`auxiliary_losses` evaluates the policy at further observations, which this backend cannot"
         if (reason := unsupported_reason(setup.policy)) is not None:
             return reason

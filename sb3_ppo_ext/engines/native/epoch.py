@@ -51,8 +51,8 @@ class NativeMinibatches:
         distribution: NumpyDistribution,
     ):
         self.order, self.samples, self.sizes, self.weights, self.distribution = order, samples, sizes, weights, distribution
-        # Weighted sum of the auxiliary losses of each minibatch
-        self.auxiliary = np.zeros(len(sizes), np.float32)
+        # Weighted sum of the penalties of each minibatch
+        self.penalties = np.zeros(len(sizes), np.float32)
         self.log_ratios, self.ratios, self.objectives, self.errors = np.empty((4, len(samples.features)), np.float32)
         # Parameters of the distributions, and indices of skipped minibatches, among those evaluated so far
         self.described: list[np.ndarray] = []
@@ -90,7 +90,7 @@ class NativeMinibatches:
         return Measured(
             sizes,
             kept,
-            self.auxiliary[: len(sizes)],
+            self.penalties[: len(sizes)],
             np.concatenate(self.described),
             self.objectives[:n],
             self.errors[:n],
@@ -106,7 +106,7 @@ class Measured(NamedTuple):
 
     :param sizes: Number of samples in each minibatch, shape ``(n_minibatches,)``
     :param kept: Whether each minibatch is included in the metrics, shape ``(n_minibatches,)``
-    :param auxiliary: Weighted sum of the auxiliary losses of each minibatch, shape ``(n_minibatches,)``
+    :param penalties: Weighted sum of the penalties of each minibatch, shape ``(n_minibatches,)``
     :param described: Results of ``NumpyDistribution.described`` for each sample, shape ``(n_samples, n)``
     :param objectives: Surrogate objectives, shape ``(n_samples,)``
     :param errors: Errors of the values, with the value loss as their mean square, shape ``(n_samples,)``
@@ -117,7 +117,7 @@ class Measured(NamedTuple):
 
     sizes: np.ndarray
     kept: np.ndarray
-    auxiliary: np.ndarray
+    penalties: np.ndarray
     described: np.ndarray
     objectives: np.ndarray
     errors: np.ndarray
@@ -152,7 +152,7 @@ class Measured(NamedTuple):
             "value_loss": value_loss,
             "entropy_loss": entropy_loss,
             "clip_fraction": self._means(np.abs(self.ratios - 1) > config.clip_range),
-            "loss": policy_loss + ent_coef * entropy_loss + vf_coef * value_loss + self.auxiliary[self.kept],
+            "loss": policy_loss + ent_coef * entropy_loss + vf_coef * value_loss + self.penalties[self.kept],
         }
         for name, values in means.items():
             if len(values):

@@ -1,6 +1,6 @@
 """
 Analytic gradients: the extension module differentiates the networks, the slopes in ``update.losses`` differentiate PPO's
-losses, and autograd differentiates auxiliary losses with respect to the outputs of the networks.
+losses, and autograd differentiates penalties with respect to the outputs of the networks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
 from sb3_ppo_ext.update.advantages import standardize
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
-from sb3_ppo_ext.update.losses import SURROGATES, active_auxiliary_losses, value_slope
+from sb3_ppo_ext.update.losses import SURROGATES, active_penalties, value_slope
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import actions_of
 from sb3_ppo_ext.update.minibatches import n_counted
@@ -56,7 +56,7 @@ class AnalyticGradients(GradientSource):
         self.native, self.config, self.estimates, self.metrics = native, config, estimates, metrics
         self.distribution, self.loss, self.ent_coef = native.distribution, config.loss, float(config.loss.ent_coef)
         self.slope = SURROGATES[config.loss.surrogate].slope
-        self.auxiliary = active_auxiliary_losses(config.loss, estimates.old_distribution is not None)
+        self.penalties = active_penalties(config.loss, estimates.old_distribution is not None)
         self.shown = [(p, th.from_numpy(gradient)) for p, gradient in native.parameters()] if shows_gradients else []
         self.lengths_before: dict[str, int] = {}
         # Measurements of epochs that have not been reported yet; several epochs are reported together to save time
@@ -141,7 +141,7 @@ class AnalyticGradients(GradientSource):
 
     def add(self, step: Step) -> None:
         """Write the gradient of the loss of a step into the memory of the gradients."""
-        if self.auxiliary:
+        if self.penalties:
             self.lengths_before = self.metrics.lengths()
         size = step[-1].stop - step[0].start
         for number, part in enumerate(step):
@@ -153,7 +153,7 @@ class AnalyticGradients(GradientSource):
         """Add the gradient of a minibatch, for a loss that is the mean over the ``size`` samples of the step."""
         self.native.pack()
         # Auxiliary losses are of the minibatch as a whole.
-        parts = [part] if self.auxiliary else list(blocks(part.start, part.stop))
+        parts = [part] if self.penalties else list(blocks(part.start, part.stop))
         described = [self._add_block(each, size, accumulate or number > 0) for number, each in enumerate(parts)]
         self.minibatches.described.append(described[0] if len(described) == 1 else np.concatenate(described))
 
@@ -180,23 +180,23 @@ class AnalyticGradients(GradientSource):
             d_log_prob, d_values = d_log_prob * m.weights[part], d_values * m.weights[part]
         share = len(ratio) / size
         d_outputs = distribution.gradient(d_log_prob, self.ent_coef * share, accumulate=accumulate)
-        if self.auxiliary:
+        if self.penalties:
             inputs = NativeInputs(self, outputs, values, part)
-            m.auxiliary[len(m.described)] = self._add_auxiliary(inputs, d_outputs, d_values, share)
+            m.penalties[len(m.described)] = self._add_penalties(inputs, d_outputs, d_values, share)
         self.native.backward(d_outputs, d_values, accumulate)
         return described
 
-    def _add_auxiliary(self, inputs: NativeInputs, d_outputs: np.ndarray, d_values: np.ndarray, share: float) -> float:
+    def _add_penalties(self, inputs: NativeInputs, d_outputs: np.ndarray, d_values: np.ndarray, share: float) -> float:
         """
-        Add the gradients of the auxiliary losses to ``d_outputs``, ``d_values`` and the gradient of ``log_std``.
+        Add the gradients of the penalties to ``d_outputs``, ``d_values`` and the gradient of ``log_std``.
 
-        :return: Weighted sum of the auxiliary losses
+        :return: Weighted sum of the penalties
         """
         total = th.zeros(())
-        for name, loss in self.auxiliary.items():
+        for name, loss in self.penalties.items():
             term = loss.value(inputs, self.loss)
             self.metrics[name].append(term.detach())
-            total = total + self.loss.auxiliary[name] * term
+            total = total + self.loss.penalties[name] * term
         if not total.requires_grad:  # such as the entropy of Gaussians whose standard deviation is not learned
             return total.item()
         log_std = self.distribution.log_std
@@ -235,8 +235,8 @@ class AnalyticGradients(GradientSource):
 
     def terms(self, step: Step) -> dict[str, float]:
         """:return: Losses of the step by name"""
-        auxiliary = {name: self.metrics.bad_since(self.lengths_before, name) for name in self.auxiliary}
-        return self.minibatches.terms(_joined(step), len(step)) | auxiliary
+        penalties = {name: self.metrics.bad_since(self.lengths_before, name) for name in self.penalties}
+        return self.minibatches.terms(_joined(step), len(step)) | penalties
 
     def accept(self, step: Step, norms: dict[str, Any]) -> bool:
         # If the loss is not finite, its gradient is not either, except where errors of the values overflow when squared.
@@ -248,7 +248,7 @@ class AnalyticGradients(GradientSource):
 
     def forget(self, step: Step) -> None:
         """Discard the metrics of a step that is skipped."""
-        if self.auxiliary:
+        if self.penalties:
             self.metrics.forget_since(self.lengths_before)
         self.minibatches.skip(len(step))
 
@@ -272,7 +272,7 @@ class AnalyticGradients(GradientSource):
 
 class NativeInputs:
     """
-    Quantities of a minibatch that auxiliary losses read, see :class:`~sb3_ppo_ext.update.losses.LossInputs`. Each is computed
+    Quantities of a minibatch that penalties read, see :class:`~sb3_ppo_ext.update.losses.LossInputs`. Each is computed
     from the outputs of the networks when it is first read.
 
     :param gradients: Gradient source with the minibatches of the epoch

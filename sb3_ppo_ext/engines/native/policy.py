@@ -17,6 +17,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from sb3_ppo_ext.common.action_masks import parts_without_mask, without_mask
 from sb3_ppo_ext.common.user_code import has_method_of, hidden_methods, replaced_method
 from sb3_ppo_ext.distributions import numpy_distribution, why_not_numpy
 from sb3_ppo_ext.distributions.masked import INVALID
@@ -24,7 +25,6 @@ from sb3_ppo_ext.engines.engine import has_gradient_hooks
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.layers import Layer, layers_in, make_network, read, trained
 from sb3_ppo_ext.engines.native.layers import unsupported_reason as layers_reason
-from sb3_ppo_ext.policies.action_masking import parts_without_mask, without_mask
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTanh
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 from sb3_ppo_ext.policies.value_normalization import NormalizedValue

@@ -9,7 +9,7 @@ import numpy as np
 
 from sb3_ppo_ext.distributions.base import Sampler
 from sb3_ppo_ext.engines.native.layers import Layer, make_network
-from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor
+from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor
 
 
 class NativeShareActor(ShareActor):

@@ -8,7 +8,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan, VecFrameStack, VecMonitor, VecNormalize
 
 from sb3_ppo_ext import FastDummyVecEnv, VectorEnvAdapter
-from sb3_ppo_ext.distributions.masked import choices_of
+from sb3_ppo_ext.common.action_masks import choices_of
 
 REWARDS = {
     "plain": lambda t: 0.1 * t - 0.2,

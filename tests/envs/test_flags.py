@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from sb3_ppo_ext.rollout.parallel import flags
+from sb3_ppo_ext.envs.parallel import flags
 
-_flags = pytest.importorskip("sb3_ppo_ext.rollout.parallel._flags", reason="the extension module was not built")
+_flags = pytest.importorskip("sb3_ppo_ext.envs.parallel._flags", reason="the extension module was not built")
 
 
 def memory(n):

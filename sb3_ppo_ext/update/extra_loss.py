@@ -50,7 +50,7 @@ class PolicyInputs(LossInputs, Protocol):
         """The policy, and the observations of the minibatch."""
 
 
-class PolicyLoss(ABC):
+class ExtraLoss(ABC):
     """
     A loss that evaluates the policy at further observations. It is a mean over the samples of a minibatch.
 
@@ -79,7 +79,7 @@ class PolicyLoss(ABC):
 
     @classmethod
     @abstractmethod
-    def make(cls, where: str, coef: float, keywords: Mapping[str, Any], policy: Any, normalizer: Any) -> PolicyLoss:
+    def make(cls, where: str, coef: float, keywords: Mapping[str, Any], policy: Any, normalizer: Any) -> ExtraLoss:
         """
         :param where: Name of the loss in messages
         :param coef: Coefficient
@@ -99,8 +99,8 @@ class PolicyLoss(ABC):
         """
 
 
-def policy_losses(
-    losses: Mapping[str, PolicyLoss], inputs: PolicyInputs, config: LossConfig
+def extra_losses(
+    losses: Mapping[str, ExtraLoss], inputs: PolicyInputs, config: LossConfig
 ) -> Iterator[tuple[str, float, th.Tensor]]:
     """
     :param losses: Losses by name

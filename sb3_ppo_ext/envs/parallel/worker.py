@@ -16,9 +16,9 @@ import cloudpickle
 from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
 
 from sb3_ppo_ext.common.guards import EnvironmentDataError
-from sb3_ppo_ext.rollout.parallel.flags import RUNG, STRIDE, flags_in
-from sb3_ppo_ext.rollout.parallel.share import EnvironmentShare
-from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
+from sb3_ppo_ext.envs.parallel.flags import RUNG, STRIDE, flags_in
+from sb3_ppo_ext.envs.parallel.share import EnvironmentShare
+from sb3_ppo_ext.envs.parallel.shared_arrays import SharedArrays
 
 # Seconds between two looks whether the main process is still there, in case that another process keeps its pipe open
 ORPHAN_CHECK = 5.0

@@ -23,11 +23,11 @@ from sb3_ppo_ext.common.guards import EnvironmentDataError
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.common.workers import WorkerError
 from sb3_ppo_ext.distributed.launch import ranks_on_this_machine
-from sb3_ppo_ext.rollout.fast_dummy_vec_env import detached
-from sb3_ppo_ext.rollout.parallel.pool import Command, WorkerPool
-from sb3_ppo_ext.rollout.parallel.share import EnvironmentShare
-from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout, joined
-from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays
+from sb3_ppo_ext.envs.fast_dummy_vec_env import detached
+from sb3_ppo_ext.envs.parallel.pool import Command, WorkerPool
+from sb3_ppo_ext.envs.parallel.share import EnvironmentShare
+from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout, joined
+from sb3_ppo_ext.envs.parallel.shared_arrays import SharedArrays
 
 # Seconds for which a process that has a core of its own waits actively. To be woken takes some 50 microseconds, and policies
 # act within less than this time, while an update takes longer.

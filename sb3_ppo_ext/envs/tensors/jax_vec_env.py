@@ -12,8 +12,8 @@ from sb3_ppo_ext.common.hybrid_actions import map_parts
 from sb3_ppo_ext.common.observations import dtype_of
 from sb3_ppo_ext.common.validation import check_device, check_number, check_observation_space, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
-from sb3_ppo_ext.tensor_envs.jax_functions import compiled, functions_of, import_jax
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
+from sb3_ppo_ext.envs.tensors.jax_functions import compiled, functions_of, import_jax
+from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
 
 
 class JaxVecEnv(TensorVecEnv):

@@ -16,7 +16,7 @@ from support.device_training import tensor_env
 from support.toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import ParallelVecEnv, PPOExt, RNDReward
-from sb3_ppo_ext.rollout.rnd_reward import without_rewards_of_rnd
+from sb3_ppo_ext.envs.rnd_reward import without_rewards_of_rnd
 
 
 class Counting(gym.Env):

@@ -7,8 +7,8 @@ from typing import Any
 import torch as th
 from stable_baselines3.common.vec_env import VecTransposeImage
 
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv, changed_step
-from sb3_ppo_ext.tensor_envs.tensor_vec_normalize import TensorVecNormalize
+from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv, changed_step
+from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
 
 
 class TensorVecTransposeImage(VecTransposeImage):

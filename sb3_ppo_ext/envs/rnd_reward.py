@@ -20,7 +20,7 @@ from torch import nn
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.pickles import read_pickled
 from sb3_ppo_ext.common.validation import check_number, check_sizes, check_type, refuse
-from sb3_ppo_ext.tensor_envs.tensor_vec_transpose_image import steps_in_tensors
+from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 
 # Added to variances that are divided by
 EPSILON = 1e-8

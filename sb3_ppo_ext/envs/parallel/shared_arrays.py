@@ -11,8 +11,8 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env.util import obs_space_info
 
 from sb3_ppo_ext.common.validation import UnsupportedSpaceError
-from sb3_ppo_ext.rollout.parallel.flags import STRIDE
-from sb3_ppo_ext.rollout.parallel.step_infos import StepInfos, pickled_infos, unpickled_infos
+from sb3_ppo_ext.envs.parallel.flags import STRIDE
+from sb3_ppo_ext.envs.parallel.step_infos import StepInfos, pickled_infos, unpickled_infos
 
 # Bytes for the pickled infos of a step of one process; larger ones, as with terminal images, travel through the pipe.
 MAIL_SIZE = 1 << 16

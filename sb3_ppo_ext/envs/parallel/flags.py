@@ -7,7 +7,7 @@ from typing import Any, Protocol
 # The compiled code of `csrc`, see `_flags.pyi`; None if it was not built
 module: Any
 try:
-    from sb3_ppo_ext.rollout.parallel import _flags as module
+    from sb3_ppo_ext.envs.parallel import _flags as module
 except ImportError:  # built without GCC or Clang, as on Windows
     module = None
 

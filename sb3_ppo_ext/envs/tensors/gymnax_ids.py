@@ -3,7 +3,7 @@ The environments of gymnax in Gymnasium's registry, as ``gymnax/CartPole-v1`` an
 
 Importing this module registers them; JAX is imported when one is made. RL Zoo's commands do so for ``ppo_ext``. In a script::
 
-    gym.make("sb3_ppo_ext.tensor_envs.gymnax_ids:gymnax/CartPole-v1")
+    gym.make("sb3_ppo_ext.envs.tensors.gymnax_ids:gymnax/CartPole-v1")
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 import torch as th
 
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.tensor_envs.jax_functions import GYMNAX_PREFIX
-from sb3_ppo_ext.tensor_envs.jax_vec_env import JaxVecEnv
-from sb3_ppo_ext.tensor_envs.tensor_spaces import map_tensors
+from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
+from sb3_ppo_ext.envs.tensors.jax_vec_env import JaxVecEnv
+from sb3_ppo_ext.envs.tensors.tensor_spaces import map_tensors
 
 #: Ids of gymnax 0.0.9 without ``MNISTBandit-bsuite``, which needs a data set
 NAMES = (

@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from sb3_ppo_ext.common.observations import dtype_of
 from sb3_ppo_ext.common.validation import check_observation_space, check_type, refuse
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
+from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
 
 #: Keys of the last observations in the infos: of Gymnasium and Isaac Lab, of ManiSkill
 FINAL_KEYS = ("final_obs", "final_observation")

@@ -7,9 +7,8 @@ from typing import Any, SupportsFloat
 import gymnasium as gym
 import numpy as np
 
+from sb3_ppo_ext.common.action_masks import ACTION_MASK, MASKABLE, METHOD, add_mask, with_mask
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.policies.action_masking import ACTION_MASK, MASKABLE, add_mask, with_mask
-from sb3_ppo_ext.rollout.action_masks import METHOD
 
 
 class ActionMaskWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):

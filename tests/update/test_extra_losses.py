@@ -14,7 +14,7 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.engines.eager import EagerEngine
 from sb3_ppo_ext.engines.fused import FusedEngine
 from sb3_ppo_ext.engines.native.engine import NativeEngine
-from sb3_ppo_ext.update.policy_losses import POLICY_LOSSES
+from sb3_ppo_ext.update.extra_losses import EXTRA_LOSSES
 
 MIRROR = dict(obs=[0, [1, -1], [2, -1]], action=[[0, -1], 1])
 LOSSES = {
@@ -209,4 +209,4 @@ def test_not_finite():
 
 def test_every_loss_is_tested():
     """All losses of the registry are covered here."""
-    assert LOSSES.keys() == POLICY_LOSSES.keys()
+    assert LOSSES.keys() == EXTRA_LOSSES.keys()

@@ -2,7 +2,7 @@
 Losses that evaluate the policy at further observations, for the option ``auxiliary_losses``: the registry, and how the value
 of the option becomes losses.
 
-To add one, write a subclass of :class:`~sb3_ppo_ext.update.policy_loss.PolicyLoss` and add a row to :data:`POLICY_LOSSES`.
+To add one, write a subclass of :class:`~sb3_ppo_ext.update.extra_loss.ExtraLoss` and add a row to :data:`EXTRA_LOSSES`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext.common.validation import check_dictionary, check_known_options, check_number, refuse
 from sb3_ppo_ext.distributions import family_of
+from sb3_ppo_ext.update.extra_loss import ExtraLoss, log_name
 from sb3_ppo_ext.update.mirror import MirrorAugmentation, MirrorLoss
-from sb3_ppo_ext.update.policy_loss import PolicyLoss, log_name
 from sb3_ppo_ext.update.smoothness import SpatialSmoothness, TemporalSmoothness
 
 OPTION = "auxiliary_losses"
-POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
+EXTRA_LOSSES: dict[str, type[ExtraLoss]] = {
     "mirror": MirrorLoss,
     "mirror_augmentation": MirrorAugmentation,
     "caps_temporal": TemporalSmoothness,
     "caps_spatial": SpatialSmoothness,
 }
 # Names of the losses in the log, under ``train/``
-LOGGED_LOSSES = tuple(map(log_name, POLICY_LOSSES))
+LOGGED_LOSSES = tuple(map(log_name, EXTRA_LOSSES))
 
 
-def check_policy_losses(name: str, value: Any) -> None:
+def check_extra_losses(name: str, value: Any) -> None:
     """
     Check what can be checked without a policy.
 
@@ -38,9 +38,9 @@ def check_policy_losses(name: str, value: Any) -> None:
     :raises ValueError: if a name or a value is not valid
     """
     check_dictionary(name, value)
-    check_known_options(value, POLICY_LOSSES, f"`{name}`")
+    check_known_options(value, EXTRA_LOSSES, f"`{name}`")
     for key, given in value.items():
-        where, loss, entry = f"{name}[{key!r}]", POLICY_LOSSES[key], _entry(given)
+        where, loss, entry = f"{name}[{key!r}]", EXTRA_LOSSES[key], _entry(given)
         check_known_options(entry, {"coef", *loss.keywords}, f"`{where}`")
         if missing := [each for each in ("coef", *loss.keywords) if each not in entry]:
             refuse(where, given, f"it lacks {' and '.join(f'`{each}`' for each in missing)}; {loss.remedy}")
@@ -48,12 +48,12 @@ def check_policy_losses(name: str, value: Any) -> None:
         loss.check(where, {each: entry[each] for each in loss.keywords})
 
 
-def active_losses(value: Mapping[str, Any] | None) -> dict[str, type[PolicyLoss]]:
+def active_extra_losses(value: Mapping[str, Any] | None) -> dict[str, type[ExtraLoss]]:
     """
     :param value: Value of the option, which has been checked
     :return: Classes of the losses whose coefficient is not 0, by name
     """
-    return {name: POLICY_LOSSES[name] for name, given in (value or {}).items() if _entry(given)["coef"] != 0}
+    return {name: EXTRA_LOSSES[name] for name, given in (value or {}).items() if _entry(given)["coef"] != 0}
 
 
 def reads_next(value: Any) -> bool:
@@ -62,12 +62,12 @@ def reads_next(value: Any) -> bool:
     :return: Whether one of the losses reads the observations that follow the samples
     """
     names = value if isinstance(value, Mapping) else ()
-    return any(name in POLICY_LOSSES and POLICY_LOSSES[name].reads_next for name in names)
+    return any(name in EXTRA_LOSSES and EXTRA_LOSSES[name].reads_next for name in names)
 
 
-def make_policy_losses(
+def make_extra_losses(
     value: Mapping[str, Any] | None, policy: Any, normalizer: VecNormalize | None = None
-) -> dict[str, PolicyLoss]:
+) -> dict[str, ExtraLoss]:
     """
     :param value: Value of the option, which has been checked
     :param policy: Policy that is updated
@@ -76,7 +76,7 @@ def make_policy_losses(
     :raises ValueError: if a loss does not fit the policy or its spaces
     """
     made = {}
-    for name, loss in active_losses(value).items():
+    for name, loss in active_extra_losses(value).items():
         entry, where = _entry((value or {})[name]), f"{OPTION}[{name!r}]"
         family = family_of(policy.action_dist)
         if family is None or family.location is None:

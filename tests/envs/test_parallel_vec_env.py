@@ -25,7 +25,7 @@ from support.vec_envs import FORK, Asked, Plain, Slow, Talkative, assert_same, n
 from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, TrainingCheckpoint
 from sb3_ppo_ext.checkpoints.object_state import ObjectState, stateful_objects
 from sb3_ppo_ext.common import cores
-from sb3_ppo_ext.rollout.parallel import flags, shared_arrays, vec_env
+from sb3_ppo_ext.envs.parallel import flags, shared_arrays, vec_env
 
 pytestmark = [
     pytest.mark.integration,

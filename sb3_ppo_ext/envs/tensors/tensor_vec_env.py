@@ -20,7 +20,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, sample_space
 from sb3_ppo_ext.common.observations import dtype_of
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
-from sb3_ppo_ext.tensor_envs.tensor_spaces import check_tensor, check_tensors, map_tensors
+from sb3_ppo_ext.envs.tensors.tensor_spaces import check_tensor, check_tensors, map_tensors
 
 TensorObs: TypeAlias = "th.Tensor | dict[str, th.Tensor]"
 _NOT_FILLED = th.empty(0)

@@ -10,10 +10,10 @@ import gymnasium as gym
 import numpy as np
 
 from sb3_ppo_ext.common.guards import is_finite
-from sb3_ppo_ext.rollout.fast_dummy_vec_env import FastDummyVecEnv, detached
-from sb3_ppo_ext.rollout.parallel.share_rollout import ShareActor, ShareRollout
-from sb3_ppo_ext.rollout.parallel.shared_arrays import SharedArrays, numbers_of
-from sb3_ppo_ext.rollout.parallel.step_infos import StepInfos
+from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv, detached
+from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
+from sb3_ppo_ext.envs.parallel.shared_arrays import SharedArrays, numbers_of
+from sb3_ppo_ext.envs.parallel.step_infos import StepInfos
 
 
 class EnvironmentShare(FastDummyVecEnv):

@@ -10,7 +10,7 @@ from gymnasium.utils.env_checker import check_env
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_ppo_ext import JaxVecEnv
-from sb3_ppo_ext.tensor_envs import gymnax_ids
+from sb3_ppo_ext.envs.tensors import gymnax_ids
 
 gymnax = pytest.importorskip("gymnax")
 
@@ -49,9 +49,9 @@ def test_images_are_refused():
 def test_registering_is_light():
     """The ids are registered without JAX, also by a `module:id` of Gymnasium, which imports JAX when it makes one."""
     code = """
-import sys, gymnasium as gym, sb3_ppo_ext.tensor_envs.gymnax_ids
+import sys, gymnasium as gym, sb3_ppo_ext.envs.tensors.gymnax_ids
 print("jax" in sys.modules, end=" ")
-print(gym.make("sb3_ppo_ext.tensor_envs.gymnax_ids:gymnax/Pendulum-v1").action_space.shape, "jax" in sys.modules)
+print(gym.make("sb3_ppo_ext.envs.tensors.gymnax_ids:gymnax/Pendulum-v1").action_space.shape, "jax" in sys.modules)
 """
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert completed.stdout == "False (1,) True\n"

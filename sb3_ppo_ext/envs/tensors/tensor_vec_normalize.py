@@ -16,8 +16,8 @@ from sb3_ppo_ext.common.pickles import read_pickled
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.distributed.statistics import rows_of_all
-from sb3_ppo_ext.tensor_envs.tensor_spaces import map_tensors
-from sb3_ppo_ext.tensor_envs.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv, changed_step
+from sb3_ppo_ext.envs.tensors.tensor_spaces import map_tensors
+from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv, changed_step
 
 
 class TensorMeanStd(RunningMeanStd):

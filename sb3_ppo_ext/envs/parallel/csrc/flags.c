@@ -200,7 +200,7 @@ static PyType_Slot flags_slots[] = {
     {Py_tp_doc, (void *)flags_doc},
     {0, NULL},
 };
-static PyType_Spec flags_spec = {"sb3_ppo_ext.rollout.parallel._flags.Flags", sizeof(Flags), 0,
+static PyType_Spec flags_spec = {"sb3_ppo_ext.envs.parallel._flags.Flags", sizeof(Flags), 0,
                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, flags_slots};
 
 static int exec_module(PyObject *module)

@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
-from sb3_ppo_ext.tensor_envs import jax_vec_env
+from sb3_ppo_ext.envs.tensors import jax_vec_env
 
 jax = pytest.importorskip("jax")
 gymnax = pytest.importorskip("gymnax")

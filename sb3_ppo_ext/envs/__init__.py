@@ -1,0 +1,1 @@
+"""Vectorised environments, wrappers and adapters."""
