@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ROOT / "scripts"
+SCRIPTS, STUDIES = ROOT / "scripts", ROOT / "benchmark" / "studies"
 # Our arms in the suites of the learning benchmark, each of which has one more
 OURS = {"ppo_ext", "default", "best trial"}
 
@@ -22,8 +22,9 @@ def redraw_study(table: Path) -> None:
     """
     :param table: Table of a study, whose plot lies beside it
     """
-    common, study = import_module("common"), import_module(table.stem)
-    common.save_plot(study.plot(common.read_csv(table)), table.with_suffix(".svg"))
+    name = table.name.removesuffix(".csv.gz")
+    common, study = import_module("common"), import_module(name)
+    common.save_plot(study.plot(common.read_csv(table)), table.with_name(f"{name}.svg"))
 
 
 def redraw_returns(table: Path) -> None:
@@ -47,8 +48,8 @@ def redraw_returns(table: Path) -> None:
 
 
 def main() -> None:
-    sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "studies")]
-    for table in sorted((ROOT / "docs" / "studies").glob("*.csv")):
+    sys.path[:0] = [str(SCRIPTS), str(STUDIES)]
+    for table in sorted(STUDIES.glob("*.csv.gz")):
         redraw_study(table)
     for table in sorted((ROOT / "benchmark").glob("*.csv")):
         if not table.stem.endswith("-trials"):

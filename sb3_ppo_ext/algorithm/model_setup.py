@@ -25,8 +25,7 @@ from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedu
 from sb3_ppo_ext.common.user_code import hidden_methods, is_replaced
 from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
-from sb3_ppo_ext.distributions import ACTION_DISTS, bounded_part
-from sb3_ppo_ext.distributions.on_device import on_device
+from sb3_ppo_ext.distributions import ACTION_DISTS, bounded_part, on_device
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors

@@ -1,10 +1,15 @@
 """SB3's distribution over the actions of a ``MultiBinary`` space (``BernoulliDistribution``)."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch as th
+from stable_baselines3.common.distributions import BernoulliDistribution
 from torch.distributions import Bernoulli
 from torch.distributions import kl_divergence as torch_kl_divergence
+
+from sb3_ppo_ext.distributions.head import Head, Noise
+
+SelfBernoulli = TypeVar("SelfBernoulli", bound="BernoulliOnDevice")
 
 
 def parameters(distribution: Any) -> th.Tensor:
@@ -30,3 +35,29 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     :return: KL(old || new) in nats, shape ``(batch_size,)``
     """
     return torch_kl_divergence(Bernoulli(logits=old, validate_args=False), new.distribution).sum(dim=1)
+
+
+class BernoulliOnDevice(BernoulliDistribution):
+    """SB3's Bernoulli distribution, without validation."""
+
+    def proba_distribution(self: SelfBernoulli, action_logits: th.Tensor) -> SelfBernoulli:
+        self.distribution = Bernoulli(logits=action_logits, validate_args=False)
+        return self
+
+    def sample(self) -> th.Tensor:
+        probs = self.distribution.probs.detach()
+        # CUDA cannot be used any more after it was asked for samples with a probability of NaN.
+        return th.where(probs.isnan(), probs, th.bernoulli(probs.nan_to_num(0.0)))
+
+
+class BernoulliHead(Head):
+    """Independent choices between 0 and 1."""
+
+    def noise(self) -> list[Noise]:
+        return [Noise("uniform", "uniform", (int(self.distribution.action_dims),))]
+
+    def deterministic(self, outputs: th.Tensor) -> th.Tensor:
+        return th.round(th.sigmoid(outputs))
+
+    def sample(self, outputs: th.Tensor, latents: th.Tensor, noise: list[th.Tensor]) -> th.Tensor:
+        return (noise[0] < th.sigmoid(outputs)).to(outputs.dtype)

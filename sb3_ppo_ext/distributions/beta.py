@@ -1,7 +1,8 @@
 """Beta distributions of the position of the action between its bounds (``action_dist="beta"``)."""
 
+import copy
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch as th
@@ -20,12 +21,15 @@ from sb3_ppo_ext.distributions.base import (
     NumpyDistribution,
     at_least_float32,
 )
+from sb3_ppo_ext.distributions.head import Head, Noise
 
 SelfBoundedBeta = TypeVar("SelfBoundedBeta", bound="BoundedBetaDistribution")
 
 DETERMINISTIC_ACTIONS: tuple[DeterministicAction, ...] = ("mean", "mode")
 # Initial bias of the output layer: alpha = beta = 1.31, with an entropy 0.02 nat below that of the uniform distribution
 BETA_BIAS = -1.0
+# Rounds of rejection sampling in a graph: one of them accepts with a probability of at least 0.95.
+ROUNDS = 8
 
 
 class BoundedBetaDistribution(BoundedDistribution):
@@ -251,3 +255,38 @@ def _beta_mass_below(end: float, alpha: th.Tensor, beta: th.Tensor) -> th.Tensor
     x = (end * t.square())[:, None, None]
     density = th.exp((alpha - 1) * x.log() + (beta - 1) * (-x).log1p() - _log_beta(alpha, beta))
     return end * th.einsum("i,ijk->jk", weights * t, density)
+
+
+class BetaHead(Head):
+    """
+    Beta, from two gamma distributions with shapes of at least 1. Rejection sampling, https://doi.org/10.1145/358407.358414
+    (Marsaglia and Tsang), with a fixed number of rounds: with a probability below 1e-10, none accepts, and the proposal of the
+    last one is taken.
+    """
+
+    def _distribution(self, outputs: th.Tensor) -> Any:
+        # ONNX Runtime has no softplus in float64. A copy, since nothing of the graph must stay in the distribution.
+        return copy.copy(self.distribution).of_excess(F.softplus(outputs).double(), th.float32)
+
+    def noise(self) -> list[Noise]:
+        shape = (2, self.distribution.action_dim, ROUNDS)
+        return [Noise("noise", "normal", shape), Noise("uniform", "uniform", shape)]
+
+    def deterministic(self, outputs: th.Tensor) -> th.Tensor:
+        distribution = self._distribution(outputs)
+        return distribution.mode() if distribution.deterministic_action == "mode" else distribution.mean()
+
+    def sample(self, outputs: th.Tensor, latents: th.Tensor, noise: list[th.Tensor]) -> th.Tensor:
+        distribution = self._distribution(outputs)
+        shapes = th.stack([distribution.alpha, distribution.beta], dim=1).unsqueeze(-1)
+        normal, uniform = (each.double() for each in noise)
+        d = shapes - 1 / 3
+        v = (1 + normal / (9 * d).sqrt()) ** 3
+        positive = v.clamp(min=1e-300)
+        accepted = (v > 0) & (uniform.log() < 0.5 * normal**2 + d * (1 - v + positive.log()))
+        # The first round that accepts, or the last one
+        rounds = th.arange(ROUNDS, 0, -1, dtype=th.float64)
+        chosen = (accepted * rounds + (rounds == 1) * 0.5).argmax(dim=-1, keepdim=True)
+        gammas = (d * positive).gather(-1, chosen).squeeze(-1)
+        position = gammas[:, 0] / (gammas[:, 0] + gammas[:, 1])
+        return position.clamp(EDGE, 1 - EDGE).float()

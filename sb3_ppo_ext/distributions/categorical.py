@@ -1,14 +1,17 @@
 """SB3's distribution over the actions of a ``Discrete`` space (``CategoricalDistribution``)."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch as th
 from stable_baselines3.common.distributions import CategoricalDistribution
 from torch.distributions import Categorical
 
+from sb3_ppo_ext.common.guards import NO_ACTION
 from sb3_ppo_ext.distributions.base import NumpyDistribution, Sampler
-from sb3_ppo_ext.distributions.masked import MaskedCategoricalDistribution
+from sb3_ppo_ext.distributions.head import Head, Noise
+
+SelfCategorical = TypeVar("SelfCategorical", bound="CategoricalOnDevice")
 
 
 def parameters(distribution: Any) -> th.Tensor:
@@ -60,11 +63,15 @@ def largest(outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
 class NumpyCategorical(NumpyDistribution):
     """NumPy implementation of SB3's ``CategoricalDistribution``. The outputs are the logits."""
 
+    # Subclasses may compute differently.
+    known: type[CategoricalDistribution] = CategoricalDistribution
+
     @classmethod
     def why_not(cls, distribution: Any) -> str | None:
         # SB3's `log_prob` takes actions of shape `(batch_size,)`, those of the buffer have one more dimension.
-        known = (CategoricalDistribution, MaskedCategoricalDistribution)
-        return None if type(distribution) in known else f"{type(distribution).__name__} is not SB3's categorical distribution"
+        return (
+            None if type(distribution) is cls.known else f"{type(distribution).__name__} is not SB3's categorical distribution"
+        )
 
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
         # The argmax of logits with Gumbel noise is a sample (Gumbel-max trick).
@@ -104,3 +111,59 @@ class NumpyCategorical(NumpyDistribution):
             weighted -= self.probabilities * np.add.reduce(weighted)
             gradient += weighted * np.float32(ent_coef / weighted.shape[1])
         return np.ascontiguousarray(gradient.T), None
+
+
+class CategoricalOnDevice(CategoricalDistribution):
+    """SB3's categorical distribution, without validation."""
+
+    # Whether an action is `NO_ACTION` where the outputs of the policy are not finite
+    marks_actions = True
+
+    def proba_distribution(self: SelfCategorical, action_logits: th.Tensor) -> SelfCategorical:
+        self.distribution = Categorical(logits=action_logits, validate_args=False)
+        return self
+
+    def log_prob(self, actions: th.Tensor) -> th.Tensor:
+        return log_prob_or_nan(self.distribution, actions)
+
+    def sample(self) -> th.Tensor:
+        return sample_without_wait(self.distribution.probs)
+
+    def mode(self) -> th.Tensor:
+        return marked(super().mode(), self.distribution.probs)
+
+
+class CategoricalHead(Head):
+    """Categorical distributions of one or more choices, masked or not: the largest logit, with Gumbel noise for samples."""
+
+    def __init__(self, distribution: Any, log_std: Any = None, n_latents: int = 0):
+        super().__init__(distribution, log_std, n_latents)
+        dims = getattr(distribution, "action_dims", None)
+        self.n_choices = [int(distribution.action_dim)] if dims is None else [int(n) for n in dims]
+        self.is_single = dims is None
+
+    def noise(self) -> list[Noise]:
+        return [Noise("uniform", "uniform", (sum(self.n_choices),))]
+
+    def deterministic(self, outputs: th.Tensor) -> th.Tensor:
+        chosen = [each.argmax(dim=1) for each in outputs.split(self.n_choices, dim=1)]
+        return chosen[0] if self.is_single else th.stack(chosen, dim=1)
+
+    def sample(self, outputs: th.Tensor, latents: th.Tensor, noise: list[th.Tensor]) -> th.Tensor:
+        return self.deterministic(outputs - (-noise[0].log()).log())
+
+
+def sample_without_wait(probs: th.Tensor) -> th.Tensor:
+    """What ``torch.multinomial`` draws, with the same random numbers, but without its checks, which wait for the GPU."""
+    probs = probs.detach()
+    return marked((probs / th.empty_like(probs).exponential_()).argmax(dim=-1), probs)
+
+
+def marked(actions: th.Tensor, probs: th.Tensor) -> th.Tensor:
+    # A logit of NaN or infinity makes all probabilities NaN.
+    return actions.masked_fill(probs[..., 0].isnan(), NO_ACTION)
+
+
+def log_prob_or_nan(distribution: Categorical, actions: th.Tensor) -> th.Tensor:
+    # CUDA cannot be used any more after an index that is out of range. The logarithm is NaN then.
+    return distribution.log_prob(actions.clamp(min=0))

@@ -1,15 +1,18 @@
 """SB3's Gaussian with independent dimensions (``DiagGaussianDistribution``)."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.distributions import DiagGaussianDistribution, Distribution
 from torch import nn
 from torch.distributions import Normal
 from torch.distributions import kl_divergence as torch_kl_divergence
 
 from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution, Sampler
+from sb3_ppo_ext.distributions.head import Head, Noise
+
+SelfGaussian = TypeVar("SelfGaussian", bound="GaussianOnDevice")
 
 
 def unsquashed_mean(distribution: Any) -> th.Tensor:
@@ -88,3 +91,25 @@ class NumpyGaussian(NumpyDistribution):
         # d log p / d log std = z^2 - 1, d entropy / d log std = 1, d log p / d mean = z / std
         d_log_std = d_log_prob @ self.squares - (np.add.reduce(d_log_prob) + ent_coef)
         return d_log_prob[:, np.newaxis] * self.z * self.inverse_std, d_log_std
+
+
+class GaussianOnDevice(DiagGaussianDistribution):
+    """SB3's Gaussian, without validation."""
+
+    def proba_distribution(self: SelfGaussian, mean_actions: th.Tensor, log_std: th.Tensor) -> SelfGaussian:
+        std = th.ones_like(mean_actions) * log_std.exp()
+        self.distribution = Normal(mean_actions, std, validate_args=False)
+        return self
+
+
+class GaussianHead(Head):
+    """Gaussian with a standard deviation that does not depend on the observation."""
+
+    def noise(self) -> list[Noise]:
+        return [Noise("noise", "normal", (len(self.log_std),))]
+
+    def deterministic(self, outputs: th.Tensor) -> th.Tensor:
+        return outputs
+
+    def sample(self, outputs: th.Tensor, latents: th.Tensor, noise: list[th.Tensor]) -> th.Tensor:
+        return outputs + self.log_std.exp() * noise[0]

@@ -21,6 +21,7 @@ from torch import nn
 from sb3_ppo_ext.common.guards import NO_ACTION
 from sb3_ppo_ext.distributions.base import NumpyDistribution
 from sb3_ppo_ext.distributions.categorical import NumpyCategorical
+from sb3_ppo_ext.distributions.head import Head, Noise
 
 SelfHybrid = TypeVar("SelfHybrid", bound="HybridDistribution")
 
@@ -289,3 +290,41 @@ def _slices(sizes: Iterator[int]) -> list[slice]:
         start = slices[-1].stop if slices else 0
         slices.append(slice(start, start + size))
     return slices
+
+
+class HybridHead(Head):
+    """Independent parts."""
+
+    def __init__(self, distribution: Any, log_std: Any = None, n_latents: int = 0):
+        super().__init__(distribution)
+        pairs = list(zip(distribution.parts, distribution.distributions, strict=True))
+        self.heads = nn.ModuleList(
+            part.family.head(each, log_std if part.family.has_log_std else None, n_latents) for part, each in pairs
+        )
+        self.n_outputs = [part.n_outputs for part, _ in pairs]
+
+    def noise(self) -> list[Noise]:
+        ports: list[Noise] = []
+        for number, head in enumerate(self._heads()):
+            for port in head.noise():
+                ports.append(Noise(f"{port.name}_{number}", port.kind, port.shape))
+        return ports
+
+    def deterministic(self, outputs: th.Tensor) -> th.Tensor:
+        pairs = zip(self._heads(), outputs.split(self.n_outputs, dim=1), strict=True)
+        return self._joined([head.deterministic(own) for head, own in pairs])
+
+    def sample(self, outputs: th.Tensor, latents: th.Tensor, noise: list[th.Tensor]) -> th.Tensor:
+        rest, samples = list(noise), []
+        for head, own in zip(self._heads(), outputs.split(self.n_outputs, dim=1), strict=True):
+            n = len(head.noise())
+            samples.append(head.sample(own, latents, rest[:n]))
+            rest = rest[n:]
+        return self._joined(samples)
+
+    def _heads(self) -> list[Head]:
+        return list(self.heads)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _joined(samples: list[th.Tensor]) -> th.Tensor:
+        return th.cat([each.reshape(each.shape[0], -1).float() for each in samples], dim=1)

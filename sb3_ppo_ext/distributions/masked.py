@@ -14,8 +14,11 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.distributions import CategoricalDistribution, Distribution, MultiCategoricalDistribution
 from torch.distributions import Categorical
+from torch.nn import functional as F
 
 from sb3_ppo_ext.common.action_masks import choices_of
+from sb3_ppo_ext.distributions.categorical import CategoricalOnDevice, NumpyCategorical
+from sb3_ppo_ext.distributions.multi_categorical import MultiCategoricalOnDevice
 
 # Logit of an invalid action, whose probability is then 0
 INVALID = -1e8
@@ -94,3 +97,35 @@ def make_masked_distribution(action_space: Any) -> MaskedDistribution:
     if isinstance(action_space, spaces.Discrete):
         return MaskedCategoricalDistribution(*choices)
     return MaskedMultiCategoricalDistribution(choices)
+
+
+class NumpyMaskedCategorical(NumpyCategorical):
+    """NumPy implementation of the categorical distribution with masks. The outputs are logits that are masked already."""
+
+    known = MaskedCategoricalDistribution
+
+
+class MaskedCategoricalOnDevice(MaskedCategoricalDistribution, CategoricalOnDevice):
+    """The categorical distribution with masks, without validation."""
+
+    validate_args = False
+
+
+class MaskedMultiCategoricalOnDevice(MaskedMultiCategoricalDistribution, MultiCategoricalOnDevice):
+    """The categorical distributions of several actions with masks, without validation."""
+
+    validate_args = False
+
+
+def masked_outputs(distribution: Any, outputs: th.Tensor, masks: th.Tensor) -> th.Tensor:
+    """
+    :param distribution: Action distribution with masks
+    :param outputs: Outputs of the output layer, shape ``(batch_size, n_choices)``
+    :param masks: Whether each choice is valid, the same shape
+    :return: Logits, those of invalid choices too low to be chosen
+    """
+    assert isinstance(distribution, MaskedDistribution)
+    n_choices = [int(n) for n in getattr(distribution, "action_dims", [outputs.shape[1]])]
+    # Normalised, as the distribution does it: then no valid logit is as low as an invalid one.
+    logits = th.cat([F.log_softmax(each, dim=1) for each in outputs.split(n_choices, dim=1)], dim=1)
+    return th.where(masks, logits, th.full_like(logits, INVALID))

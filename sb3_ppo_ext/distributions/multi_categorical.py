@@ -3,11 +3,15 @@ SB3's distribution over the actions of a ``MultiDiscrete`` space (``MultiCategor
 distribution for each dimension.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch as th
+from stable_baselines3.common.distributions import MultiCategoricalDistribution
+from torch.distributions import Categorical
 
-from sb3_ppo_ext.distributions.categorical import divergence
+from sb3_ppo_ext.distributions.categorical import divergence, log_prob_or_nan, marked, sample_without_wait
+
+SelfMultiCategorical = TypeVar("SelfMultiCategorical", bound="MultiCategoricalOnDevice")
 
 
 def parameters(distribution: Any) -> th.Tensor:
@@ -34,3 +38,25 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     """
     parts = zip(old.split(new.action_dims, dim=1), new.distribution, strict=True)
     return th.stack([divergence(logits, part) for logits, part in parts]).sum(dim=0)
+
+
+class MultiCategoricalOnDevice(MultiCategoricalDistribution):
+    """SB3's categorical distributions of several actions, without validation."""
+
+    # Whether an action is `NO_ACTION` where the outputs of the policy are not finite
+    marks_actions = True
+
+    def proba_distribution(self: SelfMultiCategorical, action_logits: th.Tensor) -> SelfMultiCategorical:
+        split = action_logits.split(list(self.action_dims), dim=1)
+        self.distribution = [Categorical(logits=logits, validate_args=False) for logits in split]
+        return self
+
+    def log_prob(self, actions: th.Tensor) -> th.Tensor:
+        parts = zip(self.distribution, actions.unbind(dim=1), strict=True)
+        return th.stack([log_prob_or_nan(part, action) for part, action in parts], dim=1).sum(dim=1)
+
+    def sample(self) -> th.Tensor:
+        return th.stack([sample_without_wait(part.probs) for part in self.distribution], dim=1)
+
+    def mode(self) -> th.Tensor:
+        return th.stack([marked(part.probs.argmax(dim=1), part.probs) for part in self.distribution], dim=1)

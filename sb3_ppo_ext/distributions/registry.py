@@ -4,6 +4,7 @@ a value of the option ``action_dist``, add its name to :data:`ActionDist`.
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -31,6 +32,7 @@ from sb3_ppo_ext.distributions import (
     state_dependent_noise,
 )
 from sb3_ppo_ext.distributions.base import BoundedDistribution, DeterministicAction, NumpyDistribution
+from sb3_ppo_ext.distributions.head import Head
 from sb3_ppo_ext.distributions.hybrid import HybridDistribution, Part
 from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 
@@ -53,16 +55,18 @@ class DistributionFamily:
     :param name: Name of the family
     :param torch_class: PyTorch implementation, SB3's class or ours; subclasses belong to the same family unless they have a
         row of their own
+    :param head: Samples as a function of the outputs of the output layer and of random numbers, for exported policies
+    :param location: Function that returns the deterministic action as numbers with a gradient, shape ``(batch_size, n)``: the
+        mean of actions in a ``Box``, in units of the bounds if it cannot leave them, and probabilities of discrete choices
     :param parameters: Function that returns the parameters that define a distribution, shape ``(batch_size, n)``; ``None`` if
         its KL divergence has no closed form
     :param kl_divergence: Function that takes the parameters of the old distribution and the new distribution, and returns
         KL(old || new), shape ``(batch_size,)``; ``None`` if it has no closed form
     :param numpy_class: NumPy implementation for the native engine; the default calls PyTorch
+    :param on_device: The same as ``torch_class`` without anything that waits for a GPU, for SB3's classes, whose arguments
+        PyTorch validates; ``None`` if it does not wait
     :param unsquashed_mean: Function that returns the mean before any squashing, shape ``(batch_size, action_dim)``; ``None``
         if the mean cannot leave the bounds of the action space, or there is no mean
-    :param location: Function that returns the deterministic action as numbers with a gradient, shape ``(batch_size, n)``: the
-        mean of actions in a ``Box``, in units of the bounds if it cannot leave them, and probabilities of discrete choices;
-        ``None`` if it is not known
     :param has_log_std: Whether ``proba_distribution`` takes means and the policy's parameter ``log_std``, as SB3's Gaussian
         does. If not, it takes the outputs of the layer that ``proba_distribution_net`` returns
     :param log_std_range: Allowed values of ``log_std_init``
@@ -73,11 +77,13 @@ class DistributionFamily:
 
     name: str
     torch_class: type[Distribution]
+    head: type[Head]
+    location: Callable[[Any], th.Tensor]
     parameters: Callable[[Any], th.Tensor] | None = None
     kl_divergence: Callable[[th.Tensor, Any], th.Tensor] | None = None
     numpy_class: type[NumpyDistribution] = TorchFallback
+    on_device: type[Distribution] | None = None
     unsquashed_mean: Callable[[Any], th.Tensor] | None = None
-    location: Callable[[Any], th.Tensor] | None = None
     has_log_std: bool = False
     log_std_range: tuple[float, float] = LOG_STD_INIT_RANGE
     deterministic_actions: tuple[DeterministicAction, ...] = ("mean",)
@@ -94,42 +100,48 @@ FAMILIES = (
     DistributionFamily(
         "gaussian",
         DiagGaussianDistribution,
+        gaussian.GaussianHead,
+        gaussian.location,
         gaussian.parameters,
         gaussian.kl_divergence,
         gaussian.NumpyGaussian,
+        gaussian.GaussianOnDevice,
         gaussian.unsquashed_mean,
-        gaussian.location,
         has_log_std=True,
         deterministic_actions=("mean", "mode"),  # Mean and mode are the same.
     ),
     DistributionFamily(
         "state_dependent_noise",
         StateDependentNoiseDistribution,
+        state_dependent_noise.StateDependentNoiseHead,
+        state_dependent_noise.location,
         state_dependent_noise.parameters,
         state_dependent_noise.kl_divergence,
         state_dependent_noise.NumpyStateDependentNoise,
+        state_dependent_noise.StateDependentNoiseOnDevice,
         state_dependent_noise.unsquashed_mean,
-        state_dependent_noise.location,
         has_log_std=True,
     ),
     DistributionFamily(
         "squashed_gaussian",
         squashed_gaussian.TanhGaussianDistribution,
+        squashed_gaussian.SquashedGaussianHead,
+        squashed_gaussian.location,
         squashed_gaussian.parameters,
         squashed_gaussian.kl_divergence,
         squashed_gaussian.NumpySquashedGaussian,
-        squashed_gaussian.unsquashed_mean,
-        squashed_gaussian.location,
+        unsquashed_mean=squashed_gaussian.unsquashed_mean,
         has_log_std=True,
         log_std_range=squashed_gaussian.LOG_STD_RANGE,
     ),
     DistributionFamily(
         "beta",
         beta.BoundedBetaDistribution,
+        beta.BetaHead,
+        beta.location,
         beta.parameters,
         beta.kl_divergence,
         beta.NumpyBeta,
-        location=beta.location,
         deterministic_actions=beta.DETERMINISTIC_ACTIONS,
         outputs_per_dimension=2,
         initial_bias=beta.BETA_BIAS,
@@ -137,44 +149,59 @@ FAMILIES = (
     DistributionFamily(
         "categorical",
         CategoricalDistribution,
+        categorical.CategoricalHead,
+        categorical.location,
         categorical.parameters,
         categorical.kl_divergence,
         categorical.NumpyCategorical,
-        location=categorical.location,
+        categorical.CategoricalOnDevice,
     ),
     DistributionFamily(
         "multi_categorical",
         MultiCategoricalDistribution,
+        categorical.CategoricalHead,
+        multi_categorical.location,
         multi_categorical.parameters,
         multi_categorical.kl_divergence,
-        location=multi_categorical.location,
+        on_device=multi_categorical.MultiCategoricalOnDevice,
     ),
     DistributionFamily(
         "masked_categorical",
         masked.MaskedCategoricalDistribution,
+        categorical.CategoricalHead,
+        categorical.location,
         categorical.parameters,
         categorical.kl_divergence,
-        categorical.NumpyCategorical,
-        location=categorical.location,
+        masked.NumpyMaskedCategorical,
+        masked.MaskedCategoricalOnDevice,
     ),
     DistributionFamily(
         "masked_multi_categorical",
         masked.MaskedMultiCategoricalDistribution,
+        categorical.CategoricalHead,
+        multi_categorical.location,
         multi_categorical.parameters,
         multi_categorical.kl_divergence,
-        location=multi_categorical.location,
+        on_device=masked.MaskedMultiCategoricalOnDevice,
     ),
     DistributionFamily(
-        "bernoulli", BernoulliDistribution, bernoulli.parameters, bernoulli.kl_divergence, location=bernoulli.location
+        "bernoulli",
+        BernoulliDistribution,
+        bernoulli.BernoulliHead,
+        bernoulli.location,
+        bernoulli.parameters,
+        bernoulli.kl_divergence,
+        on_device=bernoulli.BernoulliOnDevice,
     ),
     DistributionFamily(
         "hybrid",
         HybridDistribution,
+        hybrid.HybridHead,
+        hybrid.location,
         hybrid.parameters,
         hybrid.kl_divergence,
         hybrid.NumpyHybrid,
-        hybrid.unsquashed_mean,
-        location=hybrid.location,
+        unsquashed_mean=hybrid.unsquashed_mean,
     ),
 )
 _BY_NAME = {family.name: family for family in FAMILIES}
@@ -262,7 +289,7 @@ def location(distribution: Any) -> th.Tensor:
     :raises ValueError: if its family has no row
     """
     family = family_of(distribution)
-    if family is None or family.location is None:
+    if family is None:
         raise ValueError(f"{type(distribution).__name__} has no known deterministic action with a gradient")
     return family.location(distribution)
 
@@ -296,3 +323,27 @@ def why_not_numpy(distribution: Any) -> str | None:
     if getattr(type(distribution), "entropy", None) not in {getattr(known, "entropy", None) for known in _BY_CLASS}:
         return f"the entropy of {type(distribution).__name__} may have no closed form, which this backend needs"
     return None if family is None else family.numpy_class.why_not(distribution)
+
+
+def on_device(distribution: Any) -> Any:
+    """
+    SB3's distributions let PyTorch validate their arguments, which waits for the GPU three times for each call of a policy,
+    and ``torch.multinomial`` waits as well. Those of :attr:`DistributionFamily.on_device` compute the same bit for bit and
+    draw the same random numbers, but never wait. Instead of raising an error, they return NaN or
+    :data:`~sb3_ppo_ext.common.guards.NO_ACTION` where the parameters of a distribution are NaN, which is noticed when the
+    actions arrive on the host.
+
+    :param distribution: Action distribution of a policy that is on a GPU
+    :return: Distribution in the same state that does not wait for the GPU, if it is one of SB3's, or a hybrid one with parts
+        of SB3's; others are returned unchanged, and so are subclasses of SB3's, which may compute differently
+    """
+    if type(distribution) is HybridDistribution:
+        made: Any = copy(distribution)
+        made.distributions = tuple(map(on_device, distribution.distributions))
+        return made
+    family = _BY_CLASS.get(type(distribution))
+    if family is None or family.on_device is None:
+        return distribution
+    made = family.on_device.__new__(family.on_device)
+    vars(made).update(vars(distribution))
+    return made

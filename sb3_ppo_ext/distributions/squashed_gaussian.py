@@ -24,7 +24,7 @@ from sb3_ppo_ext.distributions.base import (
     at_least_float32,
     clamp,
 )
-from sb3_ppo_ext.distributions.gaussian import NumpyGaussian, kl_divergence, parameters, unsquashed_mean
+from sb3_ppo_ext.distributions.gaussian import GaussianHead, NumpyGaussian, kl_divergence, parameters, unsquashed_mean
 
 __all__ = ["LOG_STD_RANGE", "NumpySquashedGaussian", "TanhGaussianDistribution"]
 __all__ += ["kl_divergence", "log_tanh_derivative", "parameters", "unsquashed_mean"]
@@ -187,3 +187,10 @@ def _mean_of_absolute(mean: th.Tensor, std: th.Tensor) -> th.Tensor:
     """E[|u|] of a Gaussian."""
     z = mean / (math.sqrt(2) * std)
     return mean * th.erf(z) + math.sqrt(2 / math.pi) * std * th.exp(-z.square())
+
+
+class SquashedGaussianHead(GaussianHead):
+    """Gaussian before the tanh, with a clamped standard deviation."""
+
+    def sample(self, outputs: th.Tensor, latents: th.Tensor, noise: list[th.Tensor]) -> th.Tensor:
+        return outputs + self.log_std.clamp(*LOG_STD_RANGE).exp() * noise[0]

@@ -5,17 +5,22 @@ parameters and KL divergence are those of a Gaussian with a standard deviation t
 Paper: https://arxiv.org/abs/2005.05719
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch as th
 from stable_baselines3.common.distributions import Distribution, StateDependentNoiseDistribution
 from torch import nn
+from torch.distributions import Normal
 
 from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution
 from sb3_ppo_ext.distributions.gaussian import kl_divergence, parameters, unsquashed_mean
+from sb3_ppo_ext.distributions.head import Head, Noise
 
 __all__ = ["NumpyStateDependentNoise", "kl_divergence", "parameters", "unsquashed_mean"]
+
+
+SelfStateDependentNoise = TypeVar("SelfStateDependentNoise", bound="StateDependentNoiseOnDevice")
 
 
 def location(distribution: Any) -> th.Tensor:
@@ -106,3 +111,41 @@ class NumpyStateDependentNoise(NumpyDistribution):
         if not self.distribution.full_std:
             of_coefficients = of_coefficients.sum(axis=1, keepdims=True)
         return of_each * self.errors / self.variances, of_coefficients * (2 * self.stds * self.slopes)
+
+
+class StateDependentNoiseOnDevice(StateDependentNoiseDistribution):
+    """SB3's generalized State-Dependent Exploration (gSDE), without validation."""
+
+    def sample_weights(self, log_std: th.Tensor, batch_size: int = 1) -> None:
+        std = self.get_std(log_std)
+        self.weights_dist = Normal(th.zeros_like(std), std, validate_args=False)
+        self.exploration_mat = self.weights_dist.rsample()
+        self.exploration_matrices = self.weights_dist.rsample((batch_size,))
+
+    def proba_distribution(
+        self: SelfStateDependentNoise, mean_actions: th.Tensor, log_std: th.Tensor, latent_sde: th.Tensor
+    ) -> SelfStateDependentNoise:
+        self._latent_sde = latent_sde if self.learn_features else latent_sde.detach()
+        variance = th.mm(self._latent_sde**2, self.get_std(log_std) ** 2)
+        self.distribution = Normal(mean_actions, th.sqrt(variance + self.epsilon), validate_args=False)
+        return self
+
+
+class StateDependentNoiseHead(Head):
+    """gSDE: the noise is a matrix, multiplied with the inputs of the output layer. It may stay the same for several steps."""
+
+    std: th.Tensor
+
+    def __init__(self, distribution: Any, log_std: Any = None, n_latents: int = 0):
+        super().__init__(distribution, log_std, n_latents)
+        self.register_buffer("std", distribution.get_std(log_std).detach().clone())
+
+    def noise(self) -> list[Noise]:
+        return [Noise("noise", "normal", (self.n_latents, self.distribution.action_dim))]
+
+    def deterministic(self, outputs: th.Tensor) -> th.Tensor:
+        return outputs if self.distribution.bijector is None else th.tanh(outputs)
+
+    def sample(self, outputs: th.Tensor, latents: th.Tensor, noise: list[th.Tensor]) -> th.Tensor:
+        added = th.bmm(latents.unsqueeze(1), self.std * noise[0]).squeeze(1)
+        return self.deterministic(outputs + added)

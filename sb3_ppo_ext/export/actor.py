@@ -18,10 +18,9 @@ from sb3_ppo_ext.common.action_masks import ACTION_MASK, OBSERVATION
 from sb3_ppo_ext.common.bounds import middle_and_half
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, disassembled, kinds_of, split_boxes
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.distributions import bounded_part
-from sb3_ppo_ext.distributions.masked import MaskedDistribution
-from sb3_ppo_ext.export.heads import make_head, masked_outputs
-from sb3_ppo_ext.export.ports import Port
+from sb3_ppo_ext.distributions import bounded_part, family_of
+from sb3_ppo_ext.distributions.masked import MaskedDistribution, masked_outputs
+from sb3_ppo_ext.export.ports import ROLES, Port
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.recurrence import step, without_memory
 from sb3_ppo_ext.memory.recurrent_policies import RecurrentPolicyMixin
@@ -84,7 +83,11 @@ class Actor(nn.Module):
         self.is_plain = not isinstance(space, spaces.Dict)
         self.normalizations = nn.ModuleDict(_normalizations(self.parts, normalizer))
         n_latents = policy.mlp_extractor.latent_dim_pi
-        self.head = make_head(policy.action_dist, getattr(policy, "log_std", None), n_latents)
+        family = family_of(policy.action_dist)
+        if family is None:
+            unknown = type(policy.action_dist).__name__
+            refuse("policy", type(policy).__name__, f"its action distribution, {unknown}, cannot be exported")
+        self.head = family.head(policy.action_dist, getattr(policy, "log_std", None), n_latents)
         low, high = _bounds(policy.action_space)
         self.register_buffer("low", th.as_tensor(low))
         self.register_buffer("high", th.as_tensor(high))
@@ -119,7 +122,8 @@ class Actor(nn.Module):
         return [_action_port(*pair) for pair in zip(names, space.parts, strict=True)]
 
     def _noise_ports(self) -> list[Port]:
-        return [] if self.is_deterministic else self.head.noise()
+        noise = [] if self.is_deterministic else self.head.noise()
+        return [Port(each.name, ROLES[each.kind], each.shape) for each in noise]
 
     def _state_ports(self) -> list[Port]:
         return []

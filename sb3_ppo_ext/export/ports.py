@@ -10,6 +10,8 @@ import torch as th
 from gymnasium import spaces
 
 Role = Literal["observation", "episode_start", "last_reward", "state", "normal_noise", "uniform_noise", "action"]
+# Roles of random numbers, by the kind of :class:`~sb3_ppo_ext.distributions.head.Noise`
+ROLES: dict[str, Role] = {"normal": "normal_noise", "uniform": "uniform_noise"}
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def make_extra_losses(
     for name, loss in active_extra_losses(value).items():
         entry, where = _entry((value or {})[name]), f"{OPTION}[{name!r}]"
         family = family_of(policy.action_dist)
-        if family is None or family.location is None:
+        if family is None:
             remedy = f"{type(policy.action_dist).__name__} has no deterministic action with a gradient; leave the loss out"
             refuse(where, entry, remedy)
         keywords = {each: entry[each] for each in loss.keywords}

@@ -22,10 +22,10 @@ from sb3_ppo_ext.distributions import (
     hybrid_distribution,
     kl_divergence,
     numpy_distribution,
+    on_device,
     parameters,
     unsquashed_mean,
 )
-from sb3_ppo_ext.distributions.on_device import on_device
 from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 
 CASES = [(name, "gaussian") for name in SPACES]

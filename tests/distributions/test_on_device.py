@@ -11,8 +11,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from support.toys import BOX_ACTION, make_toys
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.distributions import family_of, kl_divergence, parameters
-from sb3_ppo_ext.distributions.on_device import on_device
+from sb3_ppo_ext.distributions import family_of, kl_divergence, on_device, parameters
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are trying to run PPOExt on the GPU"),
