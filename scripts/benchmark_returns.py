@@ -14,6 +14,7 @@ benchmark/times.json.
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -36,9 +37,10 @@ import pandas as pd
 import torch as th
 import yaml
 from returns_report import N_LAST, report, report_ablation, select
-from returns_suites import ABLATIONS, PACKAGES, REMOVED, SUITES, Job, pair, timed_pair
+from returns_suites import ABLATIONS, PACKAGES, REMOVED, SUITES, Job, of_package, pair, timed_pair
 from rl_zoo3.exp_manager import ExperimentManager
-from stable_baselines3.common.base_class import BaseAlgorithm
+
+from sb3_ppo_ext.engines.native import extension
 
 N_EVALUATIONS, N_EPISODES = 10, 10
 _PATH = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
@@ -54,7 +56,7 @@ def command(job: Job, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "rl_zoo3.train", "--algo", arm.algo, "--env", job.task, *arm.words, "-conf", str(conf)]
     words += ["--seed", str(job.seed), "-f", str(folder), "--verbose", "0", "--num-threads", "1"]
     words += ["--device", "cpu", "--eval-freq", str(job.timesteps // N_EVALUATIONS), "--eval-episodes", str(N_EPISODES)]
-    package = job.of_package(PACKAGES)
+    package = of_package(job.task, PACKAGES)
     words += [] if package is None else ["--gym-packages", package]
     return [*words, "--n-eval-envs", str(N_EPISODES)]
 
@@ -83,9 +85,29 @@ def train(job: Job) -> pd.DataFrame:
             timesteps, returns = data["timesteps"], data["results"].mean(axis=1)
         if len(timesteps) < N_EVALUATIONS:
             raise RuntimeError(f"{' '.join(words)} ended at step {timesteps[-1]}")
-    columns = {"task": job.task, "arm": job.arm, "seed": job.seed, "digest": job.digest()}
+    columns = {"task": job.task, "arm": job.arm, "seed": job.seed, "digest": job.digest(), "engine": engine_of(job)}
     times = {"seconds": time.perf_counter() - start, "cpu_seconds": usage.ru_utime + usage.ru_stime}
     return pd.DataFrame({**columns, "timesteps": timesteps, "return": returns, **times})
+
+
+def engine_of(job: Job) -> str:
+    """:return: What computes a run: the engine that our algorithm chooses, or the package of another algorithm"""
+    algo = SUITES[job.suite][1][job.arm].algo
+    if algo != "ppo_ext":
+        return "sb3" if algo == "ppo" else "sb3_contrib"
+    with tempfile.TemporaryDirectory() as folder:
+        backend, _ = make_model(job, Path(folder))._choose_backend()
+    return backend
+
+
+def refuse_without_extension() -> None:
+    """
+    Runs of another engine end elsewhere, and are not what users get.
+
+    :raises SystemExit: if the C module of the native engine was not built
+    """
+    if extension.module is None:
+        sys.exit("The C module of PPOExt is not built here, so that another engine would compute its runs: pip install -e .")
 
 
 def read(path: Path) -> pd.DataFrame:
@@ -179,17 +201,32 @@ def measure_times(suite: str, tasks: Sequence[str], n_rounds: int = 5) -> dict[s
     return ratios
 
 
-def make_model(job: Job, folder: Path) -> BaseAlgorithm:
+def make_model(job: Job, folder: Path) -> Any:
     """Make the model as the Zoo's command does."""
+    return make_experiment(SUITES[job.suite][1][job.arm].algo, job.task, job.fitted_entry(), folder)[1]
+
+
+def make_experiment(algo: str, task: str, entry: dict[str, Any], folder: Path, seed: int = 0) -> tuple[ExperimentManager, Any]:
+    """
+    :param algo: Name of the algorithm in the Zoo
+    :param task: Name of the task
+    :param entry: Its hyperparameters
+    :param folder: Folder of the files that the Zoo writes
+    :param seed: Seed
+    :return: What the Zoo's command makes, and its model
+    """
+    package = of_package(task, PACKAGES)
+    if package is not None:
+        importlib.import_module(package)
     conf = folder / "entry.yml"
-    conf.write_text(yaml.safe_dump({job.task: job.entry()}))
-    algo = SUITES[job.suite][1][job.arm].algo
+    conf.write_text(yaml.safe_dump({task: entry}))
+    experiment = ExperimentManager(
+        argparse.Namespace(), algo, task, str(folder), eval_freq=-1, config=str(conf), device="cpu", seed=seed, verbose=0
+    )
     with contextlib.redirect_stdout(io.StringIO()):
-        made = ExperimentManager(
-            argparse.Namespace(), algo, job.task, str(folder), eval_freq=-1, config=str(conf), device="cpu", seed=0, verbose=0
-        ).setup_experiment()
+        made = experiment.setup_experiment()
     assert made is not None
-    return made[0]
+    return experiment, made[0]
 
 
 def cpu_time_per_step(model: Any, n_steps: int = 2048) -> float:
@@ -236,6 +273,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     exit_on_sigterm()
+    if not arguments.report:
+        refuse_without_extension()
     jobs = {suite: jobs_of(suite, arguments) for suite in arguments.suites}
     for suite in arguments.suites:
         path = arguments.out / f"{suite}.csv"

@@ -1,0 +1,89 @@
+"""
+Continue the runs in the background of the benchmark where they were interrupted: a configuration of `search_default.py` and a
+missing run of a baseline of `benchmark_returns.py` in turns, one at a time, until none is missing.
+
+Run it: nice -n 19 python scripts/continue_evidence.py (days; it can be stopped at any time)
+"""
+
+import argparse
+import os
+from itertools import cycle
+from pathlib import Path
+
+import benchmark_returns
+import search_default
+import torch as th
+from default_split import DEVELOPMENT
+from returns_suites import BASELINES, BASELINES_BY_SB3, ROBOTS, Job
+from search_space import schedule
+
+# Seeds of the published table of the robots, and how many of them SB3 itself computes, for the times
+FIRST_SEED, N_SEEDS, N_BY_SB3 = 200, 10, 2
+# TRPO takes several times as long as the others, and comes last among the arms of a seed.
+N_SEEDS_OF_TRPO = 5
+# A robot with few joints comes first: it is done before the others are.
+TASKS = ("Hopper-v5", "Walker2d-v5", "HalfCheetah-v5", "Swimmer-v5", "Ant-v5", "Humanoid-v5")
+
+
+def baselines() -> list[Job]:
+    """:return: Runs of the baselines of the robots, seed by seed"""
+    assert set(TASKS) == set(ROBOTS)
+    n_seeds = {**dict.fromkeys(BASELINES, N_SEEDS), "TRPO": N_SEEDS_OF_TRPO, **dict.fromkeys(BASELINES_BY_SB3, N_BY_SB3)}
+    return [
+        Job("robots", task, arm, FIRST_SEED + number)
+        for number in range(N_SEEDS)
+        for task in TASKS
+        for arm, wanted in n_seeds.items()
+        if number < wanted
+    ]
+
+
+def continue_search(folder: Path, n_configurations: int) -> int:
+    """
+    :param folder: Folder of the results
+    :param n_configurations: Number of sampled configurations
+    :return: Number of runs: those of one configuration with one seed at most
+    """
+    jobs = schedule(n_configurations, list(DEVELOPMENT))
+    todo = search_default.missing(jobs, folder / search_default.FILE)
+    same = [job for job in todo if (job.configuration, job.seed) == (todo[0].configuration, todo[0].seed)]
+    return search_default.run_some(same, folder / search_default.FILE)
+
+
+def continue_baselines(folder: Path) -> int:
+    """
+    :param folder: Folder of the results
+    :return: Number of runs: one, or none if none is missing
+    """
+    path = folder / "robots.csv"
+    runs = benchmark_returns.read(path)
+    todo = [job for job in baselines() if not benchmark_returns.is_done(job, runs)]
+    return benchmark_returns.run_jobs(todo[:1], path, 1) if todo else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configurations", type=int, default=400, help="number of sampled ones (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("benchmark"), help="folder of the results (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="runs of the search that come before the baselines")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    benchmark_returns.exit_on_sigterm()
+    benchmark_returns.refuse_without_extension()
+    th.set_num_threads(1)
+    print(f"process {os.getpid()}, results in {arguments.out.resolve()}", flush=True)
+    n_first = 0
+    while n_first < arguments.first and (done := continue_search(arguments.out, arguments.configurations)):
+        n_first += done
+    last = [1, 1]
+    for turn in cycle((0, 1)):
+        last[turn] = continue_baselines(arguments.out) if turn else continue_search(arguments.out, arguments.configurations)
+        if not any(last):
+            return
+
+
+if __name__ == "__main__":
+    main()
