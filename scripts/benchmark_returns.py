@@ -37,7 +37,7 @@ import pandas as pd
 import torch as th
 import yaml
 from returns_report import N_LAST, report, report_ablation, select
-from returns_suites import ABLATIONS, PACKAGES, REMOVED, SUITES, Job, of_package, pair, timed_pair
+from returns_suites import ABLATIONS, PACKAGES, REMOVED, RUN_ONCE, SUITES, Job, of_package, pair, timed_pair
 from rl_zoo3.exp_manager import ExperimentManager
 
 from sb3_ppo_ext.engines.native import extension
@@ -252,7 +252,7 @@ def _processor() -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES), help="which ones to run (default: all)")
+    parser.add_argument("--suites", nargs="+", choices=SUITES, help="which ones to run (default: all but held_out)")
     tasks = sorted({task for budgets, _ in SUITES.values() for task in budgets})
     parser.add_argument("--tasks", nargs="+", choices=tasks, default=tasks, help="which ones to run (default: all)")
     arms = sorted({arm for _, arms in SUITES.values() for arm in arms})
@@ -265,6 +265,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--report", action="store_true", help="write tables and plots of the existing runs only")
     parser.add_argument("--times", action="store_true", help="measure the CPU time per step instead, both arms in turns")
     arguments = parser.parse_args()
+    arguments.suites = arguments.suites or [suite for suite in SUITES if suite not in RUN_ONCE]
     if arguments.timesteps and arguments.out == parser.get_default("out"):
         parser.error("--timesteps: short runs would replace those in benchmark/; name another folder with --out")
     return arguments

@@ -22,8 +22,8 @@ DEVELOPMENT = {
     "HalfCheetah-v5": 100_000,
     "Walker2d-v5": 100_000,
 }
-DISCRETE = {task for task in list(DEVELOPMENT)[:6]}
-# Tasks that choose nothing. They are run once, when the default has been fixed. Most are in packages that were never used here:
+DISCRETE = set(list(DEVELOPMENT)[:6])
+# Tasks that choose nothing. They are run once, when the default has been fixed. Most are in packages not used before:
 # EnvPool (``EnvPool/``: grids, driving, games, robots of the DeepMind Control Suite and of Meta-World), POPGym,
 # flappy-bird-gymnasium, pybullet-envs-gymnasium, panda-gym and PyFlyt.
 HELD_OUT = {
@@ -67,4 +67,16 @@ HELD_OUT_PACKAGES = {
     "Panda": "panda_gym",
     "PyFlyt/": "PyFlyt.gym_envs",
     "AdroitHand": "gymnasium_robotics",
+}
+# Observations of other kinds than vectors of numbers
+HELD_OUT_POLICIES = {
+    **dict.fromkeys(("EnvPool/Boxing-v5", "EnvPool/CarRacing-v3"), "CnnPolicy"),
+    **dict.fromkeys(("EnvPool/MiniGrid-DoorKey-5x5-v0", "EnvPool/Jumanji.Snake-v1"), "MultiInputPolicy"),
+    **dict.fromkeys(("EnvPool/CartpoleSwingup-v1", "EnvPool/CheetahRun-v1", "EnvPool/FingerSpin-v1"), "MultiInputPolicy"),
+    **dict.fromkeys(("EnvPool/WalkerWalk-v1", "EnvPool/Parking-v0", "PandaReachDense-v3"), "MultiInputPolicy"),
+}
+# Images, numbers of a few kinds, and observations between 0 and 1 already, of which `default` normalises none
+NOT_NORMALIZED = {
+    *("EnvPool/Boxing-v5", "EnvPool/CarRacing-v3", "EnvPool/Taxi-v3", "FlappyBird-v0"),
+    *("popgym-HigherLowerEasy-v0", "popgym-CountRecallEasy-v0", "popgym-MineSweeperEasy-v0"),
 }

@@ -1,6 +1,6 @@
 """
-Registers the held-out tasks of EnvPool (https://github.com/sail-sg/envpool) with Gymnasium, for ``--gym-packages envpool_ids``:
-``EnvPool/`` and their name there, with a dot for each slash. Not a script.
+Registers the held-out tasks of EnvPool (https://github.com/sail-sg/envpool) with Gymnasium: ``EnvPool/`` and their name there,
+with a dot for each slash. For ``--gym-packages envpool_ids``. Not a script.
 """
 
 from functools import partial
@@ -20,8 +20,6 @@ class EnvPoolTask(gym.Env):
 
     :param name: Name of the task in EnvPool
     """
-
-    metadata = {"render_modes": []}
 
     def __init__(self, name: str) -> None:
         self.name = name

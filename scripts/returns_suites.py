@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from default_split import HELD_OUT, HELD_OUT_PACKAGES
+from default_split import HELD_OUT, HELD_OUT_PACKAGES, HELD_OUT_POLICIES, NOT_NORMALIZED
 
 # Numbers of steps: the Zoo's, or less than its million
 CLASSIC = {"Pendulum-v1": 100_000, "MountainCarContinuous-v0": 20_000, "LunarLanderContinuous-v3": 300_000}
@@ -54,7 +54,7 @@ CONTINUOUS = dict.fromkeys(
     ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Pendulum-v1", "LunarLanderContinuous-v3"), 300_000
 )
 # Policies for other observations than numbers, with SB3's defaults
-POLICIES = {"PointMaze_UMazeDense-v3": "MultiInputPolicy"}
+POLICIES = {"PointMaze_UMazeDense-v3": "MultiInputPolicy", **HELD_OUT_POLICIES}
 # The presets before the results of the ablation changed them
 ABLATED = Path(__file__).parents[1] / "benchmark" / "ablation.yml"
 # Packages that register tasks, by the beginning of their names. That of MinAtar is beside this script.
@@ -62,15 +62,22 @@ PACKAGES = {"MinAtar/": "minatar_ids", "PointMaze_": "gymnasium_robotics", **HEL
 # Entries of `ppo_ext.yml` for all tasks of a package
 SHARED_ENTRIES = {"MinAtar/": "minatar"}
 # What the Zoo adds to `default` to fit it to the observations of these tasks
-FITTED = {"MinAtar/": {"normalize": "{'norm_obs': False}"}, "PointMaze_": {"policy": "MultiInputPolicy"}}
+FITTED = {
+    "MinAtar/": {"normalize": "{'norm_obs': False}"},
+    **{task: {"policy": policy} for task, policy in POLICIES.items()},
+    **{
+        task: {"policy": POLICIES.get(task, "MlpPolicy"), "normalize": "{'norm_obs': False}"}
+        for task in sorted(NOT_NORMALIZED)
+    },
+}
 
 
 @dataclass(frozen=True)
 class Arm:
     """
     :param algo: Name of the algorithm in the Zoo
-    :param source: ``"ppo"``, ``"ppo_lstm"``, ``"trpo"`` or ``"ppo_ext"``, whose file has the entries, ``"ablation"`` for the entries in
-        benchmark/ablation.yml, or ``"sb3"`` for SB3's defaults
+    :param source: ``"ppo"``, ``"ppo_lstm"``, ``"trpo"`` or ``"ppo_ext"``, whose file has the entries, ``"ablation"`` for the
+        entries in benchmark/ablation.yml, or ``"sb3"`` for SB3's defaults
     :param key: Key of the entry, if it is the same for each task
     :param words: Further words of the command
     :param changes: Hyperparameters that differ from the entry
@@ -123,6 +130,7 @@ BASELINES = {
     "SB3's defaults + VecNormalize": Arm("ppo_ext", "sb3", changes={"normalize": True}),
     "TRPO": Arm("trpo", "trpo"),
 }
+WITH_VEC_NORMALIZE = {name: BASELINES[name] for name in ("SB3's defaults + VecNormalize",)}
 # The same computed by SB3 itself
 BASELINES_BY_SB3 = {
     "SB3's defaults, computed by SB3": Arm("ppo", "sb3"),
@@ -137,13 +145,23 @@ OTHER_LOG_STD_INIT = {
 # is the baseline as SB3 computes it, of which the tables have the scores alone.
 SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
     "presets": (CLASSIC, {"ppo": Arm("ppo", "ppo"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
-    "default": (CONTROL, DEFAULT_ARMS),
+    "default": (CONTROL, DEFAULT_ARMS | WITH_VEC_NORMALIZE),
     "unseen": (
         UNSEEN,
         {
             "SB3's defaults": Arm("ppo_ext", "sb3"),
             "default": Arm("ppo_ext", "ppo_ext", "default"),
+            **WITH_VEC_NORMALIZE,
             "SB3's defaults, computed by SB3": Arm("ppo", "sb3"),
+        },
+    ),
+    "held_out": (
+        HELD_OUT,
+        {
+            "SB3's defaults": Arm("ppo_ext", "sb3"),
+            "default": Arm("ppo_ext", "ppo_ext", "default"),
+            **WITH_VEC_NORMALIZE,
+            **BASELINES_BY_SB3,
         },
     ),
     "discrete": (DISCRETE, PRESETS_AND_PPO),
@@ -170,6 +188,8 @@ SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
         },
     ),
 }
+# Suites that are run only if they are named: once, after everything has been chosen
+RUN_ONCE = {"held_out"}
 # Suites in which each arm is compared with the first one
 ABLATIONS = {"ablation"}
 # Options that were tried and removed, because they did not pay. Their runs are still reported.
@@ -224,8 +244,10 @@ class Job:
 
     def fitted_entry(self) -> dict[str, Any]:
         """The entry as the Zoo fits it to the observations of the task."""
-        is_fitted = SUITES[self.suite][1][self.arm].key == "default"
-        return {**self.entry(), **(of_package(self.task, FITTED) or {} if is_fitted else {})}
+        entry = self.entry()
+        fitted = of_package(self.task, FITTED) or {}
+        is_fitted = SUITES[self.suite][1][self.arm].key == "default" or entry.get("normalize") is True
+        return {**entry, **{name: value for name, value in fitted.items() if is_fitted and name in entry}}
 
     def _key(self, source: str) -> str:
         listed = entries(source)

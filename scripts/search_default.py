@@ -1,13 +1,13 @@
 """
 A random search for the entry `default`, on the tasks in `default_split.py`.
 
-Each sampled configuration has a random level of every lever in `search_space.py`, and runs once on each task. A lever is judged
-by the mean over the configurations that have a level of it, not at one point (https://arxiv.org/abs/2412.07165). SB3's defaults,
-with and without ``VecNormalize``, and today's `default` are run with several seeds.
+Each sampled configuration has a random level of every lever in `search_space.py`, and runs once on each task. A lever is
+judged by the mean over the configurations that have a level of it, not at one point (https://arxiv.org/abs/2412.07165). SB3's
+defaults, with and without ``VecNormalize``, and today's `default` are run with several seeds.
 
 Run it: python scripts/search_default.py (hours; it needs RL Zoo, MuJoCo, Box2D and MinAtar)
-It writes benchmark/search.csv.xz after each run and continues where it was interrupted. `--report` writes benchmark/search.md of
-the existing runs.
+It writes benchmark/search.csv.xz after each run and continues where it was interrupted. `--report` writes benchmark/search.md
+of the existing runs.
 """
 
 import argparse

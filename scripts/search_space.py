@@ -14,8 +14,8 @@ from returns_suites import FITTED, entries
 
 # Seeds of the search; no published run has one of them.
 FIRST_SEED = 1000
-# Levels of each lever. The first one is that of SB3's defaults or of today's `default`, and the others are compared with it.
-# `rule` says what sets the learning rate: `rate` itself, or the KL divergence, with `rate` as its initial value and `kl` as its
+# Levels of each lever. The first one is that of SB3's defaults or of today's `default`; the others are compared with it.
+# `rule` says what sets the learning rate: `rate` itself, or the KL divergence, with `rate` as its first value and `kl` as its
 # target; `decay` acts on the rate or on the target.
 LEVERS: dict[str, tuple[Any, ...]] = {
     "normalize_obs": (True, False),
