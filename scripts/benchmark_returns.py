@@ -36,8 +36,9 @@ import numpy as np
 import pandas as pd
 import torch as th
 import yaml
+from baselines_report import baseline_parts, baselines_of
 from returns_report import N_LAST, report, report_ablation, select
-from returns_suites import ABLATIONS, PACKAGES, REMOVED, RUN_ONCE, SUITES, Job, of_package, pair, timed_pair
+from returns_suites import ABLATIONS, PACKAGES, REMOVED, RUN_ONCE, SUITES, Job, of_package, pair, timed_baselines
 from rl_zoo3.exp_manager import ExperimentManager
 
 from sb3_ppo_ext.engines.native import extension
@@ -181,29 +182,32 @@ def current(runs: pd.DataFrame, suite: str) -> pd.DataFrame:
 # Times
 
 
-def measure_times(suite: str, tasks: Sequence[str], n_rounds: int = 5) -> dict[str, float]:
+def measure_times(suite: str, tasks: Sequence[str], n_rounds: int = 5) -> dict[str, dict[str, float]]:
     """
     :param suite: Name of the suite
     :param tasks: Names of the tasks
     :param n_rounds: Number of rounds
-    :return: Ratio of the baseline's CPU time per step to ours, by task: the median over the rounds, in each of which both arms
-        train in turns for at least one update, without evaluations
+    :return: CPU time of a step of each baseline, as a multiple of ours, by task and baseline: the median over the rounds, in
+        each of which all arms train in turns for at least one update, without evaluations
     """
-    arms = timed_pair(suite)
+    ours, baselines = pair(suite)[1], timed_baselines(suite)
     ratios = {}
     for task in tasks:
         with tempfile.TemporaryDirectory() as folder:
-            models = [make_model(Job(suite, task, arm, 0), Path(folder)) for arm in arms]
+            models = [make_model(Job(suite, task, arm, 0), Path(folder), algo) for arm, algo in baselines.items()]
+            models.append(make_model(Job(suite, task, ours, 0), Path(folder)))
             rounds = [[cpu_time_per_step(model) for model in models] for _ in range(n_rounds + 1)]
-        theirs, ours = np.array(rounds[1:]).T
-        ratios[task] = round(float(np.median(theirs / ours)), 2)
-        print(f"{suite}, {task}: {ratios[task]} times less CPU time per step", flush=True)
+        times = np.array(rounds[1:])
+        medians = np.median(times[:, :-1] / times[:, -1:], axis=0)
+        ratios[task] = {arm: round(float(ratio), 2) for arm, ratio in zip(baselines, medians, strict=True)}
+        for arm, ratio in ratios[task].items():
+            print(f"{suite}, {task}: {ratio} times less CPU time per step than {arm}", flush=True)
     return ratios
 
 
-def make_model(job: Job, folder: Path) -> Any:
-    """Make the model as the Zoo's command does."""
-    return make_experiment(SUITES[job.suite][1][job.arm].algo, job.task, job.fitted_entry(), folder)[1]
+def make_model(job: Job, folder: Path, algo: str | None = None) -> Any:
+    """Make the model as the Zoo's command does, with the algorithm of the arm or another one."""
+    return make_experiment(algo or SUITES[job.suite][1][job.arm].algo, job.task, job.fitted_entry(), folder)[1]
 
 
 def make_experiment(algo: str, task: str, entry: dict[str, Any], folder: Path, seed: int = 0) -> tuple[ExperimentManager, Any]:
@@ -282,7 +286,7 @@ def main() -> None:
         if arguments.times and suite in ABLATIONS:
             continue  # all of its arms use our algorithm
         if arguments.times:
-            add_times(arguments.out / "times.json", suite, list(dict.fromkeys(job.task for job in jobs[suite])))
+            add_times(arguments.out, suite, list(dict.fromkeys(job.task for job in jobs[suite])))
         elif not arguments.report and run_jobs(jobs[suite], path, arguments.processes):
             add_versions(arguments.out, suite)
         # Limited runs, as in tests, have other hyperparameters than their task.
@@ -292,7 +296,17 @@ def main() -> None:
         if suite in ABLATIONS:
             report_ablation(suite, runs, list(SUITES[suite][1]), arguments.out)
         else:
-            report(suite, runs, pair(suite), arguments.out)
+            report_all(suite, runs, arguments.out)
+
+
+def report_all(suite: str, runs: pd.DataFrame, folder: Path) -> None:
+    """Write the tables and plots of a suite, with those of all baselines first if there are several."""
+    ours = pair(suite)[1]
+    baselines = baselines_of(runs, list(SUITES[suite][1]), ours)
+    tasks = [task for task in SUITES[suite][0] if task in set(select(runs, arm=ours)["task"])]
+    ratios = read_json(folder / "baseline_times.json").get(suite, {})
+    first = baseline_parts(runs, tasks, ours, baselines, ratios) if len(baselines) > 1 else []
+    report(suite, runs, pair(suite), folder, first)
 
 
 def jobs_of(suite: str, arguments: argparse.Namespace) -> list[Job]:
@@ -321,16 +335,28 @@ def exit_on_sigterm() -> None:
 
 def add_versions(folder: Path, suite: str) -> None:
     path = folder / "versions.json"
-    listed = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**listed, suite: versions()}, indent=1) + "\n")
+    path.write_text(json.dumps({**read_json(path), suite: versions()}, indent=1) + "\n")
 
 
-def add_times(path: Path, suite: str, tasks: Sequence[str]) -> None:
+def add_times(folder: Path, suite: str, tasks: Sequence[str]) -> None:
+    """Measure the times, and write the ratios to the first baseline to `times.json`, and all to `baseline_times.json`."""
     th.set_num_threads(1)
-    times = json.loads(path.read_text()) if path.exists() else {}
-    times[suite] = {**times.get(suite, {}), **measure_times(suite, tasks)}
+    measured = measure_times(suite, tasks)
+    first = {task: ratios[pair(suite)[0]] for task, ratios in measured.items()}
+    add_json(folder / "times.json", suite, first)
+    add_json(folder / "baseline_times.json", suite, measured)
+
+
+def add_json(path: Path, suite: str, values: dict[str, Any]) -> None:
+    """Add values to those of a suite, by task."""
+    listed = read_json(path)
+    listed[suite] = {**listed.get(suite, {}), **values}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(times, indent=1) + "\n")
+    path.write_text(json.dumps(listed, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from default_split import DEVELOPMENT
 from returns_suites import BASELINES, BASELINES_BY_SB3, ROBOTS, Job
 from search_space import schedule
 
-# Seeds of the published table of the robots, and how many of them each arm has. TRPO takes several times as long as the others.
+# Seeds of the published table of the robots, and how many of them each arm has. TRPO takes several times as long as others.
 # What SB3 computes shows that its scores are those of the same hyperparameters computed by PPOExt.
 FIRST_SEED = 200
 N_SEEDS = {**dict.fromkeys(BASELINES, 10), "TRPO": 5, **dict.fromkeys(BASELINES_BY_SB3, 1)}

@@ -188,6 +188,8 @@ SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
         },
     ),
 }
+# End of the name of an arm that SB3's PPO computes, for comparison with the same hyperparameters computed by `PPOExt`
+BY_SB3 = ", computed by SB3"
 # Suites that are run only if they are named: once, after everything has been chosen
 RUN_ONCE = {"held_out"}
 # Suites in which each arm is compared with the first one
@@ -204,10 +206,10 @@ def pair(suite: str) -> list[str]:
     return list(SUITES[suite][1])[:2]
 
 
-def timed_pair(suite: str) -> list[str]:
-    """:return: Names of the arm that does not use our algorithm, and of our arm"""
-    arms = SUITES[suite][1]
-    return [next(name for name, arm in arms.items() if arm.algo != "ppo_ext"), pair(suite)[1]]
+def timed_baselines(suite: str) -> dict[str, str]:
+    """:return: Names of the baselines, and the algorithm that is timed for each: SB3's PPO for ours without its options"""
+    arms = {name: arm for name, arm in SUITES[suite][1].items() if name != pair(suite)[1] and not name.endswith(BY_SB3)}
+    return {name: "ppo" if arm.algo == "ppo_ext" else arm.algo for name, arm in arms.items()}
 
 
 def of_package(task: str, listed: Mapping[str, Any]) -> Any:

@@ -144,17 +144,17 @@ def _without_observations(normalize: bool | str) -> str:
 
 def schedule(n_configurations: int, tasks: list[str], limit: int | None = None) -> list[SearchJob]:
     """
-    All runs, in the order in which they are computed: three seeds of each reference, and then eight sampled configurations and
-    a seed of the references in turns. A sampled configuration has one seed, which no other one has.
+    All runs, in the order in which they are computed: a seed of each reference, and then four sampled configurations and
+    another seed of the references in turns. A sampled configuration has one seed, which no other one has.
 
     :param n_configurations: Number of sampled configurations
     :param tasks: Names of the tasks
     :param limit: Largest number of steps
     :return: The runs
     """
-    runs = [(name, seed) for seed in range(3) for name in REFERENCES]
+    runs = [(name, 0) for name in REFERENCES]
     for number in range(n_configurations):
         runs.append((str(number), number))
-        if number % 8 == 7:
-            runs += [(name, 3 + number // 8) for name in REFERENCES]
+        if number % 4 == 3:
+            runs += [(name, 1 + number // 4) for name in REFERENCES]
     return [SearchJob(name, task, FIRST_SEED + seed, limit) for name, seed in runs for task in tasks]
