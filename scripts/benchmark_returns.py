@@ -14,6 +14,7 @@ benchmark/times.json.
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -35,10 +36,12 @@ import numpy as np
 import pandas as pd
 import torch as th
 import yaml
+from baselines_report import baseline_parts, baselines_of
 from returns_report import N_LAST, report, report_ablation, select
-from returns_suites import ABLATIONS, PACKAGES, REMOVED, SUITES, Job, pair, timed_pair
+from returns_suites import ABLATIONS, PACKAGES, REMOVED, RUN_ONCE, SUITES, Job, of_package, pair, timed_baselines
 from rl_zoo3.exp_manager import ExperimentManager
-from stable_baselines3.common.base_class import BaseAlgorithm
+
+from sb3_ppo_ext.engines.native import extension
 
 N_EVALUATIONS, N_EPISODES = 10, 10
 _PATH = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
@@ -54,7 +57,7 @@ def command(job: Job, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "rl_zoo3.train", "--algo", arm.algo, "--env", job.task, *arm.words, "-conf", str(conf)]
     words += ["--seed", str(job.seed), "-f", str(folder), "--verbose", "0", "--num-threads", "1"]
     words += ["--device", "cpu", "--eval-freq", str(job.timesteps // N_EVALUATIONS), "--eval-episodes", str(N_EPISODES)]
-    package = job.of_package(PACKAGES)
+    package = of_package(job.task, PACKAGES)
     words += [] if package is None else ["--gym-packages", package]
     return [*words, "--n-eval-envs", str(N_EPISODES)]
 
@@ -83,9 +86,29 @@ def train(job: Job) -> pd.DataFrame:
             timesteps, returns = data["timesteps"], data["results"].mean(axis=1)
         if len(timesteps) < N_EVALUATIONS:
             raise RuntimeError(f"{' '.join(words)} ended at step {timesteps[-1]}")
-    columns = {"task": job.task, "arm": job.arm, "seed": job.seed, "digest": job.digest()}
+    columns = {"task": job.task, "arm": job.arm, "seed": job.seed, "digest": job.digest(), "engine": engine_of(job)}
     times = {"seconds": time.perf_counter() - start, "cpu_seconds": usage.ru_utime + usage.ru_stime}
     return pd.DataFrame({**columns, "timesteps": timesteps, "return": returns, **times})
+
+
+def engine_of(job: Job) -> str:
+    """:return: What computes a run: the engine that our algorithm chooses, or the package of another algorithm"""
+    algo = SUITES[job.suite][1][job.arm].algo
+    if algo != "ppo_ext":
+        return "sb3" if algo == "ppo" else "sb3_contrib"
+    with tempfile.TemporaryDirectory() as folder:
+        backend, _ = make_model(job, Path(folder))._choose_backend()
+    return backend
+
+
+def refuse_without_extension() -> None:
+    """
+    Runs of another engine end elsewhere, and are not what users get.
+
+    :raises SystemExit: if the C module of the native engine was not built
+    """
+    if extension.module is None:
+        sys.exit("The C module of PPOExt is not built here, so that another engine would compute its runs: pip install -e .")
 
 
 def read(path: Path) -> pd.DataFrame:
@@ -159,37 +182,55 @@ def current(runs: pd.DataFrame, suite: str) -> pd.DataFrame:
 # Times
 
 
-def measure_times(suite: str, tasks: Sequence[str], n_rounds: int = 5) -> dict[str, float]:
+def measure_times(suite: str, tasks: Sequence[str], n_rounds: int = 5) -> dict[str, dict[str, float]]:
     """
     :param suite: Name of the suite
     :param tasks: Names of the tasks
     :param n_rounds: Number of rounds
-    :return: Ratio of the baseline's CPU time per step to ours, by task: the median over the rounds, in each of which both arms
-        train in turns for at least one update, without evaluations
+    :return: CPU time of a step of each baseline, as a multiple of ours, by task and baseline: the median over the rounds, in
+        each of which all arms train in turns for at least one update, without evaluations
     """
-    arms = timed_pair(suite)
+    ours, baselines = pair(suite)[1], timed_baselines(suite)
     ratios = {}
     for task in tasks:
         with tempfile.TemporaryDirectory() as folder:
-            models = [make_model(Job(suite, task, arm, 0), Path(folder)) for arm in arms]
+            models = [make_model(Job(suite, task, arm, 0), Path(folder), algo) for arm, algo in baselines.items()]
+            models.append(make_model(Job(suite, task, ours, 0), Path(folder)))
             rounds = [[cpu_time_per_step(model) for model in models] for _ in range(n_rounds + 1)]
-        theirs, ours = np.array(rounds[1:]).T
-        ratios[task] = round(float(np.median(theirs / ours)), 2)
-        print(f"{suite}, {task}: {ratios[task]} times less CPU time per step", flush=True)
+        times = np.array(rounds[1:])
+        medians = np.median(times[:, :-1] / times[:, -1:], axis=0)
+        ratios[task] = {arm: round(float(ratio), 2) for arm, ratio in zip(baselines, medians, strict=True)}
+        for arm, ratio in ratios[task].items():
+            print(f"{suite}, {task}: {ratio} times less CPU time per step than {arm}", flush=True)
     return ratios
 
 
-def make_model(job: Job, folder: Path) -> BaseAlgorithm:
-    """Make the model as the Zoo's command does."""
+def make_model(job: Job, folder: Path, algo: str | None = None) -> Any:
+    """Make the model as the Zoo's command does, with the algorithm of the arm or another one."""
+    return make_experiment(algo or SUITES[job.suite][1][job.arm].algo, job.task, job.fitted_entry(), folder)[1]
+
+
+def make_experiment(algo: str, task: str, entry: dict[str, Any], folder: Path, seed: int = 0) -> tuple[ExperimentManager, Any]:
+    """
+    :param algo: Name of the algorithm in the Zoo
+    :param task: Name of the task
+    :param entry: Its hyperparameters
+    :param folder: Folder of the files that the Zoo writes
+    :param seed: Seed
+    :return: What the Zoo's command makes, and its model
+    """
+    package = of_package(task, PACKAGES)
+    if package is not None:
+        importlib.import_module(package)
     conf = folder / "entry.yml"
-    conf.write_text(yaml.safe_dump({job.task: job.entry()}))
-    algo = SUITES[job.suite][1][job.arm].algo
+    conf.write_text(yaml.safe_dump({task: entry}))
+    experiment = ExperimentManager(
+        argparse.Namespace(), algo, task, str(folder), eval_freq=-1, config=str(conf), device="cpu", seed=seed, verbose=0
+    )
     with contextlib.redirect_stdout(io.StringIO()):
-        made = ExperimentManager(
-            argparse.Namespace(), algo, job.task, str(folder), eval_freq=-1, config=str(conf), device="cpu", seed=0, verbose=0
-        ).setup_experiment()
+        made = experiment.setup_experiment()
     assert made is not None
-    return made[0]
+    return experiment, made[0]
 
 
 def cpu_time_per_step(model: Any, n_steps: int = 2048) -> float:
@@ -215,7 +256,7 @@ def _processor() -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES), help="which ones to run (default: all)")
+    parser.add_argument("--suites", nargs="+", choices=SUITES, help="which ones to run (default: all but held_out)")
     tasks = sorted({task for budgets, _ in SUITES.values() for task in budgets})
     parser.add_argument("--tasks", nargs="+", choices=tasks, default=tasks, help="which ones to run (default: all)")
     arms = sorted({arm for _, arms in SUITES.values() for arm in arms})
@@ -228,6 +269,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--report", action="store_true", help="write tables and plots of the existing runs only")
     parser.add_argument("--times", action="store_true", help="measure the CPU time per step instead, both arms in turns")
     arguments = parser.parse_args()
+    arguments.suites = arguments.suites or [suite for suite in SUITES if suite not in RUN_ONCE]
     if arguments.timesteps and arguments.out == parser.get_default("out"):
         parser.error("--timesteps: short runs would replace those in benchmark/; name another folder with --out")
     return arguments
@@ -236,13 +278,15 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     exit_on_sigterm()
+    if not arguments.report:
+        refuse_without_extension()
     jobs = {suite: jobs_of(suite, arguments) for suite in arguments.suites}
     for suite in arguments.suites:
         path = arguments.out / f"{suite}.csv"
         if arguments.times and suite in ABLATIONS:
             continue  # all of its arms use our algorithm
         if arguments.times:
-            add_times(arguments.out / "times.json", suite, list(dict.fromkeys(job.task for job in jobs[suite])))
+            add_times(arguments.out, suite, list(dict.fromkeys(job.task for job in jobs[suite])))
         elif not arguments.report and run_jobs(jobs[suite], path, arguments.processes):
             add_versions(arguments.out, suite)
         # Limited runs, as in tests, have other hyperparameters than their task.
@@ -252,7 +296,17 @@ def main() -> None:
         if suite in ABLATIONS:
             report_ablation(suite, runs, list(SUITES[suite][1]), arguments.out)
         else:
-            report(suite, runs, pair(suite), arguments.out)
+            report_all(suite, runs, arguments.out)
+
+
+def report_all(suite: str, runs: pd.DataFrame, folder: Path) -> None:
+    """Write the tables and plots of a suite, with those of all baselines first if there are several."""
+    ours = pair(suite)[1]
+    baselines = baselines_of(runs, list(SUITES[suite][1]), ours)
+    tasks = [task for task in SUITES[suite][0] if task in set(select(runs, arm=ours)["task"])]
+    ratios = read_json(folder / "baseline_times.json").get(suite, {})
+    first = baseline_parts(runs, tasks, ours, baselines, ratios) if len(baselines) > 1 else []
+    report(suite, runs, pair(suite), folder, first)
 
 
 def jobs_of(suite: str, arguments: argparse.Namespace) -> list[Job]:
@@ -281,16 +335,28 @@ def exit_on_sigterm() -> None:
 
 def add_versions(folder: Path, suite: str) -> None:
     path = folder / "versions.json"
-    listed = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**listed, suite: versions()}, indent=1) + "\n")
+    path.write_text(json.dumps({**read_json(path), suite: versions()}, indent=1) + "\n")
 
 
-def add_times(path: Path, suite: str, tasks: Sequence[str]) -> None:
+def add_times(folder: Path, suite: str, tasks: Sequence[str]) -> None:
+    """Measure the times, and write the ratios to the first baseline to `times.json`, and all to `baseline_times.json`."""
     th.set_num_threads(1)
-    times = json.loads(path.read_text()) if path.exists() else {}
-    times[suite] = {**times.get(suite, {}), **measure_times(suite, tasks)}
+    measured = measure_times(suite, tasks)
+    first = {task: ratios[pair(suite)[0]] for task, ratios in measured.items()}
+    add_json(folder / "times.json", suite, first)
+    add_json(folder / "baseline_times.json", suite, measured)
+
+
+def add_json(path: Path, suite: str, values: dict[str, Any]) -> None:
+    """Add values to those of a suite, by task."""
+    listed = read_json(path)
+    listed[suite] = {**listed.get(suite, {}), **values}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(times, indent=1) + "\n")
+    path.write_text(json.dumps(listed, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from returns_suites import BY_SB3
 from rliable import library, metrics
 from scipy.stats import mannwhitneyu
 
@@ -36,8 +37,6 @@ TITLES = {
     "ablation": "Table: single changes of the presets",
     "tuning": "Table: tuning",
 }
-# End of the name of an arm that SB3's PPO computes, for comparison with the same hyperparameters computed by `PPOExt`
-BY_SB3 = ", computed by SB3"
 # Number of evaluations whose mean is the score of a run
 N_LAST = 2
 BOOTSTRAPS = 5000
@@ -70,15 +69,15 @@ def task_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str,
         one, other = per_seed(runs, task, theirs, score), per_seed(runs, task, ours, score)
         steps = select(runs, task=task)["timesteps"].max()
         p_value = mannwhitneyu(other, one).pvalue if min(len(one), len(other)) > 1 else np.nan
-        texts = [task, f"{steps / 1000:.0f}k", _mean_and_std(one), _mean_and_std(other)]
+        texts = [task, f"{steps / 1000:.0f}k", with_spread(one), with_spread(other)]
         cpu = f"{times[task]:.1f}" if task in times else "-"
         speedup = median_seconds(runs, task, theirs) / median_seconds(runs, task, ours)
         better = f"{probability_of_improvement(other, one):.2f}"
-        lines.append([*texts, better, _p_value(p_value), cpu, "-" if np.isnan(speedup) else f"{speedup:.1f}"])
+        lines.append([*texts, better, p_value_text(p_value), cpu, "-" if np.isnan(speedup) else f"{speedup:.1f}"])
     return lines
 
 
-def _mean_and_std(values: np.ndarray) -> str:
+def with_spread(values: np.ndarray) -> str:
     spread = values.std(ddof=1) if len(values) > 1 else 0.0
     digits = _digits(values.mean())
     return f"{_number(values.mean())} ± {spread:.{digits}f} ({len(values)})"
@@ -92,7 +91,7 @@ def _digits(value: float) -> int:
     return 0 if abs(value) >= 10 else 1
 
 
-def _p_value(value: float) -> str:
+def p_value_text(value: float) -> str:
     if np.isnan(value):
         return "-"
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
@@ -144,8 +143,8 @@ def ablation_lines(arms: dict[str, Ablated], baseline: str) -> list[list[str]]:
             arm,
             str(each.n_runs),
             *(f"{mean:.0f}" for mean in each.means),
-            _with_interval(*each.iqm),
-            "-" if arm == baseline else _with_interval(*each.improvement),
+            with_interval(*each.iqm),
+            "-" if arm == baseline else with_interval(*each.improvement),
         ]
         for arm, each in arms.items()
     ]
@@ -169,8 +168,8 @@ def aggregate_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours:
     """
     scores = {arm: [per_seed(runs, task, arm, score) for task in tasks] for arm in (theirs, ours)}
     points, intervals = intervals_of(normalized(scores), lambda values: np.array([metrics.aggregate_iqm(values)]))
-    lines = [[f"IQM, {arm}", _with_interval(points[arm], intervals[arm])] for arm in (theirs, ours)]
-    return [*lines, ["probability of improvement", _with_interval(*mean_improvement(scores[ours], scores[theirs]))]]
+    lines = [[f"IQM, {arm}", with_interval(points[arm], intervals[arm])] for arm in (theirs, ours)]
+    return [*lines, ["probability of improvement", with_interval(*mean_improvement(scores[ours], scores[theirs]))]]
 
 
 def by_sb3_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str) -> list[list[str]]:
@@ -226,7 +225,7 @@ def intervals_of(scores: dict[str, Any], statistic: Callable[..., Any]) -> tuple
     return library.get_interval_estimates(scores, statistic, reps=BOOTSTRAPS)
 
 
-def _with_interval(point: Any, interval: np.ndarray) -> str:
+def with_interval(point: Any, interval: np.ndarray) -> str:
     low, high = np.ravel(interval)
     return f"{float(np.ravel(point)[0]):.2f} ({low:.2f} to {high:.2f})"
 
@@ -281,7 +280,7 @@ def save(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) -> None:
+def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path, first: Sequence[str] = ()) -> None:
     """
     Print and write the tables, and plot the learning curves, of the tasks that have runs of both arms.
 
@@ -289,6 +288,7 @@ def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) ->
     :param runs: Rows of evaluations
     :param arms: Names of the baseline and of our arm
     :param folder: Folder of the files
+    :param first: Parts of the page that come before
     """
     theirs, ours = arms
     tasks = [task for task in runs["task"].unique() if set(arms) <= set(select(runs, task=task)["arm"])]
@@ -299,6 +299,7 @@ def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path) ->
     run = "CPU of a run" if times_of(runs) == "cpu_seconds" else "wall-clock"
     header = ["task", "steps", theirs, ours, "P(better)", "p", "CPU of a step", run]
     parts = [
+        *((*first, f"## {ours} and {theirs}") if first else ()),
         table(header, task_lines(runs, tasks, theirs, ours, times)),
         table(["all tasks", ""], aggregate_lines(runs, tasks, theirs, ours)),
     ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from default_split import HELD_OUT, HELD_OUT_PACKAGES, HELD_OUT_POLICIES, NOT_NORMALIZED
 
 # Numbers of steps: the Zoo's, or less than its million
 CLASSIC = {"Pendulum-v1": 100_000, "MountainCarContinuous-v0": 20_000, "LunarLanderContinuous-v3": 300_000}
@@ -53,23 +54,30 @@ CONTINUOUS = dict.fromkeys(
     ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Pendulum-v1", "LunarLanderContinuous-v3"), 300_000
 )
 # Policies for other observations than numbers, with SB3's defaults
-POLICIES = {"PointMaze_UMazeDense-v3": "MultiInputPolicy"}
+POLICIES = {"PointMaze_UMazeDense-v3": "MultiInputPolicy", **HELD_OUT_POLICIES}
 # The presets before the results of the ablation changed them
 ABLATED = Path(__file__).parents[1] / "benchmark" / "ablation.yml"
 # Packages that register tasks, by the beginning of their names. That of MinAtar is beside this script.
-PACKAGES = {"MinAtar/": "minatar_ids", "PointMaze_": "gymnasium_robotics"}
+PACKAGES = {"MinAtar/": "minatar_ids", "PointMaze_": "gymnasium_robotics", **HELD_OUT_PACKAGES}
 # Entries of `ppo_ext.yml` for all tasks of a package
 SHARED_ENTRIES = {"MinAtar/": "minatar"}
 # What the Zoo adds to `default` to fit it to the observations of these tasks
-FITTED = {"MinAtar/": {"normalize": "{'norm_obs': False}"}, "PointMaze_": {"policy": "MultiInputPolicy"}}
+FITTED = {
+    "MinAtar/": {"normalize": "{'norm_obs': False}"},
+    **{task: {"policy": policy} for task, policy in POLICIES.items()},
+    **{
+        task: {"policy": POLICIES.get(task, "MlpPolicy"), "normalize": "{'norm_obs': False}"}
+        for task in sorted(NOT_NORMALIZED)
+    },
+}
 
 
 @dataclass(frozen=True)
 class Arm:
     """
     :param algo: Name of the algorithm in the Zoo
-    :param source: ``"ppo"``, ``"ppo_lstm"`` or ``"ppo_ext"``, whose file has the entries, ``"ablation"`` for the entries in
-        benchmark/ablation.yml, or ``"sb3"`` for SB3's defaults
+    :param source: ``"ppo"``, ``"ppo_lstm"``, ``"trpo"`` or ``"ppo_ext"``, whose file has the entries, ``"ablation"`` for the
+        entries in benchmark/ablation.yml, or ``"sb3"`` for SB3's defaults
     :param key: Key of the entry, if it is the same for each task
     :param words: Further words of the command
     :param changes: Hyperparameters that differ from the entry
@@ -115,6 +123,19 @@ PRESETS_AND_PPO = {
     "ppo_ext": Arm("ppo_ext", "ppo_ext"),
     "ppo, computed by SB3": Arm("ppo", "ppo"),
 }
+# What a task is compared with besides the Zoo's entry for PPO: untouched hyperparameters of SB3, the same with normalised
+# observations and rewards, and the Zoo's entries for sb3-contrib's TRPO. What PPOExt computes here has no option of its own.
+BASELINES = {
+    "SB3's defaults": Arm("ppo_ext", "sb3"),
+    "SB3's defaults + VecNormalize": Arm("ppo_ext", "sb3", changes={"normalize": True}),
+    "TRPO": Arm("trpo", "trpo"),
+}
+WITH_VEC_NORMALIZE = {name: BASELINES[name] for name in ("SB3's defaults + VecNormalize",)}
+# The same computed by SB3 itself
+BASELINES_BY_SB3 = {
+    "SB3's defaults, computed by SB3": Arm("ppo", "sb3"),
+    "SB3's defaults + VecNormalize, computed by SB3": Arm("ppo", "sb3", changes={"normalize": True}),
+}
 # 0 where the entry has -1, and the reverse. LunarLanderContinuous has a Beta distribution, without a standard deviation.
 OTHER_LOG_STD_INIT = {
     **{task: {"log_std_init": 0} for task in ("HalfCheetah-v5", "Walker2d-v5", "Ant-v5")},
@@ -124,18 +145,28 @@ OTHER_LOG_STD_INIT = {
 # is the baseline as SB3 computes it, of which the tables have the scores alone.
 SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
     "presets": (CLASSIC, {"ppo": Arm("ppo", "ppo"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
-    "default": (CONTROL, DEFAULT_ARMS),
+    "default": (CONTROL, DEFAULT_ARMS | WITH_VEC_NORMALIZE),
     "unseen": (
         UNSEEN,
         {
             "SB3's defaults": Arm("ppo_ext", "sb3"),
             "default": Arm("ppo_ext", "ppo_ext", "default"),
+            **WITH_VEC_NORMALIZE,
             "SB3's defaults, computed by SB3": Arm("ppo", "sb3"),
+        },
+    ),
+    "held_out": (
+        HELD_OUT,
+        {
+            "SB3's defaults": Arm("ppo_ext", "sb3"),
+            "default": Arm("ppo_ext", "ppo_ext", "default"),
+            **WITH_VEC_NORMALIZE,
+            **BASELINES_BY_SB3,
         },
     ),
     "discrete": (DISCRETE, PRESETS_AND_PPO),
     "memory": (MEMORY, {"ppo_lstm": Arm("ppo_lstm", "ppo_lstm"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
-    "robots": (ROBOTS, PRESETS_AND_PPO),
+    "robots": (ROBOTS, PRESETS_AND_PPO | BASELINES | BASELINES_BY_SB3),
     "ablation": (
         CONTINUOUS,
         {
@@ -157,6 +188,10 @@ SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
         },
     ),
 }
+# End of the name of an arm that SB3's PPO computes, for comparison with the same hyperparameters computed by `PPOExt`
+BY_SB3 = ", computed by SB3"
+# Suites that are run only if they are named: once, after everything has been chosen
+RUN_ONCE = {"held_out"}
 # Suites in which each arm is compared with the first one
 ABLATIONS = {"ablation"}
 # Options that were tried and removed, because they did not pay. Their runs are still reported.
@@ -171,10 +206,19 @@ def pair(suite: str) -> list[str]:
     return list(SUITES[suite][1])[:2]
 
 
-def timed_pair(suite: str) -> list[str]:
-    """:return: Names of the arm that does not use our algorithm, and of our arm"""
-    arms = SUITES[suite][1]
-    return [next(name for name, arm in arms.items() if arm.algo != "ppo_ext"), pair(suite)[1]]
+def timed_baselines(suite: str) -> dict[str, str]:
+    """:return: Names of the baselines, and the algorithm that is timed for each: SB3's PPO for ours without its options"""
+    arms = {name: arm for name, arm in SUITES[suite][1].items() if name != pair(suite)[1] and not name.endswith(BY_SB3)}
+    return {name: "ppo" if arm.algo == "ppo_ext" else arm.algo for name, arm in arms.items()}
+
+
+def of_package(task: str, listed: Mapping[str, Any]) -> Any:
+    """
+    :param task: Name of a task
+    :param listed: Values by the beginning of the names of the tasks of a package
+    :return: Value for the task, ``None`` if it is in no package
+    """
+    return next((value for prefix, value in listed.items() if task.startswith(prefix)), None)
 
 
 @dataclass(frozen=True)
@@ -194,7 +238,7 @@ class Job:
 
     def entry(self) -> dict[str, Any]:
         arm = SUITES[self.suite][1][self.arm]
-        if arm.source == "sb3" or (arm.source == "ppo" and self.of_package(PACKAGES)):
+        if arm.source == "sb3" or (arm.source == "ppo" and of_package(self.task, PACKAGES)):
             listed = {"policy": POLICIES.get(self.task, "MlpPolicy")}
         else:
             listed = entries(arm.source)[arm.key or self._key(arm.source)]
@@ -202,19 +246,14 @@ class Job:
 
     def fitted_entry(self) -> dict[str, Any]:
         """The entry as the Zoo fits it to the observations of the task."""
-        is_fitted = SUITES[self.suite][1][self.arm].key == "default"
-        return {**self.entry(), **(self.of_package(FITTED) or {} if is_fitted else {})}
-
-    def of_package(self, listed: Mapping[str, Any]) -> Any:
-        """
-        :param listed: Values by the beginning of the names of the tasks of a package
-        :return: Value for the task, ``None`` if it is in no package
-        """
-        return next((value for prefix, value in listed.items() if self.task.startswith(prefix)), None)
+        entry = self.entry()
+        fitted = of_package(self.task, FITTED) or {}
+        is_fitted = SUITES[self.suite][1][self.arm].key == "default" or entry.get("normalize") is True
+        return {**entry, **{name: value for name, value in fitted.items() if is_fitted and name in entry}}
 
     def _key(self, source: str) -> str:
         listed = entries(source)
-        for key in (self.task, re.sub("-v5$", "-v4", self.task), self.of_package(SHARED_ENTRIES)):
+        for key in (self.task, re.sub("-v5$", "-v4", self.task), of_package(self.task, SHARED_ENTRIES)):
             if key in listed:
                 return key
         raise ValueError(f"{source}.yml has no entry for {self.task}: add one, or leave the task out with --tasks")

@@ -171,10 +171,11 @@ def test_minatar(suite, arm, n_envs, normalize):
 def test_robots(monkeypatch):
     """The Zoo's entries are computed by our engine, but the time is compared with SB3's."""
     assert returns_suites.pair("robots") == ["ppo", "ppo_ext"]
-    assert returns_suites.timed_pair("robots") == ["ppo, computed by SB3", "ppo_ext"]
+    timed = returns_suites.timed_baselines("robots")
+    assert timed == {"ppo": "ppo", "SB3's defaults": "ppo", "SB3's defaults + VecNormalize": "ppo", "TRPO": "trpo"}
     for suite in returns_suites.SUITES.keys() - returns_suites.ABLATIONS:
-        algos = [returns_suites.SUITES[suite][1][arm].algo for arm in returns_suites.timed_pair(suite)]
-        assert algos[0] != algos[1] == "ppo_ext"
+        ours = returns_suites.pair(suite)[1]
+        assert returns_suites.SUITES[suite][1][ours].algo == "ppo_ext" not in returns_suites.timed_baselines(suite).values()
     words = ["--suites", "robots", "--tasks", "Ant-v5", "--arms", "ppo", "--seeds", "2", "--first-seed", "200"]
     monkeypatch.setattr(sys, "argv", ["benchmark_returns.py", *words])
     jobs = benchmark_returns.jobs_of("robots", benchmark_returns.parse_arguments())

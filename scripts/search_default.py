@@ -1,0 +1,171 @@
+"""
+A random search for the entry `default`, on the tasks in `default_split.py`.
+
+Each sampled configuration has a random level of every lever in `search_space.py`, and runs once on each task. A lever is
+judged by the mean over the configurations that have a level of it, not at one point (https://arxiv.org/abs/2412.07165). SB3's
+defaults, with and without ``VecNormalize``, and today's `default` are run with several seeds.
+
+Run it: python scripts/search_default.py (hours; it needs RL Zoo, MuJoCo, Box2D and MinAtar)
+It writes benchmark/search.csv.xz after each run and continues where it was interrupted. `--report` writes benchmark/search.md
+of the existing runs.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch as th
+from benchmark_returns import make_experiment, refuse_without_extension
+from default_split import DEVELOPMENT
+from search_report import report
+from search_space import SearchJob, schedule
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import VecEnv, sync_envs_normalization
+
+# A score is the mean of 20 episodes: as in `benchmark_returns.py`, half of them before the last tenth of the training.
+N_EPISODES = 10
+BEFORE_LAST = 0.9
+OUT = Path("benchmark")
+FILE = "search.csv.xz"
+
+
+class Evaluations(BaseCallback):
+    """
+    Evaluate the deterministic policy before the first rollout that begins in the last tenth of the training, and when asked.
+
+    :param envs: Environments to evaluate in
+    :param timesteps: Number of steps of the training
+    """
+
+    def __init__(self, envs: VecEnv, timesteps: int) -> None:
+        super().__init__()
+        self.envs = envs
+        self.start = BEFORE_LAST * timesteps
+        self.returns: list[float] = []
+        self.seconds = 0.0
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_start(self) -> None:
+        if not self.returns and self.num_timesteps >= self.start:
+            self.evaluate(N_EPISODES)
+
+    def evaluate(self, n_episodes: int) -> None:
+        before = time.process_time()
+        sync_envs_normalization(self.training_env, self.envs)
+        returns, _ = evaluate_policy(self.model, self.envs, n_episodes, return_episode_rewards=True)
+        self.returns += returns
+        self.seconds += time.process_time() - before
+
+
+def run(job: SearchJob) -> dict[str, Any]:
+    """
+    Train in this process. The result depends on the job only, not on the runs before.
+
+    :param job: The run
+    :return: Its row. The score is NaN if the training ended with numbers that are not finite.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        experiment, model = make_experiment("ppo_ext", job.task, job.entry(), Path(folder), job.seed)
+        evaluations = Evaluations(experiment.create_envs(N_EPISODES, eval_env=True, no_log=True), job.timesteps)
+        evaluations.envs.seed(job.seed + 100_000)
+        engine, _ = model._choose_backend()
+        start = time.process_time()
+        try:
+            model.learn(job.timesteps, callback=evaluations)
+            seconds = time.process_time() - start - evaluations.seconds
+            evaluations.evaluate(2 * N_EPISODES - len(evaluations.returns))
+            score = float(np.mean(evaluations.returns))
+        except ValueError as error:
+            if "finite" not in str(error):
+                raise
+            score, seconds = np.nan, time.process_time() - start
+        for envs in (model.env, evaluations.envs):
+            envs.close()
+    names = {"configuration": job.configuration, "task": job.task, "seed": job.seed, "digest": job.digest(), "engine": engine}
+    return {**names, "timesteps": job.timesteps, "score": score, "cpu_seconds": round(seconds, 2)}
+
+
+def read(path: Path) -> pd.DataFrame:
+    text = {"configuration": str, "digest": str}
+    columns = ["configuration", "task", "seed", "digest", "engine", "timesteps", "score", "cpu_seconds"]
+    return pd.read_csv(path, dtype=text) if path.exists() else pd.DataFrame(columns=columns)
+
+
+def write(path: Path, rows: pd.DataFrame) -> None:
+    """Write the rows in a fixed order. The file is replaced as a whole, so that it is never half-written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"part-{path.name}")
+    rows.sort_values(["configuration", "task", "seed"]).to_csv(part, index=False, float_format="%.6g")
+    part.replace(path)
+
+
+def key(row: Any) -> tuple[str, str, int, str]:
+    return row.configuration, row.task, int(row.seed), row.digest() if isinstance(row, SearchJob) else row.digest
+
+
+def missing(jobs: list[SearchJob], path: Path) -> list[SearchJob]:
+    """:return: The jobs that have no row yet"""
+    done = {key(row) for row in read(path).itertuples()}
+    return [job for job in jobs if key(job) not in done]
+
+
+def run_some(jobs: list[SearchJob], path: Path, n_runs: int | None = None) -> int:
+    """
+    Run jobs that are not done yet, and write the row of each as soon as it is done.
+
+    :param jobs: All jobs
+    :param path: File of the rows
+    :param n_runs: Number of runs at most; ``None`` for all
+    :return: Number of runs
+    """
+    todo = list(islice(missing(jobs, path), n_runs))
+    for job in todo:
+        row = run(job)
+        old = read(path)
+        same = (old["configuration"] == job.configuration) & (old["task"] == job.task) & (old["seed"] == job.seed)
+        new = pd.DataFrame([row])
+        write(path, new if old[~same].empty else pd.concat([old[~same], new], ignore_index=True))
+        text = f"{row['score']:.1f} in {row['cpu_seconds']:.0f} s of CPU time, {row['engine']}"
+        print(f"{job.configuration}, {job.task}, seed {job.seed}: {text}", flush=True)
+    return len(todo)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configurations", type=int, default=200, help="number of sampled ones (default: %(default)s)")
+    parser.add_argument("--tasks", nargs="+", choices=DEVELOPMENT, default=list(DEVELOPMENT), help="(default: all)")
+    parser.add_argument("--timesteps", type=int, help="of each run at most (default: no limit)")
+    parser.add_argument("--runs", type=int, help="number of runs at most (default: all that are missing)")
+    parser.add_argument("--out", type=Path, default=OUT, help="output folder (default: %(default)s)")
+    parser.add_argument("--report", action="store_true", help="write the tables of the existing runs only")
+    arguments = parser.parse_args()
+    if arguments.timesteps and arguments.out == parser.get_default("out"):
+        parser.error("--timesteps: short runs would stand among those in benchmark/; name another folder with --out")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    path = arguments.out / FILE
+    if not arguments.report:
+        refuse_without_extension()
+        th.set_num_threads(1)
+        jobs = schedule(arguments.configurations, arguments.tasks, arguments.timesteps)
+        run_some(jobs, path, arguments.runs)
+    rows = read(path)
+    if rows.empty:
+        sys.exit(f"{path} has no runs yet")
+    report(rows, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
