@@ -65,6 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configurations", type=int, default=400, help="number of sampled ones (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("benchmark"), help="folder of the results (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="turns of the search that come before any baseline")
     return parser.parse_args()
 
 
@@ -74,6 +75,8 @@ def main() -> None:
     benchmark_returns.refuse_without_extension()
     th.set_num_threads(1)
     print(f"process {os.getpid()}, results in {arguments.out.resolve()}", flush=True)
+    for _ in range(arguments.first):
+        continue_search(arguments.out, arguments.configurations)
     last = [1, 1]
     for turn in cycle((0, 1)):
         last[turn] = continue_baselines(arguments.out) if turn else continue_search(arguments.out, arguments.configurations)
