@@ -32,7 +32,7 @@ sanitize: $(VENV)/.tests
 	scripts/sanitize.sh $(BIN)
 
 # Runs of the benchmark that are missing in benchmark/: days in the background, to be stopped and continued at any time
-evidence: $(VENV)/.tests
+evidence: $(VENV)/.all $(VENV)/.benchmark
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python scripts/continue_evidence.py
 
 # The site, in build/site; DOCS_ONLINE=1 adds links to the documentation of SB3, Gymnasium, PyTorch and NumPy.

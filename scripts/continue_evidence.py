@@ -1,6 +1,6 @@
 """
-Continue the runs in the background of the benchmark where they were interrupted: a configuration of `search_default.py` and a
-missing run of a baseline of `benchmark_returns.py` in turns, one at a time, until none is missing.
+Continue the runs in the background of the benchmark where they were interrupted: as many runs of `search_default.py` as it
+has tasks and a missing run of a baseline of `benchmark_returns.py` in turns, one at a time, until none is missing.
 
 Run it: nice -n 19 python scripts/continue_evidence.py (days; it can be stopped at any time)
 """
@@ -42,12 +42,10 @@ def continue_search(folder: Path, n_configurations: int) -> int:
     """
     :param folder: Folder of the results
     :param n_configurations: Number of sampled configurations
-    :return: Number of runs: those of one configuration with one seed at most
+    :return: Number of runs: as many as there are tasks at most
     """
     jobs = schedule(n_configurations, list(DEVELOPMENT))
-    todo = search_default.missing(jobs, folder / search_default.FILE)
-    same = [job for job in todo if (job.configuration, job.seed) == (todo[0].configuration, todo[0].seed)]
-    return search_default.run_some(same, folder / search_default.FILE)
+    return search_default.run_some(jobs, folder / search_default.FILE, len(DEVELOPMENT))
 
 
 def continue_baselines(folder: Path) -> int:
