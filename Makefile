@@ -5,7 +5,7 @@ CSRC := $(wildcard sb3_ppo_ext/*/csrc/*.[ch] sb3_ppo_ext/*/*/csrc/*.[ch])
 # Two test processes on two cores: more threads in each would only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadgroup
 
-.PHONY: demo test test-fast test-slow fuzz fuzz-zips sanitize docs lint format clean
+.PHONY: demo test test-fast test-slow fuzz fuzz-zips sanitize evidence docs lint format clean
 
 demo: $(VENV)/.zoo
 	$(BIN)/python scripts/demo.py
@@ -30,6 +30,10 @@ fuzz-zips: $(VENV)/.tests
 
 sanitize: $(VENV)/.tests
 	scripts/sanitize.sh $(BIN)
+
+# Runs of the benchmark that are missing in benchmark/: days in the background, to be stopped and continued at any time
+evidence: $(VENV)/.all $(VENV)/.benchmark
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python scripts/continue_evidence.py
 
 # The site, in build/site; DOCS_ONLINE=1 adds links to the documentation of SB3, Gymnasium, PyTorch and NumPy.
 docs: $(VENV)/.docs

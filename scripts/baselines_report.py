@@ -55,16 +55,14 @@ def at_equal_time(runs: pd.DataFrame, ours: str, ratios: Mapping[str, Mapping[st
     :return: Scores after the same CPU time; none without a ratio
     """
 
+    def after(task: str, arm: str, share: float) -> np.ndarray:
+        return per_seed(runs, task, arm, lambda run: score_after(run, share))
+
     def scores(task: str, baseline: str) -> tuple[np.ndarray, np.ndarray]:
         ratio = ratios.get(task, {}).get(baseline)
         if ratio is None:
             return np.zeros(0), np.zeros(0)
-        shares = min(ratio, 1.0), min(1 / ratio, 1.0)
-        one, other = (
-            per_seed(runs, task, arm, lambda run, share=share: score_after(run, share))  # type: ignore[misc]
-            for arm, share in zip((ours, baseline), shares, strict=True)
-        )
-        return one, other
+        return after(task, ours, min(ratio, 1.0)), after(task, baseline, min(1 / ratio, 1.0))
 
     return scores
 

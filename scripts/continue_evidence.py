@@ -1,6 +1,6 @@
 """
-Continue the runs in the background of the benchmark where they were interrupted: a configuration of `search_default.py` and a
-missing run of a baseline of `benchmark_returns.py` in turns, one at a time, until none is missing.
+Continue the runs in the background of the benchmark where they were interrupted: as many runs of `search_default.py` as it
+has tasks and a missing run of a baseline of `benchmark_returns.py` in turns, one at a time, until none is missing.
 
 Run it: nice -n 19 python scripts/continue_evidence.py (days; it can be stopped at any time)
 """
@@ -42,12 +42,10 @@ def continue_search(folder: Path, n_configurations: int) -> int:
     """
     :param folder: Folder of the results
     :param n_configurations: Number of sampled configurations
-    :return: Number of runs: those of one configuration with one seed at most
+    :return: Number of runs: as many as there are tasks at most
     """
     jobs = schedule(n_configurations, list(DEVELOPMENT))
-    todo = search_default.missing(jobs, folder / search_default.FILE)
-    same = [job for job in todo if (job.configuration, job.seed) == (todo[0].configuration, todo[0].seed)]
-    return search_default.run_some(same, folder / search_default.FILE)
+    return search_default.run_some(jobs, folder / search_default.FILE, len(DEVELOPMENT))
 
 
 def continue_baselines(folder: Path) -> int:
@@ -65,6 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configurations", type=int, default=400, help="number of sampled ones (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("benchmark"), help="folder of the results (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="turns of the search that come before any baseline")
     return parser.parse_args()
 
 
@@ -74,6 +73,8 @@ def main() -> None:
     benchmark_returns.refuse_without_extension()
     th.set_num_threads(1)
     print(f"process {os.getpid()}, results in {arguments.out.resolve()}", flush=True)
+    for _ in range(arguments.first):
+        continue_search(arguments.out, arguments.configurations)
     last = [1, 1]
     for turn in cycle((0, 1)):
         last[turn] = continue_baselines(arguments.out) if turn else continue_search(arguments.out, arguments.configurations)

@@ -62,7 +62,7 @@ class Evaluations(BaseCallback):
         before = time.process_time()
         sync_envs_normalization(self.training_env, self.envs)
         returns, _ = evaluate_policy(self.model, self.envs, n_episodes, return_episode_rewards=True)
-        self.returns += returns
+        self.returns += list(np.ravel(returns))
         self.seconds += time.process_time() - before
 
 

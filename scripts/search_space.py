@@ -152,9 +152,13 @@ def schedule(n_configurations: int, tasks: list[str], limit: int | None = None) 
     :param limit: Largest number of steps
     :return: The runs
     """
-    runs = [(name, 0) for name in REFERENCES]
+
+    def references(number: int) -> list[SearchJob]:
+        return [SearchJob(name, task, FIRST_SEED + number, limit) for task in tasks for name in REFERENCES]
+
+    jobs = references(0)
     for number in range(n_configurations):
-        runs.append((str(number), number))
+        jobs += [SearchJob(str(number), task, FIRST_SEED + number, limit) for task in tasks]
         if number % 4 == 3:
-            runs += [(name, 1 + number // 4) for name in REFERENCES]
-    return [SearchJob(name, task, FIRST_SEED + seed, limit) for name, seed in runs for task in tasks]
+            jobs += references(1 + number // 4)
+    return jobs

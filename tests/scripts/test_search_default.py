@@ -79,7 +79,7 @@ def test_minatar_is_not_normalized():
 def test_schedule():
     """The references come first, each sampled configuration has a seed of its own, and no run comes twice."""
     jobs = search_space.schedule(9, ["CartPole-v1", "Pendulum-v1"])
-    assert [job.configuration for job in jobs[:6:2]] == list(search_space.REFERENCES)
+    assert [job.configuration for job in jobs[:3]] == list(search_space.REFERENCES)
     assert len(jobs) == len({search_default.key(job) for job in jobs}) == 2 * (3 + 9 + 2 * 3)
     seeds = {job.configuration: job.seed for job in jobs if job.configuration not in search_space.REFERENCES}
     assert len(set(seeds.values())) == len(seeds) == 9
