@@ -389,7 +389,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         self._setup_advantages()
         self._setup_truncations()
         self._setup_statistics()
-        self._setup_tensor_buffer()
+        self._place_rollout_buffer()
         self._remember_buffer()
         self._setup_engine()
         self._remember_options()

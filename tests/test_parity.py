@@ -18,7 +18,7 @@ from support.parity import assert_equal, assert_equal_runs, train
 from support.toys import DICT, IMAGE, ToyEnv, make_toys
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.update.bootstrap import terminal_values
+from sb3_ppo_ext.rollout.bootstrap import terminal_values
 
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
 
@@ -195,11 +195,11 @@ def test_batched_bootstrap(space, policy):
     model = PPOExt(policy, env, **SMALL)
     model.env.observation_space.seed(0)
     observations = [model.env.observation_space.sample() for _ in range(5)]
-    indices = list(range(5)), [0, 1, 0, 1, 0]
     one_by_one, batched = (
-        terminal_values(model.policy, model.rollout_buffer, *indices, observations, batched) for batched in (False, True)
+        terminal_values(model.policy, model.rollout_buffer, range(5), observations, batched).values
+        for batched in (False, True)
     )
-    assert batched.shape == one_by_one.shape == (5, 1)
+    assert batched.shape == one_by_one.shape == (5,)
     assert one_by_one.std() > 0
     th.testing.assert_close(batched, one_by_one, rtol=1e-5, atol=1e-6)
 

@@ -29,25 +29,18 @@ from sb3_ppo_ext.distributions import ACTION_DISTS, bounded_part, on_device
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
-from sb3_ppo_ext.memory.history import HistoryBuffer, HistoryPolicy
-from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
-from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
+from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
 from sb3_ppo_ext.policies.actor_critic import OWN_KEYWORDS, ActionDistributionMixin, MlpPolicy, with_action_distributions
 from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
 from sb3_ppo_ext.rollout.action_masks import check_masks
+from sb3_ppo_ext.rollout.buffer import BUFFER_METHODS, TensorRolloutBuffer, knows_indices
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, knows_critic, make_optimizer
-from sb3_ppo_ext.update.rollout_data import BUFFER_METHODS, knows_indices
-from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
-from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
 
 # Schedules that SB3 makes from options, and that users replace
 SCHEDULES = ("lr_schedule", "critic_lr_schedule")
-# Rollout buffers that remember what precedes the next rollout, and those of them that watch the lengths of episodes
-HISTORY_BUFFERS = (HistoryBuffer, TensorSequenceBuffer)
-SEQUENCE_BUFFERS = (SequenceBufferMixin, TensorSequenceBuffer)
 
 
 class ModelSetup(PolicyUpdater):
@@ -135,12 +128,12 @@ class ModelSetup(PolicyUpdater):
             return self._adapt_buffer_of_user()
         self._create_rollout_buffer()
         self._adapt_rollout_buffer()
-        self._setup_tensor_buffer()
+        self._place_rollout_buffer()
         after = self.rollout_buffer
-        if isinstance(before, HISTORY_BUFFERS) and isinstance(after, HISTORY_BUFFERS):
-            after.set_memory(before.memory())
-        if isinstance(before, SEQUENCE_BUFFERS) and isinstance(after, SEQUENCE_BUFFERS):
-            after.context_watch = before.context_watch
+        if isinstance(before, TensorRolloutBuffer) and isinstance(after, TensorRolloutBuffer) and after.memory is not None:
+            assert before.memory is not None
+            after.remember(before.memory.read(before.pos))
+            after.memory.continue_from(before.memory)
         self._remember_buffer()
 
     def _remember_buffer(self) -> None:
@@ -178,62 +171,39 @@ class ModelSetup(PolicyUpdater):
         return memory_errors_as_value_errors(what)
 
     def _adapt_rollout_buffer(self) -> None:
-        """Adapt SB3's rollout buffer to the policy and the backend."""
-        self._setup_memory()
-        self._setup_observations()
-        self._setup_latents()
-
-    def _setup_tensor_buffer(self) -> None:
-        """Replace SB3's rollout buffer by one on the device, if the backend keeps rollouts there."""
-        before = self.rollout_buffer
-        setup = self._engine_setup()
-        backend, reasons = choose_backend(self.backend, setup)
-        if self.backend in reasons or not ENGINES[backend].keeps_rollouts_on_device(setup):
-            return
-        policy, buffer_class, kwargs = self.policy, TensorRolloutBuffer, {}
-        if isinstance(policy, TransformerPolicyMixin):
-            buffer_class, kwargs = TensorSequenceBuffer, policy.buffer_kwargs
-        with self._memory_errors():
-            self.rollout_buffer = buffer_class(
-                self.n_steps,
-                before.observation_space,
-                before.action_space,
-                device=self.device,
-                gamma=self.gamma,
-                gae_lambda=self.gae_lambda,
-                n_envs=self.n_envs,
-                **kwargs,
-            )
-
-    def _setup_memory(self) -> None:
-        """Create the rollout buffer of a history-based policy."""
-        policy = self.policy
-        if not isinstance(policy, HistoryPolicy):
-            return
-        own = policy.buffer_classes[0].keeps_float32
-        self.rollout_buffer = policy.make_buffer(
-            self.n_steps,
-            self._stored_space() if own or self._keeps_float32() else self._space_of_policy(),
-            self._sample_space,
-            device=self.device,
-            gamma=self.gamma,
-            gae_lambda=self.gae_lambda,
-            n_envs=self.n_envs,
-        )
-
-    def _keeps_float32(self) -> bool:
-        return self.backend == "auto" or ENGINES[self.backend].keeps_float32
-
-    def _setup_observations(self) -> None:
-        """Store float64 observations in float32 as the policy reads them, unless the backend keeps SB3's dtype."""
+        """Replace SB3's rollout buffer by one of this package, unless it is of the user's class."""
         buffer: Any = self.rollout_buffer
         if not hasattr(buffer, "compute_returns_and_advantage"):
             remedy = f"it returns {described(buffer)}; give a class that inherits SB3's `RolloutBuffer`, or None"
             refuse("rollout_buffer_class", self.rollout_buffer_class, remedy)
-        if self._keeps_float32() and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
-            buffer.observation_space = self._stored_space()
-            buffer.reset()
+        if type(buffer) in (RolloutBuffer, DictRolloutBuffer) and not self.rollout_buffer_kwargs:
+            memory = self.policy.make_memory() if isinstance(self.policy, HistoryPolicy) else None
+            in_float32 = self._keeps_float32() or (memory is not None and memory.keeps_float32)
+            with self._memory_errors():
+                self.rollout_buffer = TensorRolloutBuffer(
+                    self.n_steps,
+                    self._stored_space() if in_float32 else self._space_of_policy(),
+                    self._sample_space,
+                    device=self.device,
+                    gamma=self.gamma,
+                    gae_lambda=self.gae_lambda,
+                    n_envs=self.n_envs,
+                    memory=memory,
+                )
         self._warn_about_rounded_observations()
+        self._setup_latents()
+
+    def _place_rollout_buffer(self) -> None:
+        """Move the rollout buffer to the device of the policy, if the backend keeps rollouts there."""
+        buffer, setup = self.rollout_buffer, self._engine_setup()
+        backend, reasons = choose_backend(self.backend, setup)
+        is_on_device = self.backend not in reasons and ENGINES[backend].keeps_rollouts_on_device(setup)
+        if isinstance(buffer, TensorRolloutBuffer) and is_on_device and buffer.storage != buffer.device:
+            with self._memory_errors():
+                buffer.allocate(buffer.device)
+
+    def _keeps_float32(self) -> bool:
+        return self.backend == "auto" or ENGINES[self.backend].keeps_float32
 
     def _setup_latents(self) -> None:
         made = getattr(self.policy, "action_dist_name", "gaussian")
@@ -248,7 +218,10 @@ class ModelSetup(PolicyUpdater):
         if self._samples_latents and space.dtype != np.float32:
             # Otherwise the buffer would round latents to the dtype of the actions.
             self.rollout_buffer.action_space = spaces.Box(-np.inf, np.inf, space.shape, np.float32)
-            self.rollout_buffer.reset()
+            if isinstance(self.rollout_buffer, TensorRolloutBuffer):
+                self.rollout_buffer.allocate(self.rollout_buffer.storage)
+            else:
+                self.rollout_buffer.reset()
 
     def _maybe_recommend_cpu(self, mlp_class_name: str = "ActorCriticPolicy") -> None:
         super()._maybe_recommend_cpu(MlpPolicy.__name__ if self.policy_class is MlpPolicy else mlp_class_name)

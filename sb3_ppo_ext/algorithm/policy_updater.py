@@ -18,27 +18,27 @@ from sb3_ppo_ext.common.hybrid_actions import boxes_of, split_boxes
 from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.launch import find_launch
-from sb3_ppo_ext.engines.engine import Act, Engine, Setup
+from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
-from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
+from sb3_ppo_ext.memory.recurrent_policies import RecurrentPolicyMixin
 from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
 from sb3_ppo_ext.policies.mixed_precision import LossScale
 from sb3_ppo_ext.policies.value_normalization import normalized_value
-from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
+from sb3_ppo_ext.rollout.actors import Act, Actor, RolloutConfig
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 from sb3_ppo_ext.rollout.tensor_collector import TensorRolloutCollector
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.extra_loss import ExtraLoss
 from sb3_ppo_ext.update.extra_losses import active_extra_losses, make_extra_losses
+from sb3_ppo_ext.update.loop import UpdateResult
 from sb3_ppo_ext.update.losses import PENALTIES, LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
 from sb3_ppo_ext.update.report import action_statistics, further_metrics, on_host, sb3_metrics, statistics_over
 from sb3_ppo_ext.update.rollout_data import Rollout
-from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
-from sb3_ppo_ext.update.update import UpdateResult
 
 # Options that are passed to an update unchanged
 OF_UPDATE = {field.name for field in fields(UpdateConfig)} & (ALL_OPTIONS.keys() | {"verbose", "num_timesteps"})
@@ -121,6 +121,10 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
     def _make_actor(self, rollout_buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
         return self._find_engine().make_actor(rollout_buffer, config)
 
+    def _collects_tensors(self) -> bool:
+        setup = self._engine_setup()
+        return ENGINES[choose_backend(self.backend, setup)[0]].keeps_rollouts_on_device(setup)
+
     def _make_act(self) -> Act:
         return self._find_engine().make_act()
 
@@ -166,10 +170,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             layer.observe(returns, self.ranks)
 
     def _rollout(self) -> Rollout:
-        if isinstance(buffer := self.rollout_buffer, TensorRolloutBuffer):
-            return self._tensor_rollout(buffer)
-        last_observations = self._seen_by_critic(self._last_obs, self.n_envs)
-        return Rollout(buffer, last_observations, self._last_episode_starts, self._truncations, self.gamma)
+        return Rollout(self.rollout_buffer, *self._last_tensors(), self._truncations, self.gamma)
 
     def _update_config(self) -> UpdateConfig:
         """Configuration of an update with the current values of the options."""
@@ -204,7 +205,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             bounds_limit=in_float32_range(self.bounds_limit),
             action_bounds=self._action_bounds(),
             value_scale=self._value_scale(),
-            as_recurrent_ppo=isinstance(self.rollout_buffer, RecurrentBufferMixin),
+            as_recurrent_ppo=isinstance(self.policy, RecurrentPolicyMixin),
             extra=self._extra_losses(),
             penalties={name: value for name, value in coefficients.items() if value != 0},
         )

@@ -36,9 +36,8 @@ from sb3_ppo_ext.checkpoints.object_state import (
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.distributed.ranks import Ranks
-from sb3_ppo_ext.memory.history import HistoryBuffer
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 from sb3_ppo_ext.rollout.user_code import is_user_class
-from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
 
 CheckpointPath: TypeAlias = str | pathlib.Path
 
@@ -106,7 +105,7 @@ class TrainingState(NamedTuple):
             list(ObjectState(stateful_objects(model.env)).targets),
             objects.read(select if why_reset is None else _without_episodes(select)),
             LogFiles(model.logger, list(objects.targets.values())).read(),
-            buffer.memory() if isinstance(buffer, HistoryBuffer | TensorSequenceBuffer) else None,
+            buffer.remembered() if isinstance(buffer, TensorRolloutBuffer) else None,
             why_reset,
         )
 
@@ -146,7 +145,7 @@ class TrainingState(NamedTuple):
         objects = objects_of(model, callback)
         self._restore_objects(model, objects)
         if self.memory is not None:
-            model.rollout_buffer.set_memory(self.memory)
+            model.rollout_buffer.remember(self.memory)
         LogFiles(model.logger, list(objects.targets.values())).write(self.logs, model.num_timesteps)
         set_generator_states(self.generators)
         return self.iteration

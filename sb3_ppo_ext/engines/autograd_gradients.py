@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
@@ -16,11 +15,11 @@ from sb3_ppo_ext.update.advantages import normalize, standardize
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.extra_losses import LOGGED_LOSSES
+from sb3_ppo_ext.update.loop import GradientSource, Measured
 from sb3_ppo_ext.update.losses import PENALTIES
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import evaluate, ppo_loss
 from sb3_ppo_ext.update.minibatches import Minibatch, n_counted
-from sb3_ppo_ext.update.update import GradientSource
 
 # Adds the gradient of a minibatch, scaled by its share of the step, and returns metrics by name.
 Differentiate: TypeAlias = Callable[[Minibatch, float], dict[str, th.Tensor]]
@@ -85,7 +84,6 @@ class AutogradGradients(GradientSource):
     :param differentiate: Function that adds the gradient of a minibatch and returns metrics
     :param config: Options of the update
     :param estimates: Advantages, returns and priorities of the rollout
-    :param metrics: Metrics that measurements are added to
     :param prepare: Function of the observations of a minibatch that brings them into the form that the engine evaluates
     """
 
@@ -94,12 +92,9 @@ class AutogradGradients(GradientSource):
         differentiate: Differentiate,
         config: UpdateConfig,
         estimates: Estimates,
-        metrics: Metrics,
         prepare: Callable[[Any], Any] | None = None,
     ):
-        self.differentiate, self.config, self.estimates, self.metrics = differentiate, config, estimates, metrics
-        self.prepare = prepare
-        self.lengths_before: dict[str, int] = {}
+        self.differentiate, self.config, self.estimates, self.prepare = differentiate, config, estimates, prepare
 
     # Minibatches
 
@@ -110,53 +105,57 @@ class AutogradGradients(GradientSource):
             for data in rollout.buffer.get(config.batch_size):
                 yield Step.of(self._normalized([Minibatch(data)]))
             return
-        draws: Any = rollout.draws(config.step_size, self.estimates.segments)
+        draws: Any = rollout.draws(config.step_size, config.batch_size, self.estimates.segments)
         if config.ranks.are_several:
             draws = list(draws)
         statistics = self._statistics(draws) if config.ranks.are_several and config.normalizes_minibatches else repeat(None)
         for (indices, weights), of_all in zip(draws, statistics, strict=False):
             step = Step.of(self._split(indices, weights, of_all))
-            yield step._replace(n_samples=n_counted(indices, weights)) if config.ranks.are_several else step
+            yield step._replace(n_samples=n_counted(len(indices), weights)) if config.ranks.are_several else step
 
     def _statistics(self, draws: list[Any]) -> Iterator[Statistics]:
         """Mean and standard deviation of the advantages of each draw, over the samples of all ranks."""
         advantages = self.estimates.advantages_to_normalize()
-        counts = [n_counted(*draw) for draw in draws]
-        parts = [advantages[indices[:n]] for (indices, _), n in zip(draws, counts, strict=True)]
+        counts = [n_counted(len(indices), weights) for indices, weights in draws]
+        parts = [_taken(advantages, indices[:n]) for (indices, _), n in zip(draws, counts, strict=True)]
         own_means = th.stack([part.sum() / max(len(part), 1) for part in parts])
         squares = th.stack([(part - mean).square().sum() for part, mean in zip(parts, own_means, strict=True)])
         own = th.stack([own_means.new_tensor([float(n) for n in counts]), own_means, squares])
         means, stds = mean_and_std_of_each(own, self.config.ranks)
         return zip(means, stds, strict=True)
 
-    def _split(self, indices: np.ndarray, weights: np.ndarray | None, of_all: Statistics | None = None) -> list[Minibatch]:
+    def _split(self, indices: th.Tensor, weights: th.Tensor | None, of_all: Statistics | None = None) -> list[Minibatch]:
         """Minibatches of a draw. Advantages are normalised over all of them, for the same gradient as one large minibatch."""
-        size = self.config.batch_size if weights is None or not self.config.ranks.are_several else len(indices)
+        # A block of successive steps stays whole.
+        length = self.estimates.rollout.length
+        size = max(self.config.batch_size // length, 1) * length
+        if weights is not None and self.config.ranks.are_several:
+            size = len(indices)
         minibatches = self._normalized([self._gather(indices[i : i + size]) for i in range(0, len(indices), size)], of_all)
         if weights is not None:
-            parts = self.estimates.rollout.buffer.to_torch(weights).split(size)
+            parts = weights.to(self.estimates.rollout.buffer.device).split(size)
             minibatches = [m._replace(weights=part) for m, part in zip(minibatches, parts, strict=True)]
         return minibatches
 
-    def _gather(self, indices: np.ndarray) -> Minibatch:
+    def _gather(self, indices: th.Tensor) -> Minibatch:
         estimates = self.estimates
         data: Any = estimates.rollout.samples(indices)
         if self.prepare is not None:
             data = data._replace(observations=self.prepare(data.observations))
         if estimates.advantages is not None:
-            data = data._replace(advantages=estimates.advantages[indices])
+            data = data._replace(advantages=_taken(estimates.advantages, indices))
         if estimates.returns is not None:
-            data = data._replace(returns=estimates.returns[indices])
-        old = None if estimates.old_distribution is None else estimates.old_distribution[indices]
+            data = data._replace(returns=_taken(estimates.returns, indices))
+        old = None if estimates.old_distribution is None else _taken(estimates.old_distribution, indices)
         minibatch = Minibatch(data, old_distribution=old)
         return self._with_next(minibatch, indices) if self.config.reads_next else minibatch
 
-    def _with_next(self, minibatch: Minibatch, indices: np.ndarray) -> Minibatch:
+    def _with_next(self, minibatch: Minibatch, indices: th.Tensor) -> Minibatch:
         rollout = self.estimates.rollout
         following = rollout.next_observations(indices)
         return minibatch._replace(
             next_observations=following if self.prepare is None else self.prepare(following),
-            continues=th.as_tensor(rollout.continues(indices)).to(minibatch.data.old_log_prob.device),
+            continues=rollout.continues(indices).to(minibatch.data.old_log_prob.device, non_blocking=True),
         )
 
     def _normalized(self, minibatches: list[Minibatch], of_all: Statistics | None = None) -> list[Minibatch]:
@@ -170,47 +169,32 @@ class AutogradGradients(GradientSource):
 
     # Gradients
 
-    def add(self, step: Step) -> None:
-        """Add the gradient of the loss of a step to ``grad`` of the parameters."""
-        self.lengths_before = self.metrics.lengths()
+    def add(self, step: Step) -> Measured:
+        """
+        Add the gradient of the loss of a step to ``grad`` of the parameters.
+
+        :param step: Step of the optimiser
+        :return: What has been measured
+        """
+        metrics = Metrics()
         for minibatch, share in zip(step.minibatches, step.shares, strict=True):
-            self.metrics.add(self.differentiate(minibatch, share))
+            metrics.add(self.differentiate(minibatch, share))
+        loss, kl, clipped = (metrics.weighted(name, step.shares) for name in ("loss", "approx_kl", "clip_fraction"))
+        return Measured(loss, kl, clipped, step.n_samples, lambda: _terms(metrics), metrics)
 
-    def count(self, step: Step) -> int:
-        """:return: Number of samples in the step"""
-        return step.n_samples
+    def forget(self) -> None:
+        """Nothing to do, since nothing is kept of a step."""
 
-    def loss_of(self, step: Step) -> th.Tensor:
-        """:return: Mean loss over all samples of the step"""
-        return self.metrics.weighted("loss", step.shares)
+    def finish(self, metrics: Metrics) -> None:
+        """Nothing to do, since nothing is kept."""
 
-    def approximate_kl(self, step: Step) -> float:
-        """:return: Estimated KL divergence over all samples of the step, in nats"""
-        return self.metrics.weighted("approx_kl", step.shares).item()
 
-    def clip_fraction(self, step: Step) -> float:
-        """:return: Fraction of clipped samples among all samples of the step"""
-        return self.metrics.weighted("clip_fraction", step.shares).item()
+def _terms(metrics: Metrics) -> dict[str, float]:
+    """Losses of a step by name: for several minibatches, the first value that is not finite."""
+    measured = {name: [value.item() for value in metrics[name]] for name in LOSS_TERMS if metrics[name]}
+    return {name: next((v for v in values if not math.isfinite(v)), values[-1]) for name, values in measured.items()}
 
-    def terms(self, step: Step) -> dict[str, float]:
-        """:return: Losses of the step by name: for several minibatches, the first value that is not finite"""
-        before = self.lengths_before
-        measured = (name for name in LOSS_TERMS if len(self.metrics[name]) > before.get(name, 0))
-        return {name: self.metrics.bad_since(before, name) for name in measured}
 
-    def accept(self, step: Step, norms: dict[str, Any]) -> bool:
-        # The sum is tested, so that there is only one synchronisation with the device.
-        if not math.isfinite(sum(norms.values()) + self.loss_of(step)):
-            return False
-        self.metrics.add({name: th.as_tensor(norm, dtype=th.float32) for name, norm in norms.items()})
-        return True
-
-    def forget(self, step: Step) -> None:
-        """Discard the metrics of a step that is skipped."""
-        self.metrics.forget_since(self.lengths_before)
-
-    def end_epoch(self) -> None:
-        """Nothing to do, since metrics are added during the steps."""
-
-    def finish(self) -> None:
-        """Nothing to do, since metrics are added during the steps."""
+def _taken(numbers: th.Tensor, indices: th.Tensor) -> th.Tensor:
+    """Numbers of the samples at some indices, which may have been drawn on the host."""
+    return numbers[indices.to(numbers.device, non_blocking=True)]

@@ -1,4 +1,4 @@
-"""``backend="compile"``: the loss and its gradient are compiled by ``torch.compile``."""
+"""The loss and its gradient, and acting, compiled by ``torch.compile``, for ``backend="compile"``."""
 
 from __future__ import annotations
 
@@ -20,106 +20,43 @@ from torch.func import functional_call, grad_and_value
 
 from sb3_ppo_ext.common.user_code import has_method_of
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.engines.autograd_gradients import AutogradGradients, BackwardLoss, Differentiate
-from sb3_ppo_ext.engines.device.engine import DeviceEngine
-from sb3_ppo_ext.engines.engine import Act, Setup, has_gradient_hooks
-from sb3_ppo_ext.engines.fused import can_fuse_steps, image_layout
-from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper
-from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
+from sb3_ppo_ext.engines.autograd_gradients import BackwardLoss
+from sb3_ppo_ext.engines.engine import has_gradient_hooks
+from sb3_ppo_ext.engines.optimizer_steps import GradientMemory
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, evaluator
 from sb3_ppo_ext.update.config import UpdateConfig
-from sb3_ppo_ext.update.estimates import Estimates
 from sb3_ppo_ext.update.extra_loss import PolicyView
 from sb3_ppo_ext.update.losses import LossConfig
-from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss, evaluate, ppo_loss
 from sb3_ppo_ext.update.minibatches import Minibatch
-from sb3_ppo_ext.update.update import GradientSource, Stepper
 
 # Names of the scalar metrics, their values in one tensor, and all other metrics by name
 Measured = tuple[tuple[str, ...], th.Tensor, dict[str, th.Tensor]]
 
 
-class CompiledEngine(DeviceEngine):
+def compiler_is_missing(policy: ActorCriticPolicy) -> str | None:
     """
-    Gradients are computed by a compiled function. On other devices than the CPU, and with tensor environments, all else is as
-    with ``backend="device"``. Otherwise optimiser steps are those of ``backend="fused"``, or PyTorch's if the extension module
-    is missing.
-
-    :param policy: Policy that is updated
+    :param policy: Policy to compile
+    :return: Reason why it cannot be compiled, ``None`` if it can
     """
+    # These imports take seconds, so they are not at the top.
+    from torch._dynamo import OptimizedModule, is_dynamo_supported
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.utils._triton import has_triton
 
-    supports_amp = False
-
-    def __init__(self, policy: ActorCriticPolicy):
-        super().__init__(policy)
-        self._compiled: CompiledLoss | None = None
-        self._act: CompiledAct | None = None
-
-    @property
-    def compiled(self) -> CompiledLoss:
-        """The compiled loss, which is kept as long as the engine is."""
-        if self._compiled is None:
-            self._compiled = CompiledLoss(self.policy)
-        return self._compiled
-
-    @classmethod
-    def unsupported_reason(cls, setup: Setup) -> str | None:
-        # These imports take seconds, so they are not at the top.
-        from torch._dynamo import OptimizedModule, is_dynamo_supported
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch.utils._triton import has_triton
-
-        if isinstance(setup.policy, OptimizedModule):
-            return "the policy is in the wrapper of `torch.compile`, and this backend compiles it itself"
-        if isinstance(setup.buffer, RecurrentBufferMixin):
-            return (
-                f"{type(setup.policy).__name__} is recurrent, and this backend supports policies without an LSTM or GRU alone"
-            )
-        if any(map(has_gradient_hooks, setup.policy.parameters())):
-            return "parameters of the policy have hooks, which this backend would not call"
-        if not is_dynamo_supported():
-            return "`torch.compile` does not support this platform"
-        if setup.policy.device.type == "cuda":
-            return None if has_triton() else f"{setup.policy.device} has no Triton, which `torch.compile` needs there"
-        try:
-            get_cpp_compiler()
-        except RuntimeError as error:
-            return f"`torch.compile` needs a C++ compiler ({str(error).splitlines()[0]})"
-        return None
-
-    @classmethod
-    def keeps_rollouts_on_device(cls, setup: Setup) -> bool:
-        is_elsewhere = setup.has_tensor_env or setup.policy.device.type != "cpu"
-        return is_elsewhere and DeviceEngine.unsupported_reason(setup) is None
-
-    def make_stepper(self, config: UpdateConfig) -> Stepper:
-        memory = GradientMemory.of(self.policy)
-        if can_fuse_steps(self.policy, memory, config):
-            return FusedAdamStepper(self.policy.optimizer, memory)
-        return TorchStepper(self.policy, memory)
-
-    def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
-        assert isinstance(stepper, FusedAdamStepper | TorchStepper)
-        assert stepper.memory is not None
-        differentiate = self.make_backward(config, stepper.memory)
-        return AutogradGradients(differentiate, config, estimates, metrics, prepare=image_layout(self.policy))
-
-    def make_act(self) -> Act:
-        """
-        :return: Compiled ``forward`` of the policy
-        """
-        if self._act is None:
-            self._act = CompiledAct(self.policy)
-        return self._act
-
-    def make_backward(self, config: UpdateConfig, memory: GradientMemory) -> Differentiate:
-        """
-        :param config: Options of the update
-        :param memory: Memory of the gradients
-        :return: Function that adds the gradient of a minibatch
-        """
-        return CompiledBackward(self.compiled, config, memory)
+    if isinstance(policy, OptimizedModule):
+        return "the policy is in the wrapper of `torch.compile`, and this backend compiles it itself"
+    if any(map(has_gradient_hooks, policy.parameters())):
+        return "parameters of the policy have hooks, which this backend would not call"
+    if not is_dynamo_supported():
+        return "`torch.compile` does not support this platform"
+    if policy.device.type == "cuda":
+        return None if has_triton() else f"{policy.device} has no Triton, which `torch.compile` needs there"
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        return f"`torch.compile` needs a C++ compiler ({str(error).splitlines()[0]})"
+    return None
 
 
 class CompiledLoss:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple
 
-import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
-from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig, make_actor
+from sb3_ppo_ext.rollout.actors import Act, Actor, RolloutConfig, make_actor
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
+from sb3_ppo_ext.update.loop import GradientSource, Stepper, Update, UpdateResult
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.rollout_data import Rollout
-from sb3_ppo_ext.update.shared_gradients import SharedGradients
-from sb3_ppo_ext.update.update import GradientSource, Stepper, Update, UpdateResult
-
-# See `Engine.make_act`
-Act: TypeAlias = Callable[[Any], tuple[th.Tensor, th.Tensor, th.Tensor]]
 
 
 class Setup(NamedTuple):
@@ -104,7 +98,8 @@ class Engine(ABC):
         :param config: Options of the rollout
         :return: Actor that chooses actions and records transitions while the rollout is collected
         """
-        return make_actor(buffer, config)
+        act = self.make_act()
+        return make_actor(buffer, config, None if act is self.policy else act)
 
     def make_act(self) -> Act:
         """
@@ -121,26 +116,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
+    def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper) -> GradientSource:
         """
         :param config: Options of the update
         :param estimates: Advantages, returns and priorities of the rollout
         :param stepper: Stepper that makes the steps of the optimiser
-        :param metrics: Metrics that measurements are added to
         :return: Source of the gradients
         """
-
-    def make_estimates(
-        self, rollout: Rollout, config: UpdateConfig, metrics: Metrics, normalizer: AdvantageNormalizer | None
-    ) -> Estimates:
-        """
-        :param rollout: Full rollout, collected by the policy
-        :param config: Options of the update
-        :param metrics: Metrics that measurements are added to
-        :param normalizer: Moving averages for ``advantage_norm="ema"``, ``None`` for other kinds of normalisation
-        :return: Estimates from the whole rollout
-        """
-        return Estimates(self.policy, rollout, config, metrics, normalizer)
 
     def place(self, rollout: Rollout) -> None:
         """
@@ -170,10 +152,8 @@ class Engine(ABC):
         """
         result = UpdateResult(Metrics()) if result is None else result
         self.place(rollout)
-        estimates = self.make_estimates(rollout, config, result.metrics, normalizer)
+        estimates = Estimates(self.policy, rollout, config, result.metrics, normalizer)
         stepper = self.make_stepper(config)
-        gradients = self.make_gradients(config, estimates, stepper, result.metrics)
-        if config.ranks.are_several:
-            gradients = SharedGradients(gradients, stepper, self.policy, config, result.metrics)
+        gradients = self.make_gradients(config, estimates, stepper)
         Update(self.policy, config, estimates, gradients, stepper, result).run()
         return result

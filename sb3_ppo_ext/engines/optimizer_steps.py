@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -11,8 +12,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from sb3_ppo_ext.common.user_code import replaced_method
 from sb3_ppo_ext.engines.native import extension
-from sb3_ppo_ext.update.optimizers import clip_gradients
-from sb3_ppo_ext.update.update import Stepper
+from sb3_ppo_ext.update.config import UpdateConfig
+from sb3_ppo_ext.update.loop import Stepper
+from sb3_ppo_ext.update.optimizers import clip_gradients, critic_parameters
 
 
 class Reached:
@@ -87,12 +89,25 @@ class TorchStepper(Stepper):
             self.memory.zero()
             self.memory.show()
 
+    def freeze_actor(self, is_frozen: bool) -> None:
+        """
+        :param is_frozen: Whether the actor is left as it is in this step
+        """
+        of_critic = critic_parameters(self.policy) if is_frozen else set()
+        for parameter in self.policy.parameters():
+            if is_frozen and parameter not in of_critic:
+                # An optimiser leaves a parameter without a gradient, and its moments, unchanged.
+                parameter.grad = None
+
     def clip(self, max_norm: float) -> dict[str, th.Tensor]:
         return clip_gradients(self.policy, max_norm)
 
-    def step(self) -> None:
-        """Make a step."""
-        self.policy.optimizer.step()
+    def step(self, is_made: bool) -> None:
+        """
+        :param is_made: Whether the step is made
+        """
+        if is_made:
+            self.policy.optimizer.step()
 
     def show_gradients(self) -> None:
         """Nothing to do, since the gradients are in ``grad`` of the parameters."""
@@ -113,11 +128,7 @@ class FusedAdamStepper(Stepper):
     def __init__(self, optimizer: th.optim.Optimizer, memory: GradientMemory, is_overwritten: bool = False):
         (self.group,) = optimizer.param_groups
         self.memory, self.is_overwritten = memory, is_overwritten
-        for parameter, _ in memory.pairs:
-            if not optimizer.state[parameter]:
-                zeros = {name: th.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = {"step": th.tensor(0.0), **zeros}
-        self.states = [optimizer.state[parameter] for parameter, _ in memory.pairs]
+        self.states = adam_states(optimizer, [parameter for parameter, _ in memory.pairs])
         self.n_steps = int(self.states[0]["step"])
         self.scale = 1.0
         rows = [
@@ -146,20 +157,18 @@ class FusedAdamStepper(Stepper):
         # Parameters of the policy that were replaced are not in torch's optimiser, which does not update them.
         if learned != {parameter for parameter in group["params"] if parameter.requires_grad}:
             return False
-        variants = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
-        # Learning rate schedulers, among others, replace `step` of the instance.
-        replaced = replaced_method(("step", "zero_grad"), optimizer)
-        own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        hooks = (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks, replaced)
-        steps = {float(state["step"]) for state in optimizer.state.values()}
-        is_whole = len(steps) <= 1 and len(optimizer.state) in (0, len(learned))
-        return is_whole and not any(group.get(name) for name in variants) and not any(hooks)
+        return is_plain_adam(optimizer, len(learned), "decoupled_weight_decay")
 
     def zero_grad(self) -> None:
         """Called before the gradients of each step are computed."""
         if not self.is_overwritten:
             self.memory.zero()
             self.memory.show()
+
+    def freeze_actor(self, is_frozen: bool) -> None:
+        """
+        :param is_frozen: Not used: :func:`can_fuse_steps` leaves updates that freeze the actor to PyTorch
+        """
 
     def clip(self, max_norm: float) -> dict[str, float]:
         """
@@ -170,8 +179,12 @@ class FusedAdamStepper(Stepper):
         self.scale = min(max_norm / (norm + 1e-6), 1.0)
         return {"grad_norm": norm}
 
-    def step(self) -> None:
-        """Make a step with the clipped gradients."""
+    def step(self, is_made: bool) -> None:
+        """
+        :param is_made: Whether the step is made
+        """
+        if not is_made:
+            return
         self.n_steps += 1
         group = self.group
         if self.reached and len(self.reached) != self.n_decayed:
@@ -195,3 +208,47 @@ class FusedAdamStepper(Stepper):
             self.reached.close()
         for state in self.states:
             state["step"].fill_(self.n_steps)
+
+
+def can_fuse_steps(policy: ActorCriticPolicy, memory: GradientMemory, config: UpdateConfig) -> bool:
+    """
+    :param policy: Policy that is updated
+    :param memory: Trainable parameters of the policy, with their gradients
+    :param config: Options of the update
+    :return: Whether the extension module can make the steps of the policy's optimiser
+    """
+    # A fused step updates all parameters, so that it cannot leave out those of a frozen actor.
+    return config.max_clip_fraction is None and FusedAdamStepper.takes(policy.optimizer, memory)
+
+
+def adam_states(optimizer: th.optim.Optimizer, parameters: Sequence[th.Tensor]) -> list[dict[str, Any]]:
+    """
+    :param optimizer: Adam or AdamW of torch
+    :param parameters: Parameters of the optimiser
+    :return: State of each parameter, as torch makes it at the first step
+    """
+    for parameter in parameters:
+        if not optimizer.state[parameter]:
+            zeros = {name: th.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": th.tensor(0.0), **zeros}
+    return [optimizer.state[parameter] for parameter in parameters]
+
+
+def is_plain_adam(optimizer: th.optim.Optimizer, n_learned: int, *variants: str) -> bool:
+    """
+    :param optimizer: Adam or AdamW of torch
+    :param n_learned: Number of trainable parameters
+    :param variants: Further options that the caller does not know
+    :return: Whether nothing but the formula of Adam is in its steps, all parameters have made equally many, and the host knows
+        how many
+    """
+    # Learning rate schedulers, among others, replace `step` of the instance.
+    replaced = replaced_method(("step", "zero_grad"), optimizer)
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks = (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks, replaced)
+    counts = [state.get("step") for state in optimizer.state.values()]
+    if not all(isinstance(count, th.Tensor) and count.device.type == "cpu" for count in counts):
+        return False
+    is_whole = len(counts) in (0, n_learned) and len({float(count) for count in counts}) <= 1
+    unknown = ("amsgrad", "maximize", "capturable", "differentiable", *variants)
+    return is_whole and not any(group.get(name) for group in optimizer.param_groups for name in unknown) and not any(hooks)

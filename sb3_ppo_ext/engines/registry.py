@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from sb3_ppo_ext.common.validation import check_choice
-from sb3_ppo_ext.engines.compiled import CompiledEngine
-from sb3_ppo_ext.engines.device.engine import DeviceEngine
-from sb3_ppo_ext.engines.eager import EagerEngine
 from sb3_ppo_ext.engines.engine import Engine, Setup
-from sb3_ppo_ext.engines.fused import FusedEngine
 from sb3_ppo_ext.engines.native.engine import NativeEngine
+from sb3_ppo_ext.engines.torch_engine import CompiledEngine, DeviceEngine, EagerEngine, FusedEngine
 
 Backend = Literal["auto", "native", "device", "fused", "eager", "compile"]
 ENGINES: dict[str, type[Engine]] = {

@@ -25,8 +25,8 @@ from sb3_ppo_ext.common.observations import in_channels_last, map_observations, 
 from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
 from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
 from sb3_ppo_ext.memory.history import HistoryPolicy, episode_starts_of
-from sb3_ppo_ext.memory.sequence_buffers import SequenceDictRolloutBuffer, SequenceRolloutBuffer, Sequences
 from sb3_ppo_ext.memory.transformer import Cache, Transformer
+from sb3_ppo_ext.memory.windows import Sequences, WindowMemory
 
 # Number of observations that are preprocessed at once where no gradient is needed
 MAX_IMAGES = 64
@@ -96,7 +96,7 @@ class TransformerPolicyMixin(HistoryPolicy):
     critic.
 
     ``evaluate_actions``, ``get_distribution`` and ``predict_values`` take
-    :class:`~sb3_ppo_ext.memory.sequence_buffers.Sequences`, which the rollout buffer returns.
+    :class:`~sb3_ppo_ext.memory.windows.Sequences`, which the rollout buffer returns.
     ``predict`` takes and returns a :class:`Memory` as its state.
 
     :param args: Positional arguments of SB3's policy
@@ -121,8 +121,6 @@ class TransformerPolicyMixin(HistoryPolicy):
         transformers; with ``True``, the default of the others, they share one
     :raises ValueError: if a keyword is not valid
     """
-
-    buffer_classes = (SequenceRolloutBuffer, SequenceDictRolloutBuffer)
 
     def __init__(
         self,
@@ -173,14 +171,9 @@ class TransformerPolicyMixin(HistoryPolicy):
     def _get_constructor_parameters(self) -> dict[str, Any]:
         return {**super()._get_constructor_parameters(), **self.memory_kwargs}
 
-    @property
-    def buffer_kwargs(self) -> dict[str, Any]:
-        """What the rollout buffer keeps for the policy."""
-        return {
-            "context_length": self.context_length,
-            "n_action_features": self.n_action_features,
-            "keeps_rewards": self.use_last_reward,
-        }
+    def make_memory(self) -> WindowMemory:
+        """:return: What a rollout buffer keeps for this policy"""
+        return WindowMemory(self.context_length, self.n_action_features, keeps_rewards=self.use_last_reward)
 
     # From sequences to features
 
@@ -238,16 +231,14 @@ class TransformerPolicyMixin(HistoryPolicy):
                 f"A {type(self).__name__} reads `Sequences`, which PPOExt's rollout buffer returns; single observations lack "
                 "the history: use `predict` with its `state`."
             )
-        features = transformer(self.inputs(sequences, extractor), sequences.episodes).flatten(0, 1)
-        return features if sequences.samples is None else features[sequences.samples]
+        return transformer(self.inputs(sequences, extractor), sequences.episodes).flatten(0, 1)
 
     def _masks_of(self, obs: Any) -> th.Tensor:
         if not isinstance(obs, Sequences):
             return super()._masks_of(obs)
         masks = super()._masks_of(obs.observations)
         n_before = 0 if masks.shape[1] == 1 else self.context_length - 1
-        flat = masks[:, n_before:].flatten(0, 1)
-        return flat if obs.samples is None else flat[obs.samples]
+        return masks[:, n_before:].flatten(0, 1)
 
     def extract_features(self, obs: Any, features_extractor: Any = None) -> Any:
         """

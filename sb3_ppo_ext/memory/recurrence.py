@@ -144,15 +144,27 @@ class Plan(NamedTuple):
         order = np.argsort(-lengths, kind="stable")
         firsts, lasts = (np.cumsum(lengths) - lengths)[order], (np.cumsum(lengths) - 1)[order]
         n_going_on = np.searchsorted(-lengths[order], -np.arange(lengths.max()), side="left")
-        windows, outputs, n_rows = [], np.empty(lengths.sum(), np.int64), 0
+        sizes, rows, outputs, n_rows = [], [], np.empty(lengths.sum(), np.int64), 0
         for start, end in _split(n_going_on, 0, len(n_going_on), rows_of_call):
             n = n_going_on[start]
             steps = firsts[:n] + np.arange(start, end)[:, np.newaxis]
             is_sample = steps <= lasts[:n]
             outputs[steps[is_sample]] = n_rows + np.flatnonzero(is_sample)
-            windows.append(Window(th.from_numpy(np.minimum(steps, lasts[:n]).flatten()).to(device), int(n)))
+            sizes.append(int(n))
+            rows.append(np.minimum(steps, lasts[:n]).flatten())
             n_rows += steps.size
-        return cls(th.from_numpy(order).to(device), windows, th.from_numpy(outputs).to(device))
+        on_device = together(device, order, outputs, *rows)
+        return cls(on_device[0], list(map(Window, on_device[2:], sizes)), on_device[1])
+
+
+def together(device: th.device, *arrays: np.ndarray) -> list[th.Tensor]:
+    """
+    :param device: Device
+    :param arrays: Arrays of indices
+    :return: The same on the device, copied at once and without waiting for it
+    """
+    joined = th.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
+    return list(joined.split([len(array) for array in arrays]))
 
 
 def _split(n_going_on: np.ndarray, start: int, end: int, rows_of_call: float) -> Iterator[tuple[int, int]]:

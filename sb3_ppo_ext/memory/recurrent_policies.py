@@ -40,7 +40,7 @@ from sb3_ppo_ext.memory.recurrence import (
     step,
     without_memory,
 )
-from sb3_ppo_ext.memory.recurrent_buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
+from sb3_ppo_ext.memory.states import StateMemory
 
 Rnn = Literal["lstm", "gru"]
 NETWORKS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
@@ -77,7 +77,6 @@ class RecurrentPolicyMixin(HistoryPolicy):
     :raises ValueError: if a keyword is not valid
     """
 
-    buffer_classes = (RecurrentRolloutBuffer, RecurrentDictRolloutBuffer)
     lstm_actor: nn.RNNBase
     lstm_critic: nn.RNNBase | None
     critic: nn.Linear | None
@@ -141,11 +140,10 @@ class RecurrentPolicyMixin(HistoryPolicy):
         """Number of states of a network: hidden and cell state of an LSTM, the hidden state of a GRU."""
         return 2 if self.rnn == "lstm" else 1
 
-    @property
-    def buffer_kwargs(self) -> dict[str, Any]:
-        """What the rollout buffer keeps for the policy."""
+    def make_memory(self) -> StateMemory:
+        """:return: What a rollout buffer keeps for this policy"""
         n_networks = 1 + (self.lstm_critic is not None)
-        return {"state_shape": (n_networks, self.n_states, self.n_lstm_layers, self.lstm_hidden_size)}
+        return StateMemory((n_networks, self.n_states, self.n_lstm_layers, self.lstm_hidden_size))
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         names = ("lstm_hidden_size", "n_lstm_layers", "shared_lstm", "enable_critic_lstm", "lstm_kwargs", "rnn")

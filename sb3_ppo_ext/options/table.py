@@ -19,11 +19,11 @@ from sb3_ppo_ext.engines.registry import Backend
 from sb3_ppo_ext.options.row import READ, Change, Conflict, Need, When, differs, equals, has_schedule, option, rows_of
 from sb3_ppo_ext.options.values import Bounds, Choice, Dictionary, Flag, Losses, Number, Schedule, Text
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
+from sb3_ppo_ext.rollout.buffer import knows_indices
 from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
 from sb3_ppo_ext.update.extra_losses import reads_next
 from sb3_ppo_ext.update.losses import SurrogateName, VfClipMode
 from sb3_ppo_ext.update.optimizers import OptimizerName
-from sb3_ppo_ext.update.rollout_data import knows_indices
 
 SB3 = "Parameters of SB3's PPO"
 DISTRIBUTION = "Action distribution"

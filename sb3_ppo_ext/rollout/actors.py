@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch as th
@@ -15,14 +15,10 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.observations import map_observations
-from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
-from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
-from sb3_ppo_ext.memory.recurrence import RecurrentStates
-from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
-from sb3_ppo_ext.memory.sequence_buffers import SequenceBufferMixin
-from sb3_ppo_ext.memory.transformer import Cache
-from sb3_ppo_ext.update.bootstrap import Truncation, last_values, terminal_values
+from sb3_ppo_ext.memory.history import Stepper
+from sb3_ppo_ext.rollout.bootstrap import last_values, terminal_values
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class RolloutConfig:
     device: th.device
     num_timesteps: int = 0
     is_watched: bool = True
-    truncations: list[Truncation] | None = None
+    truncations: list[TruncatedEpisodes] | None = None
 
 
 class Action(NamedTuple):
@@ -88,7 +84,7 @@ class Transition(NamedTuple):
 
 
 class Actor(Protocol):
-    """Chooses actions and fills the rollout buffer. The policy is passed at each step, since a callback may replace it."""
+    """Chooses actions and fills the rollout buffer. With ``backend="eager"``, a policy that is replaced acts at once."""
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
         """
@@ -148,29 +144,47 @@ class DivisibleActor(Actor):
         """
 
 
+# From observations on the device to actions, values and log probabilities, as `forward` of SB3's policies
+Act: TypeAlias = Callable[[Any], tuple[th.Tensor, th.Tensor, th.Tensor]]
+
+
 class PolicyActor(Actor):
     """
-    Calls the policy at each step, as SB3 does.
+    Calls the policy at each step and adds the step to the buffer, as SB3 does.
 
     :param buffer: Buffer to fill
     :param config: Options of the rollout
+    :param act: What computes ``forward`` of the policy, ``None`` for the current policy itself
     """
 
-    def __init__(self, buffer: RolloutBuffer, config: RolloutConfig):
-        self.buffer, self.config = buffer, config
+    def __init__(self, buffer: RolloutBuffer, config: RolloutConfig, act: Act | None = None):
+        self.buffer, self.config, self.compute = buffer, config, act
+        self.memory = buffer.memory if isinstance(buffer, TensorRolloutBuffer) else None
+        self.stepper: Stepper | None = None if self.memory is None else self.memory.stepper(config.is_watched)
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
         with th.no_grad():
             obs_tensor = obs_as_tensor(observations, self.config.device)
+            if self.stepper is not None:
+                self._buffer.observe(observations, starts)
             actions, values, log_probs = self._evaluate(policy, obs_tensor, starts, step)
         return Action(obs_tensor, actions.cpu().numpy(), values, log_probs)
 
+    @property
+    def _buffer(self) -> TensorRolloutBuffer:
+        assert isinstance(self.buffer, TensorRolloutBuffer)
+        return self.buffer
+
     def _evaluate(
-        self, policy: ActorCriticPolicy, obs_tensor: Any, starts: np.ndarray, step: int
+        self, policy: ActorCriticPolicy, obs_tensor: Any, starts: Any, step: int
     ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-        return policy(obs_tensor)
+        if self.stepper is not None:
+            return self.stepper(policy, obs_tensor, starts, step)
+        return policy(obs_tensor) if self.compute is None else self.compute(obs_tensor)
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
+        if self.memory is not None:
+            self.memory.note_outcome(policy, transition.step, transition.env_actions, transition.rewards)
         self._bootstrap(policy, transition)
         _, samples, values, log_probs = transition.action
         assert values is not None
@@ -189,149 +203,134 @@ class PolicyActor(Actor):
         environments, observations = zip(*transition.truncated, strict=True)
         # On the CPU, observations are evaluated one at a time, so that results are equal to SB3's bit for bit. On other
         # devices, they are evaluated in one call, which saves a synchronisation for each environment.
-        steps, batched = [transition.step] * len(environments), self.config.device.type != "cpu"
-        values = terminal_values(policy, self.buffer, steps, environments, observations, batched)
-        for index, value in zip(environments, values, strict=True):
+        rows = [transition.step * self.buffer.n_envs + index for index in environments]
+        episodes = terminal_values(policy, self.buffer, rows, observations, batched=self.config.device.type != "cpu")
+        for index, value in zip(environments, episodes.values.cpu().unsqueeze(1), strict=True):
             transition.rewards[index] += transition.gamma * value
-        note_truncations(self.config, steps, environments, observations, values.flatten().tolist())
+        note_truncations(self.config, episodes)
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+        if self.memory is not None:
+            self.memory.note_episodes(self.buffer.episode_starts, dones, self.config.num_timesteps)
         with th.no_grad():
             values = last_values(policy, self.buffer, observations, dones)
         self.buffer.compute_returns_and_advantage(last_values=values, dones=dones)
         return values
 
+    def further_locals(self) -> dict[str, Any]:
+        return {} if self.stepper is None else self.stepper.further_locals()
 
-class CachedPolicy:
+
+class DeviceActor(PolicyActor):
     """
-    Evaluates a history-based policy step by step. Each step is computed once. If parameters change during the rollout, the
-    steps that the policy can still see are computed again.
-
-    :param buffer: Buffer that returns sequences
-    :param is_watched: Whether user code may change parameters in ways that torch does not track
-    """
-
-    def __init__(self, buffer: Any, is_watched: bool):
-        self.buffer = buffer
-        self.weights = WeightWatch(by_value=is_watched)
-        self.caches: list[Cache] = []
-
-    def __call__(self, policy: Any, step: int) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-        """
-        :param policy: Current policy
-        :param step: Step of the rollout, whose observations are in the buffer
-        :return: Actions, values and log probabilities, as ``forward`` of SB3's policies returns them
-        """
-        assert isinstance(policy, TransformerPolicyMixin)
-        if self.weights.have_changed(policy):
-            self.caches = self._filled_caches(policy, step)
-        return policy.act(self.buffer.sequences_at(step), self.caches)
-
-    def _filled_caches(self, policy: TransformerPolicyMixin, step: int) -> list[Cache]:
-        """Caches of the transformers, filled with the steps before this one."""
-        buffer, transformers = self.buffer, policy.transformers()
-        capacity = buffer.n_before + buffer.buffer_size - step
-        caches = [Cache(transformer, buffer.n_envs, capacity) for _, transformer in transformers]
-        if buffer.n_before == 0:
-            return caches
-        inputs: list[list[th.Tensor]] = [[] for _ in transformers]
-        episodes = []
-        for sequences in buffer.sequences_before(step):
-            episodes.append(sequences.episodes)
-            for parts, (extractor, _) in zip(inputs, transformers, strict=True):
-                parts.append(policy.inputs(sequences, extractor))
-        for parts, (_, transformer), cache in zip(inputs, transformers, caches, strict=True):
-            transformer(th.cat(parts), th.cat(episodes), cache)
-        return caches
-
-
-class HistoryActor(PolicyActor):
-    """
-    Evaluates a history-based policy step by step, see :class:`CachedPolicy`.
+    Calls the policy at each step of a rollout on a device. Observations are copied to the device, and actions from it;
+    everything else stays where it is. Rewards and ends of episodes are copied at the end of the rollout.
 
     :param buffer: Buffer to fill
     :param config: Options of the rollout
+    :param act: What computes ``forward`` of the policy, ``None`` for the current policy itself
     """
 
-    buffer: SequenceBufferMixin
+    def __init__(self, buffer: RolloutBuffer, config: RolloutConfig, act: Act | None = None):
+        super().__init__(buffer, config, act)
+        self.rewards = np.zeros((buffer.buffer_size, buffer.n_envs), np.float32)
+        self.starts = np.zeros_like(self.rewards)
+        self.gamma = buffer.gamma
+        # Rows and terminal observations of truncated episodes that have not been evaluated yet
+        self.truncated: list[tuple[int, Any]] = []
+        self.staging: Any = None
+        # Observations of the last step, already in the buffer
+        self.observations: Any = None
 
-    def __init__(self, buffer: RolloutBuffer, config: RolloutConfig):
-        super().__init__(buffer, config)
-        self.cached = CachedPolicy(buffer, config.is_watched)
+    def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+        with th.no_grad():
+            # Without a memory, the starts of episodes are copied at the end of the rollout.
+            known = None if self.stepper is None else th.as_tensor(np.asarray(starts, np.float32))
+            obs_tensor = self._buffer.observe(self._staged(observations), known)
+            self.observations = observations
+            if known is not None:
+                known = self._buffer.tensors["episode_starts"][step]
+            samples, values, log_probs = self._evaluate(policy, obs_tensor, known, step)
+        self._buffer.record(samples, values, log_probs)
+        return Action(obs_tensor, samples.cpu().numpy(), values, log_probs)
 
-    def _evaluate(
-        self, policy: ActorCriticPolicy, obs_tensor: Any, starts: np.ndarray, step: int
-    ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-        self.buffer.keep_observations(step, map_observations(lambda part: part.cpu().numpy(), obs_tensor), starts)
-        return self.cached(policy, step)
+    def _staged(self, observations: Any) -> Any:
+        """Observations on a GPU, by way of page-locked memory, from which it copies them while the host continues."""
+        if self.config.device.type != "cuda":
+            return observations
+        if self.staging is None:
+            # Arrays keep their strides, as those of transposed images, which the GPU then brings into order.
+            self.staging = map_observations(lambda part: th.from_numpy(np.array(part)).pin_memory(), observations)
+        # The copy of the step before has ended, since the host has waited for its actions.
+        map_observations(lambda pinned, part: np.copyto(pinned.numpy(), part), self.staging, observations)
+        return map_observations(lambda pinned: pinned.to(self.config.device, non_blocking=True), self.staging)
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
-        assert isinstance(policy, TransformerPolicyMixin)
-        encoded = policy.encode_actions(transition.env_actions) if policy.use_last_action else None
-        # Called before rewards are bootstrapped
-        self.buffer.keep_outcome(transition.step, encoded, transition.rewards)
-        super().record(policy, transition)
+        buffer, step = self._buffer, transition.step
+        self.gamma = transition.gamma
+        if transition.observations is not self.observations:
+            starts = None if self.memory is None else np.asarray(transition.starts, np.float32)
+            buffer.observe(transition.observations, starts)
+        self.rewards[step], self.starts[step] = transition.rewards, transition.starts
+        if self.memory is not None:
+            self.memory.note_outcome(policy, step, transition.env_actions, self.rewards[step])
+        if self.config.is_watched:
+            # User code may have written into its arrays, and may read all of them at the next step.
+            _, samples, values, log_probs = transition.action
+            assert values is not None
+            assert log_probs is not None
+            buffer.record(th.from_numpy(samples), values, log_probs)
+            buffer.tensors["rewards"][step].copy_(th.from_numpy(self.rewards[step]))
+            buffer.tensors["episode_starts"][step].copy_(th.from_numpy(self.starts[step]))
+        self.truncated += [(step * buffer.n_envs + index, observation) for index, observation in transition.truncated]
+        if self.config.is_watched:
+            # It may also change the parameters before the end of the rollout.
+            self._bootstrap_all(policy)
+        buffer.pos, buffer.full = step + 1, step + 1 == buffer.buffer_size
+
+    def _bootstrap_all(self, policy: ActorCriticPolicy) -> None:
+        if not self.truncated:
+            return
+        rows, observations = zip(*self.truncated, strict=True)
+        self.truncated = []
+        episodes = terminal_values(policy, self.buffer, rows, observations, batched=True)
+        self._buffer.tensors["rewards"].view(-1)[episodes.rows] += self.gamma * episodes.values
+        note_truncations(self.config, episodes)
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
-        self.buffer.context_watch.note(self.buffer.episode_starts, dones, self.config.num_timesteps)
-        return super().finish(policy, observations, dones)
+        buffer, device = self._buffer, self.config.device
+        last = np.asarray(dones, np.float32)[np.newaxis]
+        from_host = th.from_numpy(np.stack([self.rewards, self.starts, np.broadcast_to(last, self.starts.shape)])).to(device)
+        if not self.config.is_watched:  # User code may have written into the buffer, which has them already.
+            buffer.tensors["rewards"].copy_(from_host[0])
+            buffer.tensors["episode_starts"].copy_(from_host[1])
+        self._bootstrap_all(policy)
+        with th.no_grad():
+            values = last_values(policy, buffer, observations, from_host[2, 0])
+        if self.memory is not None:
+            self.memory.note_episodes(self.starts, dones, self.config.num_timesteps)
+        buffer.compute_returns_and_advantage(last_values=values, dones=from_host[2, 0])
+        return values
 
 
-class RecurrentActor(PolicyActor):
-    """
-    Passes the states of a recurrent policy from step to step, and keeps them in the buffer.
-
-    :param buffer: Buffer to fill, with the states before the first step
-    :param config: Options of the rollout
-    """
-
-    buffer: RecurrentBufferMixin
-
-    def __init__(self, buffer: RolloutBuffer, config: RolloutConfig):
-        super().__init__(buffer, config)
-        self.states: RecurrentStates = self.buffer.states_before(0)
-        self.starts: th.Tensor | None = None
-
-    def _evaluate(
-        self, policy: ActorCriticPolicy, obs_tensor: Any, starts: np.ndarray, step: int
-    ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-        recurrent: Any = policy
-        self.starts = th.tensor(starts, dtype=th.float32, device=self.config.device)
-        actions, values, log_probs, self.states = recurrent(obs_tensor, self.states, self.starts)
-        self.buffer.keep_states(step + 1, self.states)
-        return actions, values, log_probs
-
-    def further_locals(self) -> dict[str, Any]:
-        """:return: States after the step and starts of episodes, with the names of RecurrentPPO"""
-        return {"lstm_states": self.states, "episode_starts": self.starts}
-
-
-def make_actor(buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
+def make_actor(buffer: RolloutBuffer, config: RolloutConfig, act: Act | None = None) -> Actor:
     """
     :param buffer: Buffer to fill
     :param config: Options of the rollout
-    :return: Actor that calls the policy of this buffer at each step
+    :param act: What computes ``forward`` of the policy on a device, ``None`` for the current policy itself
+    :return: Actor that calls the policy at each step
     """
-    if isinstance(buffer, RecurrentBufferMixin):
-        return RecurrentActor(buffer, config)
-    return HistoryActor(buffer, config) if isinstance(buffer, SequenceBufferMixin) else PolicyActor(buffer, config)
+    if isinstance(buffer, TensorRolloutBuffer) and buffer.storage.type != "cpu":
+        return DeviceActor(buffer, config, act)
+    return PolicyActor(buffer, config)
 
 
-def note_truncations(
-    config: RolloutConfig,
-    steps: Sequence[int],
-    environments: Sequence[int],
-    observations: Sequence[Any],
-    values: Sequence[float],
-) -> None:
+def note_truncations(config: RolloutConfig, episodes: TruncatedEpisodes) -> None:
     """
     Add truncated episodes to the list of the configuration, if there is one.
 
     :param config: Options of the rollout, with the list
-    :param steps: Steps of the rollout at which episodes were truncated, length n
-    :param environments: Indices of the environments of these episodes, length n
-    :param observations: Terminal observations of these episodes, length n
-    :param values: Values of the terminal observations, length n
+    :param episodes: Truncated episodes
     """
     if config.truncations is not None:
-        config.truncations.extend(map(Truncation, steps, environments, observations, values))
+        config.truncations.append(episodes)

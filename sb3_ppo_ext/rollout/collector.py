@@ -19,14 +19,14 @@ from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, reset_after_errors, restored_if_refused
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
-from sb3_ppo_ext.memory.recurrent_buffers import RecurrentBufferMixin
+from sb3_ppo_ext.memory.states import StateMemory
 from sb3_ppo_ext.rollout.action_masks import ActionMasks
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
+from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes
 from sb3_ppo_ext.rollout.overlap import overlapped_collection
 from sb3_ppo_ext.rollout.shared_rollout import SharedRollout
 from sb3_ppo_ext.rollout.step_checks import StepChecks
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
-from sb3_ppo_ext.update.bootstrap import Truncation
 
 
 class RolloutCollector(OnPolicyAlgorithm):
@@ -36,7 +36,7 @@ class RolloutCollector(OnPolicyAlgorithm):
     """
 
     # Truncated episodes of the last rollout; None if they are not needed
-    _truncations: list[Truncation] | None = None
+    _truncations: list[TruncatedEpisodes] | None = None
     # Ranks of a distributed training
     ranks: Ranks = SINGLE
     _shared_rollout: SharedRollout | None = None
@@ -60,12 +60,14 @@ class RolloutCollector(OnPolicyAlgorithm):
         States of a recurrent policy after the last step, under the name of RecurrentPPO, which may be assigned or changed in
         place; ``None`` for other policies.
         """
-        return getattr(self.rollout_buffer, "last_states", None)
+        memory = getattr(self.rollout_buffer, "memory", None)
+        return memory.show_states(self.rollout_buffer.pos) if isinstance(memory, StateMemory) else None
 
     @_last_lstm_states.setter
     def _last_lstm_states(self, states: Any) -> None:
-        if isinstance(self.rollout_buffer, RecurrentBufferMixin):
-            self.rollout_buffer.last_states = states
+        memory = getattr(self.rollout_buffer, "memory", None)
+        if isinstance(memory, StateMemory):
+            memory.set_states(self.rollout_buffer.pos, states)
 
     def collect_rollouts(
         self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int

@@ -21,12 +21,11 @@ from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.action_masks import leave_choices, refuse_empty
-from sb3_ppo_ext.rollout.actors import CachedPolicy
+from sb3_ppo_ext.rollout.bootstrap import last_values, values_again
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes, copy_into
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
-from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes, copy_into
-from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer, TensorSequenceRollout
 
 # Entry of the log for which SB3 logs the rate
 SUCCESS = "is_success"
@@ -49,7 +48,7 @@ class TensorsAfter(NamedTuple):
 class TensorRolloutCollector(RolloutCollector):
     """
     An on-policy algorithm that collects rollouts from a :class:`~sb3_ppo_ext.TensorVecEnv` into a
-    :class:`~sb3_ppo_ext.update.tensor_rollout.TensorRolloutBuffer` without leaving the device, and from all other
+    :class:`~sb3_ppo_ext.rollout.buffer.TensorRolloutBuffer` without leaving the device, and from all other
     environments as its parent does.
     """
 
@@ -58,11 +57,17 @@ class TensorRolloutCollector(RolloutCollector):
 
     def _collect(self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int) -> bool:
         is_known = type(self)._update_info_buffer is RolloutCollector._update_info_buffer and unscales_as_known(self.policy)
-        if not steps_in_tensors(env) or not isinstance(rollout_buffer, TensorRolloutBuffer) or not is_known:
+        takes_tensors = isinstance(rollout_buffer, TensorRolloutBuffer) and self._collects_tensors()
+        if not steps_in_tensors(env) or not takes_tensors or not is_known:
             self._tensors_after = None
             return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
+        assert isinstance(rollout_buffer, TensorRolloutBuffer)
         with reset_after_errors(self):
             return TensorCollection(self, env, callback, rollout_buffer, n_rollout_steps).run()
+
+    def _collects_tensors(self) -> bool:
+        """Whether rollouts from tensor environments stay on their device, instead of being those of SB3 in NumPy."""
+        return True
 
     def _make_act(self) -> Any:
         """Function from observations to actions, values and log probabilities."""
@@ -75,11 +80,6 @@ class TensorRolloutCollector(RolloutCollector):
         starts = th.as_tensor(self._last_episode_starts, device=self.device)
         last_observations = self._seen_by_critic(self._last_obs, self.n_envs)
         return obs_as_tensor(last_observations, self.device), starts
-
-    def _tensor_rollout(self, buffer: TensorRolloutBuffer) -> TensorRollout:
-        if isinstance(buffer, TensorSequenceBuffer):
-            return TensorSequenceRollout(buffer, *self._last_tensors(), self.gamma)
-        return TensorRollout(buffer, *self._last_tensors(), self.gamma)
 
 
 class ShownStep:
@@ -118,7 +118,8 @@ class TensorCollection:
         space = self.space = model._sample_space
         # Bounds of the actions, `None` if there are none
         self.bounds = bounds_on_device(space.low, space.high, env.device) if isinstance(space, spaces.Box) else None
-        self.cached = CachedPolicy(buffer, self.is_watched) if isinstance(buffer, TensorSequenceBuffer) else None
+        self.memory = buffer.memory
+        self.stepper = None if self.memory is None else self.memory.stepper(self.is_watched)
         self.mask_key: str | None = model.action_mask_key
         self.choices = choices_of(space) if self.mask_key is not None else []
         # Ends of episodes, ends by truncation, returns, lengths and successes at each step
@@ -140,21 +141,22 @@ class TensorCollection:
         model, env, buffer = self.model, self.env, self.buffer
         model.policy.set_training_mode(False)
         buffer.reset()
+        if model._truncations is not None:
+            model._truncations.clear()
         if model.use_sde:
             model.policy.reset_noise(env.num_envs)
         self.callback.on_rollout_start()
         observations, starts = model._last_tensors()
         self.first_starts, model._tensors_after = np.array(model._last_episode_starts, bool), None
 
+        # What a callback puts in the place of the policy acts from the next rollout on.
         act, policy = model._make_act(), model.policy
         for step in range(self.n_steps):
-            if model.policy is not policy:  # replaced by a callback
-                act, policy = model._make_act(), model.policy
             if model.use_sde and model.sde_sample_freq > 0 and step % model.sde_sample_freq == 0:
-                model.policy.reset_noise(env.num_envs)
+                policy.reset_noise(env.num_envs)
             seen = buffer.observe(observations, starts)
             with th.no_grad():
-                samples, values, log_probs = act(seen) if self.cached is None else self.cached(model.policy, step)
+                samples, values, log_probs = act(seen) if self.stepper is None else self.stepper(policy, seen, starts, step)
                 env_actions = self._for_env(samples)
             for call in model._before_step:
                 call()
@@ -181,10 +183,8 @@ class TensorCollection:
             model._update_info_buffer(shown.infos.get(), dones.cpu().numpy())
         result = shown.result._replace(observations=shown.new_obs.tensors(), rewards=shown.rewards.tensors())
         buffer.record(shown.samples.tensors(), values, log_probs)
-        if isinstance(buffer, TensorSequenceBuffer):
-            actions = shown.env_actions.tensors()
-            encoded = model.policy.encode_action_tensors(actions) if model.policy.use_last_action else None
-            buffer.keep_outcome(step, encoded, result.rewards)
+        if self.memory is not None:
+            self.memory.note_outcome(model.policy, step, shown.env_actions.tensors(), result.rewards)
         buffer.end_step(result.rewards)
         self._keep_ends(step, result, dones)
         return result.observations, dones
@@ -229,6 +229,7 @@ class TensorCollection:
             rewards=shown.rewards,
             dones=shown.dones,
             infos=shown.infos,
+            **({} if self.stepper is None else self.stepper.further_locals()),
         )
 
     # Ends of episodes
@@ -251,8 +252,8 @@ class TensorCollection:
         if self.final_values is not None:
             with th.no_grad():
                 seen = map_observations(lambda rows: rows[step], self._terminal_observations())
-                inputs = self.buffer.after_step(step, seen, th.zeros_like(dones))
-                values = self.model.policy.predict_values(inputs).flatten()
+                rows = step * self.env.num_envs + th.arange(self.env.num_envs, device=dones.device)
+                values = values_again(self.model.policy, self.buffer, TruncatedEpisodes(rows, seen, self.final_values[step]))
             self.final_values[step] = values
             cut_off = result.truncated & ~result.terminated
             self.buffer.tensors["rewards"][step] += self.model.gamma * th.where(cut_off, values, 0.0)
@@ -284,11 +285,11 @@ class TensorCollection:
         if len(rows):
             self._bootstrap(rows)
         with th.no_grad():
-            inputs = buffer.after_step(self.n_steps - 1, observations, dones)
-            buffer.compute_returns_and_advantage(last_values=model.policy.predict_values(inputs), dones=dones)
-        if isinstance(buffer, TensorSequenceBuffer):
+            values = last_values(model.policy, buffer, observations, dones)
+            buffer.compute_returns_and_advantage(last_values=values, dones=dones)
+        if self.memory is not None:
             starts = np.concatenate([self.first_starts[np.newaxis], ended[:-1] > 0])
-            buffer.context_watch.note(starts, ended[-1] > 0, model.num_timesteps - ended.size)
+            self.memory.note_episodes(starts, ended[-1] > 0, model.num_timesteps - ended.size)
         self._keep_last(observations, dones, ended[-1])
 
     def _keep_last(self, observations: Any, starts: th.Tensor, starts_on_host: np.ndarray) -> None:
@@ -344,12 +345,13 @@ class TensorCollection:
         terminal = map_observations(lambda part: part.flatten(0, 1)[on_device], self._terminal_observations())
         if self.final_values is not None:
             # They have been added at each step, since user code may read the rewards.
-            self.buffer.truncated = TruncatedEpisodes(on_device, terminal, self.final_values.flatten()[on_device])
-            return
-        with th.no_grad():
-            inputs = self.buffer.after(on_device, terminal, th.zeros_like(on_device, dtype=th.bool))
-            values = self.model.policy.predict_values(inputs).flatten()
-        self.buffer.bootstrap(TruncatedEpisodes(on_device, terminal, values), self.model.gamma)
+            values = self.final_values.flatten()[on_device]
+        else:
+            with th.no_grad():
+                values = values_again(self.model.policy, self.buffer, TruncatedEpisodes(on_device, terminal, on_device))
+            self.buffer.tensors["rewards"].view(-1)[on_device] += self.model.gamma * values
+        if self.model._truncations is not None:
+            self.model._truncations.append(TruncatedEpisodes(on_device, terminal, values))
 
     def _refuse(self, last_observations: Any) -> None:
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -12,7 +11,8 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.distributions import parameters
 from sb3_ppo_ext.policies.actor_critic import evaluator
-from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize_over, vtrace
+from sb3_ppo_ext.rollout.gae import vtrace
+from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize_over
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.losses import PENALTIES
 from sb3_ppo_ext.update.metrics import Metrics
@@ -32,8 +32,6 @@ class Estimates:
     :param normalizer: Moving averages for ``advantage_norm="ema"``, ``None`` for other kinds of normalisation
     """
 
-    segments_class: Any = PrioritizedSegments
-
     def __init__(
         self,
         policy: ActorCriticPolicy,
@@ -48,7 +46,7 @@ class Estimates:
         self.advantages: th.Tensor | None = None
         self.returns: th.Tensor | None = None
         # Segments with priorities; None if minibatches are drawn uniformly
-        self.segments: Any = None
+        self.segments: PrioritizedSegments | None = None
         # Parameters of the old action distributions, shape (n_samples, n); None if no loss reads them, or the distribution
         # has no KL divergence in closed form
         self.old_distribution: th.Tensor | None = None
@@ -67,28 +65,27 @@ class Estimates:
             return
         raw = self._raw_advantages()
         if config.vtrace:
-            raw, returns = self._vtrace()
-            self.returns = self.rollout.buffer.to_torch(returns)
+            raw, self.returns = self._vtrace()
         if config.priority_alpha > 0:
             self.segments = self._prioritized_segments(raw)
         if config.vtrace or (config.normalize_advantage and config.advantage_norm != "minibatch"):
-            self.advantages = self._normalized(self.rollout.buffer.to_torch(raw), epoch)
+            self.advantages = self._normalized(raw, epoch)
 
     def advantages_to_normalize(self) -> th.Tensor:
         """:return: Advantages of all samples, before minibatches are normalised, shape ``(n_samples,)``"""
-        return self.rollout.buffer.to_torch(self._raw_advantages()) if self.advantages is None else self.advantages
+        return self._raw_advantages() if self.advantages is None else self.advantages
 
-    def _raw_advantages(self) -> Any:
-        return self.rollout.buffer.advantages.flatten()
+    def _raw_advantages(self) -> th.Tensor:
+        return _flat(self.rollout.columns["advantages"])
 
-    def _prioritized_segments(self, advantages: Any) -> Any:
+    def _prioritized_segments(self, advantages: th.Tensor) -> PrioritizedSegments:
         config = self.config
         length = min(config.priority_segment, self.rollout.buffer.buffer_size, config.step_size * config.ranks.size)
         by_time = self.rollout.time_major(advantages)
         if config.ranks.are_several:
-            on_host = by_time.cpu().numpy() if isinstance(by_time, th.Tensor) else by_time
-            return SharedPrioritizedSegments(on_host, length, config.priority_alpha, config.priority_beta, config.ranks)
-        return self.segments_class(by_time, length, config.priority_alpha, config.priority_beta)
+            return SharedPrioritizedSegments(by_time.cpu(), length, config.priority_alpha, config.priority_beta, config.ranks)
+        by_time = by_time.to(self.rollout.device_of_draws)
+        return PrioritizedSegments(by_time, length, config.priority_alpha, config.priority_beta)
 
     def _normalized(self, advantages: th.Tensor, epoch: int) -> th.Tensor:
         normalizer = self.normalizer
@@ -101,42 +98,34 @@ class Estimates:
             return normalize_over(self.config.ranks, advantages)
         return advantages
 
-    def _vtrace(self) -> tuple[Any, Any]:
+    def _vtrace(self) -> tuple[th.Tensor, th.Tensor]:
         """Advantages and returns under the current policy and critic, both of shape ``(n_samples,)``."""
-        config, rollout, buffer = self.config, self.rollout, self.rollout.buffer
-        values, log_probs, last_values, rewards = self._under_current_policy()
-        advantages, returns = vtrace(
-            rewards,
-            values,
-            log_probs - rollout.time_major(buffer.log_probs),
-            buffer.episode_starts,
-            last_values,
-            rollout.last_dones,
-            buffer.gamma,
-            buffer.gae_lambda,
-            config.vtrace_rho,
-            config.vtrace_c,
-        )
-        return advantages.T.flatten(), returns.T.flatten()
-
-    def _under_current_policy(self) -> tuple[Any, Any, Any, Any]:
-        """Values and log probabilities by time, last values and bootstrapped rewards."""
-        policy, rollout = self.policy, self.rollout
+        config, policy, rollout = self.config, self.policy, self.rollout
 
         def values_and_log_probs(data: RolloutBufferSamples) -> th.Tensor:
-            actions = actions_of(data, self.config.discrete_actions)
+            actions = actions_of(data, config.discrete_actions)
             values, log_probs, _ = evaluator(policy)(data.observations, actions)
             return th.stack([values.flatten(), log_probs], dim=1)
 
         with self._as_while_collecting():
             evaluated = rollout.evaluate(values_and_log_probs)
+            assert evaluated is not None
             last_values, rewards = rollout.last_values(policy), rollout.rewards(policy)
-        assert evaluated is not None
-        values, log_probs = (rollout.time_major(part) for part in self._to_estimate(evaluated).T)
-        return values, log_probs, last_values, rewards
-
-    def _to_estimate(self, evaluated: th.Tensor) -> Any:
-        return evaluated.cpu().numpy()
+        values, log_probs = (rollout.time_major(part) for part in evaluated.T)
+        columns, buffer = rollout.columns, rollout.buffer
+        advantages, returns = vtrace(
+            rewards,
+            values,
+            log_probs - columns["log_probs"],
+            columns["episode_starts"],
+            last_values,
+            th.as_tensor(rollout.last_dones, device=values.device),
+            buffer.gamma,
+            buffer.gae_lambda,
+            config.vtrace_rho,
+            config.vtrace_c,
+        )
+        return _flat(advantages), _flat(returns)
 
     @contextmanager
     def _as_while_collecting(self) -> Iterator[None]:
@@ -145,3 +134,8 @@ class Estimates:
         with th.no_grad():
             yield
         self.policy.set_training_mode(True)
+
+
+def _flat(by_time: th.Tensor) -> th.Tensor:
+    """From shape ``(n_steps, n_envs)`` to the order of the samples, shape ``(n_samples,)``."""
+    return by_time.T.reshape(-1)

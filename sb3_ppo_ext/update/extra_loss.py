@@ -11,7 +11,7 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import PyTorchObs
 
 from sb3_ppo_ext.memory.recurrence import RecurrentSequences
-from sb3_ppo_ext.memory.sequence_buffers import Sequences
+from sb3_ppo_ext.memory.windows import Sequences
 from sb3_ppo_ext.update.losses import LossConfig, LossInputs, check_differentiable
 
 

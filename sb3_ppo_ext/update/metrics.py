@@ -1,6 +1,5 @@
 """Metrics that are collected during an update."""
 
-import math
 from collections import defaultdict
 
 import numpy as np
@@ -119,25 +118,3 @@ class Metrics(defaultdict[str, list[th.Tensor]]):
         if counts is None or len(numbers) == 1 or len(counts) < len(numbers):
             return np.ones(len(numbers))
         return counts[len(counts) - len(numbers) :]
-
-    def lengths(self) -> dict[str, int]:
-        """:return: Number of values of each metric, for :meth:`bad_since` and :meth:`forget_since`"""
-        return {name: len(values) for name, values in self.items()}
-
-    def bad_since(self, lengths: dict[str, int], name: str) -> float:
-        """
-        :param lengths: Earlier result of :meth:`lengths`
-        :param name: Name of a metric that has new values since then
-        :return: First new value that is not finite, or else the last value
-        """
-        numbers = [value.item() for value in self[name][lengths.get(name, 0) :]]
-        return next((number for number in numbers if not math.isfinite(number)), numbers[-1])
-
-    def forget_since(self, lengths: dict[str, int]) -> None:
-        """
-        Remove the values that were added since a call of :meth:`lengths`.
-
-        :param lengths: Earlier result of :meth:`lengths`
-        """
-        for name, values in self.items():
-            del values[lengths.get(name, 0) :]

@@ -1,5 +1,6 @@
 """Drawing minibatches from a rollout: shuffled, or as prioritised segments of trajectories."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from sb3_ppo_ext.distributed.ranks import Ranks
 
 # Indices of the samples of a minibatch in the flattened rollout (``env * n_steps + step``), and their importance weights
-Draw = tuple[np.ndarray, np.ndarray | None]
+Draw = tuple[th.Tensor, th.Tensor | None]
 
 
 class Minibatch(NamedTuple):
@@ -33,22 +34,10 @@ class Minibatch(NamedTuple):
     continues: th.Tensor | None = None
 
 
-def shuffled(n_samples: int, batch_size: int) -> Iterator[Draw]:
-    """
-    Draw the minibatches of one epoch, with every sample once, in the same order as SB3.
-
-    :param n_samples: Number of samples in the rollout
-    :param batch_size: Number of samples in a minibatch; the last one may be smaller
-    :return: Draws of the epoch, without weights
-    """
-    indices = np.random.permutation(n_samples)
-    for start in range(0, n_samples, batch_size):
-        yield indices[start : start + batch_size], None
-
-
 class PrioritizedSegments:
     """
-    Draws segments of trajectories, those with large advantages more often.
+    Draws segments of trajectories, those with large advantages more often, on the device of the advantages. If the number of
+    steps is not a multiple of the length, the host has to wait for each draw.
 
     A segment consists of ``length`` consecutive steps of one environment (the last one of a rollout may be shorter). Its
     probability ``p`` is proportional to ``(sum |A|)^alpha``, mixed with a uniform part of :attr:`UNIFORM`. The segments of a
@@ -66,24 +55,28 @@ class PrioritizedSegments:
 
     UNIFORM = 0.05
 
-    def __init__(self, advantages: np.ndarray, length: int, alpha: float, beta: float):
-        n_steps, n_envs = advantages.shape
-        starts = np.arange(0, n_steps, length)
-        sums = np.add.reduceat(np.abs(advantages), starts, axis=0).T.flatten().astype(np.float64)
-        steps = np.minimum(starts + length, n_steps) - starts
-        self.length, self.beta = length, beta
-        # Where random numbers come from
-        self.random: Any = np.random
-        self.firsts = (np.arange(n_envs)[:, np.newaxis] * n_steps + starts).flatten()
-        self.lengths = np.tile(steps, n_envs)
+    def __init__(self, advantages: th.Tensor, length: int, alpha: float, beta: float):
+        (n_steps, n_envs), device = advantages.shape, advantages.device
+        self.n_samples, self.length, self.beta = n_steps * n_envs, length, beta
+        starts = th.arange(0, n_steps, length, device=device)
+        self.is_even = n_steps % length == 0
+        # Whether draws consist of blocks of this length
+        self.is_whole = self.is_even
+        padding = -n_steps % length
+        absolute = th.nn.functional.pad(advantages.abs().T, (0, padding))
+        sums = absolute.reshape(n_envs, len(starts), length).sum(dim=2).flatten()
+        self.firsts = (th.arange(n_envs, device=device).unsqueeze(1) * n_steps + starts).flatten()
+        self.lengths = (n_steps - starts).clamp(max=length).repeat(n_envs)
         self.probabilities = self._probabilities(sums, alpha)
+        # Where random numbers come from, `None` for the generator of the device
+        self.generator: th.Generator | None = None
 
-    def _probabilities(self, sums: np.ndarray, alpha: float) -> np.ndarray:
-        n = len(sums)
+    def _probabilities(self, sums: th.Tensor, alpha: float) -> th.Tensor:
+        largest, n = sums.max(), len(sums)
         # Sums are scaled first so that the power cannot overflow. They are ignored if all are 0, or one is not finite.
-        priorities = (sums / sums.max()) ** alpha if 0 < sums.max() < np.inf else np.ones(n)
-        probabilities: np.ndarray = (1 - self.UNIFORM) * priorities / priorities.sum() + self.UNIFORM / n
-        return probabilities
+        is_usable = (largest > 0) & th.isfinite(largest)
+        priorities = th.where(is_usable, (sums / largest) ** float(alpha), 1.0)
+        return (1 - self.UNIFORM) * priorities / priorities.sum() + self.UNIFORM / n
 
     def epoch(self, batch_size: int) -> Iterator[Draw]:
         """
@@ -96,17 +89,21 @@ class PrioritizedSegments:
         n = len(self.firsts)
         n_drawn = min(max(batch_size // self.length, 1), n)
         weights = inclusion_probabilities(self.probabilities, n_drawn) ** -self.beta
-        for _ in range(-(-self.lengths.sum() // batch_size)):
+        for _ in range(-(-self.n_samples // batch_size)):
             # The first arrivals of an exponential race are a sample without replacement (Efraimidis and Spirakis, 2006).
-            arrivals = self.random.exponential(size=n) / self.probabilities
-            drawn = np.argpartition(arrivals, n_drawn - 1)[:n_drawn]
+            arrivals = th.empty_like(self.probabilities).exponential_(generator=self.generator) / self.probabilities
+            drawn = arrivals.topk(n_drawn, largest=False, sorted=False).indices
             yield self._samples(drawn, weights[drawn])
 
-    def _samples(self, drawn: np.ndarray, weights: np.ndarray) -> Draw:
-        lengths = self.lengths[drawn]
-        indices = np.concatenate([np.arange(first, first + n) for first, n in zip(self.firsts[drawn], lengths, strict=True)])
-        weights = np.repeat(weights, lengths)
-        return indices, (weights / weights.mean()).astype(np.float32)
+    def _samples(self, drawn: th.Tensor, weights: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
+        steps = th.arange(self.length, device=drawn.device)
+        indices = self.firsts[drawn].unsqueeze(1) + steps
+        weights = weights.unsqueeze(1).expand_as(indices)
+        if not self.is_even:
+            is_in_segment = steps < self.lengths[drawn].unsqueeze(1)
+            indices, weights = indices[is_in_segment], weights[is_in_segment]
+        weights = weights.flatten()
+        return indices.flatten(), weights / weights.mean()
 
 
 class SharedPrioritizedSegments(PrioritizedSegments):
@@ -114,20 +111,20 @@ class SharedPrioritizedSegments(PrioritizedSegments):
     :class:`PrioritizedSegments` of all ranks of a distributed training. Each rank makes the same draws and gets its own part
     of them, so that a rank with larger advantages gets more samples.
 
-    :param advantages: Raw advantages of this rank, shape ``(n_steps, n_envs)``
+    :param advantages: Raw advantages of this rank, on the host, shape ``(n_steps, n_envs)``
     :param length: Number of steps in a segment, at least 1
     :param alpha: Exponent of the priorities
     :param beta: Exponent of the importance weights
     :param ranks: Ranks of the training
     """
 
-    # Parts of draws are of any length.
-    is_even = False
-
-    def __init__(self, advantages: np.ndarray, length: int, alpha: float, beta: float, ranks: Ranks):
-        super().__init__(np.concatenate(ranks.gather(advantages), axis=1), length, alpha, beta)
-        self.ranks, self.n_own = ranks, advantages.size
-        self.random = np.random.RandomState(ranks.gather(np.random.randint(2**31))[0])
+    def __init__(self, advantages: th.Tensor, length: int, alpha: float, beta: float, ranks: Ranks):
+        of_all = np.concatenate(ranks.gather(advantages.numpy()), axis=1)
+        super().__init__(th.from_numpy(of_all), length, alpha, beta)
+        self.ranks, self.n_own = ranks, advantages.numel()
+        # Parts of draws are of any length.
+        self.is_whole = False
+        self.generator = th.Generator().manual_seed(ranks.gather(np.random.randint(2**31))[0])
 
     def epoch(self, batch_size: int) -> Iterator[Draw]:
         """
@@ -140,19 +137,19 @@ class SharedPrioritizedSegments(PrioritizedSegments):
             if own.any():
                 yield indices[own] - self.ranks.index * self.n_own, weights[own]
             else:
-                yield np.zeros(1, indices.dtype), np.zeros(1, weights.dtype)
+                yield indices[:1] * 0, weights[:1] * 0
 
 
-def n_counted(indices: Any, weights: Any) -> int:
+def n_counted(n: int, weights: Any) -> int:
     """
-    :param indices: Indices of a draw
-    :param weights: Weights of the draw, ``None`` for equal weights
+    :param n: Number of indices in a draw
+    :param weights: Weights of the draw, a tensor or an array, ``None`` for equal weights
     :return: Number of its samples; 0 for a draw that stands for an empty one
     """
-    return 0 if len(indices) == 1 and weights is not None and weights[0] == 0 else len(indices)
+    return 0 if n == 1 and weights is not None and weights[0] == 0 else n
 
 
-def inclusion_probabilities(probabilities: np.ndarray, n_drawn: int) -> np.ndarray:
+def inclusion_probabilities(probabilities: th.Tensor, n_drawn: int) -> th.Tensor:
     """
     Probability that each of N items is included in a sample drawn without replacement. It is approximated by replacing the
     time t of the ``n_drawn``-th arrival of an exponential race by a constant: ``q_i = 1 - exp(-t p_i)``, with t such that
@@ -162,12 +159,13 @@ def inclusion_probabilities(probabilities: np.ndarray, n_drawn: int) -> np.ndarr
     :param n_drawn: Number of items drawn, from 1 to N
     :return: Inclusion probabilities, shape ``(N,)``
     """
-    if n_drawn >= len(probabilities):
-        return np.ones_like(probabilities)
-    low, high = 0.0, 1.0
-    while -np.expm1(-high * probabilities).sum() < n_drawn:
-        low, high = high, 2 * high
-    for _ in range(60):
+    n = len(probabilities)
+    if n_drawn >= n:
+        return th.ones_like(probabilities)
+    # At this time, less than one item is expected not to have arrived.
+    low, high = th.zeros_like(probabilities[0]), math.log(n + 1) / probabilities.min()
+    for _ in range(40):
         time = (low + high) / 2
-        low, high = (time, high) if -np.expm1(-time * probabilities).sum() < n_drawn else (low, time)
-    return -np.expm1(-high * probabilities)
+        too_early = -th.expm1(-time * probabilities).sum() < n_drawn
+        low, high = th.where(too_early, time, low), th.where(too_early, high, time)
+    return -th.expm1(-high * probabilities)

@@ -21,7 +21,7 @@ from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import BoundedDistribution, location
 from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
-from sb3_ppo_ext.memory.sequence_buffers import Sequences
+from sb3_ppo_ext.memory.windows import Sequences
 from sb3_ppo_ext.update.extra_loss import ExtraLoss, PolicyInputs, map_observed
 from sb3_ppo_ext.update.losses import LossConfig, entropy_loss, policy_loss, value_loss
 from sb3_ppo_ext.update.reflections import MapOfTensors, ReflectionMatrix, SignedPermutation, parse_reflection

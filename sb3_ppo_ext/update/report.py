@@ -15,9 +15,9 @@ from sb3_ppo_ext.distributed.ranks import Ranks
 from sb3_ppo_ext.distributed.statistics import Moments
 from sb3_ppo_ext.distributions import bounded_part
 from sb3_ppo_ext.policies.value_normalization import normalized_value
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.metrics import LOGGED_OTHERWISE, Metrics
-from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 
 # Numbers, or scalar tensors on the device of the policy
 Logged: TypeAlias = dict[str, Any]
@@ -53,11 +53,18 @@ def sb3_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuff
 
 
 def _explained_variance(buffer: RolloutBuffer) -> Any:
-    if not isinstance(buffer, TensorRolloutBuffer):
+    columns = _on_device(buffer)
+    if columns is None:  # bit for bit as in SB3
         return explained_variance(buffer.values.flatten(), buffer.returns.flatten())
-    values, returns = buffer.tensors["values"], buffer.tensors["returns"]
+    values, returns = columns["values"], columns["returns"]
     variance = returns.var(correction=0)
     return th.where(variance == 0, math.nan, 1 - (returns - values).var(correction=0) / variance)
+
+
+def _on_device(buffer: RolloutBuffer) -> dict[str, Any] | None:
+    """Tensors of a buffer that does not lie on the host, from which they would have to be transferred."""
+    is_elsewhere = isinstance(buffer, TensorRolloutBuffer) and buffer.storage.type != "cpu"
+    return buffer.tensors if is_elsewhere else None  # type: ignore[attr-defined]
 
 
 def further_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuffer, config: UpdateConfig) -> Logged:
@@ -106,16 +113,13 @@ def statistics_over(ranks: Ranks, metrics: Metrics, buffer: RolloutBuffer, of_ac
 def _estimated(buffer: RolloutBuffer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Values, returns and advantages in float64, each of shape ``(n_samples,)``."""
     names = ("values", "returns", "advantages")
-    if isinstance(buffer, TensorRolloutBuffer):
-        values, returns, advantages = (buffer.tensors[name].flatten().cpu().double().numpy() for name in names)
-    else:
-        values, returns, advantages = (getattr(buffer, name).flatten().astype(np.float64) for name in names)
+    values, returns, advantages = (getattr(buffer, name).flatten().astype(np.float64) for name in names)
     return values, returns, advantages
 
 
 def _advantage_statistics(buffer: RolloutBuffer) -> Logged:
-    if isinstance(buffer, TensorRolloutBuffer):
-        on_device = buffer.tensors["advantages"]
+    if (columns := _on_device(buffer)) is not None:
+        on_device = columns["advantages"]
         statistics: Logged = {"mean": on_device.mean(), "std": on_device.std(correction=0)}
         statistics |= {"min": on_device.min(), "max": on_device.max()}
     else:
@@ -140,8 +144,8 @@ def action_statistics(metrics: Metrics, policy: ActorCriticPolicy, buffer: Rollo
     # Fraction of the action components that are at or beyond a bound, where the environment receives the bound. In hybrid
     # actions, those with bounds come first.
     n = len(config.loss.action_bounds[0])
-    if isinstance(buffer, TensorRolloutBuffer):
-        of_tensors = buffer.tensors["actions"].flatten(0, 1)[:, :n]
+    if (columns := _on_device(buffer)) is not None:
+        of_tensors = columns["actions"].flatten(0, 1)[:, :n]
         at_bounds = (of_tensors <= config.loss.action_bounds[0]) | (of_tensors >= config.loss.action_bounds[1])
         return {"actions_at_bounds": at_bounds.float().mean()}
     low, high = (bound.cpu().numpy() for bound in config.loss.action_bounds)

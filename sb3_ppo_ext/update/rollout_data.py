@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch as th
-from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.user_code import is_replaced
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.memory.history import HistoryBuffer
-from sb3_ppo_ext.update.bootstrap import Truncation, change_of_terminal_values, last_values
-from sb3_ppo_ext.update.minibatches import Draw, PrioritizedSegments, shuffled
+from sb3_ppo_ext.memory.history import permutation
+from sb3_ppo_ext.rollout.bootstrap import last_values, values_again
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes, knows_indices
+from sb3_ppo_ext.update.minibatches import Draw, PrioritizedSegments
 
-# Methods of SB3's rollout buffers that an engine may do without
-BUFFER_METHODS = ("reset", "add", "get", "_get_samples", "compute_returns_and_advantage", "swap_and_flatten", "to_torch")
-# Number of samples that are evaluated at once without gradients
-EVALUATION_BATCH = 1024
+# Number of samples that are evaluated at once without gradients, on the CPU and elsewhere
+EVALUATION_BATCH, EVALUATION_BATCH_OF_DEVICE = 1024, 16384
+# One number for each sample
+NUMBERS = ("rewards", "episode_starts", "values", "log_probs", "advantages", "returns")
 
 
 class Rollout:
     """
-    The samples of a rollout, and the observations that followed it.
+    The samples of a rollout, and the observations that followed it. Indices count the samples as ``env * n_steps + step``.
 
     :param buffer: Full rollout buffer
-    :param last_observations: Observations after the last step, as the environments returned them
+    :param last_observations: Observations after the last step, tensors or arrays of shape ``(n_envs, *obs_shape)``
     :param last_dones: Whether the last step ended an episode, shape ``(n_envs,)``
     :param truncations: Truncated episodes with terminal observations to be evaluated again, ``None`` if they are not needed
     :param gamma: Discount factor
@@ -40,18 +40,33 @@ class Rollout:
         buffer: RolloutBuffer,
         last_observations: Any = None,
         last_dones: Any = None,
-        truncations: Sequence[Truncation] | None = None,
+        truncations: Sequence[TruncatedEpisodes] | None = None,
         gamma: float = 0.99,
     ):
         self.buffer, self.last_observations, self.last_dones = buffer, last_observations, last_dones
         self.truncations, self.gamma = truncations or [], gamma
+        self.memory = getattr(buffer, "memory", None)
+        # Length of the blocks of successive steps in the samples that are drawn
+        self.length = 1
+        # Device where samples are drawn: that where they lie, if they need not be known to the host
+        is_elsewhere = isinstance(buffer, TensorRolloutBuffer) and not (self.memory and self.memory.plans_on_host)
+        self.device_of_draws = buffer.storage if is_elsewhere else th.device("cpu")  # type: ignore[attr-defined]
         # A buffer class that overrides `get` draws its own minibatches.
         self.is_indexable = knows_indices(type(buffer)) and not is_replaced(buffer, "get")
-        # Gathers the samples at the given indices
-        self.samples: Callable[[np.ndarray], RolloutBufferSamples] = buffer._get_samples
         if self.is_indexable:
             refuse_incomplete(buffer)
+            # On the device of the policy, shape (n_steps, n_envs)
+            self.columns = {name: self._column(name) for name in NUMBERS}
             flatten(buffer)
+
+    def _column(self, name: str) -> th.Tensor:
+        buffer = self.buffer
+        if isinstance(buffer, TensorRolloutBuffer):
+            column: th.Tensor = buffer.tensors[name]
+            return column.to(buffer.device)
+        array = getattr(buffer, name)
+        of_samples = array if array.shape == (buffer.buffer_size, buffer.n_envs) else self.time_major(array)
+        return th.as_tensor(of_samples, device=buffer.device)
 
     @property
     def n_samples(self) -> int:
@@ -59,40 +74,59 @@ class Rollout:
         return self.buffer.buffer_size * self.buffer.n_envs
 
     def copy_to_device(self) -> None:
-        """Copy all samples to the device of the policy at once. Sequences are not copied, since they overlap."""
-        if self.is_indexable and not isinstance(self.buffer, HistoryBuffer):
-            self.samples = SamplesOnDevice(self.buffer)
+        """Copy all samples to the device of the policy at once. Windows are not copied, since they overlap."""
+        if isinstance(self.buffer, TensorRolloutBuffer):
+            self.buffer = self.buffer.on_device()
 
-    def draws(self, step_size: int, segments: PrioritizedSegments | None = None) -> Iterator[Draw]:
+    def samples(self, indices: th.Tensor) -> RolloutBufferSamples:
+        """
+        :param indices: Indices of samples, drawn by :meth:`draws`
+        :return: Samples at these indices
+        """
+        return self._samples(indices, self.length)
+
+    def _samples(self, indices: th.Tensor, length: int) -> RolloutBufferSamples:
+        if self.memory is not None:
+            samples: RolloutBufferSamples = self.buffer.samples(indices, length)  # type: ignore[attr-defined]
+            return samples
+        is_own = isinstance(self.buffer, TensorRolloutBuffer)
+        return self.buffer._get_samples(indices if is_own else indices.numpy())  # type: ignore[arg-type]
+
+    def draws(self, step_size: int, batch_size: int, segments: PrioritizedSegments | None = None) -> Iterator[Draw]:
         """
         :param step_size: Number of samples in one step of the optimiser
+        :param batch_size: Number of samples in each of its minibatches
         :param segments: Prioritised segments to draw from; ``None`` to draw each sample once
         :return: Indices and weights of the samples of each step in one epoch
         """
         if segments is not None:
+            is_whole = segments.is_whole and batch_size % segments.length == 0
+            self.length = segments.length if is_whole else 1
             return segments.epoch(step_size)
-        buffer = self.buffer
-        if isinstance(buffer, HistoryBuffer):
-            return ((indices, None) for indices in buffer.draws(step_size))
-        return shuffled(self.n_samples, step_size)
+        if self.memory is not None:
+            drawn, self.length = self.memory.draws(step_size, batch_size)
+        else:
+            drawn = iter(permutation(self.n_samples, self.device_of_draws).split(step_size))
+        return ((indices, None) for indices in drawn)
 
-    def continues(self, indices: np.ndarray) -> np.ndarray:
+    def continues(self, indices: th.Tensor) -> th.Tensor:
         """
-        :param indices: Indices of samples in the flattened rollout, ``env * n_steps + step``
+        :param indices: Indices of samples
         :return: Whether the next step of the rollout is in the same episode, shape ``(batch_size,)``
         """
-        environments, steps = np.divmod(indices, self.buffer.buffer_size)
-        following = np.minimum(steps + 1, self.buffer.buffer_size - 1)
-        same: np.ndarray = (following > steps) & (self.buffer.episode_starts[following, environments] == 0)
-        return same
+        n_steps = self.buffer.buffer_size
+        environments, steps = indices // n_steps, indices % n_steps
+        following = (steps + 1).clamp(max=n_steps - 1)
+        starts = self.columns["episode_starts"].to(indices.device)
+        return (following > steps) & (starts[following, environments] == 0)
 
-    def next_observations(self, indices: np.ndarray) -> Any:
+    def next_observations(self, indices: th.Tensor) -> Any:
         """
-        :param indices: Indices of samples in the flattened rollout, ``env * n_steps + step``
+        :param indices: Indices of samples
         :return: Observations of the steps that follow, as the policy takes them, and those of the samples themselves where an
             episode or the rollout ends
         """
-        return self.samples(indices + self.continues(indices)).observations
+        return self._samples(indices + self.continues(indices), 1).observations
 
     def evaluate(self, function: Callable[[RolloutBufferSamples], th.Tensor | None]) -> th.Tensor | None:
         """
@@ -101,43 +135,51 @@ class Rollout:
         :param function: Function of samples, which returns a tensor with one row per sample, or ``None``
         :return: Concatenated results, with one row per sample; ``None`` if the function returns ``None``
         """
-        indices = np.arange(self.n_samples)
+        length = 1 if self.memory is None else self.buffer.buffer_size
+        device = self.device_of_draws
+        size = EVALUATION_BATCH if device.type == "cpu" or self.memory is not None else EVALUATION_BATCH_OF_DEVICE
         parts = []
-        whole = self.buffer.n_evaluated if isinstance(self.buffer, HistoryBuffer) else 1
-        size = max(EVALUATION_BATCH // whole, 1) * whole
-        for start in range(0, len(indices), size):
-            part = function(self.samples(indices[start : start + size]))
+        for indices in th.arange(self.n_samples, device=device).split(max(size // length, 1) * length):
+            part = function(self._samples(indices, length))
             if part is None:
                 return None
             parts.append(part)
         return th.cat(parts)
 
-    def time_major(self, flat: np.ndarray) -> np.ndarray:
+    def time_major(self, flat: Any) -> Any:
         """
-        :param flat: Array with one number per sample, shape ``(n_envs * n_steps,)`` or ``(n_envs * n_steps, 1)``
-        :return: The same numbers in shape ``(n_steps, n_envs)``, as before :func:`flatten`
+        :param flat: One number per sample, an array or tensor of shape ``(n_envs * n_steps,)``
+        :return: The same numbers, shape ``(n_steps, n_envs)``
         """
-        by_time: np.ndarray = flat.reshape(self.buffer.n_envs, self.buffer.buffer_size).T
-        return by_time
+        return flat.reshape(self.buffer.n_envs, self.buffer.buffer_size).T
 
-    def last_values(self, policy: ActorCriticPolicy) -> np.ndarray:
+    def last_values(self, policy: ActorCriticPolicy) -> th.Tensor:
         """
         :param policy: Policy with the critic that computes the values
         :return: Values of the observations after the last step, shape ``(n_envs,)``
         """
-        values = last_values(policy, self.buffer, self.last_observations, self.last_dones)
-        flat: np.ndarray = values.cpu().numpy().flatten()
-        return flat
+        return last_values(policy, self.buffer, self.last_observations, self.last_dones).flatten()
 
-    def rewards(self, policy: ActorCriticPolicy) -> np.ndarray:
+    def rewards(self, policy: ActorCriticPolicy) -> th.Tensor:
         """
         :param policy: Policy with the critic that evaluates the terminal observations of truncated episodes
         :return: Rewards, bootstrapped with these values where episodes were truncated, shape ``(n_steps, n_envs)``
         """
-        buffer = self.buffer
-        change = change_of_terminal_values(policy, buffer, self.truncations, self.gamma)
-        rewards: np.ndarray = buffer.rewards + change
+        rewards = self.columns["rewards"].clone()
+        if self.truncations:
+            parts: Any = zip(*self.truncations, strict=True)
+            rows, observations, before = (joined(part) for part in parts)
+            values = values_again(policy, self.buffer, TruncatedEpisodes(rows, observations, before))
+            rewards.view(-1)[rows] += self.gamma * (values - before)
         return rewards
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """
+    :param parts: Tensors, or dictionaries of tensors
+    :return: Concatenated tensors
+    """
+    return map_observations(lambda *tensors: th.cat(tensors), *parts)
 
 
 def refuse_incomplete(buffer: RolloutBuffer) -> None:
@@ -150,50 +192,14 @@ def refuse_incomplete(buffer: RolloutBuffer) -> None:
         refuse("n_steps", buffer.pos, remedy)
 
 
-class SamplesOnDevice:
-    """
-    Copy of the samples of a rollout on the device of the policy, from which minibatches are gathered.
-
-    :param buffer: Full rollout buffer, after :func:`flatten`
-    """
-
-    def __init__(self, buffer: RolloutBuffer):
-        self.device = buffer.device
-        self.samples = buffer._get_samples(np.arange(buffer.buffer_size * buffer.n_envs))
-
-    def __call__(self, indices: np.ndarray) -> RolloutBufferSamples:
-        """
-        :param indices: Indices of samples in the flattened rollout
-        :return: Samples at these indices, as ``_get_samples`` of the buffer returns them
-        """
-        on_device = th.as_tensor(indices, device=self.device)
-        parts: Any = (map_observations(lambda tensor: tensor[on_device], part) for part in self.samples)
-        return type(self.samples)(*parts)
-
-
-def knows_indices(buffer_class: object) -> bool:
-    """
-    :param buffer_class: Class of a rollout buffer
-    :return: Whether minibatches can be drawn by the indices of their samples; a class that overrides ``get`` draws its own
-    """
-    return getattr(buffer_class, "get", None) in (RolloutBuffer.get, DictRolloutBuffer.get)
-
-
 def flatten(buffer: RolloutBuffer) -> None:
     """
-    Merge the dimensions of steps and environments, as the first call of ``get`` does. Rewards, episode starts, and
-    observations that are read as sequences keep their shape.
+    Merge the dimensions of steps and environments in the arrays of a buffer, as the first call of ``get`` does.
 
     :param buffer: Full rollout buffer, modified in place
     """
-    if buffer.generator_ready:
-        return
-    names = buffer.flattened if isinstance(buffer, HistoryBuffer) else ("observations", *HistoryBuffer.flattened)
-    for name in names:
-        array = getattr(buffer, name)
-        if isinstance(array, dict):
-            flat: Any = {key: buffer.swap_and_flatten(part) for key, part in array.items()}
-        else:
-            flat = buffer.swap_and_flatten(array)
-        setattr(buffer, name, flat)
+    if not buffer.generator_ready and not isinstance(buffer, TensorRolloutBuffer):
+        for name in ("observations", "actions", "values", "log_probs", "advantages", "returns"):
+            array: Any = getattr(buffer, name)
+            setattr(buffer, name, map_observations(buffer.swap_and_flatten, array))
     buffer.generator_ready = True

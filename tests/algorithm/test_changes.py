@@ -439,16 +439,15 @@ def test_history_goes_on_after_a_change(make_env, backends):
     first, second = backends
     options = dict(policy_kwargs=dict(context_length=8), n_steps=16, batch_size=16, n_epochs=1, device="cpu", seed=0)
     model = PPOExt("MlpTransformerPolicy", make_env(), backend=first, **options).learn(16)
-    memory = model.rollout_buffer.memory()
+    memory = model.rollout_buffer.remembered()
     last = [np.array(part) for part in memory[:3]]
     model.gamma, model.backend, old = 0.5, second, model.rollout_buffer
     model._apply_changed_options()
     model.rollout_buffer.reset()
     assert model.rollout_buffer is not old
     assert (last[2] >= 0).all()
-    for part, rows in zip(
-        last, (model.rollout_buffer.rows, model.rollout_buffer.starts, model.rollout_buffer.episodes), strict=True
-    ):
-        assert np.array_equal(th.as_tensor(rows)[:7].numpy(), part)
+    kept = model.rollout_buffer.memory
+    for part, rows in zip(last, (kept.rows.observations, kept.rows.starts, kept.episodes), strict=True):
+        assert np.array_equal(rows[:7].numpy(), part)
     model.learn(32, reset_num_timesteps=False)
-    assert (th.as_tensor(model.rollout_buffer.episodes) >= 0).all()
+    assert (kept.episodes >= 0).all()

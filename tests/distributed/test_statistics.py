@@ -152,22 +152,22 @@ def test_segments(monkeypatch):
 
     def seeded(self, *arguments):
         make(self, *arguments)
-        self.random = np.random.RandomState(5)
+        self.generator = th.Generator().manual_seed(5)
 
     monkeypatch.setattr(PrioritizedSegments, "__init__", seeded)
-    monkeypatch.setattr(np.random, "RandomState", lambda seed: np.random.mtrand.RandomState(5))
-    expected = list(PrioritizedSegments(NUMBERS, 4, 0.9, 0.5).epoch(16))
+    monkeypatch.setattr(np.random, "randint", lambda *_: 5)
+    expected = [(i.numpy(), w.numpy()) for i, w in PrioritizedSegments(th.as_tensor(NUMBERS), 4, 0.9, 0.5).epoch(16)]
 
     def run(ranks):
-        own = parts_of(NUMBERS, ranks, axis=1)
-        return list(SharedPrioritizedSegments(own, 4, 0.9, 0.5, ranks).epoch(8))
+        own = th.as_tensor(parts_of(NUMBERS, ranks, axis=1))
+        return [(i.numpy(), w.numpy()) for i, w in SharedPrioritizedSegments(own, 4, 0.9, 0.5, ranks).epoch(8)]
 
     found, n_own = on_ranks(2, run), NUMBERS.size // 2
     n_empty = 0
     for number, (indices, weights) in enumerate(expected):
         drawn = {}
         for rank, draws in enumerate(found):
-            n = n_counted(*draws[number])
+            n = n_counted(len(draws[number][0]), draws[number][1])
             n_empty += n == 0
             drawn |= dict(zip(draws[number][0][:n] + rank * n_own, draws[number][1][:n], strict=True))
         assert drawn == dict(zip(indices, weights, strict=True))
@@ -178,9 +178,12 @@ def test_empty_draws():
     advantages = np.zeros((4, 4), np.float32)
     advantages[:, 2:] = 100.0
     draws = on_ranks(
-        2, lambda ranks: list(SharedPrioritizedSegments(parts_of(advantages, ranks, 1), 4, 2.0, 0.5, ranks).epoch(2))
+        2,
+        lambda ranks: list(
+            SharedPrioritizedSegments(th.as_tensor(parts_of(advantages, ranks, 1)), 4, 2.0, 0.5, ranks).epoch(2)
+        ),
     )
-    counts = np.array([[n_counted(*draw) for draw in each] for each in draws])
+    counts = np.array([[n_counted(len(indices), weights) for indices, weights in each] for each in draws])
     assert (counts[0] == 0).any()
     np.testing.assert_array_equal(counts.sum(axis=0), 4)
 

@@ -20,12 +20,11 @@ from support.toys import DICT, IMAGE, VECTOR, ToyEnv, make_toys
 from torch import nn
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.engines.eager import EagerEngine
-from sb3_ppo_ext.engines.fused import FusedEngine
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.native.policy import unsupported_reason
 from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory
+from sb3_ppo_ext.engines.torch_engine import EagerEngine, FusedEngine
 from sb3_ppo_ext.update.losses import PENALTIES
 
 pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")

@@ -14,9 +14,9 @@ from support.toys import DICT, IMAGE, make_toys
 from torch import nn
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.engines.compiled import CompiledEngine
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.optimizer_steps import TorchStepper
+from sb3_ppo_ext.engines.torch_engine import CompiledEngine
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")]
 

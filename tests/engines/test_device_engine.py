@@ -25,8 +25,7 @@ from support.toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import PPOExt, TensorVecNormalize, TorchVecEnv, TrainingCheckpoint
 from sb3_ppo_ext.common.guards import NonFiniteDataError, NonFiniteGradientError, NonFinitePolicyError
-from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
-from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 
 pytestmark = [
     pytest.mark.integration,
@@ -40,6 +39,7 @@ SPACES = {
     "MultiInputPolicy": dict(observation_space=DICT),
 }
 TRANSFORMER = dict(context_length=6, d_model=16, n_heads=2, use_last_action=True, use_last_reward=True)
+LSTM = dict(lstm_hidden_size=8, n_lstm_layers=2)
 KEYS = dict(actor_keys=["joints", "gear"])
 OF_SEQUENCES = {
     "MlpTransformerPolicy": {},
@@ -59,6 +59,14 @@ OF_SEQUENCES = {
     "MlpTransformerPolicy, binary": dict(env=dict(action_space=spaces.MultiBinary(3))),
     "MlpTransformerPolicy, beta": dict(action_dist="beta"),
     "MlpTransformerPolicy, simba": dict(policy_kwargs=dict(TRANSFORMER, net_type="simba", net_arch=[16])),
+    "MlpLstmPolicy": dict(policy_kwargs=LSTM),
+    "MlpLstmPolicy, GRU": dict(policy_kwargs=dict(LSTM, rnn="gru")),
+    "MlpLstmPolicy, shared": dict(policy_kwargs=dict(LSTM, shared_lstm=True, enable_critic_lstm=False)),
+    "MlpLstmPolicy, V-trace, segments": dict(policy_kwargs=LSTM, vtrace=True, priority_alpha=0.6, priority_segment=4),
+    "MlpLstmPolicy, smooth": dict(policy_kwargs=LSTM, auxiliary_losses=dict(caps_temporal=0.1), kl_coef=0.5),
+    "MlpLstmPolicy, accumulated": dict(policy_kwargs=LSTM, accumulate_grad=2, batch_size=6, advantage_norm="ema"),
+    "CnnLstmPolicy": dict(policy_kwargs=LSTM, env=dict(observation_space=IMAGE)),
+    "MultiInputLstmPolicy": dict(policy_kwargs=LSTM, env=dict(observation_space=DICT)),
 }
 ACTIONS = {
     "gaussian": {},
@@ -116,6 +124,20 @@ def test_history_based_policies_in_tensor_environments(sim, env_class):
     with sim.counting() as counts:
         actual.learn(16 * 16, reset_num_timesteps=False)
     assert counts.to_host + counts.items + counts.to_device <= BUDGET
+
+
+@pytest.mark.parametrize("rnn", ["lstm", "gru"])
+def test_recurrent_policies_in_tensor_environments(sim, rnn):
+    """Recurrent policies train on the device as on the CPU, and wait for it a few times in an iteration."""
+    options = {**SMALL, "batch_size": 64, "policy_kwargs": dict(LSTM, rnn=rnn)}
+    expected = PPOExt("MlpLstmPolicy", tensor_env("cpu"), backend="eager", **options).learn(16 * 16 * 2)
+    for device in ("cpu", sim.name):
+        actual = PPOExt("MlpLstmPolicy", tensor_env(device), device=device, **options).learn(16 * 16 * 2)
+        assert type(actual._find_engine()).__name__ == "DeviceEngine"
+        assert_same(expected, actual)
+    with sim.counting() as counts:
+        actual.learn(16 * 16, reset_num_timesteps=False)
+    assert counts.to_host + counts.items <= BUDGET
 
 
 @pytest.mark.usefixtures("same_draws")
@@ -534,11 +556,12 @@ def test_counts_of_a_loaded_optimizer_are_on_the_host(sim, optimizer):
 def test_automatic_choice(sim):
     """Without an option, rollouts stay on a device that is not the CPU."""
     on_device = PPOExt("MlpPolicy", make_toys(), device=sim.name, **SMALL)
-    assert isinstance(on_device.rollout_buffer, TensorRolloutBuffer)
+    assert on_device.rollout_buffer.storage == th.device(sim.name)
     on_cpu = PPOExt("MlpPolicy", tensor_env("cpu"), **{**SMALL, "batch_size": 64})
-    assert not isinstance(on_cpu.rollout_buffer, TensorRolloutBuffer)
-    of_history = PPOExt("MlpTransformerPolicy", make_toys(), device=sim.name, **SMALL)
-    assert isinstance(of_history.rollout_buffer, TensorSequenceBuffer)
+    assert on_cpu.rollout_buffer.storage.type == "cpu"
+    for policy in ("MlpTransformerPolicy", "MlpLstmPolicy"):
+        of_history = PPOExt(policy, make_toys(), device=sim.name, **SMALL)
+        assert of_history.rollout_buffer.storage == th.device(sim.name)
 
 
 def test_backend_can_be_changed(sim):
@@ -546,10 +569,10 @@ def test_backend_can_be_changed(sim):
     model = PPOExt("MlpPolicy", tensor_env(sim.name), device=sim.name, **{**SMALL, "batch_size": 64}).learn(256)
     model.backend = "eager"
     model.learn(256, reset_num_timesteps=False)
-    assert not isinstance(model.rollout_buffer, TensorRolloutBuffer)
+    assert model.rollout_buffer.storage.type == "cpu"
     model.backend = "device"
     model.learn(256, reset_num_timesteps=False)
-    assert isinstance(model.rollout_buffer, TensorRolloutBuffer)
+    assert model.rollout_buffer.storage == th.device(sim.name)
     assert model.num_timesteps == 3 * 256
 
 

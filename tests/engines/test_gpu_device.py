@@ -15,10 +15,10 @@ from support.toys import DICT, IMAGE, ToyEnv, make_toys
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt, TensorVecNormalize, TorchVecEnv
 from sb3_ppo_ext.common.guards import NonFiniteDataError, NonFinitePolicyError
-from sb3_ppo_ext.engines.device.actor import DeviceActor
-from sb3_ppo_ext.engines.device.steppers import MaskedAdamStepper
-from sb3_ppo_ext.update import tensor_rollout
-from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
+from sb3_ppo_ext.engines.masked_steps import MaskedAdamStepper
+from sb3_ppo_ext.rollout import buffer as rollout_buffers
+from sb3_ppo_ext.rollout.actors import DeviceActor
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,7 +65,7 @@ def make(device=CUDA, backend="device", policy="MlpPolicy", env=None, **options)
 def copied(source, target):
     """Copy a rollout, and what follows from it, from one model to another one on another device."""
     one, other = source.rollout_buffer, target.rollout_buffer
-    for name in tensor_rollout.ARRAYS:
+    for name in rollout_buffers.ARRAYS:
         values = getattr(one, name)
         setattr(other, name, {key: part.copy() for key, part in values.items()} if isinstance(values, dict) else values.copy())
     other.pos, other.full = one.pos, one.full

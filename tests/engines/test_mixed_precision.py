@@ -8,7 +8,6 @@ from support.toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.policies.mixed_precision import LossScale
-from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=0, device="cpu")
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -98,7 +97,7 @@ def test_files(tmp_path, dtype):
     model.save(tmp_path / "model")
     loaded = PPOExt.load(tmp_path / "model", make_toys(length=5), device="cpu")
     assert loaded.amp_dtype == dtype
-    assert isinstance(loaded.rollout_buffer, TensorRolloutBuffer)
+    assert loaded._choose_backend()[0] == "device"
     if dtype == "float16":
         assert loaded.loss_scale.state_dict() == model.loss_scale.state_dict()
     observation = model.env.reset()
@@ -114,13 +113,13 @@ def test_files(tmp_path, dtype):
 def test_change_between_two_calls(dtype):
     """The type can be changed between two calls of ``learn``."""
     model = PPOExt("MlpPolicy", make_toys(length=5), **SMALL).learn(32)
-    assert not isinstance(model.rollout_buffer, TensorRolloutBuffer)
+    assert model._choose_backend()[0] == "native"
     model.amp_dtype = dtype
     model.learn(32)
-    assert isinstance(model.rollout_buffer, TensorRolloutBuffer)
+    assert model._choose_backend()[0] == "device"
     model.amp_dtype = None
     model.learn(32)
-    assert not isinstance(model.rollout_buffer, TensorRolloutBuffer)
+    assert model._choose_backend()[0] == "native"
 
 
 def test_errors_leave_autocast():

@@ -67,7 +67,7 @@ def test_no_second_warning_after_a_change(backend):
     """A changed option makes a new rollout buffer, which knows of the warning and of the lengths of the episodes so far."""
     model = make(context_length=5, env=dict(length=7, p_end=0.0), backend=backend)
     assert len(messages(lambda: model.learn(96))) == 1
-    watch = model.rollout_buffer.context_watch
+    watch = model.rollout_buffer.memory.context_watch
     model.gamma = 0.5
     assert not messages(lambda: model.learn(96, reset_num_timesteps=False))
-    assert model.rollout_buffer.context_watch is watch
+    assert model.rollout_buffer.memory.context_watch is watch

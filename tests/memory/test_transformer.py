@@ -17,9 +17,10 @@ from support.toys import VECTOR, ToyEnv, make_toys
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.memory.policies import Memory
-from sb3_ppo_ext.memory.sequence_buffers import Sequences, shuffled_segments
 from sb3_ppo_ext.memory.transformer import Block, Cache, GRUGate, Transformer
+from sb3_ppo_ext.memory.windows import Sequences, WindowMemory
 from sb3_ppo_ext.rollout import actors
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 from sb3_ppo_ext.update import minibatch_loss
 
 # The network
@@ -295,9 +296,11 @@ def test_bootstrapped_values(setting, monkeypatch):
     stream, truncations = Stream(), []
     note = actors.note_truncations
 
-    def spy(config, steps, environments, observations, values):
-        truncations.extend(zip([len(stream.steps) - 1] * len(steps), environments, observations, values, strict=True))
-        note(config, steps, environments, observations, values)
+    def spy(config, episodes):
+        for i, row in enumerate(episodes.rows.tolist()):
+            observation = map_observations(lambda part, i=i: part[i].numpy(), episodes.observations)
+            truncations.append((len(stream.steps) - 1, row % model.n_envs, observation, episodes.values[i].item()))
+        note(config, episodes)
 
     monkeypatch.setattr(actors, "note_truncations", spy)
     estimate = model.rollout_buffer.compute_returns_and_advantage
@@ -465,12 +468,25 @@ def test_options(name, tmp_path):
         assert th.equal(value, after[1][key]), key
 
 
+def drawn(n_steps, n_envs, size):
+    """The draws of an epoch, with the length of their blocks."""
+    memory = WindowMemory(4)
+    TensorRolloutBuffer(n_steps, VECTOR, spaces.Discrete(2), "cpu", n_envs=n_envs, memory=memory)
+    draws, length = memory.draws(size, size)
+    return [draw.numpy() for draw in draws], length
+
+
 def test_every_sample_once():
-    """An epoch draws each sample once, in whole segments."""
-    for n_steps, n_envs, length, size in [(16, 2, 4, 16), (10, 3, 4, 8), (7, 1, 16, 7), (5, 4, 2, 3)]:
-        draws = [*shuffled_segments(n_steps, n_envs, length, size)]
+    """An epoch draws each sample once, in blocks of successive steps of one environment."""
+    for n_steps, n_envs, expected, size in [(16, 2, 8, 16), (10, 3, 5, 8), (7, 1, 7, 7), (5, 4, 1, 3)]:
+        draws, length = drawn(n_steps, n_envs, size)
+        assert length == expected
         assert sorted(np.concatenate(draws)) == list(range(n_steps * n_envs))
         assert all(len(draw) <= max(size, length) for draw in draws)
+        for draw in draws:
+            blocks = draw.reshape(-1, length)
+            assert (np.diff(blocks, axis=1) == 1).all()
+            assert (blocks[:, 0] // n_steps == blocks[:, -1] // n_steps).all()
 
 
 @pytest.mark.parametrize("size", [8, 15, 17, 64])
@@ -478,7 +494,7 @@ def test_every_sample_once():
 @pytest.mark.parametrize("n_steps", [9, 17, 129])
 def test_no_minibatch_of_one_sample(n_steps, n_envs, size):
     """Nothing could be subtracted from the advantage of a single sample; a rollout that fits is one minibatch."""
-    lengths = [len(draw) for draw in shuffled_segments(n_steps, n_envs, min(8, size), size)]
+    lengths = [len(draw) for draw in drawn(n_steps, n_envs, size)[0]]
     assert min(lengths) > 1
     assert max(lengths) <= size
     assert (len(lengths) == 1) == (n_steps * n_envs <= size)
@@ -607,6 +623,6 @@ def test_images_are_held_once():
     space = spaces.Box(0, 255, (36, 36, 1), np.uint8)
     model = make("CnnTransformerPolicy", dict(observation_space=space), context_length=32, n_steps=128, batch_size=128)
     buffer = model.rollout_buffer
-    assert np.shares_memory(buffer.observations, buffer.rows)
+    assert np.shares_memory(buffer.observations, buffer.memory.rows.observations.numpy())
     images = 128 * 2 * 36 * 36
-    assert buffer.rows.nbytes <= 1.3 * images
+    assert buffer.memory.rows.observations.nbytes <= 1.3 * images

@@ -8,33 +8,32 @@ from support.torch_envs import TorchPendulum
 from support.toys import make_toys
 
 from sb3_ppo_ext import PPOExt, TorchVecEnv
-from sb3_ppo_ext.update import tensor_rollout
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
+from sb3_ppo_ext.update import rollout_data
 from sb3_ppo_ext.update.minibatches import PrioritizedSegments
-from sb3_ppo_ext.update.tensor_estimates import TensorEstimates
-from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer
 
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3)
 
 
-class HostSegments:
-    """Prioritised segments that are drawn from NumPy's generator, as on the CPU, and copied to the device."""
-
-    def __init__(self, advantages, *args):
-        self.device = advantages.device
-        self.of_host = PrioritizedSegments(advantages.cpu().numpy(), *args)
-        self.length = args[0]
-        self.is_even = len(advantages) % self.length == 0
-
-    def epoch(self, batch_size):
-        for indices, weights in self.of_host.epoch(batch_size):
-            yield th.from_numpy(indices).to(self.device), th.from_numpy(weights).to(self.device)
-
-
 def same_draws(monkeypatch):
     """Let the device draw the minibatches that the CPU draws."""
+
+    class HostSegments(PrioritizedSegments):
+        """Prioritised segments that are drawn on the CPU, and copied to the device."""
+
+        def __init__(self, advantages, *args):
+            super().__init__(advantages.cpu(), *args)
+            self.device = advantages.device
+
+        def epoch(self, batch_size):
+            for draw in super().epoch(batch_size):
+                yield tuple(part.to(self.device) for part in draw)
+
     draw = lambda n, device: th.from_numpy(np.random.permutation(n)).to(device)  # noqa: E731
-    monkeypatch.setattr(tensor_rollout, "permutation", draw)
-    monkeypatch.setattr(TensorEstimates, "segments_class", HostSegments)
+    monkeypatch.setattr("sb3_ppo_ext.rollout.buffer.permutation", draw)
+    monkeypatch.setattr(rollout_data, "permutation", draw)
+    monkeypatch.setattr("sb3_ppo_ext.memory.windows.permutation", draw)
+    monkeypatch.setattr("sb3_ppo_ext.update.estimates.PrioritizedSegments", HostSegments)
 
 
 def trained(device, backend, policy="MlpPolicy", env=None, timesteps=64, make_env=make_toys, **options):

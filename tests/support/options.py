@@ -76,7 +76,6 @@ def is_legal(options, action_space):
         or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")
         or (get("dual_clip") and get("surrogate") != "clip")
         or (get("policy") in ("MlpLstmPolicy", "MlpTransformerPolicy") and get("backend") == "native")
-        or (get("policy") == "MlpLstmPolicy" and (get("backend") == "device" or get("amp_dtype")))
         or (get("amp_dtype") and get("backend") not in ("auto", "device"))
         or (get("auxiliary_losses") and get("backend") == "native")
         or (get("kl_target") and not get("kl_coef"))

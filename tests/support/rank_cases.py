@@ -27,8 +27,7 @@ from support.toys import BOX_ACTION, DICT, VECTOR, ToyEnv
 from sb3_ppo_ext import PPOExt, TensorVecNormalize, TorchVecEnv
 from sb3_ppo_ext.distributed import ranks
 from sb3_ppo_ext.distributed.launch import find_launch
-from sb3_ppo_ext.update import minibatches, rollout_data, tensor_rollout
-from sb3_ppo_ext.update.tensor_estimates import TensorEstimates
+from sb3_ppo_ext.update import minibatches, rollout_data
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=3, learning_rate=1e-2, seed=3)
 MIRROR = {"obs": [0, [1, -1], [2, -1]], "action": [[0, -1], 1]}
@@ -100,22 +99,8 @@ class SameDraws:
         return np.concatenate(joined)
 
 
-class HostSegments(minibatches.PrioritizedSegments):
-    """Segments of a rollout on a device, drawn by NumPy."""
-
-    is_even = False
-
-    def __init__(self, advantages, *arguments):
-        super().__init__(advantages.cpu().numpy(), *arguments)
-
-
 def same_draws(draws, batch_size):
     """Patches that let all engines take the same draws."""
-
-    def shuffled_at_once(n_samples, size):
-        order = draws.permutation(n_samples, batch_size)
-        for start in range(0, n_samples, size):
-            yield order[start : start + size], None
 
     def of_tensors(n, device):
         return th.from_numpy(draws.permutation(n, batch_size)).to(device)
@@ -124,26 +109,26 @@ def same_draws(draws, batch_size):
         return draws.normal(shape, 0).to(device)
 
     segments = minibatches.PrioritizedSegments
-    make = segments.__init__
+    make = segments.epoch
 
-    def with_same_draws(self, *arguments):
-        make(self, *arguments)
-        self.random = np.random.RandomState(1)
+    def with_same_draws(self, size):
+        self.generator = th.Generator().manual_seed(1)
+        return make(self, size)
 
-    make_shared = minibatches.SharedPrioritizedSegments.__init__
+    make_segments = segments.__init__
 
-    def shared_with_same_draws(self, *arguments):
-        make_shared(self, *arguments)
-        self.random = np.random.RandomState(1)
+    def on_host(self, advantages, *arguments):
+        make_segments(self, advantages.cpu(), *arguments)
+        # Draws in blocks would be on the device.
+        self.is_whole = False
 
     return (
-        mock.patch.object(TensorEstimates, "segments_class", HostSegments),
         mock.patch.object(th, "randn", lambda *shape, **_: draws.normal(shape, 1)),
         mock.patch("torch.distributions.normal._standard_normal", standard_normal),
-        mock.patch.object(rollout_data, "shuffled", shuffled_at_once),
-        mock.patch.object(tensor_rollout, "permutation", of_tensors),
-        mock.patch.object(segments, "__init__", with_same_draws),
-        mock.patch.object(minibatches.SharedPrioritizedSegments, "__init__", shared_with_same_draws),
+        mock.patch.object(rollout_data, "permutation", of_tensors),
+        mock.patch("sb3_ppo_ext.memory.windows.permutation", of_tensors),
+        mock.patch.object(segments, "__init__", on_host),
+        mock.patch.object(segments, "epoch", with_same_draws),
     )
 
 

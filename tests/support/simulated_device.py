@@ -59,6 +59,7 @@ class SimulatedDevice:
         th.utils.rename_privateuse1_backend(NAME)
         th._C._acc.register_python_privateuseone_hook(_Hook())
         th._register_device_module(NAME, _device_module())
+        self._of_networks = _recurrent_networks()
 
     @contextmanager
     def counting(self) -> Iterator[Counts]:
@@ -88,6 +89,17 @@ def load() -> ctypes.CDLL | str:
     """
     compiler = next(filter(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++")), None)
     return "no C++ compiler for the simulated device" if compiler is None else ctypes.CDLL(str(_built(compiler)))
+
+
+def _recurrent_networks() -> th.library.Library:
+    """Recurrent networks, for which CUDA has kernels of its own, as operations on single steps."""
+    from torch._decomp import decompositions
+
+    networks = th.library.Library("aten", "IMPL")
+    for name in ("lstm", "gru"):
+        for key in ("PrivateUse1", "AutogradPrivateUse1"):
+            networks.impl(f"{name}.input", getattr(decompositions, f"{name}_impl"), key)
+    return networks
 
 
 @cache

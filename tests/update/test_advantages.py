@@ -8,9 +8,16 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 
-from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize, vtrace
+from sb3_ppo_ext.rollout import gae
+from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize
 
 T = th.tensor
+
+
+def vtrace(**data):
+    """V-trace from and to NumPy."""
+    tensors = {name: th.as_tensor(part) if isinstance(part, np.ndarray) else part for name, part in data.items()}
+    return [part.numpy() for part in gae.vtrace(**tensors)]
 
 
 def rollout(n_steps=50, n_envs=3, seed=0):
@@ -28,7 +35,7 @@ def rollout(n_steps=50, n_envs=3, seed=0):
     )
 
 
-def gae(data):
+def gae_of_sb3(data):
     """Advantages and returns by SB3's buffer."""
     n_steps, n_envs = data["rewards"].shape
     space = spaces.Box(-1, 1, (1,))
@@ -44,7 +51,7 @@ def test_vtrace_on_policy_is_gae(bar):
     """With ratios of 1 and bars of at least 1, V-trace is GAE."""
     data = rollout() | dict(log_ratio=np.zeros((50, 3), np.float32))
     advantages, returns = vtrace(**data, rho_bar=bar, c_bar=bar)
-    expected_advantages, expected_returns = gae(data)
+    expected_advantages, expected_returns = gae_of_sb3(data)
     np.testing.assert_allclose(advantages, expected_advantages, atol=2e-6)
     np.testing.assert_allclose(returns, expected_returns, atol=2e-6)
     assert advantages.dtype == returns.dtype == np.float32

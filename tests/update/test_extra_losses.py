@@ -11,9 +11,8 @@ from support.training import changed, logged, make, run
 from support.zips import Zip
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.engines.eager import EagerEngine
-from sb3_ppo_ext.engines.fused import FusedEngine
 from sb3_ppo_ext.engines.native.engine import NativeEngine
+from sb3_ppo_ext.engines.torch_engine import EagerEngine, FusedEngine
 from sb3_ppo_ext.update.extra_losses import EXTRA_LOSSES
 
 MIRROR = dict(obs=[0, [1, -1], [2, -1]], action=[[0, -1], 1])

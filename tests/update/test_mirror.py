@@ -283,7 +283,7 @@ def test_policies_with_a_transformer(name, backend):
     model.learn(32 * 12)
     assert logged(model)["train/mirror_loss"] < 0.2 * first
     rollout = model._rollout()
-    sequences = rollout.samples(th.arange(5) if backend == "device" else np.arange(5)).observations
+    sequences = rollout.samples(th.arange(5)).observations
     mirror = mirror_of(model, action)
     twice = mirror.of_observations(mirror.of_observations(sequences))
     th.testing.assert_close(twice.last_actions, sequences.last_actions)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.training import Recording, logged, make, run
 
-from sb3_ppo_ext.update.estimates import Estimates
+from sb3_ppo_ext.update import estimates
 from sb3_ppo_ext.update.minibatches import PrioritizedSegments
 
 
@@ -38,7 +38,7 @@ def test_priorities_follow_vtrace(monkeypatch):
             seen.append(advantages)
             super().__init__(advantages, *args)
 
-    monkeypatch.setattr(Estimates, "segments_class", Segments)
+    monkeypatch.setattr(estimates, "PrioritizedSegments", Segments)
     model = run(priority_alpha=0.5, vtrace=True, learning_rate=0.02)
     assert len(seen) == 3
     np.testing.assert_allclose(seen[0], model.rollout_buffer.advantages.reshape(2, 16).T, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Rollouts as tensors: equal to SB3's buffer, and to the estimates in NumPy."""
+"""Rollouts as tensors: equal to SB3's buffer."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,8 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 
-from sb3_ppo_ext.update.advantages import discounted_sums, vtrace, vtrace_of_tensors
-from sb3_ppo_ext.update.minibatches import PrioritizedSegments
-from sb3_ppo_ext.update.minibatches import inclusion_probabilities as in_numpy
-from sb3_ppo_ext.update.tensor_estimates import TensorPrioritizedSegments, inclusion_probabilities
-from sb3_ppo_ext.update.tensor_rollout import ARRAYS, TensorRolloutBuffer
+from sb3_ppo_ext.rollout.buffer import ARRAYS, TensorRolloutBuffer
+from sb3_ppo_ext.rollout.gae import discounted_sums
 
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)
 SPACES = {
@@ -107,50 +104,3 @@ def test_discounted_sums(n_steps):
     for step in reversed(range(n_steps)):
         expected[step] = following = deltas[step] + decays[step] * following
     th.testing.assert_close(discounted_sums(deltas, decays), expected)
-
-
-@pytest.mark.parametrize(("rho", "c"), [(1.0, 1.0), (0.5, 0.2), (10.0, 3.0)])
-def test_vtrace(rho, c):
-    """V-trace in tensors is V-trace in NumPy."""
-    rng = np.random.default_rng(0)
-    rewards, values, log_ratio = rng.normal(size=(3, 20, 5)).astype(np.float32)
-    starts, last_values, dones = rng.random((20, 5)) < 0.2, rng.normal(size=5).astype(np.float32), rng.random(5) < 0.5
-    expected = vtrace(rewards, values, log_ratio, starts, last_values, dones, 0.97, 0.9, rho, c)
-    arrays = (rewards, values, log_ratio, starts.astype(np.float32), last_values, dones)
-    actual = vtrace_of_tensors(*map(th.from_numpy, arrays), 0.97, 0.9, rho, c)
-    for one, other in zip(expected, actual, strict=True):
-        np.testing.assert_allclose(other.numpy(), one, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("n_drawn", [1, 3, 19, 20])
-def test_inclusion_probabilities(n_drawn):
-    """They are those of the bisection in NumPy."""
-    p = np.random.default_rng(0).dirichlet(np.full(20, 0.3)) * 0.95 + 0.05 / 20
-    np.testing.assert_allclose(inclusion_probabilities(th.from_numpy(p), n_drawn).numpy(), in_numpy(p, n_drawn), rtol=1e-5)
-
-
-@pytest.mark.parametrize("length", [4, 5])
-def test_prioritized_segments(length):
-    """Priorities, weights and frequencies are those of the segments in NumPy, also if the last segment is shorter."""
-    th.manual_seed(0)
-    advantages = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)
-    one = PrioritizedSegments(advantages, length, 0.7, 0.5)
-    other = TensorPrioritizedSegments(th.from_numpy(advantages), length, 0.7, 0.5)
-    np.testing.assert_allclose(other.probabilities.numpy(), one.probabilities, rtol=1e-5)
-    counts, n_draws = np.zeros((2, 36)), 3000
-    for row, segments in zip(counts, (one, other), strict=True):
-        for _ in range(n_draws // 4):
-            draws = list(segments.epoch(10))
-            assert len(draws) == 4
-            for indices, weights in draws:
-                np.add.at(row, np.asarray(indices), 1)
-                assert np.mean(np.asarray(weights)) == pytest.approx(1, abs=1e-5)
-                assert len(np.unique(indices)) == len(indices)
-    np.testing.assert_allclose(counts[1] / n_draws, counts[0] / n_draws, atol=0.06)
-
-
-def test_no_priorities_without_finite_advantages():
-    """All segments have the same probability if an advantage is not finite, or all are 0."""
-    for value in (0.0, np.inf, np.nan):
-        segments = TensorPrioritizedSegments(th.full((8, 2), value), 4, 0.5, 0.5)
-        np.testing.assert_allclose(segments.probabilities.numpy(), 0.25)

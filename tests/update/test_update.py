@@ -1,7 +1,6 @@
 """Each option acts in training, changes what it should and only that, and is logged."""
 
 import math
-from types import MethodType
 
 import pytest
 import torch as th
@@ -12,12 +11,10 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from support.parity import assert_equal
-from support.toys import BOX_ACTION, DICT, LogRecorder, RolloutRecorder
+from support.toys import BOX_ACTION, LogRecorder, RolloutRecorder
 from support.training import BOTH, changed, logged, make, run
 
-from sb3_ppo_ext.engines.engine import Engine
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize
-from sb3_ppo_ext.update.rollout_data import SamplesOnDevice
 
 CHANGES = [
     # Options, what they are added to, what they change
@@ -52,32 +49,6 @@ CHANGES = [
     (dict(max_clip_fraction=0.01), dict(learning_rate=0.05), "actor"),
     (dict(accumulate_grad=2), {}, BOTH),
 ]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(batch_size=7, accumulate_grad=2),
-        dict(vtrace=True, priority_alpha=0.6, kl_coef=0.1, advantage_norm="ema"),
-        dict(env_kwargs=dict(observation_space=DICT, action_space=spaces.Discrete(3)), policy="MultiInputPolicy"),
-    ],
-    ids=str,
-)
-def test_rollout_that_is_copied_to_its_device_once(options, monkeypatch):
-    """A rollout that lies on the device as a whole gives the same minibatches."""
-    expected = run(backend="eager", timesteps=64, **options)
-    copied = []
-
-    def place(self, rollout):
-        assert isinstance(rollout.samples, MethodType)
-        rollout.copy_to_device()
-        copied.append(rollout)
-
-    monkeypatch.setattr(Engine, "place", place)
-    model = run(backend="eager", timesteps=64, **options)
-    assert_equal(expected.policy.state_dict(), model.policy.state_dict(), "policy")
-    assert len(copied) == 2
-    assert all(isinstance(rollout.samples, SamplesOnDevice) for rollout in copied)
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])

@@ -20,15 +20,14 @@ from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_outputs, refuse_policy
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import stack
-from sb3_ppo_ext.common.user_code import hidden_methods
 from sb3_ppo_ext.distributions.base import bounded_part
 from sb3_ppo_ext.engines.native import extension
-from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask, unsupported_reason
+from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
 from sb3_ppo_ext.engines.native.share_actor import NativeShareActor
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.policies.actor_critic import actions_at, unscales_as_known
-from sb3_ppo_ext.rollout.actors import Action, DivisibleActor, PolicyActor, RolloutConfig, Transition, note_truncations
-from sb3_ppo_ext.update.rollout_data import BUFFER_METHODS
+from sb3_ppo_ext.rollout.actors import Action, DivisibleActor, RolloutConfig, Transition, note_truncations
+from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes
 
 
 class NativeActor(DivisibleActor):
@@ -45,7 +44,9 @@ class NativeActor(DivisibleActor):
         self.gamma = 0.0
         native.pack()
         native.has_changed()
-        self._draw_noise()
+        # Random numbers of all steps
+        self.noise = native.distribution.noise(config.n_steps, buffer.n_envs, native.actor.n_outputs)
+        self._scale_noise(0)
         space = config.action_space
         # Discrete samples have their shape already.
         self.sample_shape = None if isinstance(space, spaces.Discrete) else (-1, *(space.shape or ()))
@@ -55,14 +56,6 @@ class NativeActor(DivisibleActor):
         self.n_estimated = 0
         # Step, environment and terminal observation of truncated episodes that have not been bootstrapped yet
         self.truncated: list[tuple[int, int, Any]] = []
-        # Actor to use after user code has replaced the policy by one that the extension module does not support
-        self.torch_actor: PolicyActor | None = None
-
-    def _draw_noise(self) -> None:
-        """Draw the random numbers of all steps."""
-        native = self.native
-        self.noise = native.distribution.noise(self.config.n_steps, self.buffer.n_envs, native.actor.n_outputs)
-        self._scale_noise(0)
 
     def _scale_noise(self, step: int) -> None:
         distribution = self.native.distribution
@@ -76,11 +69,10 @@ class NativeActor(DivisibleActor):
     # Computed at each step
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
-        if self.is_watched:
-            self._follow(policy)
-            if self.torch_actor is not None:
-                return self.torch_actor.act(policy, observations, starts, step)
         native = self.native
+        if self.is_watched:
+            # User code may have changed parameters in place, in ways that torch does not track.
+            native.pack()
         _write_observations(self.buffer, step, observations)
         self.observations = observations
         features = native.features(observations)
@@ -101,27 +93,7 @@ class NativeActor(DivisibleActor):
         values = th.from_numpy(native.critic(features))
         return Action(obs_as_tensor(observations, self.config.device), samples, values, th.from_numpy(log_probs))
 
-    def _follow(self, policy: ActorCriticPolicy) -> None:
-        """Use the policy and its parameters as they are now, whoever has changed them, and in whatever way."""
-        if self.torch_actor is not None:
-            return
-        if self._buffer_is_changed() or not self.native.is_of(policy):
-            if self._buffer_is_changed() or unsupported_reason(policy) is not None:
-                self.torch_actor = PolicyActor(self.buffer, self.config)
-                return
-            before, self.native = self.native, NativePolicy(policy)
-            if not self.native.samples_like(before):
-                self._draw_noise()
-        self.native.pack()
-
-    def _buffer_is_changed(self) -> bool:
-        return bool(hidden_methods(self.buffer, BUFFER_METHODS))
-
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
-        if self.is_watched and (transition.truncated or self._buffer_is_changed()):
-            self._follow(policy)
-        if self.torch_actor is not None:
-            return self.torch_actor.record(policy, transition)
         buffer, step, action = self.buffer, transition.step, transition.action
         if transition.observations is not self.observations:
             _write_observations(buffer, step, transition.observations)
@@ -136,6 +108,7 @@ class NativeActor(DivisibleActor):
             self.gamma = transition.gamma
             self.truncated += [(step, *truncated) for truncated in transition.truncated]
             if self.is_watched:
+                self.native.pack()
                 self._bootstrap()
         buffer.pos = step + 1
 
@@ -170,9 +143,7 @@ class NativeActor(DivisibleActor):
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
         self.buffer.full = self.buffer.pos == self.buffer.buffer_size
         if self.is_watched:
-            self._follow(policy)
-        if self.torch_actor is not None:
-            return self.torch_actor.finish(policy, observations, dones)
+            self.native.pack()
         self._estimate(self.config.n_steps)
         return self._estimate_advantages(observations, np.asarray(dones))
 
@@ -199,11 +170,15 @@ class NativeActor(DivisibleActor):
     def _bootstrap(self) -> None:
         if not self.truncated:
             return
-        steps, environments, observations = zip(*self.truncated, strict=True)
-        values = self.native.critic(self.native.features(stack(observations))).ravel()
+        steps, environments, each = zip(*self.truncated, strict=True)
+        observations = stack(each)
+        values = self.native.critic(self.native.features(observations)).ravel()
         np.add.at(self.buffer.rewards, (list(steps), list(environments)), np.float32(self.gamma) * values)
-        note_truncations(self.config, steps, environments, observations, values.tolist())
         self.truncated.clear()
+        if self.config.truncations is not None:
+            rows = th.tensor(steps) * self.buffer.n_envs + th.tensor(environments)
+            tensors = self.native.policy.obs_to_tensor(observations)[0]
+            note_truncations(self.config, TruncatedEpisodes(rows, tensors, th.from_numpy(values)))
 
     def _estimate_advantages(self, observations: Any, dones: np.ndarray) -> th.Tensor:
         """Compute advantages and returns, and return the values of the last observations, shape ``(n_envs, 1)``."""

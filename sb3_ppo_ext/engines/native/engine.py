@@ -8,17 +8,15 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 
 from sb3_ppo_ext.common.user_code import is_replaced, replaced_method
 from sb3_ppo_ext.engines.engine import Engine, Setup
-from sb3_ppo_ext.engines.fused import can_fuse_steps
 from sb3_ppo_ext.engines.native.actor import NativeActor
 from sb3_ppo_ext.engines.native.gradients import AnalyticGradients
 from sb3_ppo_ext.engines.native.policy import NativePolicy, unsupported_reason
-from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper
+from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper, can_fuse_steps
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
+from sb3_ppo_ext.rollout.buffer import BUFFER_METHODS, TensorRolloutBuffer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
-from sb3_ppo_ext.update.metrics import Metrics
-from sb3_ppo_ext.update.rollout_data import BUFFER_METHODS
-from sb3_ppo_ext.update.update import GradientSource, Stepper
+from sb3_ppo_ext.update.loop import GradientSource, Stepper
 
 
 class NativeEngine(Engine):
@@ -44,7 +42,7 @@ class NativeEngine(Engine):
             return reason
         if is_replaced(setup.policy.optimizer, "zero_grad"):
             return "`zero_grad` of the optimiser was replaced, and this backend would not call it"
-        if type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer):
+        if type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer, TensorRolloutBuffer):
             return f"the rollout buffer is a {type(setup.buffer).__name__}, and this backend reads SB3's rollout buffers alone"
         if (name := replaced_method(BUFFER_METHODS, setup.buffer)) is not None:
             return f"`{name}` of the rollout buffer was replaced, and this backend would not call it"
@@ -62,7 +60,7 @@ class NativeEngine(Engine):
             return FusedAdamStepper(self.policy.optimizer, memory, is_overwritten=True)
         return TorchStepper(self.policy)
 
-    def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper, metrics: Metrics) -> GradientSource:
+    def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper) -> GradientSource:
         # The next rollout is evaluated by these threads as well.
         self.native.use_threads(config.native_threads)
-        return AnalyticGradients(self.native, config, estimates, metrics, shows_gradients=isinstance(stepper, TorchStepper))
+        return AnalyticGradients(self.native, config, estimates, shows_gradients=isinstance(stepper, TorchStepper))

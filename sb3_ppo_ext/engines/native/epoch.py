@@ -81,13 +81,13 @@ class NativeMinibatches:
             "entropy_loss": -float(np.mean(self.distribution.entropies(np.concatenate(self.described[-n:])))),
         }
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredMinibatches:
         """:return: Measurements of the minibatches evaluated so far"""
         sizes = self.sizes[: len(self.described)]
         n = int(sizes.sum())
         kept = np.ones(len(sizes), bool)
         kept[self.skipped] = False
-        return Measured(
+        return MeasuredMinibatches(
             sizes,
             kept,
             self.penalties[: len(sizes)],
@@ -100,7 +100,7 @@ class NativeMinibatches:
         )
 
 
-class Measured(NamedTuple):
+class MeasuredMinibatches(NamedTuple):
     """
     Measurements of several minibatches.
 
@@ -126,7 +126,7 @@ class Measured(NamedTuple):
     weights: np.ndarray | None
 
     @classmethod
-    def merged(cls, parts: list[Measured]) -> Measured:
+    def merged(cls, parts: list[MeasuredMinibatches]) -> MeasuredMinibatches:
         """
         :param parts: Measurements of several epochs, at least one
         :return: Concatenated measurements

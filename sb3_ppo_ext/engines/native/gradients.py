@@ -5,11 +5,9 @@ losses, and autograd differentiates penalties with respect to the outputs of the
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch as th
@@ -17,16 +15,16 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
-from sb3_ppo_ext.engines.native.epoch import FlatRollout, Measured, NativeMinibatches, mean_of_each, normalize_each
+from sb3_ppo_ext.engines.native.epoch import FlatRollout, MeasuredMinibatches, NativeMinibatches, mean_of_each, normalize_each
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
 from sb3_ppo_ext.update.advantages import standardize
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
+from sb3_ppo_ext.update.loop import GradientSource, Measured
 from sb3_ppo_ext.update.losses import SURROGATES, active_penalties, value_slope
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import actions_of
 from sb3_ppo_ext.update.minibatches import n_counted
-from sb3_ppo_ext.update.update import GradientSource
 
 # Number of samples with measurements that are kept before they are averaged
 MAX_MEASURED = 16384
@@ -41,7 +39,6 @@ class AnalyticGradients(GradientSource):
     :param native: Policy on the extension module
     :param config: Options of the update
     :param estimates: Advantages, returns and priorities of the rollout
-    :param metrics: Metrics that measurements are added to
     :param shows_gradients: Whether to set ``grad`` of the parameters, for an optimiser of PyTorch
     """
 
@@ -50,18 +47,18 @@ class AnalyticGradients(GradientSource):
         native: NativePolicy,
         config: UpdateConfig,
         estimates: Estimates,
-        metrics: Metrics,
         shows_gradients: bool = False,
     ):
-        self.native, self.config, self.estimates, self.metrics = native, config, estimates, metrics
+        self.native, self.config, self.estimates = native, config, estimates
         self.distribution, self.loss, self.ent_coef = native.distribution, config.loss, float(config.loss.ent_coef)
         self.slope = SURROGATES[config.loss.surrogate].slope
         self.penalties = active_penalties(config.loss, estimates.old_distribution is not None)
         self.shown = [(p, th.from_numpy(gradient)) for p, gradient in native.parameters()] if shows_gradients else []
-        self.lengths_before: dict[str, int] = {}
+        # Number of minibatches of the last step
+        self.n_minibatches = 0
         # Measurements of epochs that have not been reported yet; several epochs are reported together to save time
-        self.measured: list[Measured] = []
-        self.norms: dict[str, list[float]] = defaultdict(list)
+        self.measured: list[MeasuredMinibatches] = []
+        self.reported = Metrics()
 
     # Minibatches
 
@@ -100,7 +97,10 @@ class AnalyticGradients(GradientSource):
         self.minibatches = NativeMinibatches(order, samples, split, weights, self.distribution)
         # Parts of draws that are spread over the ranks may be larger than `batch_size`.
         batch_size = config.batch_size if weights is None or not config.ranks.are_several else int(sizes.max())
-        return self._steps(sizes.tolist(), batch_size)
+        try:
+            yield from self._steps(sizes.tolist(), batch_size)
+        finally:
+            self._end_epoch()
 
     def _normalized(self, advantages: np.ndarray, sizes: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
         """Advantages, normalised in each step of the optimiser over the samples of all ranks."""
@@ -121,10 +121,10 @@ class AnalyticGradients(GradientSource):
         rollout, segments, size = self.estimates.rollout, self.estimates.segments, self.config.step_size
         n = rollout.n_samples
         if segments is None:
-            ((order, _),) = rollout.draws(n)
-            return order, np.diff([*range(0, n, size), n]), None
-        indices, weights = zip(*rollout.draws(size, segments), strict=True)
-        return np.concatenate(indices), np.array([len(part) for part in indices]), np.concatenate(weights)
+            ((order, _),) = rollout.draws(n, n)
+            return order.numpy(), np.diff([*range(0, n, size), n]), None
+        indices, weights = zip(*rollout.draws(size, size, segments), strict=True)
+        return th.cat(indices).numpy(), np.array([len(part) for part in indices]), th.cat(weights).numpy()
 
     @staticmethod
     def _steps(sizes: list[int], batch_size: int) -> Iterator[Step]:
@@ -139,25 +139,30 @@ class AnalyticGradients(GradientSource):
 
     # Gradients
 
-    def add(self, step: Step) -> None:
-        """Write the gradient of the loss of a step into the memory of the gradients."""
-        if self.penalties:
-            self.lengths_before = self.metrics.lengths()
-        size = step[-1].stop - step[0].start
+    def add(self, step: Step) -> Measured:
+        """
+        Write the gradient of the loss of a step into the memory of the gradients.
+
+        :param step: Step of the optimiser
+        :return: What has been measured
+        """
+        size, metrics = step[-1].stop - step[0].start, Metrics()
         for number, part in enumerate(step):
-            self._add_minibatch(part, size, accumulate=number > 0)
+            self._add_minibatch(part, size, number > 0, metrics)
         for parameter, gradient in self.shown:
             parameter.grad = gradient
+        self.n_minibatches = len(step)
+        return self._measured(step, metrics)
 
-    def _add_minibatch(self, part: slice, size: int, accumulate: bool) -> None:
+    def _add_minibatch(self, part: slice, size: int, accumulate: bool, metrics: Metrics) -> None:
         """Add the gradient of a minibatch, for a loss that is the mean over the ``size`` samples of the step."""
         self.native.pack()
         # Auxiliary losses are of the minibatch as a whole.
         parts = [part] if self.penalties else list(blocks(part.start, part.stop))
-        described = [self._add_block(each, size, accumulate or number > 0) for number, each in enumerate(parts)]
+        described = [self._add_block(each, size, accumulate or number > 0, metrics) for number, each in enumerate(parts)]
         self.minibatches.described.append(described[0] if len(described) == 1 else np.concatenate(described))
 
-    def _add_block(self, part: slice, size: int, accumulate: bool) -> np.ndarray:
+    def _add_block(self, part: slice, size: int, accumulate: bool, metrics: Metrics) -> np.ndarray:
         """
         Add the gradient of a part of a minibatch.
 
@@ -182,11 +187,13 @@ class AnalyticGradients(GradientSource):
         d_outputs = distribution.gradient(d_log_prob, self.ent_coef * share, accumulate=accumulate)
         if self.penalties:
             inputs = NativeInputs(self, outputs, values, part)
-            m.penalties[len(m.described)] = self._add_penalties(inputs, d_outputs, d_values, share)
+            m.penalties[len(m.described)] = self._add_penalties(inputs, d_outputs, d_values, share, metrics)
         self.native.backward(d_outputs, d_values, accumulate)
         return described
 
-    def _add_penalties(self, inputs: NativeInputs, d_outputs: np.ndarray, d_values: np.ndarray, share: float) -> float:
+    def _add_penalties(
+        self, inputs: NativeInputs, d_outputs: np.ndarray, d_values: np.ndarray, share: float, metrics: Metrics
+    ) -> float:
         """
         Add the gradients of the penalties to ``d_outputs``, ``d_values`` and the gradient of ``log_std``.
 
@@ -195,7 +202,7 @@ class AnalyticGradients(GradientSource):
         total = th.zeros(())
         for name, loss in self.penalties.items():
             term = loss.value(inputs, self.loss)
-            self.metrics[name].append(term.detach())
+            metrics[name].append(term.detach())
             total = total + self.loss.penalties[name] * term
         if not total.requires_grad:  # such as the entropy of Gaussians whose standard deviation is not learned
             return total.item()
@@ -213,60 +220,50 @@ class AnalyticGradients(GradientSource):
 
     # Metrics
 
-    def count(self, step: Step) -> int:
-        """:return: Number of samples in the step"""
-        part = _joined(step)
-        weights = None if self.minibatches.weights is None else self.minibatches.weights[part]
-        return n_counted(self.minibatches.order[part], weights) if self.config.ranks.are_several else part.stop - part.start
+    def _measured(self, step: Step, metrics: Metrics) -> Measured:
+        part, config = _joined(step), self.config
+        errors, n = self.minibatches.errors[part], part.stop - part.start
+        if config.ranks.are_several:
+            weights = self.minibatches.weights
+            n = n_counted(n, None if weights is None else weights[part])
+        # If the loss is not finite, its gradient is not either, except where errors of the values overflow when squared.
+        return Measured(
+            float(np.vdot(errors, errors)),
+            0.0 if config.target_kl is None else self._approximate_kl(part),
+            0.0 if config.max_clip_fraction is None else self._clip_fraction(part),
+            n,
+            lambda: self.minibatches.terms(part, len(step)) | {name: values[-1].item() for name, values in metrics.items()},
+            metrics,
+        )
 
-    def loss_of(self, step: Step) -> float:
-        """:return: Sum of the squared errors of the values"""
-        errors = self.minibatches.errors[_joined(step)]
-        return float(np.vdot(errors, errors))
-
-    def approximate_kl(self, step: Step) -> float:
-        """:return: Estimated KL divergence over all samples of the step, in nats"""
-        part = _joined(step)
+    def _approximate_kl(self, part: slice) -> float:
         return float(np.mean(self.minibatches.ratios[part] - 1 - self.minibatches.log_ratios[part]))
 
-    def clip_fraction(self, step: Step) -> float:
-        """:return: Fraction of clipped samples among all samples of the step"""
-        return float(np.mean(np.abs(self.minibatches.ratios[_joined(step)] - 1) > self.loss.clip_range))
+    def _clip_fraction(self, part: slice) -> float:
+        return float(np.mean(np.abs(self.minibatches.ratios[part] - 1) > self.loss.clip_range))
 
-    def terms(self, step: Step) -> dict[str, float]:
-        """:return: Losses of the step by name"""
-        penalties = {name: self.metrics.bad_since(self.lengths_before, name) for name in self.penalties}
-        return self.minibatches.terms(_joined(step), len(step)) | penalties
+    def forget(self) -> None:
+        """Leave the minibatches of the last step out of the metrics."""
+        self.minibatches.skip(self.n_minibatches)
 
-    def accept(self, step: Step, norms: dict[str, Any]) -> bool:
-        # If the loss is not finite, its gradient is not either, except where errors of the values overflow when squared.
-        if not math.isfinite(sum(norms.values()) + self.loss_of(step)):
-            return False
-        for name, norm in norms.items():
-            self.norms[name].append(float(norm))
-        return True
+    def finish(self, metrics: Metrics) -> None:
+        """
+        :param metrics: Metrics that all measurements are added to
+        """
+        self._report()
+        self.minibatches.measured().report_last(metrics, self.distribution)
+        for name, values in self.reported.items():
+            metrics[name].extend(values)
 
-    def forget(self, step: Step) -> None:
-        """Discard the metrics of a step that is skipped."""
-        if self.penalties:
-            self.metrics.forget_since(self.lengths_before)
-        self.minibatches.skip(len(step))
-
-    def end_epoch(self) -> None:
+    def _end_epoch(self) -> None:
         """Keep the measurements of the minibatches of the epoch."""
         self.measured.append(self.minibatches.measured())
         if sum(len(part.ratios) for part in self.measured) > MAX_MEASURED:
             self._report()
 
-    def finish(self) -> None:
-        """Add all measurements to the metrics."""
-        self._report()
-        self.minibatches.measured().report_last(self.metrics, self.distribution)
-        self.metrics.add({name: th.tensor(norms, dtype=th.float32) for name, norms in self.norms.items()})
-
     def _report(self) -> None:
         if self.measured:
-            Measured.merged(self.measured).report(self.metrics, self.distribution, self.loss)
+            MeasuredMinibatches.merged(self.measured).report(self.reported, self.distribution, self.loss)
             self.measured.clear()
 
 
@@ -292,7 +289,7 @@ class NativeInputs:
     def data(self) -> RolloutBufferSamples:
         """Samples of the minibatch, with the advantages and returns that the losses use."""
         samples, part = self._gradients.minibatches.samples, self._part
-        data = self._gradients.estimates.rollout.samples(self._indices)
+        data = self._gradients.estimates.rollout.samples(th.from_numpy(self._indices))
         advantages, returns = (th.from_numpy(array[part]) for array in (samples.advantages, samples.returns))
         return data._replace(advantages=advantages, returns=returns)
 

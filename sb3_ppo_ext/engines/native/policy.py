@@ -154,14 +154,6 @@ class NativePolicy:
         self._addresses = [tensor.data_ptr() for _, _, tensor in self._owners]
         self._tensors, self._version = [tensor for _, _, tensor in self._owners], -1
 
-    def samples_like(self, other: NativePolicy) -> bool:
-        """
-        :param other: Another policy
-        :return: Whether both sample from the same random numbers
-        """
-        same_distribution = type(self.distribution) is type(other.distribution)
-        return same_distribution and self.actor.n_outputs == other.actor.n_outputs
-
     def is_of(self, policy: ActorCriticPolicy) -> bool:
         """
         :param policy: Current policy of the model
@@ -169,8 +161,6 @@ class NativePolicy:
         """
         same_distribution = policy.action_dist is self._action_dist
         return policy is self.policy and same_distribution and self._has_same_modules() and self._has_same_memory()
-
-    # At each step of a rollout, where user code may change anything: as few calls as possible
 
     def _has_same_modules(self) -> bool:
         own = vars(self.policy)

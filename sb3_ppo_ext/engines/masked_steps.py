@@ -8,17 +8,20 @@ from typing import Any, NamedTuple
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
-from sb3_ppo_ext.engines.optimizer_steps import Reached
+from sb3_ppo_ext.engines.optimizer_steps import GradientMemory, Reached, adam_states, is_plain_adam
+from sb3_ppo_ext.update.loop import Stepper
 from sb3_ppo_ext.update.optimizers import clip_gradients, critic_parameters
 
 
-class MaskedStepper:
+class MaskedStepper(Stepper):
     """
     Steps of any optimiser of torch: parameters and state are set back where a step is to be left out.
 
     :param policy: Policy with the optimiser
     :param can_freeze: Whether the actor may be frozen while the critic keeps learning
     """
+
+    is_on_device = True
 
     def __init__(self, policy: ActorCriticPolicy, can_freeze: bool = False):
         self.policy, self.optimizer = policy, policy.optimizer
@@ -27,6 +30,7 @@ class MaskedStepper:
         self.gradients = th.cat([th.zeros_like(parameter).flatten() for parameter in self.learned])
         parts = self.gradients.split([parameter.numel() for parameter in self.learned])
         self.views = [part.view_as(parameter) for part, parameter in zip(parts, self.learned, strict=True)]
+        self.memory = GradientMemory(list(zip(self.learned, self.views, strict=True)))
         self.bad_gradients: th.Tensor | None = None
         of_critic = critic_parameters(policy) if can_freeze else set()
         self.of_actor = [parameter not in of_critic for parameter in self.learned]
@@ -40,13 +44,13 @@ class MaskedStepper:
         for parameter, view in zip(self.learned, self.views, strict=True):
             parameter.grad = view
 
-    def freeze_actor(self, frozen: th.Tensor) -> None:
+    def freeze_actor(self, is_frozen: th.Tensor) -> None:
         """
-        :param frozen: Whether the actor is frozen in this step, a scalar
+        :param is_frozen: Whether the actor is frozen in this step, a scalar
         """
-        self.frozen = frozen
+        self.frozen = is_frozen
         of_actor = [view for view, is_actor in zip(self.views, self.of_actor, strict=True) if is_actor]
-        th._foreach_mul_(of_actor, (~frozen).float())
+        th._foreach_mul_(of_actor, (~is_frozen).float())
 
     def clip(self, max_norm: float) -> dict[str, th.Tensor]:
         """
@@ -70,7 +74,7 @@ class MaskedStepper:
         before = self.gradients if self.bad_gradients is None else self.bad_gradients
         self.bad_gradients = th.where(are_bad, self.gradients, before)
 
-    def show_bad_gradients(self) -> None:
+    def show_gradients(self) -> None:
         """Set ``grad`` of the parameters to the gradients that were kept."""
         assert self.bad_gradients is not None
         self.gradients.copy_(self.bad_gradients)
@@ -92,7 +96,7 @@ class MaskedStepper:
             old = before.get(id(tensor))
             tensor.data.copy_(th.where(kept if is_actor else is_made, tensor, 0.0 if old is None else old))
 
-    def stop_watching(self) -> None:
+    def close(self) -> None:
         """Called at the end of the update, even if it raises an error."""
         if self.reached is not None:
             self.reached.close()
@@ -106,7 +110,7 @@ class MaskedStepper:
             tensors += [(tensor, is_actor) for tensor in (parameter, *on_device)]
         return tensors
 
-    def close(self, n_left_out: int, n_frozen: int) -> None:
+    def correct_counts(self, n_left_out: int, n_frozen: int) -> None:
         """
         Correct the counts of steps that the optimiser keeps on the host.
 
@@ -140,11 +144,7 @@ class MaskedAdamStepper(MaskedStepper):
 
     def __init__(self, policy: ActorCriticPolicy):
         super().__init__(policy)
-        states = self.optimizer.state
-        for parameter in self.learned:
-            if not states[parameter]:
-                zeros = {name: th.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                states[parameter] = {"step": th.tensor(0.0), **zeros}
+        states = dict(zip(self.learned, adam_states(self.optimizer, self.learned), strict=True))
         self.n_before = float(states[self.learned[0]]["step"])
         self.n_steps = 0
         self.count = th.full((), self.n_before, device=policy.device)
@@ -167,14 +167,7 @@ class MaskedAdamStepper(MaskedStepper):
             return False
         in_groups = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         learned = {parameter for parameter in policy.parameters() if parameter.requires_grad}
-        variants = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
-        # Learning rate schedulers, among others, replace `step` of the instance.
-        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, "step" in vars(optimizer))
-        counts = [state.get("step") for state in optimizer.state.values()]
-        on_host = all(isinstance(count, th.Tensor) and count.device.type == "cpu" for count in counts)
-        is_whole = len(counts) in (0, len(learned)) and on_host and len({float(count) for count in counts}) <= 1
-        is_plain = not any(group.get(name) for group in optimizer.param_groups for name in variants)
-        return is_whole and is_plain and learned <= in_groups and not any(hooks)
+        return learned <= in_groups and is_plain_adam(optimizer, len(learned), "fused")
 
     @th.no_grad()
     def step(self, is_made: th.Tensor) -> None:
@@ -214,7 +207,7 @@ class MaskedAdamStepper(MaskedStepper):
         else:
             th._foreach_add_(gradients, list(th._foreach_mul(decayed, decay * made)))
 
-    def close(self, n_left_out: int, n_frozen: int) -> None:
+    def correct_counts(self, n_left_out: int, n_frozen: int) -> None:
         """
         Update the counts of steps in the state of torch's optimiser.
 
