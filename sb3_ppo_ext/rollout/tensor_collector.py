@@ -73,13 +73,19 @@ class TensorRolloutCollector(RolloutCollector):
         if self._tensors_after is not None and self._tensors_after.arrays is self._last_obs:
             return self._tensors_after.observations, self._tensors_after.starts
         starts = th.as_tensor(self._last_episode_starts, device=self.device)
-        last_observations = self._seen_by_critic(self._last_obs, self.n_envs)
+        last_observations: Any = self._last_obs
         return obs_as_tensor(last_observations, self.device), starts
 
     def _tensor_rollout(self, buffer: TensorRolloutBuffer) -> TensorRollout:
+        observations, starts = self._last_tensors()
+        if self._tensors_after is None:
+            # Arrays, to which masks may be added
+            observations = obs_as_tensor(self._seen_by_critic(self._last_obs, self.n_envs), self.device)
+        else:
+            observations = self._normalized(observations)
         if isinstance(buffer, TensorSequenceBuffer):
-            return TensorSequenceRollout(buffer, *self._last_tensors(), self.gamma)
-        return TensorRollout(buffer, *self._last_tensors(), self.gamma)
+            return TensorSequenceRollout(buffer, observations, starts, self.gamma)
+        return TensorRollout(buffer, observations, starts, self.gamma)
 
 
 class ShownStep:
@@ -152,19 +158,22 @@ class TensorCollection:
                 act, policy = model._make_act(), model.policy
             if model.use_sde and model.sde_sample_freq > 0 and step % model.sde_sample_freq == 0:
                 model.policy.reset_noise(env.num_envs)
-            seen = buffer.observe(observations, starts)
+            seen = buffer.observe(model._normalized(observations), starts)
+            # A copy, since the environment may overwrite them
+            before = seen if model.normalizer is None else map_observations(th.clone, observations)
             with th.no_grad():
                 samples, values, log_probs = act(seen) if self.cached is None else self.cached(model.policy, step)
                 env_actions = self._for_env(samples)
             for call in model._before_step:
                 call()
             result = env.step_tensors(self._structured(env_actions))
+            model._update_normalizer(result.observations, result.rewards, result.terminated | result.truncated)
             model.num_timesteps += env.num_envs * model.ranks.size
-            shown = ShownStep(samples, env_actions, result, env, seen)
+            shown = ShownStep(samples, env_actions, result, env, before)
             variables = self._locals(step, seen, values, log_probs, shown)
             self.callback.update_locals(variables)
             if not self.callback.on_step():
-                self._stop(seen, starts)
+                self._stop(before, starts)
                 return False
             observations, starts = self._record(step, shown, values, log_probs)
 
@@ -179,7 +188,9 @@ class TensorCollection:
         if shown.infos.made:
             self.counted.append(step)
             model._update_info_buffer(shown.infos.get(), dones.cpu().numpy())
-        result = shown.result._replace(observations=shown.new_obs.tensors(), rewards=shown.rewards.tensors())
+        rewards, final = model._normalized_rewards(shown.rewards.tensors()), shown.result.final_observations
+        final = None if final is None else model._normalized(final)
+        result = shown.result._replace(observations=shown.new_obs.tensors(), rewards=rewards, final_observations=final)
         buffer.record(shown.samples.tensors(), values, log_probs)
         if isinstance(buffer, TensorSequenceBuffer):
             actions = shown.env_actions.tensors()
@@ -284,7 +295,7 @@ class TensorCollection:
         if len(rows):
             self._bootstrap(rows)
         with th.no_grad():
-            inputs = buffer.after_step(self.n_steps - 1, observations, dones)
+            inputs = buffer.after_step(self.n_steps - 1, model._normalized(observations), dones)
             buffer.compute_returns_and_advantage(last_values=model.policy.predict_values(inputs), dones=dones)
         if isinstance(buffer, TensorSequenceBuffer):
             starts = np.concatenate([self.first_starts[np.newaxis], ended[:-1] > 0])

@@ -13,6 +13,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.observations import stack
 from sb3_ppo_ext.memory.history import HistoryBuffer
+from sb3_ppo_ext.policies.normalized_observations import inputs_of
 
 
 class Truncation(NamedTuple):
@@ -65,7 +66,7 @@ def terminal_values(
     """
     n, values = len(observations), []
     for part in [slice(n)] if batched else [slice(i, i + 1) for i in range(n)]:
-        tensors = policy.obs_to_tensor(stack(observations[part]))[0]
+        tensors = inputs_of(policy, stack(observations[part]))[0]
         going_on = np.zeros(len(steps[part]), bool)
         with th.no_grad():
             values.append(policy.predict_values(_after(buffer, tensors, steps[part], environments[part], going_on)))

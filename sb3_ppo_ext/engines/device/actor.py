@@ -12,6 +12,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from sb3_ppo_ext.common.observations import map_observations, stack
 from sb3_ppo_ext.engines.engine import Engine
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
+from sb3_ppo_ext.policies.normalized_observations import inputs_of
 from sb3_ppo_ext.rollout.actors import Action, Actor, CachedPolicy, RolloutConfig, Transition
 from sb3_ppo_ext.update.tensor_rollout import TensorRolloutBuffer, TruncatedEpisodes
 from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer
@@ -103,7 +104,7 @@ class DeviceActor(Actor):
     def _values(self, policy: ActorCriticPolicy, first: int) -> tuple[th.Tensor, Any, th.Tensor]:
         """Rows, terminal observations and their values, of the truncated episodes from an index on."""
         rows = th.tensor(self.rows[first:]).to(self.buffer.device)
-        tensors = policy.obs_to_tensor(stack(self.terminal_observations[first:]))[0]
+        tensors = inputs_of(policy, stack(self.terminal_observations[first:]))[0]
         with th.no_grad():
             inputs = self.buffer.after(rows, tensors, th.zeros_like(rows, dtype=th.bool))
             return rows, tensors, policy.predict_values(inputs).flatten()
