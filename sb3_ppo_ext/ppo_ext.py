@@ -41,6 +41,7 @@ from sb3_ppo_ext.common.validation import (
 )
 from sb3_ppo_ext.distributed.launch import Distributed, find_launch, own_device
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.envs.normalizer import NormalizeFreq
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import TensorVecTransposeImage, steps_in_tensors
 from sb3_ppo_ext.export import export_actor
 from sb3_ppo_ext.memory.policies import (
@@ -134,6 +135,15 @@ class PPOExt(TrainingLoop, ModelSetup):
         one number for each choice of each action, 0 for those that are not valid
     :param action_mask_key: Key of the mask in observations that are dictionaries; ``None`` for a method ``action_masks`` of
         the environments, as for sb3-contrib's MaskablePPO. The policy does not read the mask as a feature
+    :param normalize_obs: Whether the model normalizes observations by their running mean and standard deviation, as
+        ``VecNormalize`` does; for ``Dict`` observations also the keys of those that it normalizes. Environments, callbacks,
+        ``predict`` and all tools have the observations as they are
+    :param normalize_reward: Whether the model is trained with rewards divided by the running standard deviation of the
+        discounted return, as with ``VecNormalize``
+    :param clip_obs: Largest absolute value of a normalized observation. Greater than 0
+    :param clip_reward: Largest absolute value of a normalized reward. Greater than 0
+    :param normalize_freq: When the statistics change: at each ``"step"``, as those of ``VecNormalize``, or after each
+        ``"rollout"``, whose environments then need not wait for each other. In the first rollout they change at each step
     :param advantage_norm: Statistics that ``normalize_advantage`` normalizes by: those of each ``"minibatch"``, those of
         the ``"rollout"``, or exponential moving averages over the rollouts (``"ema"``)
     :param adv_ema_alpha: Weight of the newest rollout in the moving averages, with ``advantage_norm="ema"``; in (0, 1]
@@ -261,6 +271,11 @@ class PPOExt(TrainingLoop, ModelSetup):
         deterministic_action: DeterministicAction = "mean",
         action_masking: bool = False,
         action_mask_key: str | None = None,
+        normalize_obs: bool | list[str] = False,
+        normalize_reward: bool = False,
+        clip_obs: float = 10.0,
+        clip_reward: float = 10.0,
+        normalize_freq: NormalizeFreq = "step",
         advantage_norm: AdvantageNorm = "minibatch",
         adv_ema_alpha: float = 0.05,
         adv_ema_warm_start: bool = True,
@@ -363,6 +378,7 @@ class PPOExt(TrainingLoop, ModelSetup):
         convert_options(self)
         check_options(self)
         self._check_masks()
+        self._setup_normalizer()
         check_observations(with_action_distributions(self.policy_class), self.policy_kwargs, self._space_of_features())
         self.advantage_normalizer = self.kl_coefficient = self.adaptive_lr = None
         self._setup_schedules()
@@ -380,6 +396,7 @@ class PPOExt(TrainingLoop, ModelSetup):
                 super()._setup_model()
         finally:
             self.policy_kwargs, self.observation_space, self.action_space = given, space, action_space
+        self._share_normalizer()
         self._setup_device()
         self._setup_validation()
         self._setup_precision()
@@ -470,6 +487,7 @@ class PPOExt(TrainingLoop, ModelSetup):
     def set_env(self, env: GymEnv, force_reset: bool = True) -> None:
         with assertions_as_value_errors():
             super().set_env(env, force_reset)
+        self._place_normalizer()
 
     @staticmethod
     def _wrap_env(env: GymEnv, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:

@@ -323,6 +323,7 @@ def test_zips_that_lack_an_option(tmp_path):
 # RL Zoo
 
 ZOO_OPTIONS = {
+    **dict(normalize_obs=True, normalize_reward=True, clip_obs=5.0, clip_reward=4.0, normalize_freq="rollout"),
     **dict(advantage_norm="ema", adv_ema_alpha=0.1, adv_clip=3.0, bounds_coef=0.01, bounds_limit=1.0, clip_range_vf=0.2),
     **dict(vf_clip_mode="max", dual_clip=3.0, kl_coef=0.1, kl_target=0.02, ent_coef="lin_0.01", vtrace=True),
     **dict(priority_alpha=0.5, priority_segment=8, optimizer="adamw", weight_decay=0.01, lr_decay="cosine", lr_warmup=0.1),

@@ -27,7 +27,7 @@ from stable_baselines3.common.type_aliases import MaybeCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
-from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.common.guards import normalizers_of
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks, connect
 from sb3_ppo_ext.distributed.statistics import share_statistics, unshare_statistics
@@ -64,13 +64,13 @@ def training_of(model: Any, **arguments: Any) -> Iterator[Ranks]:
         _silence(model)
     try:
         broadcast_state(model, ranks)
-        share_statistics(find_normalizers(model.env), ranks)
+        share_statistics(normalizers_of(model), ranks)
         yield ranks
     except BaseException:
         ranks.abort()  # Others would wait for this rank.
         raise
     finally:
-        unshare_statistics(find_normalizers(model.env))
+        unshare_statistics(normalizers_of(model))
         model.ranks = SINGLE
 
 

@@ -16,9 +16,8 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.algorithm.changes import is_same, remembered
 from sb3_ppo_ext.algorithm.device_choice import Situation, choose_device
-from sb3_ppo_ext.algorithm.policy_updater import PolicyUpdater
+from sb3_ppo_ext.algorithm.normalization import Normalization
 from sb3_ppo_ext.common.action_masks import ACTION_MASK, OBSERVATION, with_mask, without_mask
-from sb3_ppo_ext.common.guards import normalized_parts
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, in_float32_range, make_schedule, value_of
@@ -43,7 +42,7 @@ from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, knows_
 SCHEDULES = ("lr_schedule", "critic_lr_schedule")
 
 
-class ModelSetup(PolicyUpdater):
+class ModelSetup(Normalization):
     """The steps of the setup of PPOExt; ``PPOExt._setup_model`` defines their order."""
 
     # The rollout buffer that this class has made. Users may assign another one to `rollout_buffer`.
@@ -61,6 +60,8 @@ class ModelSetup(PolicyUpdater):
         if self.normalize_value:
             self.policy_class = with_action_distributions(self.policy_class)
             policy_kwargs = {**policy_kwargs, "normalize_value": True}
+        if self.normalize_obs:
+            self.policy_class = with_action_distributions(self.policy_class)
         if self.action_masking:
             self.policy_class = with_action_distributions(self.policy_class)
             return {**policy_kwargs, "action_mask_key": self.action_mask_key or ACTION_MASK}
@@ -178,7 +179,7 @@ class ModelSetup(PolicyUpdater):
             refuse("rollout_buffer_class", self.rollout_buffer_class, remedy)
         if type(buffer) in (RolloutBuffer, DictRolloutBuffer) and not self.rollout_buffer_kwargs:
             memory = self.policy.make_memory() if isinstance(self.policy, HistoryPolicy) else None
-            in_float32 = self._keeps_float32() or (memory is not None and memory.keeps_float32)
+            in_float32 = self._keeps_float32() or self._normalizes_integers or (memory is not None and memory.keeps_float32)
             with self._memory_errors():
                 self.rollout_buffer = TensorRolloutBuffer(
                     self.n_steps,
@@ -321,11 +322,6 @@ class ModelSetup(PolicyUpdater):
         return self.env is not None and steps_in_tensors(self.env)
 
     @property
-    def _normalized_parts(self) -> list[str]:
-        """Keys of the observations that ``VecNormalize`` normalises, which ``set_env`` can change."""
-        return normalized_parts(self.env)
-
-    @property
     def _has_own_get(self) -> bool:
         """Whether the user has assigned a rollout buffer, or replaced its ``get``, so that it draws its own minibatches."""
         buffer = getattr(self, "rollout_buffer", None)
@@ -378,6 +374,7 @@ class ModelSetup(PolicyUpdater):
             remedy = "it is not like the environment that the model was made for; give it to `set_env`, or to `load`"
             refuse("env", env, remedy)
         self._check_masks()
+        self._check_normalization()
 
     def _check_masks(self) -> None:
         if self.action_masking and self.action_mask_key is None and self.env is not None:

@@ -13,7 +13,7 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples, Schedule
 
 from sb3_ppo_ext.common.bounds import bounds_on_device
-from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.common.guards import normalizers_of
 from sb3_ppo_ext.common.hybrid_actions import boxes_of, split_boxes
 from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
@@ -170,7 +170,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             layer.observe(returns, self.ranks)
 
     def _rollout(self) -> Rollout:
-        return Rollout(self.rollout_buffer, *self._last_tensors(), self._truncations, self.gamma)
+        return Rollout(self.rollout_buffer, *self._last_inputs(), self._truncations, self.gamma)
 
     def _update_config(self) -> UpdateConfig:
         """Configuration of an update with the current values of the options."""
@@ -212,7 +212,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
 
     def _extra_losses(self) -> dict[str, ExtraLoss]:
         """Losses of ``auxiliary_losses``, with the current statistics of ``VecNormalize``."""
-        normalizers = [each for each in find_normalizers(self.env) if each.norm_obs]
+        normalizers = [each for each in normalizers_of(self) if each.norm_obs]
         return make_extra_losses(self.auxiliary_losses, self.policy, normalizers[0] if normalizers else None)
 
     def _value_scale(self) -> float | th.Tensor | None:

@@ -48,9 +48,13 @@ LEARNED = {
     "kl_coefficient": "kl_target",
     "adaptive_lr": "adaptive_lr_kl",
     "loss_scale": "amp_dtype",
+    "normalizer": "normalize_obs",
 }
 # Options that change the parameters of the policy, or the optimiser and its state
-NOT_IN_SB3 = ("action_dist", "action_masking", "normalize_value", "optimizer", "weight_decay", "critic_learning_rate")
+NOT_IN_SB3 = (
+    *("action_dist", "action_masking", "normalize_obs", "normalize_reward", "normalize_value"),
+    *("optimizer", "weight_decay", "critic_learning_rate"),
+)
 # What the `policy_kwargs` of earlier zips leave out
 SHARED = dict(share_features_extractor=True)
 # Attributes that are created again after loading
@@ -86,8 +90,8 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
 
     def _options_of_ppo_ext_alone(self) -> list[str]:
         """Options whose parameters or states SB3's algorithms have no place for."""
-        names = [option for learned, option in LEARNED.items() if getattr(self, learned) is not None]
-        names += [name for name in NOT_IN_SB3 if self._differs(name)]
+        learned = [option for learned, option in LEARNED.items() if getattr(self, learned) is not None]
+        names = [name for name in dict.fromkeys([*learned, *NOT_IN_SB3]) if self._differs(name)]
         space = [f"`action_space={self.action_space}`"] if is_hybrid(self.action_space) else []
         return [*(f"`{name}={getattr(self, name)!r}`" for name in names), *space]
 

@@ -15,11 +15,12 @@ from sb3_ppo_ext.algorithm.distributed_training import callbacks_of_rank, traini
 from sb3_ppo_ext.algorithm.saved_state import SavedState
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint, training_checkpoints
 from sb3_ppo_ext.checkpoints.training_state import CheckpointPath, TrainingState, check_ranks, read_checkpoint_of_rank
-from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.common.guards import normalizers_of
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks, connect
 from sb3_ppo_ext.distributed.statistics import share_statistics, unshare_statistics
+from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.rollout.lazy_locals import LazyLocals
 
 SelfTrainingLoop = TypeVar("SelfTrainingLoop", bound="TrainingLoop")
@@ -51,6 +52,8 @@ class TrainingLoop(SavedState):
     ranks: Ranks = SINGLE
     # Called right before each step of the environments
     _before_step: Sequence[Callable[[], None]] = ()
+    # Statistics with which observations and rewards are normalised
+    normalizer: Normalizer | None = None
     # State that the next call of `learn` continues from
     _interrupted: TrainingState | None = None
 
@@ -128,6 +131,8 @@ class TrainingLoop(SavedState):
                 if log_interval is not None and iteration % log_interval == 0:
                     self.dump_logs(iteration)
                 self.train()
+                if self.normalizer is not None:
+                    self.normalizer.end_rollout()
                 for checkpoint in checkpoints:
                     checkpoint.on_iteration_end(iteration)
 
@@ -170,10 +175,10 @@ class TrainingLoop(SavedState):
         for checkpoint in checkpoints:
             checkpoint.on_training_set_up(callback)
         state, self._interrupted = self._interrupted, None
-        unshare_statistics(find_normalizers(self.env))  # An environment may be reset on some of the ranks only.
+        unshare_statistics(normalizers_of(self))  # An environment may be reset on some of the ranks only.
         iteration = 0 if state is None else state.restore(self, callback)
         if self.ranks.are_several:
-            share_statistics(find_normalizers(self.env), self.ranks)
+            share_statistics(normalizers_of(self), self.ranks)
         for checkpoint in checkpoints:
             checkpoint.on_iterations_start(callback)
         self._before_step = [checkpoint.before_step for checkpoint in checkpoints]

@@ -15,6 +15,7 @@ import uuid
 import warnings
 import zipfile
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -71,6 +72,7 @@ class TrainingState(NamedTuple):
     :param logs: Contents of the log files
     :param memory: Last steps, which a history-based policy sees in the next rollout; ``None`` for other policies
     :param why_reset: Reason why the environments have to be reset, ``None`` if they can continue
+    :param returns: Discounted returns of the running episodes, with which the model normalises rewards, or ``None``
     """
 
     iteration: int
@@ -83,6 +85,7 @@ class TrainingState(NamedTuple):
     logs: dict[str, Any]
     memory: Any
     why_reset: str | None
+    returns: Any = None
 
     @classmethod
     def of(cls, model: Any, callback: BaseCallback, iteration: int, select: Selection, why_reset: str | None) -> TrainingState:
@@ -107,6 +110,7 @@ class TrainingState(NamedTuple):
             LogFiles(model.logger, list(objects.targets.values())).read(),
             buffer.remembered() if isinstance(buffer, TensorRolloutBuffer) else None,
             why_reset,
+            None if model.normalizer is None else deepcopy(model.normalizer.returns),
         )
 
     def check_environments(self, env: VecEnv) -> None:
@@ -143,6 +147,8 @@ class TrainingState(NamedTuple):
         model._total_timesteps = total_timesteps
         model.start_time = time.time_ns() - int(self.seconds * 1e9)
         objects = objects_of(model, callback)
+        if model.normalizer is not None:
+            model.normalizer.returns = deepcopy(self.returns)
         self._restore_objects(model, objects)
         if self.memory is not None:
             model.rollout_buffer.remember(self.memory)
@@ -166,6 +172,8 @@ class TrainingState(NamedTuple):
         _forget_seeds(model)
         model._last_obs = model.env.reset()
         model._last_episode_starts = np.ones(model.n_envs, dtype=bool)
+        if model.normalizer is not None:
+            model.normalizer.reset(model._last_obs)
         if model.get_vec_normalize_env() is not None:
             model._last_original_obs = model.get_vec_normalize_env().get_original_obs()
 

@@ -203,7 +203,7 @@ def restored_if_refused(model: OnPolicyAlgorithm) -> Iterator[None]:
     :raises WorkerError: if a process of the environment has died
     """
     before = {name: copy(getattr(model, name)) for name in ("num_timesteps", "ep_info_buffer", "ep_success_buffer")}
-    normalizers = find_normalizers(model.env)
+    normalizers = normalizers_of(model)
     # `obs_rms` exists only with `norm_obs`.
     statistics = [{k: _copied(v) for k, v in vars(n).items() if k in ("obs_rms", "ret_rms")} for n in normalizers]
     try:
@@ -255,6 +255,16 @@ def find_normalizers(env: VecEnv | None) -> list[VecNormalize]:
             normalizers.append(env)
         env = env.venv
     return normalizers
+
+
+def normalizers_of(model: Any) -> list[Any]:
+    """
+    :param model: Model, with or without environments
+    :return: What normalises for it and has running statistics: the ``VecNormalize`` wrappers of its environments, or the
+        model's own, which has the same attributes
+    """
+    own = getattr(model, "normalizer", None)
+    return [*([] if own is None else [own]), *find_normalizers(model.env)]
 
 
 def normalized_parts(env: VecEnv | None) -> list[str]:

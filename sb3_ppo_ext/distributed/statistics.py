@@ -213,7 +213,7 @@ def update_with_nothing(normalizers: list[VecNormalize], n_steps: int) -> None:
     :param n_steps: Number of steps that the other ranks make
     """
     # The innermost one is updated first.
-    training = [each for each in reversed(normalizers) if each.training]
+    training = [each for each in reversed(normalizers) if each.training and not getattr(each, "is_frozen", False)]
     for _ in range(n_steps):
         for container, key in (place for each in training for place in _statistics(each)):
             container[key].update_with_nothing()

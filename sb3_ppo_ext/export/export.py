@@ -90,6 +90,7 @@ def _without_critic(policy: Any) -> Any:
     for name in OF_CRITIC:
         if isinstance(getattr(actor, name, None), nn.Module):
             setattr(actor, name, nn.Identity())
+    actor.normalizer = None  # The file normalises by itself.
     actor.to("cpu").set_training_mode(False)
     return actor.requires_grad_(False)
 
@@ -118,6 +119,11 @@ def _require(path: Path) -> Callable[[bytes], Run]:
 
 
 def _normalizer_of(model: Any, given: Any) -> Any:
+    own = getattr(model.policy, "normalizer", None)
+    if own is not None:
+        if given is not None:
+            refuse("vec_normalize", given, "the model normalises observations with statistics of its own; give None")
+        return own
     if isinstance(given, str | Path):
         given = read_pickled("vec_normalize", given, VecNormalize)
     normalizer = model.get_vec_normalize_env() if given is None else given

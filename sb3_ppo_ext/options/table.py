@@ -16,8 +16,9 @@ from sb3_ppo_ext.common.schedules import AdaptiveLrRule, LrDecay, ScheduleLike, 
 from sb3_ppo_ext.distributed.launch import Distributed
 from sb3_ppo_ext.distributions import ACTION_DISTS, ActionDist, DeterministicAction
 from sb3_ppo_ext.engines.registry import Backend
+from sb3_ppo_ext.envs.normalizer import NormalizeFreq
 from sb3_ppo_ext.options.row import READ, Change, Conflict, Need, When, differs, equals, has_schedule, option, rows_of
-from sb3_ppo_ext.options.values import Bounds, Choice, Dictionary, Flag, Losses, Number, Schedule, Text
+from sb3_ppo_ext.options.values import Bounds, Choice, Dictionary, Flag, FlagOrKeys, Losses, Number, Schedule, Text
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.rollout.buffer import knows_indices
 from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
@@ -27,6 +28,7 @@ from sb3_ppo_ext.update.optimizers import OptimizerName
 
 SB3 = "Parameters of SB3's PPO"
 DISTRIBUTION = "Action distribution"
+NORMALIZATION = "Normalization of observations and rewards"
 ADVANTAGES = "Advantages"
 LOSSES = "Losses"
 SAMPLING = "Sampling"
@@ -118,6 +120,7 @@ OF_SCHEDULES = Change(steps=("_setup_schedules",))
 OF_KL_COEFFICIENT = Change(steps=("_setup_kl_coefficient",))
 OF_LEARNING_RATE = Change(steps=("_setup_lr_schedule",))
 OF_NORMALIZER = Change(steps=("_setup_advantages",))
+OF_NORMALIZATION = Change(steps=("_setup_normalizer",))
 OF_OPTIMIZER = Change(steps=("_setup_optimizer",))
 ANOTHER_OPTIMIZER = "the moments of another optimiser mean something else; make a new model, and give it the policy with "
 ANOTHER_OPTIMIZER += '`set_parameters({"policy": model.policy.state_dict()}, exact_match=False)`'
@@ -266,6 +269,46 @@ class PPOExtOptions:
             Conflict(equals("action_masking", False), "it has no effect without `action_masking=True`; give that as well"),
         ),
         change=OF_POLICY,
+    )
+    normalize_obs: bool | list[str] = option(
+        False,
+        "Whether the model normalizes observations by their running mean and standard deviation, as `VecNormalize` does; for "
+        "`Dict` observations also the keys of those that it normalizes",
+        group=NORMALIZATION,
+        accepted=FlagOrKeys(),
+        example=True,
+        change=OF_POLICY,
+    )
+    normalize_reward: bool = option(
+        False,
+        "Whether the model is trained with rewards divided by the running standard deviation of the discounted return, as "
+        "with `VecNormalize`",
+        group=NORMALIZATION,
+        change=OF_NORMALIZATION,
+    )
+    clip_obs: float = option(
+        10.0,
+        "Largest absolute value of a normalized observation",
+        group=NORMALIZATION,
+        accepted=POSITIVE_OR_INFINITE,
+        example=5.0,
+        needs=Need("normalize_obs"),
+        change=OF_NORMALIZATION,
+    )
+    clip_reward: float = option(
+        10.0,
+        "Largest absolute value of a normalized reward",
+        group=NORMALIZATION,
+        accepted=POSITIVE_OR_INFINITE,
+        example=5.0,
+        needs=Need("normalize_reward"),
+        change=OF_NORMALIZATION,
+    )
+    normalize_freq: NormalizeFreq = option(
+        "step",
+        'When the statistics change: at each `"step"`, as those of `VecNormalize`, or after each `"rollout"`',
+        group=NORMALIZATION,
+        change=OF_NORMALIZATION,
     )
     advantage_norm: AdvantageNorm = option(
         "minibatch",

@@ -155,6 +155,20 @@ class Flag(Accepted):
 
 
 @dataclass(frozen=True)
+class FlagOrKeys(Accepted):
+    """True or False, or a list of keys of observations."""
+
+    def check(self, name: str, value: Any) -> None:
+        remedy = "give True or False, or a list of keys of `Dict` observations"
+        check_type(name, value, (bool, np.bool_, list, tuple), remedy)
+        if isinstance(value, list | tuple) and not (value and all(isinstance(key, str) for key in value)):
+            refuse(name, value, remedy)
+
+    def alternatives(self) -> tuple[str, ...]:
+        return ("`True`", "`False`", "list of keys")
+
+
+@dataclass(frozen=True)
 class Bounds(Accepted):
     """
     Pairs of a lower and an upper bound, both positive.

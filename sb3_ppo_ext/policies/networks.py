@@ -12,7 +12,7 @@ from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
 from sb3_ppo_ext.common.validation import check_choice, refuse
-from sb3_ppo_ext.policies.saved_policies import SavedPolicy
+from sb3_ppo_ext.policies.normalized_observations import NormalizedObservationsMixin
 
 NetType = Literal["mlp", "layer_norm", "simba"]
 # Width of the hidden layer of a residual block, as a multiple of its input
@@ -77,7 +77,7 @@ NETWORKS: dict[str, Callable[[int, list[int], type[nn.Module]], nn.Sequential]] 
 }
 
 
-class NetTypeMixin(SavedPolicy):
+class NetTypeMixin(NormalizedObservationsMixin):
     """
     Mixin that gives an actor-critic policy of SB3 the choice between kinds of networks behind the features extractors.
 

@@ -11,6 +11,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from sb3_ppo_ext.common.observations import map_observations, stack
+from sb3_ppo_ext.policies.normalized_observations import inputs_of
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes
 
 
@@ -41,7 +42,7 @@ def terminal_values(
     """
     n, tensors, values = len(rows), [], []
     for part in [slice(n)] if batched else [slice(i, i + 1) for i in range(n)]:
-        tensors.append(policy.obs_to_tensor(stack(observations[part]))[0])
+        tensors.append(inputs_of(policy, stack(observations[part]))[0])
         going_on = np.zeros(len(rows[part]), bool)
         with th.no_grad():
             values.append(policy.predict_values(_after(buffer, np.array(rows[part]), tensors[-1], going_on)))

@@ -19,6 +19,7 @@ from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, reset_after_errors, restored_if_refused
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
+from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.memory.states import StateMemory
 from sb3_ppo_ext.rollout.action_masks import ActionMasks
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
@@ -42,6 +43,9 @@ class RolloutCollector(OnPolicyAlgorithm):
     ranks: Ranks = SINGLE
     _shared_rollout: SharedRollout | None = None
     _terminal_watch: TerminalWatch | None = None
+    #: Running statistics with which observations and rewards are normalised, ``None`` if they are not. What environments,
+    #: callbacks and ``predict`` see is not normalised, what the policy and the rollout buffer get is
+    normalizer: Normalizer | None = None
     # Called right before each step of the environments, by each `TrainingCheckpoint`
     _before_step: Sequence[Callable[[], None]] = ()
     # Whether the policy samples latents of a bounded action distribution instead of actions
@@ -92,6 +96,8 @@ class RolloutCollector(OnPolicyAlgorithm):
         """
         start = time.perf_counter()
         with restored_if_refused(self):
+            if self.normalizer is not None:
+                self.normalizer.begin_rollout()
             self._shared_rollout = SharedRollout(self) if self.ranks.are_several else None
             go_on = self._collect(env, callback, rollout_buffer, n_rollout_steps)
             if self._shared_rollout is not None:
@@ -125,7 +131,8 @@ class RolloutCollector(OnPolicyAlgorithm):
                 self.policy.reset_noise(env.num_envs)
 
             last_obs = self._last_obs
-            seen: Any = last_obs if masks is None else masks.seen(last_obs, n_steps, self.num_timesteps)
+            seen: Any = self._normalized(last_obs)
+            seen = seen if masks is None else masks.seen(seen, n_steps, self.num_timesteps)
             action = actor.act(self.policy, seen, self._last_episode_starts, n_steps)
             obs_tensor, samples, values, log_probs = action
             check_outputs(self.policy, samples, n_steps, self.num_timesteps)
@@ -138,6 +145,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             new_obs, rewards, dones, infos = copies.of_step(checks.checked(env.step(env_actions), n_steps))
             check_finite(self, "observation", new_obs, n_steps)
             check_finite(self, "reward", rewards, n_steps)
+            self._update_normalizer(new_obs, rewards, dones)
 
             self.num_timesteps += env.num_envs * self.ranks.size
 
@@ -150,12 +158,14 @@ class RolloutCollector(OnPolicyAlgorithm):
             n_steps += 1
 
             if self._last_obs is not last_obs:  # which a callback has replaced
-                seen = self._last_obs if masks is None else masks.with_last(self._last_obs)
+                seen = self._normalized(self._last_obs)
+                seen = seen if masks is None else masks.with_last(seen)
             truncated = self._ends(env, last_obs, new_obs, dones, infos, n_steps - 1) if np.count_nonzero(dones) else ()
             starts: Any = self._last_episode_starts
+            kept = self._normalized_rewards(rewards)
             actor.record(
                 self.policy,
-                Transition(n_steps - 1, seen, starts, action, clipped_actions, rewards, self.gamma, truncated),
+                Transition(n_steps - 1, seen, starts, action, clipped_actions, kept, self.gamma, truncated),
             )
             self._last_obs = new_obs
             self._last_episode_starts = dones
@@ -221,14 +231,28 @@ class RolloutCollector(OnPolicyAlgorithm):
 
     def _seen_by_critic(self, observations: Any, *n: int) -> Any:
         """
-        Observations in the form that the policy reads. Values do not depend on masks: all actions are valid.
+        Observations in the form that the critic reads. Values do not depend on masks: all actions are valid.
 
         :param observations: Observations of the environments
         :param n: Number of observations, none for a single one without a first dimension
         """
+        observations = self._normalized(observations)
         if not self.action_masking or self.action_mask_key is not None:
             return observations
         return add_mask(observations, np.ones((*n, sum(choices_of(self.action_space))), bool))
+
+    def _normalized(self, observations: Any) -> Any:
+        """Observations of the environments, in arrays or tensors, as the policy reads them."""
+        return observations if self.normalizer is None else self.normalizer.observations(observations)
+
+    def _normalized_rewards(self, rewards: Any) -> Any:
+        """Rewards of the environments as the rollout buffer stores them: a copy, if they are normalised."""
+        return rewards if self.normalizer is None else self.normalizer.rewards(rewards)
+
+    def _update_normalizer(self, observations: Any, rewards: Any, dones: Any) -> None:
+        """Let the statistics take part in a step of the environments."""
+        if self.normalizer is not None:
+            self.normalizer.step(observations, rewards, dones, self.gamma)
 
     def _update_info_buffer(self, infos: list[dict[str, Any]], dones: np.ndarray | None = None) -> None:
         try:
@@ -244,8 +268,11 @@ class RolloutCollector(OnPolicyAlgorithm):
 
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
         with restored_if_refused(self):
+            starts = self._last_episode_starts
             results = super()._setup_learn(*args, **kwargs)
             # SB3 has just reset the environment.
             StepChecks(self).check_observations(self._last_obs)
             check_finite(self, "observation", self._last_obs, 0)
+            if self.normalizer is not None and self._last_episode_starts is not starts:
+                self.normalizer.reset(self._last_obs)
             return results

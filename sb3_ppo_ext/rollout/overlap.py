@@ -12,6 +12,7 @@ from sb3_ppo_ext.common.guards import check_finite, is_finite, refuse_policy
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.rollout.actors import Actor, DivisibleActor
+from sb3_ppo_ext.rollout.normalized_shares import normalized_rollout, normalizing
 
 # Callbacks that never end training, do not use its environments, and read nothing of a step but what `_locals` gives them
 PATIENT = {
@@ -41,8 +42,11 @@ def overlapped_collection(
     :param actor: Actor of the rollout
     :param n_steps: Number of steps to collect in each environment
     :return: Collection of the rollout, if nothing but the actor decides what the environments do in it, and nothing sees them
-        in between; otherwise ``None``. Wrappers such as ``VecNormalize`` need all environments at each step
+        in between; otherwise ``None``. Wrappers such as ``VecNormalize`` need all environments at each step, and so do
+        statistics of the model that change at each step
     """
+    if model.normalizer is not None and not model.normalizer.is_frozen:
+        return None
     if not isinstance(env, ParallelVecEnv) or not isinstance(actor, DivisibleActor):
         return None
     is_own = all(getattr(type(env), name) is getattr(ParallelVecEnv, name) and name not in vars(env) for name in STEPS)
@@ -95,7 +99,7 @@ class OverlappedCollection:
         n_steps: int,
     ):
         self.model, self.env, self.callback, self.actor, self.n_steps = model, env, callback, actor, n_steps
-        self.make_actor = make_actor
+        self.make_actor = make_actor if model.normalizer is None else normalizing(make_actor, model.normalizer)
 
     def run(self) -> bool:
         """
@@ -111,6 +115,7 @@ class OverlappedCollection:
             if not is_right:
                 check_finite(model, "observation", rollout.observations[step + 1], step)
                 check_finite(model, "reward", rollout.rewards[step], step)
+            model._update_normalizer(rollout.observations[step + 1], rollout.rewards[step], rollout.dones[step])
             infos = self._end_step(rollout, step, env_actions[step])
             if infos is None:
                 model._last_obs = None
@@ -125,8 +130,9 @@ class OverlappedCollection:
         # Copied, so that nothing keeps the whole rollout
         model._last_obs, model._last_episode_starts = model._last_obs.copy(), model._last_episode_starts.copy()
         self.env.actions = env_actions[-1].copy()
-        self.actor.record_all(rollout, starts, truncated, model.gamma)
-        values = self.actor.finish(model.policy, model._last_obs, model._last_episode_starts)
+        kept = rollout if model.normalizer is None else normalized_rollout(rollout, model.normalizer)
+        self.actor.record_all(kept, starts, truncated, model.gamma)
+        values = self.actor.finish(model.policy, model._normalized(model._last_obs), model._last_episode_starts)
         self.callback.update_locals({"values": values, "n_steps": self.n_steps})
         self.callback.on_rollout_end()
         return True

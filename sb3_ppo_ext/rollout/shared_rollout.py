@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch as th
 
-from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.common.guards import normalizers_of
 from sb3_ppo_ext.common.validation import described
 from sb3_ppo_ext.distributed.ranks import Ranks
 from sb3_ppo_ext.distributed.statistics import update_with_nothing
@@ -118,7 +118,7 @@ class SharedRollout:
         """
         model, ranks = self.model, self.ranks
         n_made = (model.num_timesteps - self.steps_before) // (model.env.num_envs * ranks.size)
-        update_with_nothing(find_normalizers(model.env), n_steps - n_made)
+        update_with_nothing(normalizers_of(model), n_steps - n_made)
         checksum = zlib.crc32(th.cat([p.detach().reshape(-1).cpu() for p in model.policy.parameters()]).numpy().tobytes())
         found = ranks.gather((go_on, model.num_timesteps, self.episodes, checksum))
         model.num_timesteps = min(each[1] for each in found)

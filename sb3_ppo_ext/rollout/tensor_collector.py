@@ -78,8 +78,16 @@ class TensorRolloutCollector(RolloutCollector):
         if self._tensors_after is not None and self._tensors_after.arrays is self._last_obs:
             return self._tensors_after.observations, self._tensors_after.starts
         starts = th.as_tensor(self._last_episode_starts, device=self.device)
-        last_observations = self._seen_by_critic(self._last_obs, self.n_envs)
+        last_observations: Any = self._last_obs
         return obs_as_tensor(last_observations, self.device), starts
+
+    def _last_inputs(self) -> tuple[Any, th.Tensor]:
+        """The same, with the observations as the critic reads them."""
+        observations, starts = self._last_tensors()
+        if self._tensors_after is not None:
+            return self._normalized(observations), starts
+        # Arrays, to which masks may be added
+        return obs_as_tensor(self._seen_by_critic(self._last_obs, self.n_envs), self.device), starts
 
 
 class ShownStep:
@@ -154,7 +162,9 @@ class TensorCollection:
         for step in range(self.n_steps):
             if model.use_sde and model.sde_sample_freq > 0 and step % model.sde_sample_freq == 0:
                 policy.reset_noise(env.num_envs)
-            seen = buffer.observe(observations, starts)
+            seen = buffer.observe(model._normalized(observations), starts)
+            # A copy, since the environment may overwrite them
+            before = seen if model.normalizer is None else map_observations(th.clone, observations)
             with th.no_grad():
                 samples, values, log_probs = act(seen) if self.stepper is None else self.stepper(policy, seen, starts, step)
                 env_actions = self._for_env(samples)
@@ -162,12 +172,13 @@ class TensorCollection:
                 call()
             # A copy of its own, which the environment may write into
             result = env.step_tensors(self._structured(env_actions.clone()))
+            model._update_normalizer(result.observations, result.rewards, result.terminated | result.truncated)
             model.num_timesteps += env.num_envs * model.ranks.size
-            shown = ShownStep(samples, env_actions, result, env, seen)
+            shown = ShownStep(samples, env_actions, result, env, before)
             variables = self._locals(step, seen, values, log_probs, shown)
             self.callback.update_locals(variables)
             if not self.callback.on_step():
-                self._stop(seen, starts)
+                self._stop(before, starts)
                 return False
             observations, starts = self._record(step, shown, values, log_probs)
 
@@ -182,7 +193,9 @@ class TensorCollection:
         if shown.infos.made:
             self.counted.append(step)
             model._update_info_buffer(shown.infos.get(), dones.cpu().numpy())
-        result = shown.result._replace(observations=shown.new_obs.tensors(), rewards=shown.rewards.tensors())
+        rewards, final = model._normalized_rewards(shown.rewards.tensors()), shown.result.final_observations
+        final = None if final is None else model._normalized(final)
+        result = shown.result._replace(observations=shown.new_obs.tensors(), rewards=rewards, final_observations=final)
         buffer.record(shown.samples.tensors(), values, log_probs)
         if self.memory is not None:
             self.memory.note_outcome(model.policy, step, shown.env_actions.tensors(), result.rewards)
@@ -286,7 +299,7 @@ class TensorCollection:
         if len(rows):
             self._bootstrap(rows)
         with th.no_grad():
-            values = last_values(model.policy, buffer, observations, dones)
+            values = last_values(model.policy, buffer, model._normalized(observations), dones)
             buffer.compute_returns_and_advantage(last_values=values, dones=dones)
         if self.memory is not None:
             starts = np.concatenate([self.first_starts[np.newaxis], ended[:-1] > 0])

@@ -26,6 +26,7 @@ from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
 from sb3_ppo_ext.engines.native.share_actor import NativeShareActor
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.policies.actor_critic import actions_at, unscales_as_known
+from sb3_ppo_ext.policies.normalized_observations import inputs_of
 from sb3_ppo_ext.rollout.actors import Action, DivisibleActor, RolloutConfig, Transition, note_truncations
 from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes
 
@@ -177,7 +178,7 @@ class NativeActor(DivisibleActor):
         self.truncated.clear()
         if self.config.truncations is not None:
             rows = th.tensor(steps) * self.buffer.n_envs + th.tensor(environments)
-            tensors = self.native.policy.obs_to_tensor(observations)[0]
+            tensors = inputs_of(self.native.policy, observations)[0]
             note_truncations(self.config, TruncatedEpisodes(rows, tensors, th.from_numpy(values)))
 
     def _estimate_advantages(self, observations: Any, dones: np.ndarray) -> th.Tensor:

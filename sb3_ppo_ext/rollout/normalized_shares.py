@@ -1,0 +1,46 @@
+"""Rollouts whose environments do not wait for each other, with statistics that do not change in a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from sb3_ppo_ext.envs.normalizer import Normalizer
+from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
+
+
+class NormalizingShareActor(ShareActor):
+    """
+    An actor for some of the environments that reads normalised observations.
+
+    :param actor: Actor for these environments
+    :param normalizer: Statistics, which stay as they are
+    """
+
+    def __init__(self, actor: ShareActor, normalizer: Normalizer):
+        self.actor, self.normalizer = actor, normalizer
+
+    def act(self, observations: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray] | None:
+        return self.actor.act(self.normalizer.observations(observations), step)
+
+
+def normalizing(make_actor: Callable[[slice], ShareActor], normalizer: Normalizer) -> Callable[[slice], ShareActor]:
+    """
+    :param make_actor: Function that makes the actor for some environments
+    :param normalizer: Statistics of the model
+    :return: The same, for actors that read normalised observations
+    """
+    frozen = normalizer.frozen()
+    return lambda share: NormalizingShareActor(make_actor(share), frozen)
+
+
+def normalized_rollout(rollout: ShareRollout, normalizer: Normalizer) -> ShareRollout:
+    """
+    :param rollout: Rollout of the environments
+    :param normalizer: Statistics that were those of the whole rollout
+    :return: What the policy has read, and the rewards that it is trained with
+    """
+    observations = normalizer.observations(rollout.observations)
+    return replace(rollout, observations=observations, rewards=normalizer.rewards(rollout.rewards))
