@@ -56,7 +56,7 @@ SHARED = dict(share_features_extractor=True)
 # Attributes that are created again after loading
 NOT_SAVED = (
     *("_truncations", "_tensors_after", "_samples_latents", "_engines", "_interrupted", "_set_up"),
-    *("_own_buffer", "_own_methods", "_device_is_automatic", "ranks", "_shared_rollout", "_before_step"),
+    *("_own_buffer", "_own_methods", "_device_is_automatic", "ranks", "_shared_rollout", "_before_step", "_terminal_watch"),
 )
 COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_episode_num", "_n_updates", "n_skipped_updates")
 # Statistics of the last episodes, and the keys of their numbers

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from copy import copy, deepcopy
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, NoReturn
@@ -22,6 +23,8 @@ from stable_baselines3.common.vec_env.subproc_vec_env import _worker
 from sb3_ppo_ext.common.validation import check_number, refuse
 from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes
 
+# Attributes of a wrapper itself
+WRAPPER_STATE = frozenset(("env", "_action_space", "_observation_space", "_metadata", "_cached_spec"))
 # Seconds in which a worker whose main process has gone may close its environment
 GRACE = 2.0
 
@@ -200,6 +203,19 @@ def _work(connection: Connection, copies: list[Connection], env_fn: CloudpickleW
             worker.env.close()
 
 
+class _LastObservationCopied(gym.Wrapper[Any, Any, Any, Any]):
+    """Copies the last observation of an episode, since the reset may write the next one into the same array."""
+
+    def step(self, action: Any) -> Any:
+        """:return: What the environment returns"""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return deepcopy(observation) if terminated or truncated else observation, reward, terminated, truncated, copy(info)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Of the environment, except for what a wrapper has itself
+        super().__setattr__(name, value) if name in WRAPPER_STATE else setattr(self.env, name, value)
+
+
 class _Copies(list[Connection]):
     def close(self) -> None:
         """Close all."""
@@ -217,7 +233,7 @@ class _Worker:
     def var(self) -> gym.Env:
         """Create the environment."""
         self.env = _patch_env(self.env_fn.var())
-        return self.env
+        return _LastObservationCopied(self.env)
 
     def recv(self) -> Any:
         """Receive the next command for SB3's worker."""

@@ -72,6 +72,7 @@ class VectorEnvAdapter(VecEnv):
         # Copied, since an environment may write later observations, also those of a reset, into the same array.
         observations = _copied(observations)
         dones = terminated | truncated
+        arrays = dict(arrays)  # a copy, since the environment may return the same dictionary again
         final = arrays.pop("final_obs", None)
         final_info = arrays.pop("final_info", {})
         arrays.pop("_final_obs", None), arrays.pop("_final_info", None)
@@ -88,7 +89,7 @@ class VectorEnvAdapter(VecEnv):
         """First observations of new episodes where an episode ended. Terminal observations are put into the infos."""
         ended = np.flatnonzero(dones).tolist()
         if self._partial_reset is not None:
-            final, (first, arrays) = observations, self._partial_reset(self.venv.unwrapped, dones)
+            final, (first, arrays) = observations, self._partial_reset(self.venv.unwrapped, dones.copy())
             observations = _merged(observations, first, dones)
             of_reset = self._split(arrays)
             for index in ended:

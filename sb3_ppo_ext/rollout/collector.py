@@ -24,6 +24,7 @@ from sb3_ppo_ext.rollout.action_masks import ActionMasks
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
 from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes
 from sb3_ppo_ext.rollout.overlap import overlapped_collection
+from sb3_ppo_ext.rollout.own_copies import KEPT, OwnCopies, TerminalWatch, kept_of
 from sb3_ppo_ext.rollout.shared_rollout import SharedRollout
 from sb3_ppo_ext.rollout.step_checks import StepChecks
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
@@ -40,6 +41,7 @@ class RolloutCollector(OnPolicyAlgorithm):
     # Ranks of a distributed training
     ranks: Ranks = SINGLE
     _shared_rollout: SharedRollout | None = None
+    _terminal_watch: TerminalWatch | None = None
     # Called right before each step of the environments, by each `TrainingCheckpoint`
     _before_step: Sequence[Callable[[], None]] = ()
     # Whether the policy samples latents of a bounded action distribution instead of actions
@@ -114,7 +116,8 @@ class RolloutCollector(OnPolicyAlgorithm):
         if (overlapped := overlapped_collection(self, env, callback, actor, n_rollout_steps)) is not None:
             with reset_after_errors(self):
                 return overlapped.run()
-        checks = StepChecks(self)
+        checks, copies = StepChecks(self), OwnCopies(env)
+        self._last_obs, self._last_episode_starts = copies.of(self._last_obs), copies.of(self._last_episode_starts)
         masks = ActionMasks(env, self.action_space, self.action_mask_key) if self.action_masking else None
 
         while n_steps < n_rollout_steps:
@@ -123,16 +126,16 @@ class RolloutCollector(OnPolicyAlgorithm):
 
             last_obs = self._last_obs
             seen: Any = last_obs if masks is None else masks.seen(last_obs, n_steps, self.num_timesteps)
-            action = actor.act(self.policy, seen, self._last_episode_starts, n_steps)  # type: ignore[arg-type]
+            action = actor.act(self.policy, seen, self._last_episode_starts, n_steps)
             obs_tensor, samples, values, log_probs = action
             check_outputs(self.policy, samples, n_steps, self.num_timesteps)
             clipped_actions = self._within_bounds(samples)
             actions = clipped_actions if self._samples_latents else samples
-            env_actions = self._actions_for_env(clipped_actions)
+            env_actions = self._actions_for_env(clipped_actions.copy())  # its own, which it may write into
 
             for call in self._before_step:
                 call()
-            new_obs, rewards, dones, infos = checks.checked(env.step(env_actions), n_steps)
+            new_obs, rewards, dones, infos = copies.of_step(checks.checked(env.step(env_actions), n_steps))
             check_finite(self, "observation", new_obs, n_steps)
             check_finite(self, "reward", rewards, n_steps)
 
@@ -148,13 +151,13 @@ class RolloutCollector(OnPolicyAlgorithm):
 
             if self._last_obs is not last_obs:  # which a callback has replaced
                 seen = self._last_obs if masks is None else masks.with_last(self._last_obs)
-            truncated = list(self._truncated_episodes(dones, infos, n_steps - 1)) if np.count_nonzero(dones) else ()
+            truncated = self._ends(env, last_obs, new_obs, dones, infos, n_steps - 1) if np.count_nonzero(dones) else ()
             starts: Any = self._last_episode_starts
             actor.record(
                 self.policy,
                 Transition(n_steps - 1, seen, starts, action, clipped_actions, rewards, self.gamma, truncated),
             )
-            self._last_obs = new_obs  # type: ignore[assignment]
+            self._last_obs = new_obs
             self._last_episode_starts = dones
 
         values = actor.finish(self.policy, self._seen_by_critic(self._last_obs, env.num_envs), dones)
@@ -199,6 +202,13 @@ class RolloutCollector(OnPolicyAlgorithm):
         """
         return structured(self._sample_space, actions)
 
+    def _ends(self, env: VecEnv, before: Any, after: Any, dones: np.ndarray, infos: Any, step: int) -> list[tuple[int, Any]]:
+        """Truncated episodes of a step in which some have ended, as :meth:`_truncated_episodes` returns them."""
+        if self._terminal_watch is None or self._terminal_watch.env is not env:
+            self._terminal_watch = TerminalWatch(env)
+        self._terminal_watch.note(before, after, dones, infos)
+        return list(self._truncated_episodes(dones, infos, step))
+
     def _truncated_episodes(self, dones: np.ndarray, infos: list[dict[str, Any]], step: int) -> Iterator[tuple[int, Any]]:
         """Index of the environment and copy of the terminal observation of each truncated episode."""
         for index in np.flatnonzero(dones).tolist():
@@ -221,10 +231,10 @@ class RolloutCollector(OnPolicyAlgorithm):
         return add_mask(observations, np.ones((*n, sum(choices_of(self.action_space))), bool))
 
     def _update_info_buffer(self, infos: list[dict[str, Any]], dones: np.ndarray | None = None) -> None:
-        # Most infos are empty, and say nothing.
-        filled = [index for index, info in enumerate(infos) if info or type(info) is not dict]
-        kept = [infos[index] for index in filled]
         try:
+            # Most infos say nothing that is kept.
+            filled = [index for index, info in enumerate(infos) if type(info) is not dict or not KEPT.isdisjoint(info)]
+            kept = [kept_of(infos[index]) for index in filled]
             super()._update_info_buffer(kept, None if dones is None else dones[filled])
             if self._shared_rollout is not None and dones is not None:
                 self._shared_rollout.note(infos, dones)

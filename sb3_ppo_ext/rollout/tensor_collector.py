@@ -160,7 +160,8 @@ class TensorCollection:
                 env_actions = self._for_env(samples)
             for call in model._before_step:
                 call()
-            result = env.step_tensors(self._structured(env_actions))
+            # A copy of its own, which the environment may write into
+            result = env.step_tensors(self._structured(env_actions.clone()))
             model.num_timesteps += env.num_envs * model.ranks.size
             shown = ShownStep(samples, env_actions, result, env, seen)
             variables = self._locals(step, seen, values, log_probs, shown)

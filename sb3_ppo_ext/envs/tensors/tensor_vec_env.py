@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, sample_space
-from sb3_ppo_ext.common.observations import dtype_of
+from sb3_ppo_ext.common.observations import dtype_of, map_observations
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
 from sb3_ppo_ext.envs.tensors.tensor_spaces import check_tensor, check_tensors, map_tensors
 
@@ -88,7 +88,7 @@ class TensorVecEnv(VecEnv, ABC):
         super().__init__(num_envs, observation_space, action_space)
         self._returns = th.zeros(num_envs, device=self.device)
         self._lengths = th.zeros(num_envs, dtype=th.int64, device=self.device)
-        self._is_checked = self._has_warned = False
+        self._is_checked = self._has_warned = self._has_warned_of_graph = False
         self._actions: Any = None
         self._last_observations: Any = None
         self._start = time.time()
@@ -120,6 +120,8 @@ class TensorVecEnv(VecEnv, ABC):
         """
         observations = self._reset(self._seeds[0])
         check_tensors("observations", observations, self.observation_space, self.num_envs, self.device)
+        if _has_graph(observations):
+            observations = self._without_graph(observations)
         self._reset_seeds()
         self._reset_options()
         self._returns.zero_()
@@ -142,6 +144,8 @@ class TensorVecEnv(VecEnv, ABC):
         if not self._is_checked:
             self._check(step)
             self._is_checked = True
+        if any(map(_has_graph, (step.observations, step.rewards, step.final_observations, step.log))):
+            step = TensorStep(*map(self._without_graph, step))
         # In place, so that a captured graph can be replayed
         self._returns.add_(step.rewards)
         self._lengths.add_(1)
@@ -150,6 +154,17 @@ class TensorVecEnv(VecEnv, ABC):
         self._returns.masked_fill_(ended, 0)
         self._lengths.masked_fill_(ended, 0)
         return step
+
+    def _without_graph(self, tensors: Any) -> Any:
+        """The tensors without their graph of autograd: no gradient of PPO goes through an environment."""
+        if not self._has_warned_of_graph:
+            self._has_warned_of_graph = True
+            warnings.warn(
+                "The environment returns tensors with a graph of autograd, which are detached. If its state keeps the graph, "
+                "the graph grows with each step: let it detach its state, or compute its step under `torch.no_grad()`.",
+                stacklevel=4,
+            )
+        return tensors if tensors is None else map_observations(th.Tensor.detach, tensors)
 
     def _check(self, step: TensorStep) -> None:
         check_type("step", step, TensorStep, "return a `TensorStep`")
@@ -353,6 +368,11 @@ def changed_step(env: VecEnv, known: Any) -> str | None:
     """
     names = ("reset", "step", "step_async", "step_wait")
     return next((name for name in names if getattr(type(env), name) is not getattr(known, name) or name in vars(env)), None)
+
+
+def _has_graph(tensors: Any) -> bool:
+    parts = tensors.values() if isinstance(tensors, Mapping) else (tensors,)
+    return any(part is not None and part.requires_grad for part in parts)
 
 
 def _copied_to_host(tensor: th.Tensor) -> np.ndarray:
