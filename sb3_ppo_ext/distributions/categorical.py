@@ -154,16 +154,31 @@ class CategoricalHead(Head):
 
 
 def sample_without_wait(probs: th.Tensor) -> th.Tensor:
-    """What ``torch.multinomial`` draws, with the same random numbers, but without its checks, which wait for the GPU."""
+    """
+    What ``torch.multinomial`` draws, with the same random numbers, but without its checks, which wait for the GPU.
+
+    :param probs: Probabilities, shape ``(batch_size, n_actions)``
+    :return: Samples, shape ``(batch_size,)``
+    """
     probs = probs.detach()
     return marked((probs / th.empty_like(probs).exponential_()).argmax(dim=-1), probs)
 
 
 def marked(actions: th.Tensor, probs: th.Tensor) -> th.Tensor:
+    """
+    :param actions: Actions, shape ``(batch_size,)``
+    :param probs: Probabilities that they were chosen by, shape ``(batch_size, n_actions)``
+    :return: Actions, and :data:`~sb3_ppo_ext.common.guards.NO_ACTION` where the probabilities are NaN
+    """
     # A logit of NaN or infinity makes all probabilities NaN.
     return actions.masked_fill(probs[..., 0].isnan(), NO_ACTION)
 
 
 def log_prob_or_nan(distribution: Categorical, actions: th.Tensor) -> th.Tensor:
+    """
+    :param distribution: Distribution in PyTorch
+    :param actions: Actions, shape ``(batch_size,)``, which may be :data:`~sb3_ppo_ext.common.guards.NO_ACTION`
+    :return: Their log probabilities, shape ``(batch_size,)``
+    """
     # CUDA cannot be used any more after an index that is out of range. The logarithm is NaN then.
     return distribution.log_prob(actions.clamp(min=0))

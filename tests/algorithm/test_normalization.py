@@ -162,7 +162,7 @@ POLICIES = {
     "vtrace": (two_toys(), BOTH, dict(vtrace=True)),
     "mirror": (two_toys(), BOTH, dict(auxiliary_losses=dict(mirror=dict(coef=1.0, obs=[0, [1, -1], 2], action=[[0, -1], 1])))),
 }
-NOT_ON = {"native": ("transformer", "last reward", "lstm", "mirror"), "device": ("lstm",)}
+NOT_ON = {"native": ("transformer", "last reward", "lstm", "mirror")}
 ENGINES = ("eager", "fused", "native", "device")
 
 

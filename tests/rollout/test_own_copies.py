@@ -110,8 +110,6 @@ def test_vec_envs(policy, actions):
 )
 def test_observations(policy, space, keywords, backend):
     """Observations of all kinds; images are transposed by a wrapper, which returns a view of them."""
-    if backend == "device" and "Lstm" in policy:
-        pytest.skip("the engine has no recurrent policies")
     assert_same_training(lambda reuses: Reusing(reuses, space), policy=policy, policy_kwargs=keywords, backend=backend)
 
 
