@@ -176,7 +176,7 @@ def test_partial_reset_gets_the_wrappers():
     """A function of the user is given the environment with its wrappers, so that first observations are transformed."""
     env = gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="vector_entry_point", max_episode_steps=4)
     wrapped = Doubled(env)
-    with pytest.raises(ValueError, match="through its wrappers.*VecMonitor.*partial_reset"):
+    with pytest.raises(ValueError, match=r"through its wrappers.*VecMonitor.*partial_reset"):
         VectorEnvAdapter(wrapped)
     given = []
 
