@@ -14,6 +14,7 @@ import torch as th
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
 
+from sb3_ppo_ext.common.reward_errors import describe_bad_reward
 from sb3_ppo_ext.common.workers import WorkerError, raise_if_worker_died
 
 # Numbers with a smaller square are finite in float32, which policies and buffers compute with.
@@ -228,13 +229,15 @@ def _copied(statistics: Any) -> Any:
 
 @contextmanager
 def _errors_explained(model: OnPolicyAlgorithm) -> Iterator[None]:
-    """Name the worker of a broken pipe, and the parameters of a distribution that torch refuses."""
+    """Name the worker of a broken pipe, a reward that is no number, and the parameters of a distribution that torch refuses."""
     try:
         yield
     except (EOFError, OSError) as error:
         raise_if_worker_died(model.env, error)
         raise
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
+        if not isinstance(error, EnvironmentDataError) and (wrong := describe_bad_reward(error)) is not None:
+            raise EnvironmentDataError(wrong) from error
         # The message of `torch.distributions.Distribution.__init__`
         if not str(error).startswith("Expected parameter "):
             raise

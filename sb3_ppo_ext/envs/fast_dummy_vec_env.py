@@ -15,6 +15,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepR
 from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_ppo_ext.common.guards import EnvironmentDataError
+from sb3_ppo_ext.common.reward_errors import describe_bad_reward
 
 # Types of values that nobody can change
 IMMUTABLE = frozenset((bool, int, float, str, bytes, type(None), np.bool_, np.float32, np.float64, np.int32, np.int64))
@@ -51,7 +52,13 @@ class FastDummyVecEnv(DummyVecEnv):
         infos = []
         for index, env in enumerate(self.envs):
             self._active = index
-            observation, reward, terminated, truncated, info = env.step(actions[index])
+            try:
+                observation, reward, terminated, truncated, info = env.step(actions[index])
+                self.buf_rews[index] = reward
+            except (TypeError, ValueError) as error:
+                if (wrong := describe_bad_reward(error, f"environment {self._first + index}")) is not None:
+                    raise EnvironmentDataError(wrong) from error
+                raise
             done = terminated or truncated
             # Copied, since an environment may return the same dictionary again.
             info = info.copy() if type(info) is dict else copy(info)
@@ -60,7 +67,7 @@ class FastDummyVecEnv(DummyVecEnv):
                 # Copied, since an environment may write the next observation into the same array.
                 info["terminal_observation"] = deepcopy(observation)
                 observation, self.reset_infos[index] = env.reset()
-            self.buf_rews[index], self.buf_dones[index] = reward, done
+            self.buf_dones[index] = done
             infos.append(info)
             self._save_obs(index, observation)
         return infos

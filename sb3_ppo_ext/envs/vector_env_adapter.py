@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import concatenate, create_empty_array
+from gymnasium.wrappers import vector as wrappers
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
+from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.validation import refuse
 
-PartialReset = Callable[[Any, np.ndarray], tuple[Any, dict[str, Any]]]
+PartialReset = Callable[[Any, np.ndarray], tuple[Any, Any]]
+#: Remedies for environments of which some copies cannot be reset
+SAME_STEP = 'make it with `autoreset_mode="SameStep"`, or give a function as `partial_reset`'
+AROUND = "put SB3's wrappers around the adapter instead, such as `VecMonitor`, `VecNormalize` or a `VecEnvWrapper`"
 
 
 class VectorEnvAdapter(VecEnv):
@@ -26,13 +32,14 @@ class VectorEnvAdapter(VecEnv):
 
     SB3 requires the first observation of the next episode at the last step of an episode. The environment must either return
     it (``AutoresetMode.SAME_STEP``), or be able to reset some of its copies, as ``SyncVectorEnv``, ``AsyncVectorEnv``,
-    Gymnasium's ``CartPoleVectorEnv`` and the environments of EnvPool are.
+    Gymnasium's ``CartPoleVectorEnv`` and the environments of EnvPool are. Wrappers of Gymnasium around ``SyncVectorEnv`` and
+    ``AsyncVectorEnv`` take part in such resets, so that first observations are transformed as all others.
 
     If the environment takes one seed for each copy, the seeds are ``seed + index``, as in ``DummyVecEnv``.
 
     :param venv: Vectorised environment of Gymnasium
-    :param partial_reset: Function that resets some copies, for environments that are not listed above. It takes the unwrapped
-        environment and a mask of shape ``(n_envs,)``, resets the copies in the mask, and returns observations and infos as
+    :param partial_reset: Function that resets some copies, for environments that are not listed above. It takes ``venv``, with
+        its wrappers, and a mask of shape ``(n_envs,)``, resets the copies in the mask, and returns observations and infos as
         ``reset`` does; only those of the copies in the mask are used
     :raises ValueError: if ``venv`` is not a ``VectorEnv``, or cannot reset some of its copies
     """
@@ -40,10 +47,11 @@ class VectorEnvAdapter(VecEnv):
     def __init__(self, venv: VectorEnv, partial_reset: PartialReset | None = None):
         self.venv = venv
         mode = _autoreset_mode(venv)
-        self._partial_reset = None if mode == AutoresetMode.SAME_STEP else partial_reset or _find_partial_reset(venv)
-        if mode != AutoresetMode.SAME_STEP and self._partial_reset is None:
-            remedy = 'make it with `autoreset_mode="SameStep"`, or give a function as `partial_reset`'
-            refuse("venv", venv, f"it cannot reset some of its copies (its mode is {mode}); {remedy}")
+        _check_results(venv, mode)
+        self._partial_reset = None if mode == AutoresetMode.SAME_STEP else partial_reset or _find_partial_reset(venv, mode)
+        statistics = [each for each in _wrappers_of(venv) if isinstance(each, wrappers.RecordEpisodeStatistics)]
+        # Keys of infos that belong to the last step of an episode, also where the others are those of the reset
+        self._of_last_step = {"TimeLimit.truncated", *(getattr(each, "_stats_key", "episode") for each in statistics)}
         super().__init__(venv.num_envs, venv.single_observation_space, venv.single_action_space)
 
     def reset(self) -> VecEnvObs:
@@ -73,9 +81,7 @@ class VectorEnvAdapter(VecEnv):
         observations = _copied(observations)
         dones = terminated | truncated
         arrays = dict(arrays)  # a copy, since the environment may return the same dictionary again
-        final = arrays.pop("final_obs", None)
-        final_info = arrays.pop("final_info", {})
-        arrays.pop("_final_obs", None), arrays.pop("_final_info", None)
+        final, final_info = _taken(arrays, "final_obs"), _taken(arrays, "final_info")
         infos = self._split(arrays)
         for info, cut_off in zip(infos, (truncated & ~terminated).tolist(), strict=True):
             info["TimeLimit.truncated"] = cut_off
@@ -84,28 +90,31 @@ class VectorEnvAdapter(VecEnv):
         return observations, rewards.astype(np.float32), dones, infos
 
     def _begin_episodes(
-        self, observations: Any, dones: np.ndarray, final: Any, final_info: dict[str, Any], infos: list[dict[str, Any]]
+        self, observations: Any, dones: np.ndarray, final: Any, final_info: Any, infos: list[dict[str, Any]]
     ) -> Any:
         """First observations of new episodes where an episode ended. Terminal observations are put into the infos."""
         ended = np.flatnonzero(dones).tolist()
         if self._partial_reset is not None:
-            final, (first, arrays) = observations, self._partial_reset(self.venv.unwrapped, dones.copy())
+            final, (first, arrays) = observations, self._partial_reset(self.venv, dones.copy())
             observations = _merged(observations, first, dones)
             of_reset = self._split(arrays)
             for index in ended:
                 self.reset_infos[index] = of_reset[index]
         else:
-            of_last = self._split(final_info)
+            of_last = self._split(final_info or {})
             for index in ended:
-                # In this mode, the infos next to `final_info` are those of the reset.
-                self.reset_infos[index] = {key: infos[index][key] for key in infos[index] if key != "TimeLimit.truncated"}
-                infos[index] = {**of_last[index], "TimeLimit.truncated": infos[index]["TimeLimit.truncated"]}
+                # In this mode, the infos next to `final_info` are those of the reset, except for what wrappers add.
+                last = {key: infos[index].pop(key) for key in self._of_last_step & infos[index].keys()}
+                self.reset_infos[index] = infos[index]
+                infos[index] = {**(of_last[index] or {}), **last}
         for index in ended:
             infos[index]["terminal_observation"] = _copied(_at(final, index))
         return observations
 
-    def _split(self, arrays: dict[str, Any]) -> list[dict[str, Any]]:
-        """Split Gymnasium's info dictionary of arrays and masks into one dictionary for each copy."""
+    def _split(self, arrays: Any) -> list[dict[str, Any]]:
+        """Split Gymnasium's info dictionary of arrays and masks into one dictionary for each copy, if it is one."""
+        if not isinstance(arrays, dict):
+            return list(arrays)  # of `DictInfoToList`
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for key, values in arrays.items():
             mask = arrays.get(f"_{key}")
@@ -172,19 +181,114 @@ def _takes_seeds(venv: VectorEnv) -> bool:
     return isinstance(venv.unwrapped, SyncVectorEnv | AsyncVectorEnv)
 
 
-def _find_partial_reset(venv: VectorEnv) -> PartialReset | None:
+def _wrappers_of(venv: Any) -> Iterator[VectorWrapper]:
+    """Wrappers around a vectorised environment, the outermost one first."""
+    while isinstance(venv, VectorWrapper):
+        yield venv
+        venv = venv.env
+
+
+def _check_results(venv: VectorEnv, mode: AutoresetMode) -> None:
+    """Refuse environments whose results are no arrays of all copies, and warn of a wrapper that learns something else."""
+    sizes = venv.unwrapped.config if _is_envpool(venv.unwrapped) else {}
+    if sizes.get("batch_size", venv.num_envs) != venv.num_envs:
+        remedy = "SB3 steps all copies at once, and this one only some of them; make it without `batch_size`"
+        refuse("batch_size", sizes["batch_size"], f"{remedy}, or with `batch_size={venv.num_envs}`, that is `num_envs`")
+    for each in _wrappers_of(venv):
+        # Of `ArrayConversion`, whose module needs a package that few have
+        target = getattr(each, "_target_xp", np)
+        if target.__name__.split(".")[-1] != "numpy":
+            refuse("venv", venv, f"the results of {type(each).__name__} are no NumPy arrays; leave it out")
+        # https://github.com/Farama-Foundation/Gymnasium/pull/1668
+        knows_modes = not isinstance(each, wrappers.NormalizeReward) or hasattr(each, "_autoreset_mode")
+        if mode == AutoresetMode.SAME_STEP and not knows_modes:
+            warnings.warn(
+                "`NormalizeReward` of this version of Gymnasium leaves out the first reward of each episode and carries the "
+                "return over to the next one, if the mode is SAME_STEP. Use SB3's "
+                "`VecNormalize(VectorEnvAdapter(venv), norm_obs=False)` instead of it.",
+                stacklevel=3,
+            )
+
+
+def _find_partial_reset(venv: VectorEnv, mode: AutoresetMode) -> PartialReset:
+    """
+    :param venv: Environment
+    :param mode: Its mode, in which it does not begin an episode in the step in which one ends
+    :return: Function that resets some copies
+    :raises ValueError: if there is none
+    """
     inner = venv.unwrapped
+    if isinstance(inner, SyncVectorEnv | AsyncVectorEnv):
+        for each in _wrappers_of(venv):
+            _check_wrapper(each, mode)
+        return _reset_masked
+    cannot = f"it cannot reset some of its copies (its mode is {mode})"
     if inner is not venv:
         # A reset of the inner environment would bypass the wrappers, which may change observations.
-        return None
-    if isinstance(inner, SyncVectorEnv | AsyncVectorEnv):
-        return lambda env, mask: env.reset(options={"reset_mask": mask})
+        refuse("venv", venv, f"{cannot} through its wrappers; {AROUND}; or {SAME_STEP}")
     if type(inner).__name__ == "CartPoleVectorEnv":
         return _reset_cart_poles
-    # EnvPool creates its classes with a metaclass, so that only a parent class may be from its modules.
-    if any(cls.__module__.split(".")[0] == "envpool" for cls in type(inner).__mro__):
+    if _is_envpool(inner):
         return _reset_envpool
-    return None
+    refuse("venv", venv, f"{cannot}; {SAME_STEP}")
+
+
+def _check_wrapper(wrapper: VectorWrapper, mode: AutoresetMode) -> None:
+    """Refuse wrappers that would do something else if some copies are reset."""
+    if isinstance(wrapper, wrappers.NormalizeObservation | wrappers.NormalizeReward):
+        only = "norm_reward" if isinstance(wrapper, wrappers.NormalizeObservation) else "norm_obs"
+        remedy = f"use SB3's `VecNormalize(VectorEnvAdapter(...), {only}=False)` instead of it, whose statistics can be saved"
+        refuse("venv", wrapper, f"{type(wrapper).__name__} does not support that some copies are reset; {remedy}")
+    own = next((name for name in ("reset", "step") if not _is_of_gymnasium(getattr(type(wrapper), name))), None)
+    if own is not None and mode != AutoresetMode.DISABLED:
+        # It may rely on a step in which an episode begins, which there is not.
+        remedy = 'make the environment with `autoreset_mode="Disabled"`, in which its `reset` gets `options["reset_mask"]`'
+        refuse("venv", wrapper, f"`{own}` of {type(wrapper).__name__} may not support that some copies are reset; {remedy}")
+
+
+def _is_of_gymnasium(function: Any) -> bool:
+    return str(function.__module__).split(".")[0] == "gymnasium"
+
+
+def _is_envpool(venv: Any) -> bool:
+    # EnvPool creates its classes with a metaclass, so that only a parent class may be from its modules.
+    return any(cls.__module__.split(".")[0] == "envpool" for cls in type(venv).__mro__)
+
+
+class _MaskOptions(dict[str, Any]):
+    """
+    Options of a reset of some copies. Gymnasium's environments take the mask out of them, and its wrappers, which get the same
+    dictionary, look for it afterwards: ``RecordEpisodeStatistics`` would forget the returns of all running episodes. Here, all
+    of them find it, while copies find no options.
+    """
+
+    def __init__(self, mask: np.ndarray):
+        self.mask = mask
+
+    def __contains__(self, key: object) -> bool:
+        return key == "reset_mask"
+
+    def __missing__(self, key: str) -> Any:
+        return self.pop(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return self.mask if key == "reset_mask" else super().pop(key, *default)
+
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+
+def _reset_masked(env: Any, mask: np.ndarray) -> tuple[Any, Any]:
+    result: tuple[Any, Any] = env.reset(options=_MaskOptions(mask))
+    return result
+
+
+def _taken(infos: Any, key: str) -> Any:
+    """Remove an entry from the infos of all copies."""
+    if isinstance(infos, dict):
+        infos.pop(f"_{key}", None)
+        return infos.pop(key, None)
+    return [info.pop(key, None) for info in infos]
 
 
 def _reset_cart_poles(env: Any, mask: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
@@ -195,12 +299,16 @@ def _reset_cart_poles(env: Any, mask: np.ndarray) -> tuple[np.ndarray, dict[str,
     return env.state.T.astype(np.float32), {}
 
 
-def _reset_envpool(env: Any, mask: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    indices = np.flatnonzero(mask)
-    first, _ = env.reset(indices)
-    observations = np.zeros((len(mask), *first.shape[1:]), first.dtype)
-    observations[indices] = first
-    return observations, {}
+def _reset_envpool(env: Any, mask: np.ndarray) -> tuple[Any, dict[str, Any]]:
+    first, infos = env.reset(np.flatnonzero(mask))
+    indices = infos["env_id"]
+
+    def in_rows(part: np.ndarray) -> np.ndarray:
+        rows = np.zeros((len(mask), *part.shape[1:]), part.dtype)
+        rows[indices] = part
+        return rows
+
+    return map_observations(in_rows, first), {}
 
 
 def _copied(observations: Any) -> Any:

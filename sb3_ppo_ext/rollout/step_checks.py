@@ -57,7 +57,7 @@ class StepChecks:
             signature = None
         self.step = step
         examined = self._examined(result)
-        if examined[1] is result[1] and examined[2] is result[2]:
+        if all(one is other for one, other in zip(examined, result, strict=True)):
             self.accepted = signature
         return examined
 
@@ -66,9 +66,12 @@ class StepChecks:
             self._refuse("result of `step`", "a tuple of observations, rewards, dones and infos", result)
         observations, rewards, dones, infos = result
         self.check_observations(observations)
+        dones = self._as_dones(dones)
+        if isinstance(infos, list | tuple | np.ndarray) and len(infos) == 0 and not dones.any():
+            infos = [{} for _ in range(self.n_envs)]  # SB3 reads them only where an episode has ended.
         if not isinstance(infos, list | tuple | np.ndarray) or len(infos) != self.n_envs:
             self._refuse_infos(infos)
-        return observations, self._as_rewards(rewards), self._as_dones(dones), infos
+        return observations, self._as_rewards(rewards), dones, infos
 
     def check_observations(self, observations: Any) -> None:
         """

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
@@ -241,11 +241,26 @@ def test_ppo_ext_learns_from_an_adapter():
         assert a.equal(b)
 
 
+class Unknown(VectorEnv):
+    """A vectorised environment of nobody's, which begins new episodes in the next step, and can reset some copies."""
+
+    def __init__(self, num_envs):
+        self.copies = SyncVectorEnv([ToyEnv] * num_envs)
+        self.num_envs, self.metadata = num_envs, self.copies.metadata
+        self.single_observation_space, self.single_action_space = VECTOR, self.copies.single_action_space
+
+    def reset(self, *, seed=None, options=None):
+        return self.copies.reset(options=options)
+
+    def step(self, actions):
+        return self.copies.step(actions)
+
+
 def test_adapter_refuses():
     """Environments that are not vectorised, and those that cannot reset single copies, are refused."""
     with pytest.raises(ValueError, match=r"`venv=.*DummyVecEnv"):
         VectorEnvAdapter(ToyEnv())
-    unknown = gym.wrappers.vector.ClipReward(SyncVectorEnv([ToyEnv] * 2), 0, 1)
+    unknown = Unknown(2)
     with pytest.raises(ValueError, match=r"`venv=.*SameStep.*partial_reset"):
         VectorEnvAdapter(unknown)
     calls = []

@@ -72,7 +72,8 @@ def test_rewards_of_integers(dtype, models):
 
 def test_as_sb3_with_strange_types():
     """What SB3 trains on, the reference trains on, to the bit."""
-    for name in ("observations in float64", "rewards in float64", "dones of 0 and 1", "tuple of infos"):
+    names = ("observations in float64", "rewards in float64", "dones of 0 and 1", "tuple of infos")
+    for name in (*names, "no infos between ends of episodes"):
         options = {**SMALL, "n_epochs": 1}
         ours = PPOExt("MlpPolicy", Bent(LEGAL[name]), backend="eager", **options).learn(64)
         assert_equal(

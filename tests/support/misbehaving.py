@@ -131,6 +131,10 @@ REFUSED = {
     "words as dones": (dones(lambda d: d.astype(str)), "dones .* not .*<U"),
     "fewer infos": (infos(lambda i: i[:1]), "infos .* a list of 2 dictionaries"),
     "more infos": (infos(lambda i: [*i, {}]), "infos .* a list of 2 dictionaries"),
+    "empty infos at the end of an episode": (
+        lambda o, r, d, i: (o, r, d, [] if d.any() else i),
+        "infos .* a list of 2 dictionaries",
+    ),
     "no infos": (infos(lambda i: None), "infos .* a list of 2 dictionaries, not None"),
     "infos of Gymnasium": (infos(lambda i: {"a": 1, "b": 2}), r"infos .* not a dictionary with the keys \['a', 'b'\]"),
     "None as infos": (infos(lambda i: [None] * 2), r"infos .* not \[None, None\]"),
@@ -160,6 +164,7 @@ LEGAL = {
     "dones in float32": dones(lambda d: d.astype(np.float32)),
     "tuple of infos": infos(tuple),
     "array of infos": infos(np.array),
+    "no infos between ends of episodes": lambda o, r, d, i: (o, r, d, i if d.any() else []),
     "terminal observation in a batch of one": terminal(lambda o: o[None]),
     "list as terminal observation": terminal(lambda o: o.tolist()),
 }

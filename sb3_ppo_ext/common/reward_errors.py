@@ -1,0 +1,50 @@
+"""Rewards that are no numbers, which SB3 and NumPy refuse with an error that names neither them nor a remedy."""
+
+from __future__ import annotations
+
+import traceback
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+from sb3_ppo_ext.common.validation import described
+
+#: Packages whose variable `reward` is that of an environment
+PACKAGES = ("gymnasium", "sb3_ppo_ext", "stable_baselines3")
+
+
+def describe_bad_reward(error: Exception, where: str = "an environment") -> str | None:
+    """
+    :param error: Error that was raised in the step of an environment
+    :param where: Name of the environment in the description
+    :return: What is wrong with the reward, and what helps; ``None`` if the error has another reason
+    """
+    frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
+    given = frame.f_locals
+    if frame.f_globals.get("__name__", "").split(".")[0] in PACKAGES and "reward" in given:
+        reward = given["reward"]
+        is_number = isinstance(reward, Real | np.bool_) or (isinstance(reward, np.ndarray) and reward.ndim == 0)
+        shown = f"{described(reward)} ({type(reward).__name__}): {_remedy(reward)}"
+        return (
+            None
+            if is_number
+            else f"The reward of {where} must be a number, not {shown}. Nothing was learned from this rollout."
+        )
+    if frame.f_code is DummyVecEnv.step_wait.__code__ and "unpack" not in str(error):
+        # It writes the reward into an array, without a name for it.
+        return f"The reward of {where} must be a number ({error}). Nothing was learned from this rollout."
+    return None
+
+
+def _remedy(reward: Any) -> str:
+    if not isinstance(reward, np.ndarray | list | tuple) or np.size(reward) == 0:
+        return "return one from `step`, 0.0 where there is none"
+    around = "around the environment, inside of all other wrappers"
+    if np.size(reward) == 1:
+        return f"`gymnasium.wrappers.TransformReward(env, lambda reward: np.asarray(reward).item())` {around} makes it one"
+    return (
+        "rewards for several objectives have to be weighted, with `mo_gymnasium.wrappers.LinearReward(env, weight)` or with "
+        f"`gymnasium.wrappers.TransformReward(env, lambda reward: float(np.dot(reward, weight)))` {around}"
+    )
