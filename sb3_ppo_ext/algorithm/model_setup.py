@@ -21,7 +21,7 @@ from sb3_ppo_ext.common.action_masks import ACTION_MASK, OBSERVATION, with_mask,
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import in_float32
 from sb3_ppo_ext.common.schedules import DecaySchedule, KLAdaptive, check_schedule, in_float32_range, make_schedule, value_of
-from sb3_ppo_ext.common.user_code import hidden_methods, is_replaced
+from sb3_ppo_ext.common.user_code import hidden_methods, is_replaced, replaced_method
 from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
 from sb3_ppo_ext.distributions import ACTION_DISTS, bounded_part, on_device
@@ -177,8 +177,10 @@ class ModelSetup(Normalization):
         if not hasattr(buffer, "compute_returns_and_advantage"):
             remedy = f"it returns {described(buffer)}; give a class that inherits SB3's `RolloutBuffer`, or None"
             refuse("rollout_buffer_class", self.rollout_buffer_class, remedy)
-        if type(buffer) in (RolloutBuffer, DictRolloutBuffer) and not self.rollout_buffer_kwargs:
-            memory = self.policy.make_memory() if isinstance(self.policy, HistoryPolicy) else None
+        memory = self.policy.make_memory() if isinstance(self.policy, HistoryPolicy) else None
+        is_plain = type(buffer) in (RolloutBuffer, DictRolloutBuffer)
+        # A user may have changed SB3's class.
+        if is_plain and (memory is not None or replaced_method(BUFFER_METHODS, buffer) is None):
             in_float32 = self._keeps_float32() or self._normalizes_integers or (memory is not None and memory.keeps_float32)
             with self._memory_errors():
                 self.rollout_buffer = TensorRolloutBuffer(

@@ -166,7 +166,8 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         """Update the statistics of the returns, if the critic has them."""
         if (layer := normalized_value(self.policy)) is not None:
             buffer: Any = self.rollout_buffer
-            returns = buffer.tensors["returns"] if isinstance(buffer, TensorRolloutBuffer) else buffer.to_torch(buffer.returns)
+            is_own = isinstance(buffer, TensorRolloutBuffer)
+            returns = buffer.tensors["returns"].to(self.device) if is_own else buffer.to_torch(buffer.returns)
             layer.observe(returns, self.ranks)
 
     def _rollout(self) -> Rollout:

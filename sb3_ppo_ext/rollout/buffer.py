@@ -304,6 +304,15 @@ class TensorRolloutBuffer(RolloutBuffer):
         self.memory.write(remembered)
 
 
+def columns_of(buffer: RolloutBuffer) -> dict[str, Any]:
+    """
+    :param buffer: Rollout buffer of any class, on the CPU, which is being filled
+    :return: Its arrays, to write into
+    """
+    own: dict[str, Any] = getattr(buffer, "arrays", {})
+    return own or {name: getattr(buffer, name) for name in ARRAYS}
+
+
 def rows_of(indices: th.Tensor, n_steps: int, n_envs: int) -> th.Tensor:
     """
     :param indices: Indices of samples that are counted as ``env * n_steps + step``

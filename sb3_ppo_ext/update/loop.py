@@ -225,7 +225,7 @@ class Update:
         is_past = self._decide(measured.kl > 1.5 * config.target_kl) if config.target_kl is not None else self.no
         if is_past is True:
             self.has_stopped = True
-            return self._note(Outcome(epoch, [True, True, False, False, False], {}, measured))
+            return self._log(epoch, measured, {}, True, False, False, False)
         is_before_stop = _not(self.has_stopped)
         goes_on = is_before_stop & _not(is_past)
 
@@ -252,8 +252,10 @@ class Update:
             self.has_stopped = self.has_stopped | is_bad
 
         stepper.step(goes_on & is_finite)
-        decisions = [is_before_stop, is_past, is_finite, self.actor_is_frozen, overflows]
-        self._note(Outcome(epoch, decisions, norms, measured))
+        if self.is_on_device:
+            self._note(epoch, measured, norms, [is_before_stop, is_past, is_finite, self.actor_is_frozen, overflows])
+        else:
+            self._log(epoch, measured, norms, False, is_finite, self.actor_is_frozen, False)
 
     def _decide(self, decision: Decision) -> Decision:
         return decision if self.is_on_device else bool(decision)
@@ -263,15 +265,11 @@ class Update:
 
     # What has become of the steps
 
-    def _note(self, outcome: Outcome) -> None:
-        """Log a step, or keep what is known of it on the device."""
-        if not self.is_on_device:
-            self._log(outcome)
-            return
-        metrics = outcome.measured.metrics
-        scalars = [value for _, value in _scalars(metrics)]
-        numbers = [part.detach().float() for part in (*outcome.decisions, *outcome.norms.values(), *scalars)]
-        self.unknown.append(outcome._replace(decisions=[th.stack(numbers)]))
+    def _note(self, epoch: int, measured: Measured, norms: dict[str, Number], decisions: list[Decision]) -> None:
+        """Keep on the device what is known of a step."""
+        scalars = [value for _, value in _scalars(measured.metrics)]
+        numbers = [part.detach().float() for part in (*decisions, *norms.values(), *scalars)]
+        self.unknown.append(Outcome(epoch, [th.stack(numbers)], norms, measured))
 
     def _learn_outcomes(self) -> None:
         """Transfer all decisions and metrics at once, and log the steps up to the one that stops the update."""
@@ -281,7 +279,7 @@ class Update:
         try:
             for outcome, values in zip(self.unknown, numbers.split(lengths), strict=True):
                 known = _known(outcome, values)
-                is_before_stop, is_past, is_finite, is_frozen, _ = known.decisions
+                is_before_stop, is_past, is_finite, is_frozen, overflows = known.decisions
                 if not is_before_stop:
                     break
                 if outcome.epoch != self.result.n_epochs or n_made == 0:
@@ -289,16 +287,24 @@ class Update:
                     self.result.metrics.begin_epoch()
                 if is_finite and not is_past:
                     n_made, n_frozen = n_made + 1, n_frozen + is_frozen
-                self._log(known)
+                self._log(known.epoch, known.measured, known.norms, is_past, is_finite, is_frozen, overflows)
             self.result.n_epochs += 1
         finally:
             self.stepper.correct_counts(len(self.unknown) - n_made, n_frozen)
 
-    def _log(self, outcome: Outcome) -> None:
-        _, is_past, is_finite, is_frozen, overflows = outcome.decisions
-        measured, config = outcome.measured, self.config
+    def _log(
+        self,
+        epoch: int,
+        measured: Measured,
+        norms: dict[str, Number],
+        is_past: bool,
+        is_finite: bool,
+        is_frozen: bool,
+        overflows: bool,
+    ) -> None:
+        config = self.config
         if not (is_past or is_finite or overflows):
-            self._skip(measured, outcome.epoch)
+            self._skip(measured, epoch)
             return
         for name, values in measured.metrics.items():
             if measured.n > 0 or name not in OF_SAMPLES:  # One sample stands for none.
@@ -306,11 +312,11 @@ class Update:
         self.counts.append(measured.n)
         if is_past:
             if config.verbose >= 1:
-                print(f"Early stopping at step {outcome.epoch} due to reaching max kl: {float(measured.kl):.2f}")
+                print(f"Early stopping at step {epoch} due to reaching max kl: {float(measured.kl):.2f}")
         elif is_finite:
-            for name, norm in outcome.norms.items():
+            for name, norm in norms.items():
                 # The gradients of a frozen actor have no norm.
-                if not (is_frozen and name == "grad_norm" and "critic_grad_norm" in outcome.norms):
+                if not (is_frozen and name == "grad_norm" and "critic_grad_norm" in norms):
                     self.norms[name].append(norm)
             if config.max_clip_fraction is not None:
                 self.result.metrics["actor_frozen"].append(th.tensor(float(is_frozen)))

@@ -92,6 +92,10 @@ class Rollout:
         is_own = isinstance(self.buffer, TensorRolloutBuffer)
         return self.buffer._get_samples(indices if is_own else indices.numpy())  # type: ignore[arg-type]
 
+    def order(self) -> th.Tensor:
+        """:return: Indices of all samples in random order"""
+        return permutation(self.n_samples, self.device_of_draws)
+
     def draws(self, step_size: int, batch_size: int, segments: PrioritizedSegments | None = None) -> Iterator[Draw]:
         """
         :param step_size: Number of samples in one step of the optimiser
@@ -106,7 +110,7 @@ class Rollout:
         if self.memory is not None:
             drawn, self.length = self.memory.draws(step_size, batch_size)
         else:
-            drawn = iter(permutation(self.n_samples, self.device_of_draws).split(step_size))
+            drawn = iter(self.order().split(step_size))
         return ((indices, None) for indices in drawn)
 
     def continues(self, indices: th.Tensor) -> th.Tensor:

@@ -21,6 +21,7 @@ from support.zips import Zip
 from sb3_ppo_ext import MlpPolicy, PPOExt, TorchVecEnv
 from sb3_ppo_ext.algorithm.changes import is_same, remembered
 from sb3_ppo_ext.options import ALL_OPTIONS
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 
 # Values other than those of the small models, which act in the second half of a training
 NEW_VALUES = {name: (VALUES.get(name) or row.examples)[0] for name, row in ALL_OPTIONS.items()}
@@ -85,7 +86,7 @@ def test_assigned_buffer(backend, tmp_path):
     model.learn(32)
     assert model.rollout_buffer is buffer
     model.save(tmp_path / "model")
-    assert type(PPOExt.load(tmp_path / "model", env=make_toys()).rollout_buffer) is RolloutBuffer
+    assert type(PPOExt.load(tmp_path / "model", env=make_toys()).rollout_buffer) is TensorRolloutBuffer
     model.rollout_buffer_class = OwnBuffer
     model.learn(32)
     assert type(model.rollout_buffer) is OwnBuffer

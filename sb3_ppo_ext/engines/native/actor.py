@@ -28,7 +28,7 @@ from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.policies.actor_critic import actions_at, unscales_as_known
 from sb3_ppo_ext.policies.normalized_observations import inputs_of
 from sb3_ppo_ext.rollout.actors import Action, DivisibleActor, RolloutConfig, Transition, note_truncations
-from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes
+from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes, columns_of
 
 
 class NativeActor(DivisibleActor):
@@ -43,6 +43,8 @@ class NativeActor(DivisibleActor):
     def __init__(self, native: NativePolicy, buffer: RolloutBuffer, config: RolloutConfig):
         self.native, self.buffer, self.config, self.is_watched = native, buffer, config, config.is_watched
         self.gamma = 0.0
+        # Arrays that are written to at each step
+        self.rows = columns_of(buffer)
         native.pack()
         native.has_changed()
         # Random numbers of all steps
@@ -74,7 +76,8 @@ class NativeActor(DivisibleActor):
         if self.is_watched:
             # User code may have changed parameters in place, in ways that torch does not track.
             native.pack()
-        _write_observations(self.buffer, step, observations)
+            self.rows = columns_of(self.buffer)
+        _write_observations(self.rows["observations"], step, observations)
         self.observations = observations
         features = native.features(observations)
         if not self.is_watched and native.has_changed():
@@ -95,15 +98,15 @@ class NativeActor(DivisibleActor):
         return Action(obs_as_tensor(observations, self.config.device), samples, values, th.from_numpy(log_probs))
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
-        buffer, step, action = self.buffer, transition.step, transition.action
+        buffer, rows, step, action = self.buffer, self.rows, transition.step, transition.action
         if transition.observations is not self.observations:
-            _write_observations(buffer, step, transition.observations)
-        buffer.actions[step] = action.samples.reshape(buffer.n_envs, -1)
-        buffer.rewards[step] = transition.rewards
-        buffer.episode_starts[step] = transition.starts
+            _write_observations(rows["observations"], step, transition.observations)
+        rows["actions"][step] = action.samples.reshape(buffer.n_envs, -1)
+        rows["rewards"][step] = transition.rewards
+        rows["episode_starts"][step] = transition.starts
         if action.values is not None and action.log_probs is not None:
-            buffer.values[step] = action.values.numpy().ravel()
-            buffer.log_probs[step] = action.log_probs.numpy()
+            rows["values"][step] = action.values.numpy().ravel()
+            rows["log_probs"][step] = action.log_probs.numpy()
             self.n_estimated = step + 1
         if transition.truncated:
             self.gamma = transition.gamma
@@ -195,13 +198,13 @@ class NativeActor(DivisibleActor):
         return th.from_numpy(values)
 
 
-def _write_observations(buffer: RolloutBuffer, step: int, observations: Any) -> None:
+def _write_observations(rows: Any, step: int, observations: Any) -> None:
     # Called before the environment steps, since it may write the next observations into the same array.
     if isinstance(observations, dict):
         for key, array in observations.items():
-            buffer.observations[key][step] = array.reshape(buffer.observations[key][step].shape)
+            rows[key][step] = array.reshape(rows[key][step].shape)
     else:
-        buffer.observations[step] = observations.reshape(buffer.observations[step].shape)
+        rows[step] = observations.reshape(rows[step].shape)
 
 
 def _joined(observations: Any, steps: slice) -> Any:

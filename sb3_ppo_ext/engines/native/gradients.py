@@ -121,8 +121,7 @@ class AnalyticGradients(GradientSource):
         rollout, segments, size = self.estimates.rollout, self.estimates.segments, self.config.step_size
         n = rollout.n_samples
         if segments is None:
-            ((order, _),) = rollout.draws(n, n)
-            return order.numpy(), np.diff([*range(0, n, size), n]), None
+            return rollout.order().numpy(), np.diff([*range(0, n, size), n]), None
         indices, weights = zip(*rollout.draws(size, size, segments), strict=True)
         return th.cat(indices).numpy(), np.array([len(part) for part in indices]), th.cat(weights).numpy()
 
