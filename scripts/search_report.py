@@ -5,7 +5,6 @@ Scores of different tasks are compared by rank: that of a run is the share of th
 ties count half. A configuration's rank is the mean over the tasks; one half is average.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from returns_report import BOOTSTRAPS, mean_improvement, table, with_interval, w
 from search_space import ACTIVE, CONTINUOUS_ONLY, LEVERS, REFERENCES, sample
 
 KINDS = {"all tasks": set(DEVELOPMENT), "discrete": DISCRETE, "continuous": set(DEVELOPMENT) - DISCRETE}
+BASELINES = list(REFERENCES)[:2]
 # Sampled configurations in the table of the best ones
 N_BEST = 10
 
@@ -107,15 +107,13 @@ def configuration_lines(rows: pd.DataFrame, tasks: set[str]) -> list[list[str]]:
     ranks = ranks_of(ranked(rows), tasks).sort_values(ascending=False)
     sampled = [name for name in ranks.index if name not in REFERENCES]
     shown = [name for name in ranks.index if name in REFERENCES or name in sampled[:N_BEST]]
-    baselines = [name for name in list(REFERENCES)[:2] if name in ranks.index]
     lines = []
     for name in shown:
         n_runs = int(rows[(rows["configuration"] == name)].groupby("task").size().min())
-        seconds = (
-            rows[(rows["configuration"] == name) & rows["task"].isin(tasks)].groupby("task")["cpu_seconds"].median().sum()
-        )
-        cells = [_better(rows, name, baseline, tasks) if name != baseline else "-" for baseline in baselines]
-        lines.append([name, str(n_runs), f"{ranks[name]:.2f}", *cells, f"{seconds:.0f}"])
+        cells = [
+            _better(rows, name, baseline, tasks) if baseline in ranks and baseline != name else "-" for baseline in BASELINES
+        ]
+        lines.append([name, str(n_runs), f"{ranks[name]:.2f}", *cells])
     return lines
 
 
@@ -142,23 +140,22 @@ def report(rows: pd.DataFrame, folder: Path) -> None:
     :param rows: Rows of runs
     :param folder: Folder of the page
     """
-    names = list(REFERENCES)
     parts = [
         "## References",
-        table(["task", "steps", *names, "best sampled run"], task_lines(rows)),
-        *_configuration_parts(rows, names),
-        "## Levers",
-        table(["lever", "from", "to", "configurations", *KINDS], effect_lines(rows)),
+        table(["task", "steps", *REFERENCES, "best sampled run"], task_lines(rows)),
+        *_configuration_parts(rows),
     ]
+    if len(sampled_ranks(rows, set(DEVELOPMENT))) > 1:
+        parts += ["## Levers", table(["lever", "from", "to", "configurations", *KINDS], effect_lines(rows))]
     text = "\n\n".join(parts)
     print(f"\n{text}", flush=True)
     (folder / "search.md").write_text(f"# Table: random search for the default\n\n{text}\n")
 
 
-def _configuration_parts(rows: pd.DataFrame, names: Sequence[str]) -> list[str]:
-    header = ["configuration", "runs of a task", "rank", *(f"P(better than {name})" for name in names[:2]), "CPU seconds"]
+def _configuration_parts(rows: pd.DataFrame) -> list[str]:
+    header = ["configuration", "runs of a task", "rank", *(f"P(better than {name})" for name in BASELINES)]
     parts = []
     for kind, tasks in KINDS.items():
-        if lines := configuration_lines(rows, tasks):
+        if len(lines := configuration_lines(rows, tasks)) > 1:
             parts += [f"## Configurations, {kind}", table(header, lines)]
     return parts

@@ -103,6 +103,7 @@ def test_ranks():
 
 
 def test_configurations_that_lack_a_task_are_left_out():
+    """A mean over fewer tasks would be of other tasks."""
     rows = search_report.ranked(rows_of({("0", "x"): [1.0], ("0", "y"): [2.0], ("1", "x"): [9.0]}))
     assert search_report.ranks_of(rows, {"x", "y"}).index.tolist() == ["0"]
 
@@ -134,6 +135,7 @@ def test_report(tmp_path, monkeypatch):
 
 
 def test_short_runs_want_a_folder_of_their_own(monkeypatch, capsys):
+    """With fewer timesteps than the search has, another folder must be named."""
     monkeypatch.setattr(sys, "argv", ["search_default.py", "--timesteps", "100"])
     with pytest.raises(SystemExit):
         search_default.parse_arguments()
