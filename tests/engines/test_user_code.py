@@ -1,6 +1,7 @@
 """Whatever a callback may read or change in SB3, it reads and changes on every engine: each compared with SB3's PPO."""
 
 import copy
+import itertools
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,6 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, CheckpointCallback, EventCallback
 from stable_baselines3.common.policies import ActorCriticPolicy
-from support.cases import one_in
 from support.masks import make_masked
 from support.parity import assert_equal
 from support.toys import make_toys
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=3, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
 # The compiler plays no role while collecting, and takes seconds afterwards.
-BACKENDS = [pytest.param(name, marks=pytest.mark.integration if name == "compile" else ()) for name in ENGINES]
+UNCOMPILED = [name for name in ENGINES if name != "compile"]
+BACKENDS = [*UNCOMPILED, pytest.param("compile", marks=[pytest.mark.integration, pytest.mark.slow])]
 AT = 5
 
 
@@ -115,9 +116,18 @@ def seen_by(model, reader):
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_callback_reads_what_sb3_has(backend, reader):
+def test_a_callback_reads_what_sb3_has(reader):
     """Values, log probabilities and the rows of the buffer are those of SB3, at each step."""
+    assert_reads_what_sb3_has("native", reader)
+
+
+@pytest.mark.parametrize("backend", [*UNCOMPILED, pytest.param("compile", marks=pytest.mark.integration)])
+def test_a_callback_reads_what_sb3_has_on_each_engine(backend):
+    """All of it can be read on every engine."""
+    assert_reads_what_sb3_has(backend, "all locals")
+
+
+def assert_reads_what_sb3_has(backend, reader):
     expected = seen_by(make(), READERS[reader]())
     actual = seen_by(make(PPOExt, backend=backend), READERS[reader]())
     assert len(actual) == len(expected) >= 32 // 2
@@ -250,8 +260,18 @@ def rollout_with(model, change):
     return model
 
 
-@pytest.mark.parametrize("change", one_in(3, CHANGES), ids=lambda change: change.__name__)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "change"),
+    [
+        *itertools.product(UNCOMPILED, CHANGES[::3]),
+        pytest.param("compile", CHANGES[0], marks=pytest.mark.integration),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in itertools.product(UNCOMPILED, CHANGES[1::3] + CHANGES[2::3])
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
 def test_weights_that_a_callback_changes_act_at_the_next_step(backend, change):
     """However the weights are changed, actions, values and returns are SB3's, and so is what the update makes of them."""
     expected, actual = rollout_with(make(), change), rollout_with(make(PPOExt, backend=backend), change)
@@ -595,11 +615,16 @@ class LeavesDoubles(BaseCallback):
             setattr(buffer, name, getattr(buffer, name).astype(np.float64))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "options", [{}, {"normalize_advantage": False}, {"clip_range_vf": 0.2}, {"advantage_norm": "rollout"}], ids=repr
+    ("backend", "options"),
+    [
+        *((backend, {}) for backend in UNCOMPILED),
+        *(("native", options) for options in ({"normalize_advantage": False}, {"clip_range_vf": 0.2})),
+        ("native", {"advantage_norm": "rollout"}),
+    ],
+    ids=repr,
 )
-def test_doubles_in_the_buffer(options, backend):
+def test_doubles_in_the_buffer(backend, options):
     """Each engine trains on them as on the same numbers in float32, as SB3 does."""
     # One after the other, since the environments share the generator of their space.
     expected, actual = (
