@@ -5,30 +5,33 @@ CSRC := $(wildcard sb3_ppo_ext/*/csrc/*.[ch] sb3_ppo_ext/*/*/csrc/*.[ch])
 # Two test processes on two cores: more threads in each would only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadgroup
 
+# The environment for a target: with what it needs, or the one with everything, if it is there
+env = $(or $(wildcard $(VENV)/.all),$(VENV)/.$(1))
+
 .PHONY: demo test test-fast test-slow fuzz fuzz-zips sanitize evidence docs lint format clean
 
-demo: $(VENV)/.zoo
+demo: $(call env,zoo)
 	$(BIN)/python scripts/demo.py
 
-test: $(VENV)/.tests
+test: $(call env,tests)
 	$(PYTEST) -m "not slow"
 
-test-fast: $(VENV)/.tests
+test-fast: $(call env,tests)
 	$(PYTEST) -m "not slow and not integration"
 
-test-slow: $(VENV)/.tests
+test-slow: $(call env,tests)
 	$(PYTEST) -m slow
 
 # Random programs, and damaged zips: make fuzz N=10000 SEED=0 JOBS=2
 FUZZ := PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.fuzzing --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)
 
-fuzz: $(VENV)/.tests
+fuzz: $(call env,tests)
 	$(FUZZ) -n $(or $(N),1000)
 
-fuzz-zips: $(VENV)/.tests
+fuzz-zips: $(call env,tests)
 	$(FUZZ) -n $(or $(N),1000) --zips
 
-sanitize: $(VENV)/.tests
+sanitize: $(call env,tests)
 	scripts/sanitize.sh $(BIN)
 
 # Runs of the benchmark that are missing in benchmark/: days in the background, to be stopped and continued at any time
@@ -36,7 +39,7 @@ evidence: $(VENV)/.all $(VENV)/.benchmark
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python scripts/continue_evidence.py
 
 # The site, in build/site; DOCS_ONLINE=1 adds links to the documentation of SB3, Gymnasium, PyTorch and NumPy.
-docs: $(VENV)/.docs
+docs: $(call env,docs)
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs/site . build/site
 	@echo build/site/index.html
 
@@ -52,11 +55,11 @@ format: $(VENV)/.all
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
 
-# One environment, which grows with what is asked of it.
+# One environment, which grows with what is asked of it. Python compiles what is imported, a tenth of what pip would compile.
 $(VENV)/.%: setup.cfg setup.py constraints.txt $(CSRC)
 	$(BIN)/python -c "import pip, sys; sys.exit(sys.prefix == sys.base_prefix)" 2>/dev/null \
 		|| $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$*]"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[$*]"
 	touch $@
 
 clean:

@@ -3,9 +3,8 @@
 import ast
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -26,23 +25,25 @@ def defined_tests(tree):
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
 
 
+@cache
 def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
-def test_no_test_imports_another_test(path):
+def test_no_test_imports_another_test():
     """What several share is in `tests/support` or a fixture of a `conftest.py`."""
-    words = {word for name in imported(parsed(path)) for word in name.split(".")}
-    assert not words & {"conftest", "tests", *(module.stem for module in MODULES)}
+    tests = {"conftest", "tests", *(module.stem for module in MODULES)}
+    for path in TESTS.rglob("*.py"):
+        words = {word for name in imported(parsed(path)) for word in name.split(".")}
+        assert not words & tests, path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(TESTS)))
-def test_every_test_has_a_docstring(path):
+def test_every_test_has_a_docstring():
     """Each test says the property that it holds, and each module what its tests have in common."""
-    tree = parsed(path)
-    assert ast.get_docstring(tree)
-    assert not [test.name for test in defined_tests(tree) if not ast.get_docstring(test)]
+    for path in MODULES:
+        tree = parsed(path)
+        assert ast.get_docstring(tree), path
+        assert not [test.name for test in defined_tests(tree) if not ast.get_docstring(test)], path
 
 
 def test_folders_mirror_the_package():

@@ -1,5 +1,6 @@
 """Training with hybrid actions: equal to plain ones where there is one part, on all engines and environments, from zips."""
 
+import itertools
 import sys
 
 import numpy as np
@@ -12,6 +13,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
+from support.cases import one_in
 from support.hybrid import KICK, SPACES, Passing, TensorPassing, make_only_parts
 from support.options import assert_continues, random_state, set_random_state
 from support.parity import assert_equal, train
@@ -53,13 +55,15 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy", "MlpLstmPolicy"])
-@pytest.mark.parametrize("case", PLAIN)
-def test_one_part_is_the_plain_space(case, policy):
+# As in RecurrentPPO, log probabilities of actions in float64 are in float64; vectors are in float32.
+WITH_MEMORY = [pair for pair in itertools.product(PLAIN, MEMORY) if pair != ("float64", "MlpLstmPolicy")]
+
+
+@pytest.mark.parametrize("case", [*((case, "MlpPolicy") for case in PLAIN), *one_in(4, WITH_MEMORY)], ids=", ".join)
+def test_one_part_is_the_plain_space(case):
     """A dictionary with one part is trained as that part alone, bit for bit: rollouts, parameters, optimiser and logs."""
-    if (case, policy) == ("float64", "MlpLstmPolicy"):
-        pytest.skip("as in RecurrentPPO, log probabilities of actions in float64 are in float64; vectors are in float32")
-    options = {"backend": "eager", **PLAIN[case]}
+    name, policy = case
+    options = {"backend": "eager", **PLAIN[name]}
     space = options.pop("space")
     plain = make(policy=policy, env=make_toys(action_space=space, length=5), **options)
     hybrid = make(policy=policy, env=make_only_parts(space, length=5), **options)
@@ -80,34 +84,10 @@ def test_one_part_is_the_plain_space(case, policy):
 # Engines and policies
 
 
-@pytest.mark.parametrize("backend", ["eager", "fused", "native", "device"])
-@pytest.mark.parametrize("action_dist", ["gaussian", "squashed_gaussian", "beta"])
-@pytest.mark.parametrize("name", ["all kinds", "nested"])
-def test_engines(name, action_dist, backend):
-    """Each engine trains each kind of space with each distribution, reproducibly."""
-    trained = []
-    for _ in range(2):
-        model = make(SPACES[name], action_dist=action_dist, backend=backend, ent_coef=0.01, kl_coef=0.1).learn(64)
-        assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
-        trained.append(model.policy.state_dict())
-    assert_equal(*trained, "policy")
-
-
 def test_native_is_chosen():
     """The native engine supports hybrid actions, and is the default for them."""
     model = make(SPACES["all kinds"], backend="auto").learn(16)
     assert list(model._engines) == ["native"]
-
-
-@pytest.mark.parametrize("backend", ["eager", "fused", "device"])
-@pytest.mark.parametrize("policy", MEMORY)
-def test_memory(policy, backend):
-    """History-based policies are trained with hybrid actions."""
-    if (policy, backend) == ("MlpLstmPolicy", "device"):
-        pytest.skip("recurrent policies have no such engine")
-    for action_dist in ("gaussian", "beta"):
-        model = make(SPACES["nested"], policy, backend=backend, action_dist=action_dist, vtrace=True).learn(64)
-        assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
 
 
 def test_last_action():
@@ -200,7 +180,7 @@ class Repeating(ToyEnv):
 @pytest.mark.parametrize(
     "kind", [*ENVIRONMENTS, *(pytest.param(name, marks=[pytest.mark.integration, forks]) for name in IN_PROCESSES)]
 )
-@pytest.mark.parametrize("name", ["all kinds", "nested"])
+@pytest.mark.parametrize("name", one_in(2, ["nested", "all kinds"]))
 def test_environments(name, kind):
     """Whatever steps the environments, the actions arrive, and the training is that of `DummyVecEnv`."""
     is_adapter = kind.startswith("adapter")
@@ -236,12 +216,13 @@ def test_normalised_and_dictionaries():
     make(policy="MultiInputPolicy", env=env).learn(32)
 
 
-@pytest.mark.parametrize("backend", ["eager", "device"])
-@pytest.mark.parametrize("action_dist", ["gaussian", "beta"])
-@pytest.mark.parametrize("in_tuples", [False, True], ids=["dict", "tuple"])
-@pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy"])
-def test_tensor_environments(policy, in_tuples, action_dist, backend):
+IN_TENSORS = itertools.product(["MlpPolicy", "MlpTransformerPolicy"], [False, True], ["gaussian", "beta"], ["eager", "device"])
+
+
+@pytest.mark.parametrize("case", one_in(3, IN_TENSORS), ids=str)
+def test_tensor_environments(case):
     """Environments that step in tensors get dictionaries or tuples of tensors, within their bounds."""
+    policy, in_tuples, action_dist, backend = case
     env = TensorPassing(in_tuples=in_tuples)
     model = make(policy=policy, env=env, backend=backend, action_dist=action_dist).learn(256)
     mates, powers = (th.stack(parts) for parts in zip(*env.seen, strict=True))

@@ -13,7 +13,6 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
 from support import hybrid  # noqa: F401  # registers its task
-from support.cases import one_in
 from support.masks import make_masked
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
 from support.torch_envs import TorchPendulum
@@ -64,9 +63,21 @@ CONFIGURATIONS = {
     ),
     "MuJoCo": dict(env_id="HalfCheetah-v5", backend="eager"),
 }
+# What keeps a state between two updates, together: the default suite runs these, and ``make test-slow`` each by itself.
+TOGETHER = {
+    "native, much at once": dict(
+        **dict(advantage_norm="ema", kl_coef=0.1, kl_target=0.01, adaptive_lr_kl="hold_0.001", normalize_value=True),
+        **dict(vtrace=True, priority_alpha=0.6, priority_segment=8, critic_learning_rate=1e-3, backend="native"),
+    ),
+    "fused, muon, gSDE": dict(optimizer="muon", use_sde=True, sde_sample_freq=5, ent_coef="lin_0.01", backend="fused"),
+    "eager, RND": dict(wrapper=partial(RNDReward, n_steps=16, episodic=True), n_envs=4, n_steps=16, backend="eager"),
+    "hybrid actions, transformer": CONFIGURATIONS["hybrid actions, transformer"],
+    "GRU, V-trace": CONFIGURATIONS["GRU, V-trace"],
+}
 # MuJoCo starts a process when it is imported.
-NAMES = one_in(2, [name for name in CONFIGURATIONS if name != "MuJoCo"], "transformer")
-NAMES += [pytest.param("MuJoCo", marks=pytest.mark.integration)]
+NAMES = [*TOGETHER, pytest.param("MuJoCo", marks=pytest.mark.integration)]
+NAMES += [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGURATIONS if name not in (*TOGETHER, "MuJoCo")]
+CONFIGURATIONS |= TOGETHER
 
 
 @pytest.mark.parametrize("name", NAMES)

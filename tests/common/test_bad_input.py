@@ -18,6 +18,7 @@ from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
+from support.cases import listed
 from support.parity import assert_equal
 from support.toys import DICT, IMAGE, VECTOR, Brittle, ToyEnv, make_toys
 from support.zips import Zip
@@ -25,6 +26,7 @@ from support.zips import Zip
 import sb3_ppo_ext
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.guards import find_non_finite
+from sb3_ppo_ext.update.losses import SURROGATES
 
 
 def short(value):
@@ -111,7 +113,7 @@ BAD_OPTIONS = [
     (dict(bounds_coef="0.1"), "`bounds_coef='0.1'`.*a number"),
     (dict(bounds_limit=-1.1), "`bounds_limit=-1.1`.*at least 0"),
     (dict(vf_clip_mode="min"), '`vf_clip_mode=\'min\'`.*"clip" or "max"'),
-    (dict(surrogate="trpo"), '`surrogate=\'trpo\'`.*"clip" or "spo"'),
+    (dict(surrogate="trpo"), f"`surrogate='trpo'`.*{listed(SURROGATES)}"),
     (dict(surrogate="spo", clip_range=0.0), "`clip_range=0.0`.*divides by it"),
     (dict(dual_clip=1.0), "`dual_clip=1.0`.*greater than 1"),
     (dict(dual_clip=3.0, surrogate="spo"), '`dual_clip=3.0`.*for `surrogate="clip"`'),

@@ -100,14 +100,16 @@ def test_numpy_distributions(family, kwargs, log_stds, fallback, ent_coef):
 @pytest.mark.parametrize("family", [f for f in OF_OUTPUTS if not f.numpy_class.needs_latents], ids=lambda family: family.name)
 def test_samples(family):
     """Samples follow the distribution, by the Kolmogorov-Smirnov distance to as many of PyTorch's."""
-    n = 20000
+    n_steps, n_envs = 100, 200
+    n = n_steps * n_envs
     np.random.seed(0)
     th.manual_seed(0)
     distribution, n_outputs, log_std = make_distribution(family, {}, None, th.float32)
     numpy_side = numpy_distribution(distribution, log_std)
     outputs = np.resize(np.float32([0.5, -1.0, 2.0, 0.0]), (1, n_outputs))
+    of_envs = np.tile(outputs, (n_envs, 1))
     samples = np.concatenate(
-        [numpy_side.sample(outputs, numpy_side.scaled(noise)) for noise in numpy_side.noise(n, 1, n_outputs)]
+        [numpy_side.sample(of_envs, numpy_side.scaled(noise)) for noise in numpy_side.noise(n_steps, n_envs, n_outputs)]
     )
     own = None if log_std is None else log_std.detach()
     expected = distribution_of(distribution, th.from_numpy(outputs).expand(n, -1), own).sample().numpy()

@@ -67,6 +67,7 @@ def test_site(site):
     assert list((site / "_downloads").rglob("ray_tune.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_broken_links_are_errors(tmp_path):
     """A link to a heading, page or picture that does not exist makes the build fail."""

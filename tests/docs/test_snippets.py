@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from sb3_contrib import MaskablePPO, RecurrentPPO
-from support.snippets import ROOT, blocks, blocks_in, commands, module_and_arguments, pages, script
+from support.snippets import ROOT, blocks, blocks_in, commands, module_and_arguments, pages, quick_defaults, script
 
 from sb3_ppo_ext import PPOExt
 
@@ -52,6 +52,7 @@ def test_no_marker_is_without_effect(page):
 def test_python(page, tmp_path, monkeypatch, quick_compiler):
     """The Python blocks of a page run, one after the other."""
     monkeypatch.chdir(tmp_path)
+    quick_defaults(monkeypatch, PPOExt)
     code = compile(script(PAGES[page]), str(ROOT / page), "exec")
     exec(code, {"__name__": "__main__"})
 

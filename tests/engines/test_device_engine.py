@@ -18,8 +18,8 @@ from stable_baselines3.common.callbacks import (
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNormalize
 from support import hybrid
+from support.cases import one_in
 from support.device_training import SMALL, assert_same, assert_same_training, same_draws, tensor_env, trained
-from support.options import SINGLE
 from support.torch_envs import TorchCartPole, TorchPendulum
 from support.toys import DICT, IMAGE, make_toys
 
@@ -79,8 +79,6 @@ ACTIONS = {
     "hybrid, Beta": dict(env=dict(action_space=hybrid.SPACES["nested"]), action_dist="beta", kl_coef=0.1),
     "gSDE": dict(use_sde=True, sde_sample_freq=4),
 }
-NOT_HERE = {"backend", "action_dist", "amp_dtype"}
-OPTIONS = {str(options): options for options in SINGLE if not options.keys() & NOT_HERE}
 TOGETHER = {
     "guards": dict(max_clip_fraction=0.01, target_kl=1e-3, bad_gradients="skip", learning_rate=1e-2),
     "frozen actor": dict(max_clip_fraction=0.3, clip_range=0.02, critic_learning_rate=1e-3, learning_rate=1e-2),
@@ -141,17 +139,10 @@ def test_recurrent_policies_in_tensor_environments(sim, rnn):
 
 
 @pytest.mark.usefixtures("same_draws")
-@pytest.mark.parametrize("actions", ACTIONS)
+@pytest.mark.parametrize("actions", one_in(3, ACTIONS, "gSDE", "hybrid, Beta"))
 def test_actions(sim, actions):
     """Each action distribution is trained as on the CPU."""
     assert_same_training(sim, ent_coef=0.01, **ACTIONS[actions])
-
-
-@pytest.mark.usefixtures("same_draws")
-@pytest.mark.parametrize("options", OPTIONS)
-def test_options(sim, options):
-    """Each option acts as on the CPU."""
-    assert_same_training(sim, **OPTIONS[options])
 
 
 @pytest.mark.usefixtures("same_draws")
@@ -669,7 +660,9 @@ def test_environments_elsewhere(sim):
 @pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(vtrace=True, target_kl=0.5, accumulate_grad=2), dict(action_dist="squashed_gaussian"), dict(use_sde=True)],
+    one_in(
+        4, [dict(vtrace=True, target_kl=0.5, accumulate_grad=2), {}, dict(action_dist="squashed_gaussian"), dict(use_sde=True)]
+    ),
     ids=str,
 )
 def test_compiled(quick_compiler, recwarn, options):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -21,9 +22,14 @@ from sb3_ppo_ext.update.rollout_data import Rollout
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-BACKENDS = [pytest.param(name, marks=pytest.mark.integration if name == "compile" else ()) for name in ENGINES]
+BACKENDS = [name for name in ENGINES if name != "compile"]
 SPACES = {"box": BOX_ACTION, "discrete": spaces.Discrete(3), "multi-discrete": spaces.MultiDiscrete([2, 3])}
 LOSS = LossConfig(clip_range=0.2, ent_coef=0.01, action_bounds=(th.tensor([-1.0, -2.0]), th.tensor([1.0, 3.0])))
+
+
+def compiled(*case):
+    """A case of the engine that compiles, which takes seconds."""
+    return pytest.param("compile", *case, marks=pytest.mark.integration)
 
 
 def make_policy(action_space=BOX_ACTION, policy_class=ActorCriticPolicy, **kwargs):
@@ -61,8 +67,7 @@ def assert_same(one, other, rtol=1e-4):
         assert relative_error(expected, other.state_dict()[name]) < rtol, name
 
 
-@pytest.mark.parametrize("action_space", SPACES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "action_space"), [*itertools.product(BACKENDS, SPACES), compiled("box")])
 def test_engine_without_a_model(backend, action_space):
     """It updates as the reference does, and says what it measured."""
     discrete = action_space == "discrete"
@@ -115,13 +120,20 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("options", [dict(), dict(accumulate_grad=2), dict(priority_alpha=0.5, priority_segment=4)], ids=str)
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend.values != ("eager",)])
+DRAWS = [dict(), dict(accumulate_grad=2), dict(priority_alpha=0.5, priority_segment=4)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "options"),
+    [
+        *itertools.product([name for name in BACKENDS if name != "eager"], ["everything"], DRAWS),
+        *itertools.product(["native"], ["ratio", "values"], DRAWS),
+        compiled("everything", dict()),
+    ],
+    ids=str,
+)
 def test_new_penalty(backend, name, options, monkeypatch):
     """A row is all that it takes: on each engine it acts as in the reference, whatever it reads."""
-    if backend == "compile" and options:
-        pytest.skip("one compilation is enough")
     monkeypatch.setitem(PENALTIES, "new", LOSSES[name])
     policy = make_policy()
     off, on = (

@@ -2,10 +2,7 @@
 
 import numpy as np
 import pytest
-from support.cases import one_in
 from support.engines import FUSED, UPDATES, assert_same_update, make, relative_error
-from support.options import DEFAULTS, SINGLE, VALUES, is_legal
-from support.toys import BOX_ACTION
 
 from sb3_ppo_ext.engines.native import gradients
 from sb3_ppo_ext.engines.native import policy as native_policy
@@ -29,27 +26,6 @@ def test_normalize_each():
 def test_update(name):
     """The update of the native engine equals the reference's on each space, network and batch size."""
     assert_same_update(**UPDATES[name])
-
-
-# Options that choose the engine, or that the native engine does not support
-OF_ENGINES = {"backend", "amp_dtype", "auxiliary_losses"}
-
-
-@pytest.mark.parametrize("options", [o for o in SINGLE if not o.keys() & OF_ENGINES], ids=str)
-def test_update_with_each_option(options):
-    """The update equals the reference's with each value of each option."""
-    # Muon divides each matrix by its singular values, small ones included.
-    assert_same_update(rtol=1e-4 if options.get("optimizer") == "muon" else 1e-5, **options)
-
-
-@pytest.mark.parametrize("name", one_in(4, [name for name in VALUES if name not in OF_ENGINES]))
-def test_update_with_pairs_of_options(name):
-    """The update equals the reference's with each option beside three others."""
-    values = [{other: value} for other in VALUES for value in VALUES[other] if other not in {*OF_ENGINES, name}]
-    for other in np.random.default_rng(len(name)).permutation(len(values))[:3]:
-        options = {name: VALUES[name][0], **values[other]}
-        if is_legal({**DEFAULTS, **options}, BOX_ACTION):
-            assert_same_update(**{"rtol": 1e-4, **options})
 
 
 def test_reports_in_the_middle_of_an_update(monkeypatch):

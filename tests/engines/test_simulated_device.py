@@ -8,7 +8,6 @@ import torch as th
 from gymnasium import spaces
 from support.cases import one_in
 from support.hybrid import SPACES
-from support.options import SINGLE
 from support.toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import PPOExt
@@ -50,7 +49,6 @@ ACTIONS = {
     "gSDE": dict(use_sde=True, sde_sample_freq=4),
     "gSDE, squashed": dict(use_sde=True, policy_kwargs=dict(squash_output=True, use_expln=True, full_std=False)),
 }
-OPTIONS = {str(options): options for options in SINGLE if not options.keys() & {"backend", "action_dist", "amp_dtype"}}
 OF_SEQUENCES = {
     "EMA, V-trace": dict(advantage_norm="ema", vtrace=True),
     "segments": dict(priority_alpha=0.6, priority_segment=4, accumulate_grad=2),
@@ -95,12 +93,6 @@ def test_actions(sim, actions, policy):
             pytest.skip("transformer policies have no gSDE")
         options["policy_kwargs"] = {**TRANSFORMER, **options.get("policy_kwargs", {})}
     assert_same_training(sim, policy=policy, **options)
-
-
-@pytest.mark.parametrize("options", one_in(3, OPTIONS))
-def test_options(sim, options):
-    """Each option acts as on the CPU."""
-    assert_same_training(sim, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("options", OF_SEQUENCES)

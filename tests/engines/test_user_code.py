@@ -25,7 +25,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=3, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
 # The compiler plays no role while collecting, and takes seconds afterwards.
-BACKENDS = [pytest.param(name, marks=pytest.mark.integration if name == "compile" else ()) for name in ENGINES]
+UNCOMPILED = [name for name in ENGINES if name != "compile"]
+BACKENDS = [*UNCOMPILED, pytest.param("compile", marks=[pytest.mark.integration, pytest.mark.slow])]
 AT = 5
 
 
@@ -114,9 +115,18 @@ def seen_by(model, reader):
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_callback_reads_what_sb3_has(backend, reader):
+def test_a_callback_reads_what_sb3_has(reader):
     """Values, log probabilities and the rows of the buffer are those of SB3, at each step."""
+    assert_reads_what_sb3_has("native", reader)
+
+
+@pytest.mark.parametrize("backend", [*UNCOMPILED, pytest.param("compile", marks=pytest.mark.integration)])
+def test_a_callback_reads_what_sb3_has_on_each_engine(backend):
+    """All of it can be read on every engine."""
+    assert_reads_what_sb3_has(backend, "all locals")
+
+
+def assert_reads_what_sb3_has(backend, reader):
     expected = seen_by(make(), READERS[reader]())
     actual = seen_by(make(PPOExt, backend=backend), READERS[reader]())
     assert len(actual) == len(expected) >= 32 // 2
@@ -250,9 +260,11 @@ def rollout_with(model, change):
     return model
 
 
-AT_ONCE = [(backend, change) for backend in ENGINES for change in IN_PLACE]
-AT_ONCE = [pytest.param(*case, marks=pytest.mark.integration if case[0] == "compile" else ()) for case in AT_ONCE]
+AT_ONCE = [(backend, change) for backend in UNCOMPILED for change in IN_PLACE]
 AT_ONCE += [("eager", change) for change in REPLACED]
+# A third of them, one for each engine and kind of change
+AT_ONCE = [pytest.param(*case, marks=pytest.mark.slow if n % 3 else ()) for n, case in enumerate(AT_ONCE)]
+AT_ONCE += [pytest.param("compile", IN_PLACE[0], marks=pytest.mark.integration)]
 
 
 @pytest.mark.parametrize(("backend", "change"), AT_ONCE)
@@ -624,11 +636,16 @@ class LeavesDoubles(BaseCallback):
             setattr(buffer, name, getattr(buffer, name).astype(np.float64))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "options", [{}, {"normalize_advantage": False}, {"clip_range_vf": 0.2}, {"advantage_norm": "rollout"}], ids=repr
+    ("backend", "options"),
+    [
+        *((backend, {}) for backend in UNCOMPILED),
+        *(("native", options) for options in ({"normalize_advantage": False}, {"clip_range_vf": 0.2})),
+        ("native", {"advantage_norm": "rollout"}),
+    ],
+    ids=repr,
 )
-def test_doubles_in_the_buffer(options, backend):
+def test_doubles_in_the_buffer(backend, options):
     """Each engine trains on them as on the same numbers in float32, as SB3 does."""
     # One after the other, since the environments share the generator of their space.
     expected, actual = (

@@ -1,6 +1,7 @@
 """Environments in processes that fail, hang, are killed or interrupted are named, and nothing of them is left."""
 
 import gc
+import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -14,6 +15,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 from gymnasium import spaces
+from support.cases import one_in
 from support.engines import SMALL
 from support.toys import DICT, VECTOR, ToyEnv
 from support.vec_envs import FORK, Slow, interrupted, nothing_is_left, steps
@@ -283,6 +285,10 @@ if __name__ == "__main__":
 """
 
 
+WAYS = ("fork", "fork idle", "forkserver")
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+
+
 def is_alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -297,16 +303,15 @@ def listen_to_ctrl_c():
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="processes are looked for in /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(
-    "arguments", [["fork"], ["fork", "idle"], pytest.param(["forkserver"], marks=pytest.mark.slow)], ids=" ".join
-)
-def test_the_main_process_ends(arguments, number, tmp_path):
+# One in four has each signal and each way once.
+@pytest.mark.parametrize("way_and_signal", one_in(4, itertools.product(WAYS, SIGNALS)), ids=str)
+def test_the_main_process_ends(way_and_signal, tmp_path):
     """However the main process ends, while it steps or does something else, the workers end, and no memory is left."""
+    way, number = way_and_signal
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(path), *arguments]
+    command = [sys.executable, str(path), *way.split()]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen(command, env=environment, preexec_fn=listen_to_ctrl_c, **pipes) as process:
         pids = [int(word) for word in process.stdout.readline().split()]

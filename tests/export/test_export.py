@@ -19,6 +19,8 @@ from sb3_ppo_ext import ActionMaskWrapper, MlpPolicy, PPOExt
 from sb3_ppo_ext.export.export import METADATA
 
 onnxruntime = pytest.importorskip("onnxruntime")
+# One process makes each file once.
+pytestmark = pytest.mark.xdist_group("export")
 SMALL = dict(n_steps=8, batch_size=8, n_epochs=1, device="cpu", seed=0)
 TRANSFORMER = dict(context_length=4, d_model=8, n_heads=2, net_arch=[8])
 DEEP = dict(TRANSFORMER, n_layers=2, ffn_dim=8, gate=True, share_features_extractor=False)
@@ -126,6 +128,21 @@ def make(name):
     return model
 
 
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """A function from a case to its model and its file, made once in a session; tests must not change them."""
+    found = {}
+
+    def export(name, suffix=".onnx", deterministic=True):
+        if (key := (name, suffix, deterministic)) not in found:
+            model, path = make(name), tmp_path_factory.mktemp("exported") / f"policy{suffix}"
+            model.export(path, deterministic=deterministic)
+            found[key] = model, path
+        return found[key]
+
+    return export
+
+
 class File:
     """An ONNX file, or a program of torch.export, as a function of dictionaries."""
 
@@ -204,24 +221,26 @@ def assert_acts_as_predict(model, file, n_steps):
 @pytest.mark.parametrize(
     "name", one_in(12, CASES, "transformer, last action and reward", "GRU", "masks, normalised", "images, channels last")
 )
-def test_acts_as_predict(name, suffix, tmp_path):
+def test_acts_as_predict(name, suffix, exported):
     """From raw observations of an environment, through several episodes, a file acts as `predict` does."""
-    model = make(name)
-    path = tmp_path / f"policy{suffix}"
-    before = {key: value.clone() for key, value in model.policy.state_dict().items()}
-    model.export(path)
+    model, path = exported(name, suffix)
     assert_acts_as_predict(model, File(path), 12)
+
+
+def test_exporting_leaves_the_policy_alone(tmp_path):
+    """The parameters are the same after it."""
+    model = make("box")
+    before = {key: value.clone() for key, value in model.policy.state_dict().items()}
+    model.export(tmp_path / "policy.onnx")
     for key, value in model.policy.state_dict().items():
         assert th.equal(before[key], value)
 
 
 @pytest.mark.parametrize("suffix", [".onnx", pytest.param(".pt", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", one_in(12, CASES, "hybrid, beta"))
-def test_samples(name, suffix, tmp_path):
+@pytest.mark.parametrize("name", one_in(24, CASES, "hybrid, beta"))
+def test_samples(name, suffix, exported):
     """With random numbers as inputs, the actions of many samples have the means of those of the policy."""
-    model = make(name)
-    path = tmp_path / f"policy{suffix}"
-    model.export(path, deterministic=False)
+    model, path = exported(name, suffix, deterministic=False)
     file, n, generator = File(path), 4000, np.random.default_rng(0)
     raw = model.observation_space.sample()
     parts = raw if isinstance(raw, dict) else {"observation": raw}
@@ -288,12 +307,11 @@ def test_gaussian_sample_by_hand(tmp_path):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_masked_choices_are_never_made(tmp_path):
+def test_masked_choices_are_never_made(exported):
     """With one valid choice, deterministic and sampled actions are that one."""
-    model, generator = make("masks"), np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     for deterministic in (True, False):
-        path = tmp_path / f"{deterministic}.onnx"
-        model.export(path, deterministic=deterministic)
+        _, path = exported("masks, normalised", deterministic=deterministic)
         file = File(path)
         n = file.inputs["action_mask"]["shape"][1]
         noise = {} if deterministic else {"uniform": generator.uniform(size=(n, n)).astype(np.float32)}
@@ -325,13 +343,12 @@ def test_metadata(tmp_path):
     assert metadata["outputs"][0] == {"name": "action", "role": "action", "shape": ["batch", 2], "dtype": "float32"}
 
 
-def test_the_actor_alone_is_in_the_file(tmp_path):
+def test_the_actor_alone_is_in_the_file(exported):
     """A file has no parameters of the critic, and no inputs that only the critic reads."""
-    model = make("keys")
-    for name in ("policy.onnx", "policy.pt"):
-        model.export(tmp_path / name)
-        assert File(tmp_path / name).inputs.keys() == {"joints"}
-    program = th.export.load(tmp_path / "policy.pt")
+    paths = [exported("keys", suffix)[1] for suffix in (".onnx", ".pt")]
+    for path in paths:
+        assert File(path).inputs.keys() == {"joints"}
+    program = th.export.load(paths[1])
     assert not [name for name in program.state_dict if "value_net" in name or "vf_" in name]
 
 
@@ -422,11 +439,12 @@ def test_bfloat16(tmp_path):
         (dict(path="a.onnx", channels_last="yes"), "channels_last='yes'"),
     ],
 )
-def test_bad_arguments(arguments, match, tmp_path, monkeypatch):
+def test_bad_arguments(arguments, match, tmp_path, monkeypatch, exported):
     """Arguments that are not valid are refused, with a remedy."""
     monkeypatch.chdir(tmp_path)
+    model, _ = exported("box")
     with pytest.raises(ValueError, match=match):
-        make("box").export(**arguments)
+        model.export(**arguments)
     assert not list(tmp_path.iterdir())
 
 
@@ -437,10 +455,9 @@ def test_missing_package(tmp_path, monkeypatch):
         make("box").export(tmp_path / "policy.onnx")
 
 
-def test_the_batch_has_a_name(tmp_path):
+def test_the_batch_has_a_name(exported):
     """The free dimension of all inputs and outputs has the same name."""
-    make("LSTM").export(tmp_path / "policy.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "policy.onnx")
+    session = onnxruntime.InferenceSession(exported("GRU")[1])
     shapes = {each.name: each.shape for each in (*session.get_inputs(), *session.get_outputs())}
     assert shapes["observation"] == ["batch", 3]
-    assert shapes["hidden_state"] == shapes["next_cell_state"] == [1, "batch", 8]
+    assert shapes["hidden_state"] == shapes["next_hidden_state"] == [2, "batch", 8]

@@ -15,7 +15,6 @@ from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from support.cases import one_in
 from support.engines import assert_same_update
-from support.options import SINGLE
 from support.parity import assert_equal, assert_equal_runs, train
 from support.toys import DICT, IMAGE, ToyEnv, make_toys
 
@@ -185,16 +184,7 @@ UPDATES = {
     "GRU": of(keywords=GRU),
     "GRU, two layers, shared": of(keywords=dict(GRU, n_lstm_layers=2, shared_lstm=True, enable_critic_lstm=False)),
     "gSDE": of(use_sde=True, ent_coef=0.1),
-    "Beta, KL": of(action_dist="beta", kl_coef=0.5, ent_coef=0.1),
-    "squashed, bounds": of(action_dist="squashed_gaussian", bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5),
-    "all losses": of(bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, dual_clip=3.0, ent_coef=0.01, clip_range_vf=0.1),
-    "SPO": of(surrogate="spo", learning_rate=1e-3, clip_range=0.05),
-    "segments, EMA, V-trace": of(priority_alpha=0.6, priority_segment=4, advantage_norm="ema", vtrace=True),
-    "Muon, own critic": of(optimizer="muon", critic_learning_rate=1e-3, rtol=1e-3),
     "accumulated": of(accumulate_grad=2, batch_size=5),
-    "smooth actions": of(auxiliary_losses=dict(caps_temporal=0.1)),
-    "normalised values": of(normalize_value=True, clip_range_vf=0.1),
-    "max_clip_fraction": of(max_clip_fraction=0.05, learning_rate=1e-3, clip_range=0.001),
 }
 
 
@@ -491,29 +481,6 @@ def test_gru_of_large_numbers():
     with np.errstate(all="raise", under="ignore"):
         outputs, _ = gru.over_time(network, inputs, th.zeros(1, 1, 2))
     th.testing.assert_close(outputs, network(inputs)[0])
-
-
-# Options
-
-EACH = [each for each in SINGLE if not each.keys() & {"backend", "amp_dtype"}]
-
-
-@pytest.mark.parametrize("number", range(len(EACH)), ids=[str(each) for each in EACH])
-def test_each_option(number, tmp_path):
-    """
-    Each option changes what the actor learns or leaves it, with finite numbers; a model that was saved trains on as it does.
-    """
-    options = {**SMALL, "n_steps": 8, "n_epochs": 2, **EACH[number]}
-    rnn = ("lstm", "gru")[number % 2]
-    model = PPOExt("MlpLstmPolicy", make_toys(length=5), policy_kwargs=dict(SIZES, rnn=rnn), **options).learn(32)
-    model.save(tmp_path / "model")
-    after = []
-    for each in (model, PPOExt.load(tmp_path / "model", env=model.env, device="cpu")):
-        each.set_random_seed(5)
-        each.learn(16)
-        assert all(np.isfinite(value) for value in each.logger.name_to_value.values())
-        after.append(each.policy.state_dict())
-    assert_equal(*after, "policy")
 
 
 @pytest.mark.parametrize(

@@ -273,14 +273,31 @@ def trained(setting, n_rollouts=3, **options):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_same_windows_everywhere(setting):
-    """While collecting and in the update the policy sees the windows that an observer has written down."""
+    """While collecting, in the update and in `predict`, the policy sees the windows that an observer has written down."""
     model, stream = trained(setting)
     collected = [np.array(column) for column in list(zip(*stream.steps, strict=True))[3:5]]
     for of_update, while_collecting in zip(evaluated(model), collected, strict=True):
         np.testing.assert_allclose(of_update, while_collecting[-model.n_steps :], rtol=1e-4, atol=1e-5)
+    predicted = actions_of(model, stream)
     for env in range(model.n_envs):
-        values, _ = naive(model, stream, range(len(stream.steps)), env)
+        values, distribution = naive(model, stream, range(len(stream.steps)), env)
         np.testing.assert_allclose(values, collected[0][:, env], rtol=1e-4, atol=1e-5)
+        expected = distribution.get_actions(deterministic=True).numpy().reshape(-1, *predicted[0].shape[1:])
+        predicted_here = np.array([actions[env] for actions in predicted])
+        np.testing.assert_allclose(predicted_here, model.policy._within_bounds(expected), rtol=1e-4, atol=1e-5)
+
+
+def actions_of(model, stream):
+    """What `predict` says, given what the environments have shown."""
+    state, predicted = None, []
+    for observation, starts, (last_actions, rewards), *_ in stream.steps:
+        actions, state = model.predict(observation, state, starts, deterministic=True)
+        predicted.append(actions)
+        if state.last_actions is not None:
+            # Not what `predict` said, but what was done
+            state.last_actions[:, -1] = last_actions
+        state = state.with_rewards(rewards)
+    return predicted
 
 
 @pytest.mark.parametrize(
@@ -315,25 +332,6 @@ def test_bootstrapped_values(setting, monkeypatch):
     for step, values in last[:-1]:
         for env in range(model.n_envs):
             assert naive(model, stream, [step + 1], env)[0][0] == pytest.approx(values[env], rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_predict_sees_the_same(setting):
-    """Given what the environments have shown, `predict` acts as the policy that sees these windows."""
-    model, stream = trained(setting)
-    state, predicted = None, []
-    for observation, starts, (last_actions, rewards), *_ in stream.steps:
-        actions, state = model.predict(observation, state, starts, deterministic=True)
-        predicted.append(actions)
-        if state.last_actions is not None:
-            # Not what `predict` said, but what was done
-            state.last_actions[:, -1] = last_actions
-        state = state.with_rewards(rewards)
-    for env in range(model.n_envs):
-        _, distribution = naive(model, stream, range(len(stream.steps)), env)
-        expected = distribution.get_actions(deterministic=True).numpy().reshape(-1, *actions.shape[1:])
-        predicted_here = np.array([actions[env] for actions in predicted])
-        np.testing.assert_allclose(predicted_here, model.policy._within_bounds(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_predict_step_by_step():
@@ -424,18 +422,10 @@ def test_beginning_in_the_middle_of_an_episode():
 
 
 OPTIONS = {
-    "eager": dict(backend="eager"),
-    "EMA": dict(advantage_norm="ema"),
     "V-trace": dict(vtrace=True, env=dict(length=5)),
     "segments": dict(priority_alpha=0.6, priority_segment=4),
     "long segments": dict(priority_alpha=0.6, vtrace=True, priority_segment=32),
     "accumulation": dict(accumulate_grad=3),
-    "critic's rate": dict(critic_learning_rate=1e-3),
-    "Muon": dict(optimizer="muon"),
-    "KL": dict(kl_coef=0.1, kl_target=0.01),
-    "bounds": dict(bounds_coef=0.1, surrogate="spo"),
-    "clip fraction": dict(max_clip_fraction=0.01),
-    "schedules": dict(lr_decay="cosine", ent_coef="lin_0.01", clip_range="lin_0.2"),
     "small batches": dict(batch_size=5),
     "remainder": dict(batch_size=12),
     "large batch": dict(batch_size=64),

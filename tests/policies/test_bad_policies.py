@@ -5,13 +5,15 @@ import warnings
 import numpy as np
 import pytest
 from gymnasium import spaces
+from support.cases import listed
 from support.policies import BOUNDED, SCHEDULE, SMALL, make
 from support.toys import BOX_ACTION, VECTOR, ToyEnv, make_toys
 
 from sb3_ppo_ext import MlpPolicy, PPOExt
+from sb3_ppo_ext.distributions import ACTION_DISTS
 
 BAD_KEYWORDS = [
-    (dict(action_dist="betta"), {}, BOX_ACTION, '`action_dist=\'betta\'`.*"gaussian", "squashed_gaussian" or "beta"'),
+    (dict(action_dist="betta"), {}, BOX_ACTION, f"`action_dist='betta'`.*{listed(ACTION_DISTS)}"),
     (dict(action_dist=None), {}, BOX_ACTION, "`action_dist=None`"),
     (dict(action_dist="beta", deterministic_action="median"), {}, BOX_ACTION, "`deterministic_action='median'`.*or \"mode\""),
     (dict(action_dist="squashed_gaussian", deterministic_action="mode"), {}, BOX_ACTION, "`deterministic_action='mode'`"),

@@ -34,7 +34,7 @@ def boxes(draw):
 
 @pytest.mark.filterwarnings("ignore:The action space")
 @pytest.mark.filterwarnings("ignore:overflow")
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     space=boxes(),
     action_dist=st.sampled_from(BOUNDED),

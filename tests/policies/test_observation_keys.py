@@ -17,8 +17,8 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecNormalize
 from support.cases import one_in
 from support.masks import make_masked
-from support.options import SINGLE, is_legal, random_state, set_random_state
 from support.options import make as make_with
+from support.options import random_state, set_random_state
 from support.parity import assert_equal, assert_equal_runs, train
 from support.policies import SCHEDULE
 from support.toys import BOX_ACTION, DICT, VECTOR, ToyEnv, make_toys
@@ -243,18 +243,6 @@ def test_inherited_policy():
 
 
 # Options
-
-
-@pytest.mark.parametrize("policy", [name for name in POLICIES if "," not in name])
-@pytest.mark.parametrize("options", one_in(3, [o for o in SINGLE if "amp_dtype" not in o]), ids=str)
-def test_with_each_option(options, policy):
-    """Each option can be combined with asymmetric policies."""
-    backend = options.get("backend")
-    if policy != "MultiInputPolicy" and (backend in ("native", "device") or options.get("use_sde")):
-        pytest.skip("these policies have other engines, and no gSDE")
-    assert is_legal(options, BOX_ACTION)
-    model = make(policy, **{**options, "n_steps": 8}).learn(32)
-    assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
 
 
 @pytest.mark.parametrize("backend", ["eager", "fused", "native", "device"])

@@ -39,16 +39,24 @@ def assert_same_update(rtol=1e-5, other="native", **kwargs):
         model = make(**{**kwargs, "backend": "eager"})
         model.learn(SMALL["n_steps"] * model.n_envs)
         models.append(updated(model, backend))
-    eager, native = models
+    assert_same_results(*models, rtol)
+
+
+def assert_same_results(eager, other, rtol=1e-5):
+    """Parameters, optimizer moments and logs of two models are the same, to rounding."""
+    actual_state = other.policy.state_dict()
     for name, expected in eager.policy.state_dict().items():
-        assert relative_error(expected, native.policy.state_dict()[name]) < rtol, name
-    for expected, actual in zip(*(m.policy.optimizer.state_dict()["state"].values() for m in models), strict=True):
+        assert relative_error(expected, actual_state[name].cpu()) < rtol, name
+    moments, actual_moments = (model.policy.optimizer.state_dict()["state"] for model in (eager, other))
+    assert moments.keys() == actual_moments.keys()
+    for number, expected in moments.items():
         for name, value in expected.items():
-            assert relative_error(th.as_tensor(value), th.as_tensor(actual[name])) < 10 * rtol, name
-    assert eager.logger.name_to_value.keys() == native.logger.name_to_value.keys()
+            error = relative_error(th.as_tensor(value), th.as_tensor(actual_moments[number][name]).cpu())
+            assert error < 10 * rtol, (number, name)
+    assert eager.logger.name_to_value.keys() == other.logger.name_to_value.keys()
     for name, expected in eager.logger.name_to_value.items():
         if not name.startswith("time/"):
-            assert native.logger.name_to_value[name] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
+            assert other.logger.name_to_value[name] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
 
 
 UPDATES = {

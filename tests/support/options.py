@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.vec_env import VecNormalize
 from support.engines import VECTORS
 from support.masks import make_masked
 from support.parity import assert_equal
@@ -83,6 +84,18 @@ def is_legal(options, action_space):
     )
 
 
+def in_few_sets(sets_of_options):
+    """All options of the sets in fewer sets, each of which can be trained with a box of actions if its parts can."""
+    few = []
+    for options in sets_of_options:
+        fits = (each for each in few if not options.keys() & each.keys() and is_legal(each | options, BOX_ACTION))
+        if (found := next(fits, None)) is None:
+            few.append(dict(options))
+        else:
+            found |= options
+    return few
+
+
 def own_options():
     """Names and defaults of the keyword-only arguments."""
     parameters = inspect.signature(PPOExt.__init__).parameters.values()
@@ -120,18 +133,25 @@ def set_random_state(state):
 
 def assert_continues(options, action_space=None):
     """Train, save, load, train equals train straight through; and training is reproducible and finite."""
-    straight = make(options, action_space).learn(32)
-    again = make(options, action_space).learn(32)
+    straight, again = (make(options, action_space).learn(32) for _ in range(2))
     assert_equal(straight.policy.state_dict(), again.policy.state_dict(), "policy")
-    saved, env, state = Zip(straight), copy.deepcopy(straight.env), random_state()
-    has_memory = options.get("policy", "MlpPolicy") != "MlpPolicy"
-    if has_memory:  # Zips do not have what is remembered of an episode.
+    assert_trains_on(straight, has_memory=options.get("policy", "MlpPolicy") != "MlpPolicy")
+
+
+def assert_trains_on(straight, has_memory=False):
+    """
+    What a zip of a trained model is loaded to trains on as the model itself, with finite numbers.
+
+    :param has_memory: Whether the policy remembers something of an episode, which zips do not have
+    """
+    saved, env, state = Zip(straight), copied(straight.env), random_state()
+    if has_memory:
         straight.set_env(straight.env)
         straight.env.seed(SMALL["seed"])  # as `load` does
-    straight.learn(32, reset_num_timesteps=False)
-    loaded = saved.load(env=env, force_reset=has_memory, device="cpu")
+    straight.learn(16, reset_num_timesteps=False)
+    loaded = saved.load(env=env, force_reset=has_memory, device=straight.device)
     set_random_state(state)
-    loaded.learn(32, reset_num_timesteps=False)
+    loaded.learn(16, reset_num_timesteps=False)
     for name, (expected, actual) in {
         "policy": (straight.policy.state_dict(), loaded.policy.state_dict()),
         "optimizer": (straight.policy.optimizer.state_dict(), loaded.policy.optimizer.state_dict()),
@@ -143,3 +163,12 @@ def assert_continues(options, action_space=None):
         assert one is other is None or one.state_dict() == other.state_dict()
     assert all(np.isfinite(value) for name, value in straight.logger.name_to_value.items())
     assert all(th.isfinite(parameter).all() for parameter in straight.policy.parameters())
+
+
+def copied(env):
+    """A copy of environments as they are at this moment."""
+    twin = copy.deepcopy(env)
+    if isinstance(env, VecNormalize):  # whose copies have no environment, and begin new episodes
+        twin.set_venv(copied(env.venv))
+        twin.returns = env.returns.copy()
+    return twin

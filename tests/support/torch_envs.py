@@ -1,10 +1,13 @@
-"""CartPole and Pendulum in PyTorch, vectorised on any device, with the dynamics and time limits of Gymnasium's."""
+"""CartPole and Pendulum in PyTorch with the dynamics and time limits of Gymnasium's, and a toy, vectorised on any device."""
 
 import math
 
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from support.toys import BOX_ACTION, VECTOR
+
+from sb3_ppo_ext import TensorStep, TensorVecEnv
 
 
 class TorchEnv:
@@ -116,3 +119,44 @@ class TorchPendulum(TorchEnv):
         speed = (speed + (15.0 * angle.sin() + 3.0 * torque) * 0.05).clamp(-8.0, 8.0)
         never = th.zeros(self.num_envs, dtype=th.bool, device=self.device)
         return th.stack([angle + 0.05 * speed, speed]), -costs.to(th.float32), never
+
+
+class ToyTensors(TensorVecEnv):
+    """
+    As `ToyEnv` a reward that depends on observation, action and time. Observations are a fixed sequence, so that it needs no
+    generator.
+
+    :param observation_space: ``VECTOR``, or a dictionary with it and a number of choices
+    """
+
+    def __init__(self, observation_space=VECTOR, action_space=BOX_ACTION, n_envs=2, length=5, device="cpu"):
+        super().__init__(n_envs, observation_space, action_space, device)
+        self.length = length
+        self.age = 31 * th.arange(n_envs, device=self.device)
+        self.time = th.zeros(n_envs, dtype=th.int64, device=self.device)
+
+    def _observe(self):
+        vector = (self.age[:, None] * th.arange(1, 4, device=self.device)).sin()
+        if isinstance(self.observation_space, spaces.Dict):
+            return {"gear": self.age % 3, "joints": vector}
+        return vector
+
+    def _reset(self, seed):
+        self.time.zero_()
+        return self._observe()
+
+    def _step(self, actions):
+        rewards = _sum(actions) * self.age.sin() / 10 + self.time / self.length
+        self.age, self.time = self.age + 1, self.time + 1
+        final = self._observe()
+        terminated, truncated = self.age % 17 == 0, self.time >= self.length
+        self.time = th.where(terminated | truncated, 0, self.time)
+        self.age = th.where(terminated | truncated, self.age + 1, self.age)
+        return TensorStep(self._observe(), rewards.float(), terminated, truncated, final)
+
+
+def _sum(actions):
+    """Sum of all numbers of each action, shape ``(n_envs,)``."""
+    if isinstance(actions, dict):
+        return sum(map(_sum, actions.values()))
+    return actions.float().flatten(1).sum(1) if actions.dim() > 1 else actions.float()
