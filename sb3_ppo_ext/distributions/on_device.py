@@ -135,21 +135,22 @@ _ON_DEVICE: dict[type, type[Distribution]] = {
 }
 
 
-def on_device(distribution: Any) -> Any:
+def on_device(distribution: Any, device: th.device) -> Any:
     """
     :param distribution: Action distribution of a policy that is on a GPU
+    :param device: This GPU, on which the noise of gSDE will be as well
     :return: Distribution in the same state that does not wait for the GPU, if it is one of SB3's, or a hybrid one with parts
         of SB3's; others are returned unchanged, and so are subclasses of SB3's, which may compute differently
     """
     if type(distribution) is HybridDistribution:
         hybrid = copy(distribution)
-        hybrid.distributions = tuple(map(on_device, distribution.distributions))
+        hybrid.distributions = tuple(on_device(part, device) for part in distribution.distributions)
         return hybrid
     replacement = _ON_DEVICE.get(type(distribution))
     if replacement is None:
         return distribution
-    made = replacement.__new__(replacement)
-    vars(made).update(vars(distribution))
+    made, state = replacement.__new__(replacement), vars(distribution)
+    vars(made).update({name: value.to(device) if isinstance(value, th.Tensor) else value for name, value in state.items()})
     return made
 
 

@@ -23,7 +23,7 @@ from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.action_masks import leave_choices, refuse_empty
 from sb3_ppo_ext.rollout.actors import CachedPolicy
 from sb3_ppo_ext.rollout.collector import RolloutCollector
-from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals
+from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals, keep_lazily
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 from sb3_ppo_ext.update.tensor_rollout import TensorRollout, TensorRolloutBuffer, TruncatedEpisodes, copy_into
 from sb3_ppo_ext.update.tensor_sequences import TensorSequenceBuffer, TensorSequenceRollout
@@ -138,6 +138,7 @@ class TensorCollection:
         :return: False if a callback has ended the training
         """
         model, env, buffer = self.model, self.env, self.buffer
+        keep_lazily(self.callback)
         model.policy.set_training_mode(False)
         buffer.reset()
         if model.use_sde:
