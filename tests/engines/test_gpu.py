@@ -12,9 +12,11 @@ from support.options import SINGLE
 from support.parity import assert_equal
 from support.torch_envs import TorchPendulum
 from support.toys import DICT, IMAGE, make_toys
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sb3_ppo_ext import PPOExt, TorchVecEnv
 from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution, kl_divergence
+from sb3_ppo_ext.engines.compiled import CompiledAct
 from sb3_ppo_ext.update.bootstrap import terminal_values
 
 pytestmark = [
@@ -119,6 +121,39 @@ def test_compiled_training(tmp_path):
     for device in ("cpu", "cuda"):
         loaded = PPOExt.load(tmp_path / "model", env=make_toys(), device=device, backend="eager").learn(32)
         assert devices(loaded) == {device}
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """In the place of `torch.compile`: functions whose outputs the next call overwrites, as those of a CUDA graph."""
+
+    def replaying(function, **kwargs):
+        outputs: list[th.Tensor] = []
+
+        def call(*arguments):
+            for output in outputs:
+                output.fill_(np.nan if output.is_floating_point() else 77)
+            results = tree_map_only(th.Tensor, th.clone, function(*arguments))
+            outputs[:] = [leaf for leaf in tree_leaves(results) if isinstance(leaf, th.Tensor)]
+            return results
+
+        return call
+
+    monkeypatch.setattr(th, "compile", replaying)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr(th.compiler, "cudagraph_mark_step_begin", lambda: None)
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("options", [{}, dict(action_dist="beta", kl_coef=0.5, kl_target=0.01, priority_alpha=0.5)], ids=str)
+def test_outputs_of_graphs_are_kept(options):
+    """Gradients, metrics, actions and values are copied before the next run of a CUDA graph writes over them."""
+    assert_same_update(1e-3, "compile", device="cuda", **options)
+    model = PPOExt("MlpPolicy", make_toys(), device="cuda", **SMALL, **options)
+    act, observations = CompiledAct(model.policy), th.zeros(2, 3, device="cuda")
+    with th.no_grad():
+        first, _ = act(observations), act(observations + 1.0)
+    assert all(th.isfinite(part).all() for part in first)
 
 
 def test_first_rollout_equals_the_cpu(tmp_path):

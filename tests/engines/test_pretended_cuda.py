@@ -32,6 +32,7 @@ FEW = {
     "test_gpu.py": [
         "test_gsde_predicts_before_it_is_trained[device]",
         "test_bootstrap_in_one_batch",
+        "test_outputs_of_graphs_are_kept[{}]",
         "test_second_gpu[{}]",
         "test_current_gpu_changes",
         "test_environments_on_another_gpu_are_refused",
