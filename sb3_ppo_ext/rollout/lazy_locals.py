@@ -107,12 +107,19 @@ def keep_lazily(callback: Any) -> None:
 
     :param callback: Callback of the training
     """
-    if not isinstance(callback, BaseCallback) or isinstance(callback.locals, LazyLocals):
+    _keep_lazily(callback, {})
+
+
+def _keep_lazily(callback: Any, made: dict[int, tuple[LazyLocals, dict[str, Any]]]) -> None:
+    """The same, given what the dictionaries have become, since several callbacks may share one."""
+    if not isinstance(callback, BaseCallback):
         return
-    callback.locals = LazyLocals(callback.locals)
+    held = callback.locals
+    if not isinstance(held, LazyLocals):
+        callback.locals = made.setdefault(id(held), (LazyLocals(held), held))[0]
     inner = callback.callbacks if isinstance(callback, CallbackList) else []
     for part in [*inner, callback.callback] if isinstance(callback, EventCallback) else inner:
-        keep_lazily(part)
+        _keep_lazily(part, made)
 
 
 def _as_array(tensor: th.Tensor) -> np.ndarray:

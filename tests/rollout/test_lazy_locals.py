@@ -72,14 +72,16 @@ def test_what_is_written(variables):
 
 
 def test_a_training_loop_of_a_user(variables):
-    """Callbacks that were given a plain dictionary keep it, and nothing is made for them, or for those within them."""
+    """Callbacks that were given a plain dictionary keep it, share it as before, and nothing is made for them."""
     inner = StopTrainingOnMaxEpisodes(1)
     callback = CallbackList([EveryNTimesteps(2, CallbackList([inner]))])
+    given = dict(total=1)
     for each in (callback, *callback.callbacks, inner):
-        each.locals = dict(total=1)
+        each.locals = given
     keep_lazily(callback)
     callback.update_locals(variables)
     assert not later(variables, "rewards").made
     assert not later(variables, "new_obs").made
+    assert inner.locals is callback.locals
     assert inner.locals["total"] == 1
     assert inner.locals["rewards"].sum() == 3.0
