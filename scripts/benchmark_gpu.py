@@ -17,7 +17,8 @@ allocate, do not count. A ratio is the median over the rounds. What fails is rep
 - device: small, wide and convolutional policies on the CPU and on the GPU, and which one `device="auto"` takes
 
 Run it: python scripts/benchmark_gpu.py (less than eight minutes on one GPU; `--parts`, `--rounds`, `--out`). Each part has a
-limit of time, after which it leaves out what remains. It writes gpu.json and gpu.md. `--device cpu --small` runs everything in
+limit of time, after which it leaves out what remains. It writes gpu.json and gpu.md after each contest: nothing is lost
+if it is ended. It builds the modules in C in the checkout if they are missing there. `--device cpu --small` runs everything in
 miniature on a CPU, where the numbers mean nothing.
 """
 
@@ -41,9 +42,11 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the memory.
+os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # rsl_rl would want the program git.
 
 import numpy as np
 import torch as th
@@ -63,6 +66,8 @@ LIMITS = {"tests": 180, "iterations": 130, "policies": 60, "waits": 30, "device"
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 BUDGET = 10
 Result = dict[str, Any]
+# A setting and its results by contender, as soon as they are there
+Settings: TypeAlias = Iterator[tuple[str, Result]]
 Table = list[list[str]]
 
 
@@ -186,6 +191,8 @@ class RslRl:
     """
 
     def __init__(self, env: ForRslRl, n_steps: int, device: str):
+        if find_spec("git") is None:  # which rsl_rl imports for its log
+            sys.modules["git"] = ModuleType("git")
         from rsl_rl.runners import OnPolicyRunner
 
         network: Any = dict(class_name="rsl_rl.models:MLPModel", hidden_dims=[64, 64], activation="tanh")
@@ -380,14 +387,15 @@ def summarised(results: dict[str, Result]) -> dict[str, Result]:
     return results
 
 
-# Parts: each returns its results, by setting and contender
+# Parts: each yields its results, by setting and contender
 
 
-def run_tests(scale: Scale, device: str, rounds: int, clock: Clock, out: Path) -> Result:
+def run_tests(scale: Scale, device: str, rounds: int, clock: Clock, out: Path) -> Settings:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider", "tests/engines"]
     if device != "cpu" and find_spec("xdist"):
         command += ["-n", str(max(1, min(6, (os.cpu_count() or 2) // 2)))]
-    path, environment = out / "gpu-tests.log", {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path, environment = out / "gpu-tests.log", {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     with path.open("w") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -404,16 +412,14 @@ def run_tests(scale: Scale, device: str, rounds: int, clock: Clock, out: Path) -
     if finished != "yes":
         marks = Counter("".join(line.split("[")[0] for line in lines if set(line.split("[")[0].strip()) <= set(".FEsx")))
         lines.append(f"{marks['.']} passed, {marks['F'] + marks['E']} failed, {marks['s']} skipped so far")
-    return {"tests": {"pytest -m gpu": {"finished": finished, "summary": lines[-1] if lines else "", "failures": failed}}}
+    yield "tests", {"pytest -m gpu": {"finished": finished, "summary": lines[-1] if lines else "", "failures": failed}}
 
 
-def measure_contests(contests: Any, scale: Scale, device: str, rounds: int, clock: Clock, out: Path) -> Result:
-    found: Result = {}
+def measure_contests(contests: Any, scale: Scale, device: str, rounds: int, clock: Clock, out: Path) -> Settings:
     for name, contenders in contests(scale, device):
         if not clock.is_spent(name):
             print(f"  {name}", flush=True)
-            found[name] = summarised(take_turns(contenders, rounds, clock, device))
-    return found
+            yield name, summarised(take_turns(contenders, rounds, clock, device))
 
 
 def counted(function: Callable[[], Any], device: str) -> Result:
@@ -476,19 +482,18 @@ def waits_of(env: str, scale: Scale, device: str) -> dict[str, Result]:
     return found
 
 
-def measure_waits(scale: Scale, device: str, rounds: int, clock: Clock, out: Path) -> Result:
-    found: Result = {}
+def measure_waits(scale: Scale, device: str, rounds: int, clock: Clock, out: Path) -> Settings:
     for env in ("Pendulum in PyTorch", "CartPole of gymnax"):
         if not clock.is_spent(env):
             print(f"  {env}", flush=True)
             try:
-                found[env] = waits_of(env, scale, device)
+                found = waits_of(env, scale, device)
             except Exception as error:
-                found[env] = {"all": {"failed": f"{type(error).__name__}: {error}"[:300]}}
-    return found
+                found = {"all": {"failed": f"{type(error).__name__}: {error}"[:300]}}
+            yield env, found
 
 
-def measure_devices(scale: Scale, device: str, rounds: int, clock: Clock, out: Path) -> Result:
+def measure_devices(scale: Scale, device: str, rounds: int, clock: Clock, out: Path) -> Settings:
     poles, frames = partial(cart_poles, 8), partial(images, 8)
     wide = dict(policy_kwargs=dict(net_arch=[scale.wide, scale.wide]))
     cases: dict[str, tuple[str, Callable[[], VecEnv], dict[str, Any]]] = {
@@ -496,7 +501,6 @@ def measure_devices(scale: Scale, device: str, rounds: int, clock: Clock, out: P
         "CNN, 8 images": ("CnnPolicy", frames, {}),
         f"MLP {scale.wide}-{scale.wide}, 8 CartPole": ("MlpPolicy", poles, wide),
     }
-    found: Result = {}
     for name, (policy, make_env, options) in cases.items():
         if clock.is_spent(name):
             continue
@@ -509,15 +513,14 @@ def measure_devices(scale: Scale, device: str, rounds: int, clock: Clock, out: P
         measured = {on: result["iteration, ms"] for on, result in results.items() if "iteration, ms" in result}
         fastest = min(measured, key=lambda on: measured[on]) if len(measured) > 1 else "not known"
         results['`device="auto"`'] = {"takes": taken, "fastest": fastest}
-        found[name] = results
-    return found
+        yield name, results
 
 
-PARTS: dict[str, Callable[[Scale, str, int, Clock, Path], Result]] = {
+PARTS: dict[str, Callable[[Scale, str, int, Clock, Path], Settings]] = {
     "tests": run_tests,
+    "waits": measure_waits,
     "iterations": partial(measure_contests, iteration_contests),
     "policies": partial(measure_contests, policy_contests),
-    "waits": measure_waits,
     "device": measure_devices,
 }
 
@@ -587,6 +590,31 @@ def machine(device: str) -> Result:
     return made
 
 
+def build_in_place() -> bool:
+    """
+    Build the modules in C in the checkout, from which Python imports the package, unless they are there. What an installation
+    has built lies elsewhere.
+
+    :return: Whether it has built them
+    """
+    if find_spec("sb3_ppo_ext.engines.native._mlp") is not None:
+        return False
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True)
+    if done.returncode != 0:
+        print("the modules in C cannot be built; what needs them is left out", flush=True)
+    return done.returncode == 0
+
+
+def write(results: Result, device: str, out: Path) -> str:
+    """Write all results so far; returns them as text."""
+    about = machine(device)
+    text = markdown(about, results)
+    (out / "gpu.json").write_text(json.dumps(dict(machine=about, results=results), indent=1) + "\n")
+    (out / "gpu.md").write_text(text)
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (default: all)")
@@ -597,21 +625,23 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not th.cuda.is_available():
         parser.error("there is no CUDA; `--device cpu --small` runs everything in miniature")
+    if build_in_place():
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     warnings.simplefilter("ignore")
     arguments.out.mkdir(parents=True, exist_ok=True)
     scale, rounds = (SMALL, 1) if arguments.small else (Scale(), arguments.rounds)
     results: Result = {}
-    start = time.perf_counter()
+    text, start = "", time.perf_counter()
     for part in (part for part in PARTS if part in arguments.parts):
         print(part, flush=True)
+        found = results[part] = {}
         try:
-            results[part] = PARTS[part](scale, arguments.device, rounds, Clock(LIMITS[part]), arguments.out)
+            for name, result in PARTS[part](scale, arguments.device, rounds, Clock(LIMITS[part]), arguments.out):
+                found[name] = result
+                write(results, arguments.device, arguments.out)
         except Exception as error:  # The other parts shall be measured nevertheless.
-            results[part] = {part: {"all": {"failed": f"{type(error).__name__}: {error}"[:300]}}}
-        about = machine(arguments.device)
-        text = markdown(about, results)
-        (arguments.out / "gpu.json").write_text(json.dumps(dict(machine=about, results=results), indent=1) + "\n")
-        (arguments.out / "gpu.md").write_text(text)
+            found[part] = {"all": {"failed": f"{type(error).__name__}: {error}"[:300]}}
+        text = write(results, arguments.device, arguments.out)
     print(f"\n{text}\n{time.perf_counter() - start:.0f} seconds")
 
 

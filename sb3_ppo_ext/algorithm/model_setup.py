@@ -95,7 +95,11 @@ class ModelSetup(Normalization):
             return
         is_native = self.backend in ("auto", "native") and NativeEngine.unsupported_reason(self._engine_setup()) is None
         device, reason = choose_device(Situation(self.policy, self.env, is_native, self.backend))
-        device = th.device(own_device(device, find_launch(self.distributed)))
+        launch = find_launch(self.distributed)
+        device = th.device(own_device(device, launch))
+        if launch.size > 1 and device.type == "cuda" and device != own_device("cuda", launch):
+            remedy = f"the environments step on {device}, which is not the GPU of this rank; give a device, or call "
+            refuse("device", "auto", remedy + '`torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` before making them')
         if self.verbose >= 1:
             print(f"Using {device} device: {reason}")
         if device == self.device:
@@ -114,7 +118,7 @@ class ModelSetup(Normalization):
         policy: Any = self.policy
         is_known = isinstance(policy, ActionDistributionMixin) or type(policy) in self.policy_aliases.values()
         if is_known and policy.device.type != "cpu":
-            policy.action_dist = on_device(policy.action_dist)
+            policy.action_dist = on_device(policy.action_dist, policy.device)
 
     def _setup_precision(self) -> None:
         set_precision(self.policy, self.amp_dtype)

@@ -91,6 +91,8 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         env: Any = self.env
         if steps_in_tensors(env) and th.zeros(0, device=env.device).device != th.zeros(0, device=self.device).device:
             remedy = f'the environments step on {env.device}; give `device="{env.device}"` or "auto", or `backend="eager"`'
+            if env.device.type == self.device.type == "cuda":
+                remedy += '; with torchrun, call `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` before making them'
             refuse("device", str(self.device), remedy)
 
     def _engine_setup(self) -> Setup:

@@ -17,6 +17,8 @@ def bounds_on_device(low: np.ndarray, high: np.ndarray, device: th.device) -> tu
     :return: Both in float32, of the same shape. They are copied to the device once, and must not be modified
     """
     as_bytes = (np.asarray(bound, np.float32).tobytes() for bound in (low, high))
+    if device.type == "cuda" and device.index is None:
+        device = th.device("cuda", th.cuda.current_device())  # which another one may become later
     return _copied(*as_bytes, low.shape, device)
 
 

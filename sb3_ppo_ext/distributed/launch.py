@@ -52,8 +52,25 @@ def own_device(device: th.device | str, launch: Launch) -> th.device | str:
     """
     :param device: Device that the user has given
     :param launch: Place of this process
-    :return: The same; ``"cuda"`` without an index becomes the GPU of this rank, if there are several ranks
+    :return: The same; ``"cuda"`` without an index becomes the GPU of this rank, if there are several ranks. It then is the
+        current one as well, so that this process takes no memory of the others
     """
     if launch.size == 1 or str(device) != "cuda" or not th.cuda.is_available():
         return device
-    return th.device("cuda", launch.local_rank % th.cuda.device_count())
+    index = launch.local_rank % th.cuda.device_count()
+    th.cuda.set_device(index)
+    return th.device("cuda", index)
+
+
+def own_gpu(launch: Launch) -> str | None:
+    """
+    :param launch: Place of this process
+    :return: Name of the GPU of this rank, which is the same for two ranks if and only if they share it; ``None`` if there is
+        none for NCCL
+    """
+    if not th.cuda.is_available() or not dist.is_nccl_available():
+        return None
+    index = launch.local_rank % th.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # may be another one for each rank
+    name = visible.split(",")[index].strip() if visible else str(index)
+    return f"{os.environ.get('GROUP_RANK', 0)}/{name}"  # torchrun's number of the machine

@@ -7,13 +7,13 @@ import os
 import pickle
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch as th
 import torch.distributed as dist
 
-from sb3_ppo_ext.distributed.launch import Launch
+from sb3_ppo_ext.distributed.launch import Launch, own_gpu
 from sb3_ppo_ext.distributed.shared_sum import SharedSum, on_one_machine
 
 T = TypeVar("T")
@@ -195,16 +195,20 @@ def _initialize(launch: Launch) -> None:
     """Create torch's process group from the environment variables of torchrun, unless the user has done so."""
     if dist.is_initialized():
         return
-    n_gpus = th.cuda.device_count() if th.cuda.is_available() else 0
-    # NCCL refuses two ranks on one GPU.
-    has_own_gpu = launch.local_rank < n_gpus and dist.is_nccl_available()
-    device: Any = th.device("cuda", launch.local_rank) if has_own_gpu else None
-    backend = "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo"
     store, rank, size = next(dist.rendezvous("env://"))
     # torchrun keeps the store when it starts the ranks again: without a prefix, they would try to reach those that have died.
     store = dist.PrefixStore(f"sb3_ppo_ext/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
+    # NCCL connects the GPUs when it is first used, which a training on the CPU never does.
+    backend = "cpu:gloo,cuda:nccl" if _have_own_gpus(store, rank, size, own_gpu(launch)) else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     atexit.register(_disconnect)
+
+
+def _have_own_gpus(store: dist.Store, rank: int, size: int, gpu: str | None) -> bool:
+    """Whether each rank has a GPU that no other has, since NCCL refuses two on one. All ranks must come to the same answer."""
+    store.set(f"gpu/{rank}", gpu or "")
+    of_ranks = [store.get(f"gpu/{other}") for other in range(size)]
+    return all(of_ranks) and len(set(of_ranks)) == size
 
 
 def _disconnect() -> None:

@@ -325,7 +325,7 @@ def why_not_numpy(distribution: Any) -> str | None:
     return None if family is None else family.numpy_class.why_not(distribution)
 
 
-def on_device(distribution: Any) -> Any:
+def on_device(distribution: Any, device: th.device) -> Any:
     """
     SB3's distributions let PyTorch validate their arguments, which waits for the GPU three times for each call of a policy,
     and ``torch.multinomial`` waits as well. Those of :attr:`DistributionFamily.on_device` compute the same bit for bit and
@@ -334,16 +334,17 @@ def on_device(distribution: Any) -> Any:
     actions arrive on the host.
 
     :param distribution: Action distribution of a policy that is on a GPU
+    :param device: This GPU, on which the noise of gSDE will be as well
     :return: Distribution in the same state that does not wait for the GPU, if it is one of SB3's, or a hybrid one with parts
         of SB3's; others are returned unchanged, and so are subclasses of SB3's, which may compute differently
     """
     if type(distribution) is HybridDistribution:
         made: Any = copy(distribution)
-        made.distributions = tuple(map(on_device, distribution.distributions))
+        made.distributions = tuple(on_device(part, device) for part in distribution.distributions)
         return made
     family = _BY_CLASS.get(type(distribution))
     if family is None or family.on_device is None:
         return distribution
-    made = family.on_device.__new__(family.on_device)
-    vars(made).update(vars(distribution))
+    made, state = family.on_device.__new__(family.on_device), vars(distribution)
+    vars(made).update({name: value.to(device) if isinstance(value, th.Tensor) else value for name, value in state.items()})
     return made

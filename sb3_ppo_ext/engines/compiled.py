@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -115,7 +116,7 @@ class CompiledAct:
             with _without_validation():
                 outputs = self.forward(policy, preprocessed, self.space)
         except _compiler_errors() as error:
-            self.forward, reason = None, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            reason, self.forward = _reason_not_to_compile(error), None
             warnings.warn(f'`backend="compile"`: torch cannot trace the policy, which acts eagerly ({reason})', stacklevel=2)
             return self.policy.forward(observations)
         actions, values, log_probs = (part.clone() for part in outputs) if self.reuses_memory else outputs
@@ -152,12 +153,8 @@ class CompiledBackward:
         return self.eager(minibatch, share)
 
     def _give_up(self, error: Exception) -> None:
-        """Fall back to autograd, or raise an error if the compiler failed. No gradient has been added yet."""
-        from torch._inductor.exc import InductorError
-
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        if isinstance(error, InductorError):
-            refuse("backend", "compile", f'the compiler has failed ({reason}); give "auto", which does without it')
+        """Fall back to autograd. No gradient has been added yet."""
+        reason = _reason_not_to_compile(error)
         self.compiled.differentiate = None
         warnings.warn(f'`backend="compile"`: torch cannot trace the loss, which stays eager ({reason})', stacklevel=2)
 
@@ -313,7 +310,42 @@ def _without_validation() -> Iterator[None]:
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
+    """What tracing and compiling raise, and the first launch of a kernel: a missing program, or a disk that is full."""
+    return *_errors_of_dynamo(), OSError, subprocess.SubprocessError
+
+
+def _errors_of_dynamo() -> tuple[type[Exception], ...]:
     """Imported late, since importing the compiler takes a second."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def _reason_not_to_compile(error: Exception) -> str:
+    """
+    The reason why a function cannot be traced, which then runs eagerly.
+
+    :raises ValueError: if it was traced and the compiler has failed, which something on the machine has caused
+    """
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    reason = _described(_innermost(error))
+    if isinstance(error, BackendCompilerFailed) or not isinstance(error, _errors_of_dynamo()):
+        refuse("backend", "compile", f'the compiler has failed ({reason}); give "auto", which does without it')
+    return reason
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The error that has caused all others."""
+    seen = {id(error)}
+    while (cause := getattr(error, "inner_exception", None) or error.__cause__) is not None and id(cause) not in seen:
+        error = cause
+        seen.add(id(error))
+    return error
+
+
+def _described(error: BaseException) -> str:
+    """First line of an error, and the first one in the output of a compiler that says more."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    of_compiler = [line for line in lines[1:] if "error" in line.lower()]
+    return f"{type(error).__name__}: " + ": ".join([*lines[:1], *of_compiler[:1]])

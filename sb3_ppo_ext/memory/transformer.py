@@ -147,8 +147,10 @@ class Block(nn.Module):
         queries, keys = self._heads(self.query(self.norm(tokens))), self._heads(keys)
         scores = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
         distances = self.distances(tokens.shape[1], tokens.device)
-        scores = scores + self.SCORE_SCALE * self.distance_scores[:, distances.clamp(0, self.span)]
-        hidden = ~visible | (distances < 0) | (distances > self.span)
+        is_outside = (distances < 0) | (distances > self.span)
+        # Not `distances.clamp(0, self.span)`: Inductor cannot compile it for CUDA as an index before the `cat` below.
+        scores = scores + self.SCORE_SCALE * self.distance_scores[:, th.where(is_outside, 0, distances)]
+        hidden = ~visible | is_outside
         scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
         sinks = (self.SCORE_SCALE * self.sink_scores)[:, None, None].expand(*scores.shape[:-1], 1)
         return th.softmax(th.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]

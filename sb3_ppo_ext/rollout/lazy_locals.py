@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch as th
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EventCallback
 
 from sb3_ppo_ext.common.observations import map_observations
 
@@ -97,6 +98,28 @@ class LazyLocals(dict[str, Any]):
             else:
                 super().update(other)
         super().update(**kwargs)
+
+
+def keep_lazily(callback: Any) -> None:
+    """
+    Let a callback, and those within it, keep local variables that are not made yet. With a plain dictionary, as a training
+    loop of the user's gives to ``on_training_start``, each step would copy everything to the host.
+
+    :param callback: Callback of the training
+    """
+    _keep_lazily(callback, {})
+
+
+def _keep_lazily(callback: Any, made: dict[int, tuple[LazyLocals, dict[str, Any]]]) -> None:
+    """The same, given what the dictionaries have become, since several callbacks may share one."""
+    if not isinstance(callback, BaseCallback):
+        return
+    held = callback.locals
+    if not isinstance(held, LazyLocals):
+        callback.locals = made.setdefault(id(held), (LazyLocals(held), held))[0]
+    inner = callback.callbacks if isinstance(callback, CallbackList) else []
+    for part in [*inner, callback.callback] if isinstance(callback, EventCallback) else inner:
+        _keep_lazily(part, made)
 
 
 def _as_array(tensor: th.Tensor) -> np.ndarray:

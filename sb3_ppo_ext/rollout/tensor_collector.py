@@ -24,7 +24,7 @@ from sb3_ppo_ext.rollout.action_masks import leave_choices, refuse_empty
 from sb3_ppo_ext.rollout.bootstrap import last_values, values_again
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes, copy_into
 from sb3_ppo_ext.rollout.collector import RolloutCollector
-from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals
+from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals, keep_lazily
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 
 # Entry of the log for which SB3 logs the rate
@@ -147,6 +147,7 @@ class TensorCollection:
         :return: False if a callback has ended the training
         """
         model, env, buffer = self.model, self.env, self.buffer
+        keep_lazily(self.callback)
         model.policy.set_training_mode(False)
         buffer.reset()
         if model._truncations is not None:

@@ -216,7 +216,7 @@ def test_on_device():
     """Without waiting, the same numbers are drawn, and NaN says that outputs are not finite, in every column."""
     distribution, log_std = make("all kinds")
     outputs, log_std = outputs_for(distribution).float(), log_std.detach().float()
-    replaced = on_device(distribution)
+    replaced = on_device(distribution, th.device("cpu"))
     assert [type(each).__name__ for each in replaced.distributions] == [
         "GaussianOnDevice",
         "MultiCategoricalOnDevice",

@@ -52,7 +52,7 @@ def test_equal_to_sb3(actions):
     of_sb3 = make_proba_distribution(space, use_sde)
     layer = of_sb3.proba_distribution_net(5)
     layer, log_std = layer if isinstance(layer, tuple) else (layer, None)
-    ours = on_device(of_sb3)
+    ours = on_device(of_sb3, th.device("cpu"))
     assert type(ours) is not type(of_sb3)
     assert family_of(ours) is family_of(of_sb3)
     latents, results = th.randn(7, 5), []

@@ -1,6 +1,7 @@
 """`backend="compile"` computes what the reference computes, compiles once, and leaves nothing behind in what is saved."""
 
 import copy
+import subprocess
 import zipfile
 
 import pytest
@@ -14,6 +15,7 @@ from support.toys import DICT, IMAGE, make_toys
 from torch import nn
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.engines.compiled import CompiledAct
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.optimizer_steps import TorchStepper
 from sb3_ppo_ext.engines.torch_engine import CompiledEngine
@@ -213,19 +215,41 @@ def test_without_a_compiler(monkeypatch, capsys):
         compiled()
 
 
-def test_compiler_that_fails(monkeypatch):
-    """The first update says that the compiler has failed, and changes nothing."""
-    from torch._inductor.exc import InductorError
+def failures_of_a_compiler():
+    """What torch raises where a compiler, a library or room on the disk is missing, and what has to be said of it."""
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor.exc import CppCompileError, InductorError
+
+    without_headers = CppCompileError(
+        ["g++", "-O3"], "In file included\nmain.cpp:1: fatal error: Python.h: No such file\nmore"
+    )
+    caused = RuntimeError("Failed to find C compiler.")
+    caused.__cause__ = FileNotFoundError(2, "No such file or directory", "gcc")
+    return {
+        "C++": (InductorError(without_headers, None), r"Python\.h: No such file"),
+        "Triton": (BackendCompilerFailed("inductor", AssertionError("libcuda.so cannot found!"), None), "libcuda"),
+        "cause": (BackendCompilerFailed("inductor", caused, None), "'gcc'"),
+        "launch": (subprocess.CalledProcessError(1, ["gcc", "main.c"]), "gcc"),
+        "disk": (OSError(28, "No space left on device"), "No space left"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["C++", "Triton", "cause", "launch", "disk"])
+def test_compiler_that_fails(kind, monkeypatch):
+    """The first update says that the compiler has failed, with the innermost cause, and changes nothing."""
+    error, said = failures_of_a_compiler()[kind]
 
     def fail(*args):
-        raise InductorError(RuntimeError("Python.h: no such file\nand more"), None)
+        raise error
 
     monkeypatch.setattr("torch.compile", lambda *args, **kwargs: fail)
     model = compiled()
     before = copy.deepcopy(model.policy.state_dict())
-    with pytest.raises(ValueError, match=r"the compiler has failed.*Python\.h.*auto"):
+    with pytest.raises(ValueError, match=rf"the compiler has failed.*{said}.*auto"):
         model.learn(32)
     assert_equal(before, model.policy.state_dict(), "policy")
+    with pytest.raises(ValueError, match=rf"the compiler has failed.*{said}.*auto"):
+        CompiledAct(model.policy)(th.zeros(1, 3))
 
 
 def test_without_the_extension_module(monkeypatch):

@@ -1,7 +1,6 @@
-"""On CUDA: training, tuning, saving there and loading on the CPU."""
+"""On CUDA: training, saving there and loading on the CPU."""
 
 import numpy as np
-import optuna
 import pytest
 import torch as th
 from stable_baselines3.common.vec_env import VecNormalize
@@ -11,12 +10,13 @@ from support.memory import evaluated
 from support.memory import make as make_transformer
 from support.options import SINGLE
 from support.parity import assert_equal
+from support.torch_envs import TorchPendulum
 from support.toys import DICT, IMAGE, make_toys
-from support.zoo import manager, saved
-from support.zoo import train as zoo_train
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext import PPOExt, TorchVecEnv
 from sb3_ppo_ext.distributions import BoundedBetaDistribution, TanhGaussianDistribution, kl_divergence
+from sb3_ppo_ext.engines.compiled import CompiledAct
 from sb3_ppo_ext.rollout.bootstrap import terminal_values
 
 pytestmark = [
@@ -123,6 +123,39 @@ def test_compiled_training(tmp_path):
         assert devices(loaded) == {device}
 
 
+@pytest.fixture
+def replayed(monkeypatch):
+    """In the place of `torch.compile`: functions whose outputs the next call overwrites, as those of a CUDA graph."""
+
+    def replaying(function, **kwargs):
+        outputs: list[th.Tensor] = []
+
+        def call(*arguments):
+            for output in outputs:
+                output.fill_(np.nan if output.is_floating_point() else 77)
+            results = tree_map_only(th.Tensor, th.clone, function(*arguments))
+            outputs[:] = [leaf for leaf in tree_leaves(results) if isinstance(leaf, th.Tensor)]
+            return results
+
+        return call
+
+    monkeypatch.setattr(th, "compile", replaying)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr(th.compiler, "cudagraph_mark_step_begin", lambda: None)
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("options", [{}, dict(action_dist="beta", kl_coef=0.5, kl_target=0.01, priority_alpha=0.5)], ids=str)
+def test_outputs_of_graphs_are_kept(options):
+    """Gradients, metrics, actions and values are copied before the next run of a CUDA graph writes over them."""
+    assert_same_update(1e-3, "compile", device="cuda", **options)
+    model = PPOExt("MlpPolicy", make_toys(), device="cuda", **SMALL, **options)
+    act, observations = CompiledAct(model.policy), th.zeros(2, 3, device="cuda")
+    with th.no_grad():
+        first, _ = act(observations), act(observations + 1.0)
+    assert all(th.isfinite(part).all() for part in first)
+
+
 def test_first_rollout_equals_the_cpu(tmp_path):
     """The same policy and actions give the same values, log probabilities and advantages, to float rounding."""
     PPOExt("MlpPolicy", make_toys(), device="cpu", **SMALL).save(tmp_path / "model")
@@ -164,23 +197,6 @@ def test_hint_to_prefer_the_cpu():
     """SB3's hint to prefer the CPU is given for an MlpPolicy."""
     with pytest.warns(UserWarning, match="trying to run PPOExt on the GPU"):
         PPOExt("MlpPolicy", make_toys(), device="cuda")
-
-
-@pytest.mark.integration
-def test_zoo_on_cuda(tmp_path):
-    """`--device cuda` trains on the GPU, and the zip loads on the CPU."""
-    zoo_train("--env", "CartPole-v1", "-n", "600", "--device", "cuda", cwd=tmp_path)
-    model = PPOExt.load(saved(tmp_path, "CartPole-v1"), device="cpu")
-    assert devices(model) == {"cpu"}
-
-
-def test_tuning_on_cuda(tmp_path):
-    """Trials run on the GPU, and at least one completes."""
-    experiment = manager(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=100, device="cuda")
-    experiment.setup_experiment()
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=15))
-    study.optimize(experiment.objective, n_trials=2)
-    assert "COMPLETE" in [trial.state.name for trial in study.trials]
 
 
 def test_parameters_travel(tmp_path):
@@ -263,3 +279,63 @@ def test_mean_tanh_moves_to_the_device():
     policy_kwargs = dict(mean_tanh=True, learn_std=False)
     model = PPOExt("MlpPolicy", make_toys(), device="cuda", policy_kwargs=policy_kwargs, **SMALL).learn(64)
     assert devices(model) == {"cuda"}
+
+
+@pytest.mark.parametrize("backend", ["device", "eager"])
+def test_gsde_predicts_before_it_is_trained(backend):
+    """The noise of gSDE lies on the GPU as soon as the policy does, so that it acts before its first rollout."""
+    model = PPOExt("MlpPolicy", make_toys(), device="cuda", backend=backend, use_sde=True, **SMALL)
+    actions, _ = model.predict(model.env.reset(), deterministic=False)
+    assert np.isfinite(actions).all()
+
+
+# Two GPUs
+
+SEVERAL = pytest.mark.skipif(not th.cuda.is_available() or th.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@SEVERAL
+@pytest.mark.parametrize("options", [{}, dict(use_sde=True), dict(action_dist="beta", amp_dtype="bfloat16")], ids=str)
+def test_second_gpu(options, tmp_path):
+    """A policy trains on the GPU with number 1, whichever is the current one, and its zip goes on on the others."""
+    model = PPOExt("MlpPolicy", make_toys(), device="cuda:1", **SMALL, **options).learn(64)
+    assert {parameter.device for parameter in model.policy.parameters()} == {th.device("cuda", 1)}
+    model.save(tmp_path / "model")
+    for device in ("cuda:0", "cuda:1", "cpu"):
+        loaded = PPOExt.load(tmp_path / "model", env=make_toys(), device=device).learn(32)
+        assert {parameter.device for parameter in loaded.policy.parameters()} == {th.device(device)}
+
+
+@SEVERAL
+def test_current_gpu_changes():
+    """Models on "cuda" train on the GPU that is the current one when they are made, after models on another one."""
+    options = dict(action_dist="squashed_gaussian", bounds_coef=0.1, device="cuda", backend="device", **SMALL)
+    for index in (1, 0):
+        th.cuda.set_device(index)
+        try:
+            model = PPOExt("MlpPolicy", make_toys(), **options).learn(32)
+        finally:
+            th.cuda.set_device(0)
+        assert model.policy.action_net.weight.device.index == index
+
+
+@SEVERAL
+def test_environments_on_another_gpu_are_refused():
+    """Environments in tensors and policy are on one GPU; the error says what a rank of torchrun does before it makes them."""
+    env = TorchVecEnv(TorchPendulum(4, device="cuda", max_episode_steps=12))
+    with pytest.raises(ValueError, match=r"step on cuda:0; .*set_device"):
+        PPOExt("MlpPolicy", env, device="cuda:1", backend="device", **SMALL)
+
+
+@SEVERAL
+def test_ranks_have_environments_on_gpus_of_their_own(monkeypatch):
+    """Environments of the second rank that were made on the GPU of the first are refused, which NCCL would do much later."""
+    env = TorchVecEnv(TorchPendulum(4, device="cuda", max_episode_steps=12))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "run"}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        with pytest.raises(ValueError, match=r"step on cuda:0, which is not the GPU of this rank.*set_device"):
+            PPOExt("MlpPolicy", env, **SMALL)
+        assert th.cuda.current_device() == 1
+    finally:
+        th.cuda.set_device(0)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch as th
+from stable_baselines3.common.callbacks import CallbackList, EveryNTimesteps, StopTrainingOnMaxEpisodes
 
-from sb3_ppo_ext.rollout.lazy_locals import LaterArrays, LazyLocals
+from sb3_ppo_ext.rollout.lazy_locals import LaterArrays, LazyLocals, keep_lazily
 
 
 @pytest.fixture
@@ -68,3 +69,19 @@ def test_what_is_written(variables):
     assert source.tolist() == [1.0] * 3
     variables["new_obs"]["a"][1] = 2.0
     assert observations.tensors()["a"].sum() == 4.0
+
+
+def test_a_training_loop_of_a_user(variables):
+    """Callbacks that were given a plain dictionary keep it, share it as before, and nothing is made for them."""
+    inner = StopTrainingOnMaxEpisodes(1)
+    callback = CallbackList([EveryNTimesteps(2, CallbackList([inner]))])
+    given = dict(total=1)
+    for each in (callback, *callback.callbacks, inner):
+        each.locals = given
+    keep_lazily(callback)
+    callback.update_locals(variables)
+    assert not later(variables, "rewards").made
+    assert not later(variables, "new_obs").made
+    assert inner.locals is callback.locals
+    assert inner.locals["total"] == 1
+    assert inner.locals["rewards"].sum() == 3.0

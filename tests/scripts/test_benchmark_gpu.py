@@ -109,3 +109,50 @@ def test_spent_time(capsys):
     clock = benchmark_gpu.Clock(0)
     assert benchmark_gpu.take_turns({"one": object}, 1, clock, "cpu") == {"one": {"failed": "no time left"}}
     assert "left out, since the time is spent: one" in capsys.readouterr().out
+
+
+def test_tests_keep_the_path(tmp_path, monkeypatch):
+    """The tests on a GPU find the packages of `PYTHONPATH`, behind those of the checkout."""
+    given = {}
+
+    class Done:
+        def __init__(self, command, **options):
+            given.update(options["env"])
+
+        def wait(self, seconds):
+            return 0
+
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    monkeypatch.setattr(benchmark_gpu.subprocess, "Popen", Done)
+    list(benchmark_gpu.run_tests(benchmark_gpu.SMALL, "cpu", 1, benchmark_gpu.Clock(9), tmp_path))
+    assert given["PYTHONPATH"].split(os.pathsep) == [str(SCRIPTS.parent), "/site"]
+
+
+def test_what_was_measured_is_kept(tmp_path, monkeypatch):
+    """Results are written after each contest, so that those are there that were measured before the script is killed."""
+
+    def killed(*args):
+        yield "first", {"device": {"update, ms": 3.0}}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark_gpu, "PARTS", {"waits": killed})
+    monkeypatch.setattr(benchmark_gpu, "build_in_place", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["benchmark_gpu.py", "--device", "cpu", "--small", "--out", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        benchmark_gpu.main()
+    assert json.loads((tmp_path / "gpu.json").read_text())["results"]["waits"]["first"]["device"] == {"update, ms": 3.0}
+
+
+@pytest.mark.parametrize(("is_there", "status", "expected"), [(True, 0, False), (False, 0, True), (False, 1, False)])
+def test_modules_are_built_in_the_checkout(is_there, status, expected, monkeypatch):
+    """The modules in C are built where the package is imported from, if they are missing; a compiler may be missing, too."""
+    commands = []
+
+    def run(command, **options):
+        commands.append((command[1:], options["cwd"]))
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(benchmark_gpu, "find_spec", lambda name: name if is_there else None)
+    monkeypatch.setattr(benchmark_gpu.subprocess, "run", run)
+    assert benchmark_gpu.build_in_place() == expected
+    assert commands == ([] if is_there else [(["setup.py", "-q", "build_ext", "--inplace"], SCRIPTS.parent)])

@@ -6,13 +6,6 @@ operations are counted. Its random numbers are those of the CPU. It says nothing
 """
 
 import ctypes
-import getpass
-import hashlib
-import os
-import shutil
-import subprocess
-import sysconfig
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -22,7 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch as th
-from filelock import FileLock
+from support.cpp_libraries import built
 
 NAME = "sim"
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -87,8 +80,8 @@ def load() -> ctypes.CDLL | str:
 
     :return: The operations, or the reason why there are none
     """
-    compiler = next(filter(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++")), None)
-    return "no C++ compiler for the simulated device" if compiler is None else ctypes.CDLL(str(_built(compiler)))
+    library = built(SOURCE)
+    return "no C++ compiler for the simulated device" if library is None else ctypes.CDLL(str(library))
 
 
 def _recurrent_networks() -> th.library.Library:
@@ -111,29 +104,6 @@ def simulated_device() -> SimulatedDevice:
     if isinstance(library, str):
         pytest.skip(library)
     return SimulatedDevice(library)
-
-
-def _built(compiler: str) -> Path:
-    """The compiled library. It is kept in the user's folder for temporary files, and compiled by one process at a time."""
-    folder = Path(tempfile.gettempdir()) / f"sb3_ppo_ext-{getpass.getuser()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    version = hashlib.sha256(f"{th.__version__} {sysconfig.get_platform()}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
-    library = folder / f"simulated_device-{version}.so"
-    with FileLock(f"{library}.lock"):
-        if not library.exists():
-            unfinished = library.with_suffix(".unfinished")
-            subprocess.run(_command(compiler, unfinished), check=True)
-            unfinished.replace(library)
-    return library
-
-
-def _command(compiler: str, target: Path) -> list[str]:
-    from torch.utils.cpp_extension import include_paths  # It takes its time to import.
-
-    includes = [f"-I{path}" for path in include_paths()]
-    libraries = [f"-L{Path(th.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
-    flags = ["-shared", "-fPIC", "-std=c++20", "-O1", "-w"]
-    return [compiler, *flags, *includes, str(SOURCE), *libraries, "-o", str(target)]
 
 
 class _Hook(th._C._acc.PrivateUse1Hooks):

@@ -207,4 +207,5 @@ def compiled(
         rewards = rewards.astype(jnp.float32)
         return (key, state, time), (observations, rewards, terminated, truncated, last, log)
 
-    return jax.jit(reset_all), jax.jit(step_all)
+    # Actions that a function does not use are read nevertheless: by them, JAX knows that PyTorch has read the results before.
+    return jax.jit(reset_all), jax.jit(step_all, keep_unused=True)

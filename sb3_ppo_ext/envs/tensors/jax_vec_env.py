@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,13 @@ from sb3_ppo_ext.common.validation import check_device, check_number, check_obse
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.envs.tensors.jax_functions import compiled, functions_of, import_jax
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
+
+# Environment variables that say how much memory of a GPU JAX takes
+_OF_MEMORY = (
+    *("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"),
+    *("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"),
+)
+REMEDY = 'set `os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"` before JAX is imported, so that PyTorch has enough'
 
 
 class JaxVecEnv(TensorVecEnv):
@@ -68,6 +78,8 @@ class JaxVecEnv(TensorVecEnv):
         check_observation_space(observation_space)
         self.env = env
         self._jax_device = _jax_device(jax, device)
+        if self._jax_device.platform != "cpu" and takes_most_memory(os.environ):
+            warnings.warn(f"JAX has reserved three quarters of the memory of {self._jax_device}: {REMEDY}", stacklevel=2)
         super().__init__(num_envs, observation_space, action_space, _torch_device(self._jax_device))
         self._jax = jax
         self._reset_all, self._step_all = compiled(functions, num_envs, max_episode_steps, is_finite_horizon)
@@ -113,6 +125,14 @@ class JaxVecEnv(TensorVecEnv):
         return self.env if hasattr(self.env, name) and not isinstance(self.env, str | tuple) else self
 
 
+def takes_most_memory(environment: Mapping[str, str]) -> bool:
+    """
+    :param environment: Environment variables
+    :return: Whether JAX reserves three quarters of a GPU, which PyTorch then lacks. Nothing is said to users who have decided
+    """
+    return not any(name in environment for name in _OF_MEMORY)
+
+
 def _known(name: str, space: spaces.Space | None) -> spaces.Space:
     if space is None:
         refuse(name, None, "the environment does not say it; give it as an argument")
@@ -131,11 +151,11 @@ def _to_jax(jax: Any, tensor: th.Tensor) -> Any:
 def _jax_device(jax: Any, device: th.device | str) -> Any:
     if device == "auto":
         has_cuda = jax.default_backend() in ("gpu", "cuda") and th.cuda.is_available()
-        return _own_gpu(jax.devices()) if has_cuda else jax.devices("cpu")[0]
+        return _own_gpu(jax.local_devices()) if has_cuda else jax.local_devices(backend="cpu")[0]
     check_device(device)
     made = th.device(device)
     try:
-        devices = jax.devices(made.type)
+        devices = jax.local_devices(backend=made.type)
         return _own_gpu(devices) if made == th.device("cuda") else devices[made.index or 0]
     except (RuntimeError, IndexError) as error:
         remedy = f'JAX has no such device here ({str(error).splitlines()[0]}); give "cpu", or install JAX for it'
@@ -148,4 +168,5 @@ def _own_gpu(devices: list[Any]) -> Any:
 
 
 def _torch_device(device: Any) -> th.device:
-    return th.device("cpu") if device.platform == "cpu" else th.device("cuda", device.id)
+    # `id` counts the devices of all processes that `jax.distributed` has joined.
+    return th.device("cpu") if device.platform == "cpu" else th.device("cuda", device.local_hardware_id)

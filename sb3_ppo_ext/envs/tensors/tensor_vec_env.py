@@ -84,9 +84,10 @@ class TensorVecEnv(VecEnv, ABC):
         check_number("num_envs", num_envs, 1, integer=True)
         for name, space in (("observation_space", observation_space), ("action_space", action_space)):
             check_type(name, space, spaces.Space, "give a space of `gymnasium.spaces`, that of one environment")
-        self.device = th.device(device)
         super().__init__(num_envs, observation_space, action_space)
-        self._returns = th.zeros(num_envs, device=self.device)
+        self._returns = th.zeros(num_envs, device=device)
+        # With its index: another GPU may be the current one later.
+        self.device = self._returns.device
         self._lengths = th.zeros(num_envs, dtype=th.int64, device=self.device)
         self._is_checked = self._has_warned = self._has_warned_of_graph = False
         self._actions: Any = None

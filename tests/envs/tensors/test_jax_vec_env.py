@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
-from sb3_ppo_ext.envs.tensors import jax_vec_env
+from sb3_ppo_ext.envs.tensors import jax_functions, jax_vec_env
 
 jax = pytest.importorskip("jax")
 gymnax = pytest.importorskip("gymnax")
@@ -333,9 +333,41 @@ def test_ranks_have_gpus_of_their_own(device, number, monkeypatch):
     monkeypatch.setattr(th.cuda, "is_available", lambda: True)
     monkeypatch.setattr(th.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(jax_vec_env, "check_device", lambda device: None)
-    gpus = [SimpleNamespace(platform="gpu", id=index) for index in range(2)]
-    simulated = SimpleNamespace(default_backend=lambda: "gpu", devices=lambda kind=None: gpus)
+    chosen: list[int] = []
+    monkeypatch.setattr(th.cuda, "set_device", chosen.append)
+    # On the second of two machines that `jax.distributed` has joined, whose GPUs it counts as well
+    gpus = [SimpleNamespace(platform="gpu", id=2 + index, local_hardware_id=index) for index in range(2)]
+    simulated = SimpleNamespace(default_backend=lambda: "gpu", local_devices=lambda backend=None: gpus)
     made = jax_vec_env._torch_device(jax_vec_env._jax_device(simulated, device))
     assert made == th.device("cuda", number)
     if device != "cuda:0":
         assert made == own_device("cuda", find_launch("auto"))
+        assert chosen == [number]
+
+
+def test_actions_that_are_not_used_are_read():
+    """The compiled step takes actions that no environment uses: by them, JAX waits until PyTorch has read the last results."""
+
+    def ignoring(key, state, action):
+        return state, state, 0.0, False, False
+
+    jax = pytest.importorskip("jax")
+    functions = jax_functions.functions_of((lambda key: (jax.numpy.zeros(1), jax.numpy.zeros(1)), ignoring))
+    reset, step = jax_functions.compiled(functions, 2, 10, False)
+    _, state = reset(jax.random.key(0))
+    actions = jax.numpy.zeros((2, 7))
+    assert "tensor<2x7xf32>" in step.lower(state, actions).as_text()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, True),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, False),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, False),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, False),
+    ],
+)
+def test_memory_of_a_gpu(environment, expected):
+    """It is said that JAX takes most of a GPU, unless the user has decided how much it takes."""
+    assert jax_vec_env.takes_most_memory(environment) == expected
