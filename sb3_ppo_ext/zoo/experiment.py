@@ -108,6 +108,10 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         saved_hyperparams = OrderedDict(sorted(hyperparams.items()))
         print(f"Hyperparameters with those of trial {trial_id}:")
         pprint(saved_hyperparams)
+    if hyperparams.get("normalize_obs") or hyperparams.get("normalize_reward"):
+        # The model normalises instead of the environments, and its zip has the statistics.
+        for each in (hyperparams, saved_hyperparams):
+            each.pop("normalize", None)
     experiment.entry = deepcopy(dict(saved_hyperparams))  # type: ignore[attr-defined]  # for the entry of the best trial
     return hyperparams, saved_hyperparams
 
@@ -274,26 +278,6 @@ def _use_fast_environments(experiment: "ExperimentManager") -> None:
     if experiment.env_name.gym_id.startswith(GYMNAX_PREFIX):
         copies: Any = functools.partial(_gymnax_copies, experiment, experiment.vec_env_class)
         experiment.vec_env_class = copies
-
-
-def make_model(experiment: "ExperimentManager", tensorboard_log: str | None) -> tuple[PPOExt, VecEnv]:
-    """
-    What the Zoo begins a training run with, without the folder of a run.
-
-    :param experiment: Experiment before its setup
-    :param tensorboard_log: Folder for TensorBoard; ``None`` for no log
-    :return: The model and its environments
-    :raises ValueError: if the hyperparameters are not valid
-    """
-    _use_fast_environments(experiment)
-    hyperparams, _ = experiment.read_hyperparameters()
-    kwargs, experiment.env_wrapper, callbacks, experiment.vec_env_wrapper = experiment._preprocess_hyperparams(hyperparams)
-    if callbacks:
-        refuse("callback", callbacks, "the model does not keep callbacks; give them to `learn`")
-    env = experiment.create_envs(experiment.n_envs, no_log=True)
-    algorithm: Any = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
-    same = {name: getattr(experiment, name) for name in ("seed", "device", "verbose")}
-    return algorithm(env=env, tensorboard_log=tensorboard_log, **same, **kwargs), env
 
 
 def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", trial: "optuna.Trial") -> float:

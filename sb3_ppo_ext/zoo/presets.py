@@ -1,28 +1,46 @@
-"""Tuned hyperparameters from Python: the model and the environments that RL Zoo would train."""
+"""Tuned hyperparameters from Python: a model and the environments that it is trained in."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
-import io
-from argparse import Namespace
+import warnings
 from pathlib import Path
+from pprint import pprint
 from typing import Any
 
 import gymnasium as gym
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
-from sb3_ppo_ext.common.validation import check_number, check_type, refuse, unknown_environments_as_value_errors
+from sb3_ppo_ext.common.cores import available_cores
+from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.common.validation import check_number, check_observation_space, check_type, refuse
+from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.ppo_ext import PPOExt
-from sb3_ppo_ext.zoo.experiment import make_model
-from sb3_ppo_ext.zoo.registration import register
-from sb3_ppo_ext.zoo.yaml_entries import HYPERPARAMS, TEMPLATES
+from sb3_ppo_ext.zoo.entry_normalization import options_of
+from sb3_ppo_ext.zoo.made_environments import Source, wrapper_of
+from sb3_ppo_ext.zoo.yaml_entries import (
+    DEFAULTS_OF_RECURRENT_PPO,
+    HYPERPARAMS,
+    OF_RECURRENT_PPO,
+    TEMPLATES,
+    can_be_normalized,
+    find_hyperparams,
+    is_scaled,
+    policy_for,
+    wrappers_for,
+)
+
+# Fewest steps per environment in a rollout: with fewer, advantages reach over hardly any steps.
+FEWEST_STEPS = 32
+# What an entry says besides the arguments of the model
+OF_ENVIRONMENTS = ("n_envs", "env_kwargs", "env_wrapper", "vec_env_wrapper", "frame_stack")
+OF_ENTRY = (*OF_ENVIRONMENTS, "n_timesteps", "normalize", "callback", "policy")
 
 
 def make(
-    env_id: str,
-    n_envs: int | None = None,
+    env: Any,
+    n_envs: int | str | None = None,
     seed: int | None = None,
     vec_env_cls: type[VecEnv] | None = None,
     env_kwargs: dict[str, Any] | None = None,
@@ -32,16 +50,21 @@ def make(
     **hyperparams: Any,
 ) -> tuple[PPOExt, VecEnv]:
     """
-    Make the model and the environments that ``rl_zoo3 train --algo ppo_ext --env ENV_ID`` begins with. Their hyperparameters
-    are the entry of the environment in ``ppo_ext.yml`` or in RL Zoo's ``ppo.yml``, or else ``default``, whose policy is chosen
-    by the observation space. It needs RL Zoo: ``pip install "sb3-ppo-ext[zoo]"``.
+    Make a model with tuned hyperparameters, and the environments to train it in. The hyperparameters are the entry of the
+    environment in ``ppo_ext.yml`` or, where RL Zoo is installed, in its ``ppo.yml``, or else ``default``, whose policy is
+    chosen by the observation space.
 
-    With ``normalize`` in the entry, the environments are wrapped into a ``VecNormalize``; evaluate in another one that has its
-    statistics, with ``training=False, norm_reward=False``. The number of time steps for which the entry was tuned is
-    ``presets()[env_id]["n_timesteps"]``.
+    Where the entry normalises, the model does so (``normalize_obs``, ``normalize_reward``): ``evaluate_policy(model, env)``
+    and ``PPOExt.load(path).predict(observation)`` take environments and observations as they are. The number of time steps
+    for which the entry was tuned is ``presets()[env_id]["n_timesteps"]``.
 
-    :param env_id: Gymnasium's id of the environment
-    :param n_envs: Number of environments, at least 1; ``None`` for that of the entry
+    An entry says how many samples an update has. With another number of environments, ``n_steps`` is divided accordingly,
+    unless it is given.
+
+    :param env: Gymnasium's id; a class of environments, or a function that makes one; an environment; or vectorised
+        environments, such as a ``TensorVecEnv``
+    :param n_envs: Number of environments, at least 1; ``None`` for that of the entry, ``"auto"`` for at least one on each
+        core, in a :class:`~sb3_ppo_ext.ParallelVecEnv` if there are several cores
     :param seed: Seed of the model and of the environments; ``None`` for none
     :param vec_env_cls: Class of the vectorised environments, such as ``ParallelVecEnv``; ``None`` for ``FastDummyVecEnv``
     :param env_kwargs: Keyword arguments of the environment
@@ -52,40 +75,142 @@ def make(
         RL Zoo, such as ``normalize``, ``frame_stack`` and ``env_wrapper``
     :return: The model, which has not been trained, and its environments
     :raises ValueError: if there is no such environment, or an argument is not valid
-    :raises ImportError: if RL Zoo is not installed
     """
-    register()
-    importlib.import_module("rl_zoo3.import_envs")  # registers the environments of other packages
-    manager: Any = importlib.import_module("rl_zoo3.exp_manager").ExperimentManager
-    _check(env_id, n_envs, vec_env_cls)
-    _check_arguments_of_environments(env_kwargs, seed)
-    check_number("verbose", verbose, 0, integer=True)
+    _register()
+    source = Source.of(env)
+    _check_arguments(source, n_envs, seed, vec_env_cls, env_kwargs, verbose)
+    key, entry = _entry_of(source.env_id, hyperparams.get("policy"))
+    found = {**entry, **hyperparams}
+    if found.get("callback"):
+        refuse("callback", found["callback"], "the model does not keep callbacks; give them to `learn`")
+    kwargs = {**(found.get("env_kwargs") or {}), **(env_kwargs or {})}
+    wrap = _fit_observations(found, key, source, kwargs, hyperparams)
+    found["n_envs"], vec_env_cls = _number_of_environments(source, n_envs, entry, vec_env_cls)
+    if "n_steps" not in hyperparams:
+        found["n_steps"] = _steps(entry, found["n_envs"])
     seed = None if seed is None else int(seed)  # Gymnasium takes none of NumPy's.
-    given = hyperparams if n_envs is None else {**hyperparams, "n_envs": int(n_envs)}
-    experiment = manager(
-        Namespace(), "ppo_ext", env_id, "", hyperparams=given, env_kwargs=env_kwargs, seed=seed, device=device, verbose=verbose
-    )
-    if vec_env_cls is not None:
-        experiment.vec_env_class = experiment.default_vec_env_cls = vec_env_cls
-    with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
-        return make_model(experiment, tensorboard_log)
+    venv = source.environments(found["n_envs"], seed, vec_env_cls, kwargs, wrap, device)
+    if found.get("frame_stack") is not None:
+        venv = VecFrameStack(venv, found["frame_stack"])
+    if (wrap_all := wrapper_of("vec_env_wrapper", found.get("vec_env_wrapper"))) is not None:
+        venv = wrap_all(venv)
+    model_options = {**_normalization(found, key == "default" and "normalize" not in hyperparams, venv), **_of_model(found)}
+    if verbose:
+        pprint({"preset": key, "n_envs": venv.num_envs, "policy": found["policy"], **model_options})
+    same: dict[str, Any] = dict(seed=seed, device=device, verbose=verbose, tensorboard_log=tensorboard_log)
+    return PPOExt(found["policy"], venv, **same, **model_options), venv
 
 
-def _check(env_id: str, n_envs: int | None, vec_env_cls: Any) -> None:
-    check_type("env_id", env_id, str, "give the id of an environment of Gymnasium")
-    with unknown_environments_as_value_errors(env_id):
-        gym.spec(env_id)
-    if n_envs is not None:
+def _register() -> None:
+    """Register the environments of other packages, those of gymnax, and, where RL Zoo is installed, those that it knows."""
+    importlib.import_module("sb3_ppo_ext.envs.tensors.gymnax_ids")
+    if importlib.util.find_spec("rl_zoo3") is not None:
+        importlib.import_module("rl_zoo3.import_envs")
+
+
+def _check_arguments(source: Source, n_envs: Any, seed: Any, vec_env_cls: Any, env_kwargs: Any, verbose: Any) -> None:
+    if n_envs is not None and n_envs != "auto":
         check_number("n_envs", n_envs, 1, integer=True)
     if vec_env_cls is not None and not (isinstance(vec_env_cls, type) and issubclass(vec_env_cls, VecEnv)):
         refuse("vec_env_cls", vec_env_cls, "give a class of vectorised environments, such as `ParallelVecEnv`")
-
-
-def _check_arguments_of_environments(env_kwargs: Any, seed: Any) -> None:
     if env_kwargs is not None:
         check_type("env_kwargs", env_kwargs, dict, "give a dictionary")
+    if source.made is not None:
+        of_made = getattr(source.made, "num_envs", 1)
+        for name, value in dict(vec_env_cls=vec_env_cls, env_kwargs=env_kwargs).items():
+            if value is not None:
+                refuse(name, value, "the environment is made already; give its id, its class or a function instead")
+        if n_envs not in (None, "auto", of_made):
+            refuse("n_envs", n_envs, f"there are {of_made}; give an id, a class or a function of the environment for others")
     if seed is not None:
         check_number("seed", seed, 0, integer=True)
+    check_number("verbose", verbose, 0, integer=True)
+
+
+def _entry_of(env_id: str | None, policy: Any) -> tuple[str, dict[str, Any]]:
+    """Key and values of the entry for an environment."""
+    zoo_file = _file_of_the_zoo()
+    path, key = find_hyperparams(env_id or "", "" if env_id is None else _entry_point(env_id), zoo_file, policy)
+    entry = _read(path)[key]
+    return key, {**DEFAULTS_OF_RECURRENT_PPO, **entry} if path.name == OF_RECURRENT_PPO else entry
+
+
+def _entry_point(env_id: str) -> str:
+    return str(gym.spec(env_id).entry_point)
+
+
+def _fit_observations(
+    found: dict[str, Any], key: str, source: Source, env_kwargs: dict[str, Any], given: dict[str, Any]
+) -> Any:
+    """
+    Choose the policy and the wrappers of an entry that is not for an environment of its own, except for what the user gives.
+    Return the function that wraps an environment.
+    """
+    wrap = wrapper_of("env_wrapper", found.get("env_wrapper"))
+    if key not in ("default", "memory", "recurrent"):
+        return wrap
+    space = source.observation_space(env_kwargs, wrap)
+    if key == "default" and "env_wrapper" not in given and (names := wrappers_for(space)):
+        if isinstance(source.made, VecEnv):
+            refuse("env", source.made, f"its observations in {space} need the wrappers {names}; give one environment's class")
+        wrap = wrapper_of("env_wrapper", names)
+        space = source.observation_space(env_kwargs, wrap)
+    check_observation_space(space)
+    if key == "default" and "policy" not in given:
+        found["policy"] = policy_for(space)
+    return wrap
+
+
+def _number_of_environments(source: Source, n_envs: Any, entry: dict[str, Any], vec_env_cls: Any) -> tuple[int, Any]:
+    if source.made is not None:
+        return getattr(source.made, "num_envs", 1), vec_env_cls
+    if n_envs == "auto":
+        cores = available_cores()
+        return max(entry.get("n_envs", 1), cores), ParallelVecEnv if vec_env_cls is None and cores > 1 else vec_env_cls
+    return int(entry.get("n_envs", 1) if n_envs is None else n_envs), vec_env_cls
+
+
+def _steps(entry: dict[str, Any], n_envs: int) -> int:
+    """Number of steps of a rollout with which an update has as many samples as the entry says."""
+    n_samples = entry.get("n_steps", 2048) * entry.get("n_envs", 1)
+    n_steps = int(max(n_samples // n_envs, min(FEWEST_STEPS, entry.get("n_steps", 2048))))
+    if n_steps * n_envs != n_samples:
+        warnings.warn(
+            f"`n_envs={n_envs}`: the preset has {n_samples} samples per update, and this one {n_steps * n_envs}, "
+            f"{n_steps} steps of each environment. Give `n_steps` for another number.",
+            stacklevel=3,
+        )
+    return n_steps
+
+
+def _normalization(found: dict[str, Any], leaves_scaled: bool, venv: VecEnv) -> dict[str, Any]:
+    """Options of the model for ``normalize``, which can leave alone what lies between 0 and 1 already."""
+    if find_normalizers(venv):
+        return {}
+
+    def is_normalized(space: Any) -> bool:
+        return can_be_normalized(space) and not (leaves_scaled and is_scaled(space))
+
+    return options_of(found.get("normalize"), found.get("gamma", 0.99), venv.observation_space, is_normalized)
+
+
+def _of_model(found: dict[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in found.items() if name not in OF_ENTRY}
+    if isinstance(options.get("policy_kwargs"), str):
+        names = {"nn": importlib.import_module("torch.nn"), "th": importlib.import_module("torch")}
+        options["policy_kwargs"] = eval(options["policy_kwargs"], names)  # as RL Zoo reads its entries
+    if options.get("distributed") is False:  # which YAML reads for `off`
+        options["distributed"] = "off"
+    return options
+
+
+def _file_of_the_zoo() -> Path | None:
+    """The Zoo's entries for PPO, ``None`` if it is not installed."""
+    if importlib.util.find_spec("rl_zoo3") is None:
+        return None
+    zoo = Path(str(importlib.import_module("rl_zoo3").__file__)).parent
+    folder = zoo if (zoo / "hyperparams").is_dir() else zoo.parent  # in a source checkout, they lie beside the package
+    return folder / "hyperparams" / "ppo.yml"
 
 
 def presets() -> dict[str, dict[str, Any]]:
@@ -93,21 +218,11 @@ def presets() -> dict[str, dict[str, Any]]:
     :return: Hyperparameters by environment: all entries of ``ppo_ext.yml``, with ``default`` for environments without an entry
         of their own, ``memory`` for transformer policies and ``recurrent`` for LSTM policies; and, where RL Zoo is installed,
         its tuned entries for PPO of the other environments
-    :raises ImportError: if PyYAML is not installed, which comes with RL Zoo
     """
-    ours = _read(HYPERPARAMS)
-    theirs: dict[str, dict[str, Any]] = {}
-    with contextlib.suppress(ImportError):
-        zoo = Path(str(importlib.import_module("rl_zoo3").__file__)).parent
-        folder = zoo if (zoo / "hyperparams").is_dir() else zoo.parent  # in a source checkout, they lie beside the package
-        theirs = _read(folder / "hyperparams" / "ppo.yml")
-    return {name: entry for name, entry in {**theirs, **ours}.items() if name not in TEMPLATES}
+    theirs = {} if (path := _file_of_the_zoo()) is None else _read(path)
+    return {name: entry for name, entry in {**theirs, **_read(HYPERPARAMS)}.items() if name not in TEMPLATES}
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    if importlib.util.find_spec("yaml") is None:
-        raise ImportError(
-            "PyYAML is not installed: `pip install pyyaml`, or `pip install 'sb3-ppo-ext[zoo]'` for `make` as well"
-        )
     yaml: Any = importlib.import_module("yaml")
     return {name: dict(entry) for name, entry in yaml.safe_load(path.read_text(encoding="utf-8")).items()}

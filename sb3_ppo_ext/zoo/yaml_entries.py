@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 
-from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError
+from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError, refuse
 from sb3_ppo_ext.envs.encode_text import text_keys
 from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
@@ -26,27 +26,30 @@ HYPERPARAMS = Path(__file__).parent / "hyperparams" / "ppo_ext.yml"
 TEMPLATES = {"shared"}
 
 
-def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, policy: Any = None) -> tuple[Path, str]:
+def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path | None, policy: Any = None) -> tuple[Path, str]:
     """
     Find the entry for an environment. Our file takes precedence over the Zoo's for PPO, which has MuJoCo's environments up to
     version 4 only.
 
     :param env_id: Gymnasium's id of the environment
     :param entry_point: Gymnasium's entry point of the environment, by which Atari, MinAtar and MiniGrid are recognised
-    :param zoo_file: Path of the Zoo's ``ppo.yml``
+    :param zoo_file: Path of the Zoo's ``ppo.yml``, ``None`` if it is not installed
     :param policy: Name or class of the policy that the user asks for, ``None`` for that of the entry. Unless our own entry of
         the environment has such a policy, a transformer takes our entry ``memory``, and a recurrent policy the Zoo's entry
         for its RecurrentPPO, or else our entry ``recurrent``
     :return: File to read and key of the entry in it; for an environment without an entry, our ``default``, ``minatar`` or
         ``minigrid``, or the Zoo's ``atari``
     """
-    import yaml  # comes with the Zoo; `register` must be able to report that the Zoo is missing
+    import yaml
 
-    entries = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (HYPERPARAMS, zoo_file)}
+    files = [HYPERPARAMS] if zoo_file is None else [HYPERPARAMS, zoo_file]
+    entries = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
     own = entries[HYPERPARAMS].get(env_id, {}).get("policy")
     if is_transformer(policy) and not is_transformer(own):
         return HYPERPARAMS, "memory"
     if is_recurrent(policy) and not is_recurrent(own):
+        if zoo_file is None:
+            return HYPERPARAMS, "recurrent"
         recurrent_file = zoo_file.with_name(OF_RECURRENT_PPO)
         key = "atari" if "AtariEnv" in entry_point else env_id
         listed = yaml.safe_load(recurrent_file.read_text(encoding="utf-8"))
@@ -55,6 +58,8 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path, policy: Any 
         if env_id in listed:
             return path, env_id
     if "AtariEnv" in entry_point:
+        if zoo_file is None:
+            refuse("env", env_id, "the hyperparameters of Atari come with RL Zoo: `pip install 'sb3-ppo-ext[zoo]'`")
         return zoo_file, "atari"
     if entry_point.startswith("minatar.") or (env_id.startswith(GYMNAX_PREFIX) and env_id.endswith("-MinAtar")):
         return HYPERPARAMS, "minatar"
@@ -104,10 +109,10 @@ def normalization_for(space: spaces.Space) -> dict[str, Any]:
         not normalise that, or where there is nothing of the kind
     """
     if not isinstance(space, spaces.Dict):
-        return {"norm_obs": False} if _is_scaled(space) else {}
-    if not any(map(_is_scaled, space.spaces.values())):
+        return {"norm_obs": False} if is_scaled(space) else {}
+    if not any(map(is_scaled, space.spaces.values())):
         return {}
-    keys = [key for key, part in space.spaces.items() if can_be_normalized(part) and not _is_scaled(part)]
+    keys = [key for key, part in space.spaces.items() if can_be_normalized(part) and not is_scaled(part)]
     return {"norm_obs_keys": keys} if keys else {"norm_obs": False}
 
 
@@ -119,8 +124,11 @@ def can_be_normalized(space: spaces.Space) -> bool:
     return isinstance(space, spaces.Box) and not is_image_space(space)
 
 
-def _is_scaled(space: spaces.Space) -> bool:
-    """Whether each number is a flag, or lies between 0 and 1."""
+def is_scaled(space: spaces.Space) -> bool:
+    """
+    :param space: Observation space that is not a ``Dict``
+    :return: Whether each number is a flag, or lies between 0 and 1
+    """
     return isinstance(space, spaces.Box) and bool(np.all(space.low == 0) and np.all(space.high == 1))
 
 

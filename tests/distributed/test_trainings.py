@@ -29,6 +29,7 @@ FEW = [
     *("plain/fused/caps_temporal", "normalized/device/mirror"),
     *("plain/eager/vtrace", "plain/native/uneven minibatches", "dict/fused/sgd", "tensors/device/default"),
     *("dict/fused/different keys", "hybrid/native/further losses", "hybrid/eager/kl_coef"),
+    *("own/native/default", "own tensors/device/default", "by rollout/eager/default"),
 ]
 ALL = [f"{env}/{backend}/{option}" for env in ("plain", "normalized") for backend in BACKENDS for option in OPTIONS]
 ALL += [f"tensors/{backend}/{option}" for backend in ("device", "eager") for option in OPTIONS]

@@ -142,11 +142,19 @@ class Pendulum(TorchPendulum):
         return th.stack([th.sin(1.0 + numbers + k) for k in range(self.n_states)]).to(self.state)
 
 
+# The model itself normalises, with statistics of each step or of earlier rollouts.
+OWN = {
+    "own": dict(normalize_obs=True, normalize_reward=True),
+    "by rollout": dict(normalize_obs=True, normalize_reward=True, normalize_freq="rollout"),
+    "own tensors": dict(normalize_obs=True, normalize_reward=True),
+}
+
+
 def make_env(name, n_envs, first, device):
-    if name == "tensors":
+    if name in ("tensors", "own tensors"):
         pendulum = Pendulum(n_envs, device, max_episode_steps=7, has_own_generator=False)
         pendulum.first = first
-        return TensorVecNormalize(TorchVecEnv(pendulum))
+        return TorchVecEnv(pendulum) if name in OWN else TensorVecNormalize(TorchVecEnv(pendulum))
 
     def make_toy():
         # Spaces draw observations, and are not shared by the environments of one process.
@@ -163,7 +171,8 @@ def make_env(name, n_envs, first, device):
 def run(name, launch, n_parts, device):
     """Train one case, and return what it has learned and logged."""
     env_name, backend, option = name.split("/")
-    options = {**SMALL, **{**OPTIONS, **OF_DICTIONARIES, **(OF_TENSORS if env_name == "tensors" else {})}[option]}
+    options = {**SMALL, **{**OPTIONS, **OF_DICTIONARIES, **(OF_TENSORS if "tensors" in env_name else {})}[option]}
+    options |= OWN.get(env_name, {})
     n_envs = 2 * n_parts
     draws = SameDraws(launch.rank, launch.size, n_parts)
     policy = "MultiInputPolicy" if env_name == "dict" else "MlpPolicy"
@@ -182,7 +191,7 @@ def run(name, launch, n_parts, device):
     finally:
         for patch in patches:
             patch.stop()
-    normalizer = model.get_vec_normalize_env()
+    normalizer = model.normalizer or model.get_vec_normalize_env()
     statistics = [] if normalizer is None else [np.ravel(v).tolist() for v in _statistics(normalizer)]
     return {
         "parameters": {key: value.cpu().tolist() for key, value in model.policy.state_dict().items()},

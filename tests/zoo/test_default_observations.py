@@ -71,7 +71,7 @@ def test_wrappers_and_policy(name):
     space, wrappers, policy, shape = SPACES[name]
     assert wrappers_for(space) == wrappers
     model, env = make(f"Sampling-{name}-v0", n_steps=8, batch_size=8, n_epochs=1, n_envs=2, device="cpu", seed=0)
-    assert type(model.policy) is model.policy_aliases[policy]
+    assert isinstance(model.policy, model.policy_aliases[policy])
     assert env.observation_space.shape == shape
     model.learn(32)
 
@@ -105,12 +105,12 @@ def test_what_is_normalized(space, kwargs):
 
 def test_flags_stay_as_they_are():
     """With `default`, rewards are normalised and flags are not, unless the user asks for it."""
-    _, env = make("Sampling-flags-v0", n_envs=1)
-    assert (env.norm_obs, env.norm_reward) == (False, True)
-    _, env = make("Sampling-vector-and-flags-v0", n_envs=1)
-    assert env.norm_obs_keys == ["speed"]
-    _, env = make("Sampling-flags-v0", n_envs=1, normalize=True)
-    assert env.norm_obs
+    model, _ = make("Sampling-flags-v0", n_envs=1)
+    assert (model.normalize_obs, model.normalize_reward) == (False, True)
+    model, _ = make("Sampling-vector-and-flags-v0", n_envs=1)
+    assert model.normalize_obs == ["speed"]
+    model, _ = make("Sampling-flags-v0", n_envs=1, normalize=True)
+    assert model.normalize_obs is True
 
 
 def test_what_nothing_can_read():

@@ -1,16 +1,19 @@
 """Tests of `make` and `presets`: tuned hyperparameters from Python."""
 
+import importlib.util
+
 import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from rl_zoo3.exp_manager import ExperimentManager
-from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecNormalize, unwrap_vec_normalize
 from support.parity import assert_equal
+from support.torch_envs import TorchPendulum
 from support.zoo import manager, saved
 from torch import nn
 
-from sb3_ppo_ext import FastDummyVecEnv, MlpTransformerPolicy, ParallelVecEnv, make, presets
+from sb3_ppo_ext import FastDummyVecEnv, MlpTransformerPolicy, ParallelVecEnv, PPOExt, TorchVecEnv, make, presets
+from sb3_ppo_ext.zoo import presets as zoo_presets
 from sb3_ppo_ext.zoo.yaml_entries import policy_for
 
 
@@ -53,18 +56,19 @@ for name, (space, _) in SPACES.items():
     [
         ("CartPole-v1", {}),
         ("Pendulum-v1", {"n_steps": 64, "n_envs": 3}),
-        ("MountainCarContinuousNoVel-v0", {"n_steps": 32, "frame_stack": 2}),
+        ("MountainCarContinuousNoVel-v0", {"n_steps": 32, "frame_stack": 2, "normalize": False}),
         pytest.param("HalfCheetah-v5", {"n_steps": 32}, marks=pytest.mark.integration),
     ],
 )
 def test_equal_to_the_zoo(env_id, hyperparams, tmp_path):
-    """Two iterations of the training are those of the Zoo, to the bit."""
+    """Two iterations of the training are those of the Zoo, to the bit, whoever normalises."""
     experiment = manager(env_id=env_id, folder=tmp_path, seed=3, eval_freq=-1, verbose=0, hyperparams=dict(hyperparams))
     expected, _ = experiment.setup_experiment()
     timesteps = 2 * expected.n_steps * expected.n_envs
     expected.learn(timesteps)
     model, env = make(env_id, seed=3, device="cpu", **hyperparams)
     assert env.num_envs == expected.n_envs
+    assert unwrap_vec_normalize(env) is None
     model.learn(timesteps)
     assert_equal(expected.policy.state_dict(), model.policy.state_dict(), "policy")
     assert_equal(expected.policy.optimizer.state_dict(), model.policy.optimizer.state_dict(), "optimizer")
@@ -77,11 +81,12 @@ def test_arguments_replace_the_entry():
     env.close()
     assert isinstance(env, ParallelVecEnv)
     assert env.num_envs == 3
-    assert model.learning_rate(1.0) == model.learning_rate(0.5) == 1e-3
+    assert model.lr_schedule(1.0) == model.lr_schedule(0.5) == 1e-3
     _, env = make("CartPole-v1", n_envs=2, device="cpu", vec_env_cls=DummyVecEnv)
     assert type(env) is DummyVecEnv
     model, env = make("CartPole-v1", device="cpu", normalize=True, frame_stack=2)
-    assert isinstance(env, VecNormalize | VecFrameStack)
+    assert model.normalize_obs
+    assert isinstance(env, VecFrameStack)
     assert env.observation_space.shape == (8,)
     assert isinstance(env.unwrapped, FastDummyVecEnv)
     assert env.num_envs == presets()["CartPole-v1"]["n_envs"]
@@ -116,7 +121,7 @@ def test_default_chooses_the_policy(name):
     space, policy = SPACES[name]
     assert policy_for(space) == policy
     model, _ = make(f"Observing-{name}-v0", n_steps=8, batch_size=8, n_epochs=1, n_envs=1, device="cpu")
-    assert type(model.policy) is model.policy_aliases[policy]
+    assert isinstance(model.policy, model.policy_aliases[policy])
     model.learn(16)
 
 
@@ -140,7 +145,7 @@ def test_minigrid(tmp_path, train_here):
 
 def test_minatar(monkeypatch):
     """MinAtar's games are trained with the entry of all of them."""
-    monkeypatch.setattr(ExperimentManager, "entry_point", staticmethod(lambda env_id: "minatar.gym:BaseEnv"))
+    monkeypatch.setattr(zoo_presets, "_entry_point", lambda env_id: "minatar.gym:BaseEnv")
     model, env = make("Observing-vector-v0", n_envs=2, n_steps=512)
     assert (env.num_envs, model.batch_size, model.vf_clip_mode) == (2, 1024, "max")
     assert any(isinstance(module, nn.ReLU) for module in model.policy.modules())
@@ -161,15 +166,23 @@ def test_presets():
 @pytest.mark.parametrize(
     ("match", "arguments"),
     [
-        ("env='CartPol-v1'.*CartPole", dict(env_id="CartPol-v1")),
-        ("n_envs=0", dict(env_id="CartPole-v1", n_envs=0)),
-        ("vec_env_cls='dummy'", dict(env_id="CartPole-v1", vec_env_cls="dummy")),
-        ("verbose='x'", dict(env_id="CartPole-v1", verbose="x")),
-        ("env_kwargs=5", dict(env_id="CartPole-v1", env_kwargs=5)),
-        ("seed=-1", dict(env_id="CartPole-v1", seed=-1)),
-        ("seed='a'", dict(env_id="CartPole-v1", seed="a")),
-        ("space", dict(env_id="Observing-text-v0", policy="MlpLstmPolicy")),
-        ("`learning_rate` or", dict(env_id="CartPole-v1", learning_rat=1e-3)),
+        ("env='CartPol-v1'.*CartPole", dict(env="CartPol-v1")),
+        ("n_envs=0", dict(env="CartPole-v1", n_envs=0)),
+        ("vec_env_cls='dummy'", dict(env="CartPole-v1", vec_env_cls="dummy")),
+        ("verbose='x'", dict(env="CartPole-v1", verbose="x")),
+        ("env_kwargs=5", dict(env="CartPole-v1", env_kwargs=5)),
+        ("env=5", dict(env=5)),
+        ("n_envs='all'", dict(env="CartPole-v1", n_envs="all")),
+        ("n_envs=4.*there are 1", dict(env=Observing(SPACES["vector"][0]), n_envs=4)),
+        ("env_kwargs=.*made already", dict(env=Observing(SPACES["vector"][0]), env_kwargs={"g": 1})),
+        ("normalize=.*'epsilon'", dict(env="CartPole-v1", normalize="dict(epsilon=1.0)")),
+        ("normalize=.*gamma=0.98", dict(env="CartPole-v1", normalize=dict(gamma=0.5))),
+        ("normalize='all'", dict(env="CartPole-v1", normalize="all")),
+        ("env_wrapper='no.Wrapper'", dict(env="CartPole-v1", env_wrapper="no.Wrapper")),
+        ("seed=-1", dict(env="CartPole-v1", seed=-1)),
+        ("seed='a'", dict(env="CartPole-v1", seed="a")),
+        ("space", dict(env="Observing-text-v0", policy="MlpLstmPolicy")),
+        ("`learning_rate` or", dict(env="CartPole-v1", learning_rat=1e-3)),
     ],
 )
 def test_bad_arguments(match, arguments):
@@ -188,19 +201,95 @@ def test_values_that_the_zoo_does_not_take():
     env.close()
 
 
-def test_statistics_of_another_run(tmp_path, monkeypatch):
-    """What lies in the current folder, such as that of a run, plays no part."""
-    monkeypatch.chdir(tmp_path)
-    _, env = make("LunarLanderContinuous-v3", normalize=True)
-    env.obs_rms.count = 130.0
-    (tmp_path / "LunarLanderContinuous-v3").mkdir()
-    env.save(tmp_path / "LunarLanderContinuous-v3" / "vecnormalize.pkl")
-    _, env = make("LunarLanderContinuous-v3", normalize=True)
-    assert env.obs_rms.count < 1
-
-
 def test_make_leaves_dictionaries_alone():
     """The discount factor that goes into `normalize` is not written into the dictionary of the user."""
     normalize = dict(norm_reward=False)
     make("CartPole-v1", normalize=normalize, gamma=0.5)
     assert normalize == dict(norm_reward=False)
+
+
+def observing(**kwargs):
+    return Observing(SPACES["vector"][0], **kwargs)
+
+
+KINDS = {
+    "class": (lambda: OfVectors, 2),
+    "function": (lambda: observing, 2),
+    "environment": (observing, 1),
+    "vectorised": (lambda: DummyVecEnv([observing] * 3), 3),
+    "tensors": (lambda: TorchVecEnv(TorchPendulum(4)), 4),
+}
+
+
+class OfVectors(Observing):
+    def __init__(self):
+        super().__init__(SPACES["vector"][0])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_environments(name):
+    """Whatever the environment is given as, it is trained with `default`, which keeps the samples of an update."""
+    make_env, n_envs = KINDS[name]
+    env = make_env()
+    model, made = make(env, seed=0, device="cpu")
+    assert made.num_envs == model.n_envs == n_envs
+    assert made is env or not isinstance(env, VecEnv)
+    assert model.normalize_obs is model.normalize_reward is True
+    assert model.n_steps * n_envs == pytest.approx(2048, abs=n_envs)
+    assert unwrap_vec_normalize(model.env) is None
+
+
+def test_normalised_environments_stay_as_they_are():
+    """A VecNormalize of the user normalises instead of the model."""
+    model, _ = make(VecNormalize(DummyVecEnv([observing])), device="cpu")
+    assert model.normalizer is None
+
+
+def test_evaluation_has_raw_environments(tmp_path):
+    """The model, and what was saved of it, act in environments as they are."""
+    model, env = make("MountainCarContinuous-v0", n_envs=2, seed=0, device="cpu", n_steps=32)
+    model.learn(64).save(tmp_path / "model.zip")
+    assert model.normalizer.obs_rms.count > 60
+    loaded = PPOExt.load(tmp_path / "model.zip", trusted=False)
+    observation = env.observation_space.sample()
+    expected, _ = model.predict(observation, deterministic=True)
+    np.testing.assert_array_equal(loaded.predict(observation, deterministic=True)[0], expected)
+
+
+@pytest.mark.parametrize(("n_envs", "n_steps"), [(2, 1024), (8, 256), (64, 32), (1, 2048)])
+def test_the_number_of_environments_is_free(n_envs, n_steps, recwarn):
+    """The samples of an update stay the same."""
+    model, _ = make(observing, n_envs=n_envs, device="cpu")
+    assert (model.n_envs, model.n_steps) == (n_envs, n_steps)
+    assert not [each for each in recwarn if "samples per update" in str(each.message)]
+    assert make(observing, n_envs=n_envs, device="cpu", n_steps=50)[0].n_steps == 50
+
+
+@pytest.mark.parametrize(("n_envs", "n_steps"), [(12, 170), (100, 32)])
+def test_numbers_of_environments_that_change_the_samples(n_envs, n_steps):
+    """There is a warning where they cannot, because they do not divide them, or would make a rollout too short."""
+    with pytest.warns(UserWarning, match=f"n_envs={n_envs}.*has 2048 samples per update, and this one {n_envs * n_steps}"):
+        model, _ = make(observing, n_envs=n_envs, device="cpu")
+    assert model.n_steps == n_steps
+
+
+@pytest.mark.parametrize(("cores", "n_envs", "kind"), [(1, 2, FastDummyVecEnv), (4, 4, ParallelVecEnv)])
+@pytest.mark.integration
+def test_all_cores(cores, n_envs, kind, monkeypatch):
+    """With "auto", there is an environment on each core."""
+    monkeypatch.setattr(zoo_presets, "available_cores", lambda: cores)
+    model, env = make(observing, n_envs="auto", device="cpu")
+    env.close()
+    assert (type(env), env.num_envs, model.n_steps * model.n_envs) == (kind, n_envs, 2048)
+
+
+def test_without_the_zoo(monkeypatch):
+    """Our entries need no RL Zoo; Atari's are those of the Zoo."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "rl_zoo3" else find(name, *args))
+    assert "default" in presets()
+    assert "BipedalWalkerHardcore-v3" not in presets()
+    model, _ = make("MountainCarContinuous-v0", device="cpu", policy="MlpLstmPolicy")
+    assert model.policy_class.__name__ == "MlpLstmPolicy"
+    with pytest.raises(ValueError, match="Atari come with RL Zoo"):
+        make("ALE/Pong-v5")
