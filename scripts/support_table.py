@@ -6,7 +6,7 @@ Run it: python scripts/support_table.py (seconds)
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -32,12 +32,12 @@ POLICIES: dict[str, tuple[str, spaces.Space, dict[str, Any]]] = {
 }
 ACTIONS: dict[str, tuple[spaces.Space, dict[str, Any]]] = {
     "`Box`": (FORCE, {}),
-    "`Box`, `action_dist`": (FORCE, {"action_dist": "beta"}),
-    "`Box`, `use_sde`": (FORCE, {"use_sde": True}),
+    "every `action_dist`": (FORCE, {"action_dist": "beta"}),
+    "`use_sde`": (FORCE, {"use_sde": True}),
     "`Discrete`": (CHOICE, {}),
     "`MultiDiscrete`": (spaces.MultiDiscrete([3, 2]), {}),
     "`MultiBinary`": (spaces.MultiBinary(3), {}),
-    "`Dict`, `Tuple` (hybrid)": (HYBRID, {}),
+    "hybrid (`Dict`, `Tuple`)": (HYBRID, {}),
 }
 
 
@@ -64,11 +64,14 @@ def lines() -> Iterator[str]:
     yield "|---" * (len(COLUMNS) + 1) + "|"
     for title, (policy, space, options) in POLICIES.items():
         yield _line(title, supported(policy, space, FORCE, **options))
+    groups: dict[frozenset[str], list[str]] = {}
     for title, (actions, options) in ACTIONS.items():
-        yield _line(f"{title} actions", supported("MlpPolicy", NUMBERS, actions, **options))
+        groups.setdefault(frozenset(supported("MlpPolicy", NUMBERS, actions, **options)), []).append(title)
+    for names, titles in groups.items():
+        yield _line(f"actions: {', '.join(titles)}", names)
 
 
-def _line(title: str, names: set[str]) -> str:
+def _line(title: str, names: Collection[str]) -> str:
     return f"| {title} | " + " | ".join("✔️" if name in names else "❌" for name in COLUMNS) + " |"
 
 

@@ -1,0 +1,22 @@
+"""The table "Can I use?" of the README is what the engines say."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.integration
+def test_support_table():
+    """Each cell of the table is what the engine answers."""
+    lines = list(runpy.run_path(str(ROOT / "scripts" / "support_table.py"))["lines"]())
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(lines) in text, "paste what `python scripts/support_table.py` prints:\n" + "\n".join(lines)
+
+
+def test_length_of_the_readme():
+    """What a newcomer reads before "More" is a screen or two."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text[: text.index("## More")].split()) <= 700
