@@ -108,10 +108,6 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         saved_hyperparams = OrderedDict(sorted(hyperparams.items()))
         print(f"Hyperparameters with those of trial {trial_id}:")
         pprint(saved_hyperparams)
-    if hyperparams.get("normalize_obs") or hyperparams.get("normalize_reward"):
-        # The model normalises instead of the environments, and its zip has the statistics.
-        for each in (hyperparams, saved_hyperparams):
-            each.pop("normalize", None)
     experiment.entry = deepcopy(dict(saved_hyperparams))  # type: ignore[attr-defined]  # for the entry of the best trial
     return hyperparams, saved_hyperparams
 

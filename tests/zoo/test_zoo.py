@@ -604,16 +604,6 @@ def test_enjoy_loads_with_custom_objects(trained):
     assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
 
 
-def test_the_model_normalises_in_place_of_the_environments(tmp_path, train_here, enjoy_here):
-    """With `normalize_obs`, one file is enough to watch the agent; `normalize` of the entry has no effect."""
-    params = ("n_envs:2", "n_steps:32", "batch_size:32", "n_epochs:1", "normalize_obs:True", "normalize_reward:True")
-    train_here("--env", "MountainCarContinuous-v0", "-n", "128", "-params", *params)
-    path = saved(tmp_path, "MountainCarContinuous-v0")
-    assert not (path.parent / "MountainCarContinuous-v0" / "vecnormalize.pkl").exists()
-    assert PPOExt.load(path).normalizer.obs_rms.count > 128
-    assert "Mean reward" in enjoy_here("MountainCarContinuous-v0", 1000)
-
-
 def test_vec_normalize_statistics_are_saved(tmp_path, train_here):
     """The statistics lie beside the zip, and count the observations of the training."""
     train_here("--env", "MountainCarContinuous-v0", "-n", "100")
