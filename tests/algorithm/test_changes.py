@@ -28,9 +28,9 @@ NEW_VALUES = {name: (VALUES.get(name) or row.examples)[0] for name, row in ALL_O
 NEW_VALUES |= dict(n_steps=4, batch_size=4, n_epochs=1, learning_rate="lin_0.01", gamma=0.5, gae_lambda=0.5, target_kl=1e-9)
 NEW_VALUES |= dict(clip_range=1e-3, clip_range_vf=1e-3, ent_coef=0.5, dual_clip=1.001, policy_kwargs={}, seed=4)
 NEW_VALUES |= dict(bounds_coef=10.0, kl_coef=100.0, kl_target=1e-9, priority_beta=0.0, priority_segment=3)
-NEW_VALUES |= dict(lr_warmup=0.99, adaptive_lr_kl=1e-9, adaptive_lr_bounds=(1e-6, 1e-5))
+NEW_VALUES |= dict(clip_obs=0.1, clip_reward=0.01, lr_warmup=0.99, adaptive_lr_kl=1e-9, adaptive_lr_bounds=(1e-6, 1e-5))
 REFUSED = {"use_sde", "policy_kwargs", "action_dist", "action_masking", "action_mask_key", "optimizer", "distributed"}
-REFUSED |= {"normalize_value"}
+REFUSED |= {"normalize_value", "normalize_obs"}
 # Options that need other settings than those of the table, to act here
 BASES = {
     "adv_min_std": dict(advantage_norm="ema", adv_min_std=100.0),
@@ -39,6 +39,7 @@ BASES = {
     "adaptive_lr_bounds": dict(adaptive_lr_kl=1e-9),
     "adaptive_lr_rule": dict(adaptive_lr_kl=2e-7),
     "dual_clip": dict(learning_rate=0.05),
+    "normalize_freq": dict(normalize_obs=True, n_steps=4, batch_size=4),
     "bounds_coef": dict(bounds_limit=0.0),
     "max_clip_fraction": dict(learning_rate=0.05),
     "vf_clip_mode": dict(clip_range_vf=1e-3, learning_rate=0.05),

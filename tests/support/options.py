@@ -81,6 +81,7 @@ def is_legal(options, action_space):
         or (get("auxiliary_losses") and get("backend") == "native")
         or (get("kl_target") and not get("kl_coef"))
         or (get("adaptive_lr_kl") and (get("lr_decay") != "constant" or get("lr_warmup") > 0))
+        or (isinstance(get("learning_rate"), str) and (get("adaptive_lr_kl") or get("lr_decay") != "constant"))
     )
 
 
