@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,3 +302,26 @@ def test_tuning_keeps_options(tmp_path, train_here):
     assert len(kept) > len(ZOO_OPTIONS) / 2
     assert_has_options(model, kept)
     assert_has_options(model, {name: value for name, value in sampled.items() if name in ZOO_OPTIONS})
+
+
+@pytest.mark.parametrize("name", [name for name, row in ALL_OPTIONS.items() if row.needs is not None])
+def test_without_what_it_needs(name):
+    """An option that has no effect without another one says so, with the remedy; together with that, nothing is said."""
+    row = ALL_OPTIONS[name]
+    text = rf"`{name}=.*` has no effect without `{row.needs.name}"
+    if name == "action_mask_key":  # The masks would be ordinary observations, and invalid actions would be chosen.
+        with pytest.raises(ValueError, match="without `action_masking=True`"):
+            make(without_needs(row))
+        return
+    with pytest.warns(UserWarning, match=text):
+        make(without_needs(row))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has no effect without.*")
+        make(with_needs({name: row.examples[0]}))
+
+
+def without_needs(row):
+    """An option without the one that it needs."""
+    needed = ALL_OPTIONS[row.needs.name]
+    off = {needed.name: False} if needed.default is True else {}
+    return {row.name: row.examples[0]} | off

@@ -162,7 +162,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         if self.kl_coefficient is not None:
             self.kl_coefficient.update(metrics.mean("kl"))
         if self.adaptive_lr is not None:
-            self.adaptive_lr.update(metrics.mean("approx_kl"), max(self._current_progress_remaining, 0.0))
+            self.adaptive_lr.update(metrics.mean("approx_kl"), self._current_progress_remaining)
 
     def _normalize_values(self) -> None:
         """Update the statistics of the returns, if the critic has them."""
@@ -178,7 +178,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
     def _update_config(self) -> UpdateConfig:
         """Configuration of an update with the current values of the options."""
         progress = self._current_progress_remaining
-        done = min(max(1 - progress, 0.0), 1.0)
+        done = 1 - progress
         given = {name: getattr(self, name) for name in OF_UPDATE}
         given |= {
             "loss": self._loss_config(progress),
@@ -193,14 +193,13 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         return UpdateConfig(**given)
 
     def _loss_config(self, progress: float) -> LossConfig:
-        # Progress is negative if the last rollout ends after `total_timesteps`. SB3's schedules get it, ours get 0.
-        coefficients = {name: value_of(getattr(self, loss.coef), max(progress, 0.0)) for name, loss in PENALTIES.items()}
+        coefficients = {name: value_of(getattr(self, loss.coef), progress) for name, loss in PENALTIES.items()}
         if self.kl_coefficient is not None and self.kl_coef > 0:
             coefficients["kl"] = self.kl_coefficient.value
         return LossConfig(
             clip_range=in_float32_range(value_of(self.clip_range, progress)),
             clip_range_vf=None if self.clip_range_vf is None else in_float32_range(value_of(self.clip_range_vf, progress)),
-            ent_coef=value_of(self.ent_coef, max(progress, 0.0)),
+            ent_coef=value_of(self.ent_coef, progress),
             vf_coef=in_float32_range(self.vf_coef),
             surrogate=self.surrogate,
             dual_clip=None if self.dual_clip is None else in_float32_range(self.dual_clip),
@@ -266,7 +265,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         if "kl" in config.loss.penalties:
             logged["train/kl_coef"] = config.loss.penalties["kl"]
         if self.adaptive_lr is not None and not is_constant(self.adaptive_lr.target):
-            logged["train/adaptive_lr_kl"] = value_of(self.adaptive_lr.target, max(self._current_progress_remaining, 0.0))
+            logged["train/adaptive_lr_kl"] = value_of(self.adaptive_lr.target, self._current_progress_remaining)
         if config.target_kl is not None:
             logged["train/epochs"] = result.n_epochs
         if config.priority_alpha > 0:
@@ -283,8 +282,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
         super()._update_learning_rate(optimizers)
         if self.critic_lr_schedule is None:
             return
-        # The remaining progress is negative if the last rollout ends after `total_timesteps`.
-        learning_rate = self.critic_lr_schedule(max(self._current_progress_remaining, 0.0))
+        learning_rate = self.critic_lr_schedule(self._current_progress_remaining)
         self.logger.record("train/critic_learning_rate", learning_rate)
         for group in self.policy.optimizer.param_groups:
             if group.get("role") == "critic":

@@ -3,8 +3,10 @@
 import inspect
 import io
 import sys
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,7 +62,8 @@ SHARED = dict(share_features_extractor=True)
 # Attributes that are created again after loading
 NOT_SAVED = (
     *("_truncations", "_tensors_after", "_samples_latents", "_engines", "_interrupted", "_set_up"),
-    *("_own_buffer", "_own_methods", "_device_is_automatic", "ranks", "_shared_rollout", "_before_step", "_terminal_watch"),
+    *("_own_buffer", "_own_methods", "_device_is_automatic", "ranks", "_shared_rollout", "_before_step"),
+    *("_terminal_watch", "_said"),
 )
 COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_episode_num", "_n_updates", "n_skipped_updates")
 # Statistics of the last episodes, and the keys of their numbers
@@ -383,3 +386,23 @@ def option_names(algorithm: type[SavedState]) -> set[str]:
     classes = [cls for cls in algorithm.__mro__ if issubclass(cls, SavedState) and cls.__init__ is not SavedState.__init__]
     parameters: Iterable[inspect.Parameter] = (p for c in classes for p in inspect.signature(c.__init__).parameters.values())
     return {p.name for p in parameters if p.kind in kinds} - {"self"}
+
+
+class _OfTheClass(classmethod):
+    """A class method that makes a new model, and says so if it is called on a model, which stays as it is."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        method = super().__get__(None, type(instance) if owner is None else owner)
+        return method if instance is None else partial(_warned, method)
+
+
+def _warned(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    warnings.warn(
+        "`load` is a class method: it returns a new model, and leaves this one as it is. Write `model = PPOExt.load(path)`, "
+        "or `model.set_parameters(path)` to change this one.",
+        stacklevel=2,
+    )
+    return method(*args, **kwargs)
+
+
+SavedState.load = _OfTheClass(SavedState.load.__func__)  # type: ignore

@@ -16,11 +16,13 @@ from sb3_ppo_ext.algorithm.saved_state import SavedState
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint, training_checkpoints
 from sb3_ppo_ext.checkpoints.training_state import CheckpointPath, TrainingState, check_ranks, read_checkpoint_of_rank
 from sb3_ppo_ext.common.guards import normalizers_of
+from sb3_ppo_ext.common.schedules import is_constant
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks, connect
 from sb3_ppo_ext.distributed.statistics import share_statistics, unshare_statistics
 from sb3_ppo_ext.envs.normalizer import Normalizer
+from sb3_ppo_ext.rollout.advice import say_once
 from sb3_ppo_ext.rollout.lazy_locals import LazyLocals
 
 SelfTrainingLoop = TypeVar("SelfTrainingLoop", bound="TrainingLoop")
@@ -113,6 +115,8 @@ class TrainingLoop(SavedState):
         progress_bar: bool = False,
     ) -> SelfTrainingLoop:
         check_learn(total_timesteps, callback, log_interval)
+        if not reset_num_timesteps:
+            self._warn_of_ended_schedules()
         with training_of(self, total_timesteps=total_timesteps, reset_num_timesteps=reset_num_timesteps):
             iteration = 0
             total_timesteps, callback = self._setup_learn(
@@ -139,6 +143,26 @@ class TrainingLoop(SavedState):
             callback.on_training_end()
             self._before_step = ()
         return self
+
+    def _update_current_progress_remaining(self, num_timesteps: int, total_timesteps: int) -> None:
+        # The last rollout may end after `total_timesteps`. A negative progress would make most schedules negative: a negative
+        # learning rate undoes what was learned.
+        super()._update_current_progress_remaining(num_timesteps, total_timesteps)
+        self._current_progress_remaining = max(self._current_progress_remaining, 0.0)
+
+    def _warn_of_ended_schedules(self) -> None:
+        """Warn once if a training goes on whose schedules have come to their end: they begin anew, and end again."""
+        has_ended = self.num_timesteps > 0 and self._current_progress_remaining <= 0 and self._interrupted is None
+        values = {name: getattr(self, name) for name in ("learning_rate", "clip_range", "clip_range_vf", "ent_coef")}
+        decaying = [name for name, value in values.items() if value is not None and not is_constant(value)]
+        decaying += ["lr_decay"] if self.lr_decay != "constant" else []
+        if has_ended and decaying:
+            say_once(
+                self,
+                f"`learn(reset_num_timesteps=False)` goes on with a training whose schedules ({', '.join(decaying)}) have "
+                "come to their end. As in SB3, they jump back, and reach their end again at the end of this call: train in "
+                "one call, with constants, or continue an interrupted training with `PPOExt.resume`.",
+            )
 
     def _init_callback(self, callback: MaybeCallback, progress_bar: bool = False) -> BaseCallback:
         if not self.ranks.is_first:

@@ -15,7 +15,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
 
 from sb3_ppo_ext.common.reward_errors import describe_bad_reward
-from sb3_ppo_ext.common.workers import WorkerError, raise_if_worker_died
+from sb3_ppo_ext.common.workers import WorkerError, raise_if_worker_died, worker_deaths_noticed
 
 # Numbers with a smaller square are finite in float32, which policies and buffers compute with.
 _SQUARE_IN_FLOAT32 = 1e76
@@ -231,7 +231,8 @@ def _copied(statistics: Any) -> Any:
 def _errors_explained(model: OnPolicyAlgorithm) -> Iterator[None]:
     """Name the worker of a broken pipe, a reward that is no number, and parameters of a distribution that torch refuses."""
     try:
-        yield
+        with worker_deaths_noticed(model.env):
+            yield
     except (EOFError, OSError) as error:
         raise_if_worker_died(model.env, error)
         raise

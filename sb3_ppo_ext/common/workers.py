@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import select
 import signal
 import time
-from collections.abc import Sequence
-from multiprocessing.connection import wait
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnvWrapper
@@ -45,6 +47,48 @@ def raise_if_worker_died(env: Any, error: Exception) -> None:
             deaths.append("`CheckedSubprocVecEnv` shows the traceback of a worker.")
             _end(env)
         raise WorkerError(" ".join([*deaths, REMEDY])) from error
+
+
+@contextmanager
+def worker_deaths_noticed(env: Any) -> Iterator[None]:
+    """
+    Let commands to SB3's ``SubprocVecEnv`` fail if the worker that has to answer has died, within the context. Forked workers
+    have copies of the pipes of those that were forked later, so that a death does not close these, and SB3 would wait forever.
+
+    :param env: Vectorised environment with its wrappers
+    """
+    while isinstance(env, VecEnvWrapper):
+        env = env.venv
+    if type(env) is not SubprocVecEnv or not isinstance(env.remotes[0], Connection) or not hasattr(select, "poll"):
+        yield
+        return
+    remotes = env.remotes
+    env.remotes = tuple(map(_WatchedPipe, remotes, env.processes))
+    try:
+        yield
+    finally:
+        env.remotes = remotes
+
+
+class _WatchedPipe:
+    """A pipe to a worker, which answers until the worker has ended."""
+
+    def __init__(self, connection: Connection, process: Any):
+        self.connection, self.process = connection, process
+        # `wait` would register both at each step, which takes as long as to receive.
+        self.poller = select.poll()
+        self.poller.register(connection.fileno(), select.POLLIN)
+        self.poller.register(process.sentinel, select.POLLIN)
+
+    def recv(self) -> Any:
+        """Wait for an answer, or for the end of the worker."""
+        self.poller.poll()
+        if not self.connection.poll():
+            raise EOFError
+        return self.connection.recv()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.connection, name)
 
 
 def _end(env: SubprocVecEnv) -> None:

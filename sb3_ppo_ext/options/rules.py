@@ -1,6 +1,7 @@
 """Checks of all options of a model: the rows of the table, and conditions that depend on more than the options."""
 
 import os
+import warnings
 from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from sb3_ppo_ext.common.validation import (
     check_kwargs,
     check_number,
     check_type,
+    described,
     keywords_of,
     refuse,
 )
@@ -26,6 +28,7 @@ from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.recurrent_policies import check_recurrence, with_own_recurrence
 from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
+from sb3_ppo_ext.options.row import Option
 from sb3_ppo_ext.options.table import (
     ALL_OPTIONS,
     ActionDist,
@@ -132,6 +135,21 @@ def check_options(model: ConfiguredModel, changed: Container[str] | None = None)
     _check_losses(model)
     for option in ALL_OPTIONS.values():
         option.check_conflicts(model)
+        if changed is None or option.attribute in changed:
+            _warn_without_need(option, model)
+
+
+def _warn_without_need(option: Option, model: ConfiguredModel) -> None:
+    """Warn if the option has no effect, since the one that it needs is off."""
+    value, need = getattr(model, option.attribute), option.needs
+    if need is None or (tuple(value) if isinstance(value, list) else value) == option.default:
+        return
+    needed = ALL_OPTIONS[need.name]
+    current = getattr(model, needed.attribute)
+    if current == need.value if need.value is not None else current != needed.default:
+        return
+    remedy = f"give {need.described()} as well, or leave `{option.name}` out"
+    warnings.warn(f"`{option.name}={described(value)}` has no effect without {need.described()}: {remedy}.", stacklevel=2)
 
 
 def check_logging(tensorboard_log: Any, verbose: Any) -> None:

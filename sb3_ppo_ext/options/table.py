@@ -93,12 +93,6 @@ SPO_WITHOUT_RANGE = When(
     lambda model: model.surrogate == "spo" and is_constant(model.clip_range) and value_of(model.clip_range, 1.0) == 0,
     {"surrogate": "spo", "clip_range": 0.0},
 )
-# A coefficient that has been adapted may be turned off.
-WITHOUT_KL_COEF = When(
-    "`kl_coef=0.0`",
-    lambda model: model.kl_coef == 0 and getattr(model, "kl_coefficient", None) is None,
-    {"kl_coef": 0.0},
-)
 MEAN_WITHIN_BOUNDS = [
     *(equals("action_dist", name) for name, family in ACTION_DISTS.items() if family.unsquashed_mean is None),
     MEAN_TANH,
@@ -432,9 +426,6 @@ class PPOExtOptions:
         accepted=POSITIVE,
         example=0.01,
         needs=Need("kl_coef"),
-        conflicts=(
-            Conflict(WITHOUT_KL_COEF, "it adapts `kl_coef`, which is 0; give that a value to start from, such as 1.0"),
-        ),
         change=OF_KL_COEFFICIENT,
     )
     auxiliary_losses: dict[str, Any] | None = option(

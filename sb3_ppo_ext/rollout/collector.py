@@ -23,6 +23,7 @@ from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.memory.states import StateMemory
 from sb3_ppo_ext.rollout.action_masks import ActionMasks
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
+from sb3_ppo_ext.rollout.advice import NO_STATISTICS, advice_on, has_monitor, say_once
 from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes
 from sb3_ppo_ext.rollout.overlap import overlapped_collection
 from sb3_ppo_ext.rollout.own_copies import KEPT, OwnCopies, TerminalWatch, kept_of
@@ -46,6 +47,8 @@ class RolloutCollector(OnPolicyAlgorithm):
     #: Running statistics with which observations and rewards are normalised, ``None`` if they are not. What environments,
     #: callbacks and ``predict`` see is not normalised, what the policy and the rollout buffer get is
     normalizer: Normalizer | None = None
+    # What has been warned of
+    _said: frozenset[str] = frozenset()
     # Called right before each step of the environments, by each `TrainingCheckpoint`
     _before_step: Sequence[Callable[[], None]] = ()
     # Whether the policy samples latents of a bounded action distribution instead of actions
@@ -265,6 +268,13 @@ class RolloutCollector(OnPolicyAlgorithm):
         except AttributeError:
             StepChecks(self, self.rollout_buffer.pos).check_infos(infos)
             raise
+        if not self.ep_info_buffer and dones is not None and NO_STATISTICS not in self._said and np.count_nonzero(dones):
+            self._warn_without_statistics()
+
+    def _warn_without_statistics(self) -> None:
+        if self.env is not None and has_monitor(self.env):
+            self._said |= {NO_STATISTICS}  # An episode of the monitor may be longer, such as a game with several lives.
+        say_once(self, NO_STATISTICS)
 
     def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
         with restored_if_refused(self):
@@ -275,4 +285,6 @@ class RolloutCollector(OnPolicyAlgorithm):
             check_finite(self, "observation", self._last_obs, 0)
             if self.normalizer is not None and self._last_episode_starts is not starts:
                 self.normalizer.reset(self._last_obs)
-            return results
+        for message in advice_on(self):
+            say_once(self, message)
+        return results

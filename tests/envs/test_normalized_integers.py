@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from stable_baselines3 import PPO
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from support.parity import assert_equal
 
@@ -46,7 +47,7 @@ class Memory(gym.Env):
 
 
 def normalized(space=RAM, **kwargs):
-    return VecNormalize(DummyVecEnv([lambda: Memory(space)] * 2), norm_reward=False, **kwargs)
+    return VecNormalize(DummyVecEnv([lambda: Monitor(Memory(space))] * 2), norm_reward=False, **kwargs)
 
 
 @pytest.mark.parametrize("backend", ["auto", "native", "fused", "device"])

@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 from gymnasium.vector import AsyncVectorEnv
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
 from support.engines import SMALL
 from support.parity import assert_equal
@@ -177,6 +179,52 @@ def test_workers_of_sb3(how, message, model, tmp_path):
     env = make(SubprocVecEnv, how, 0)
     assert_model_survives(model, env, message, tmp_path)
     assert_ended(env)
+
+
+WAYS = {
+    "raises": "exit code 1|KeyError: 'broken'",
+    "is killed": "was killed by SIGKILL",
+    "leaves": "exit code 3",
+    "says goodbye": "exit code 1|SystemExit: goodbye",
+}
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("cls", "start_method"),
+    [
+        (SubprocVecEnv, "fork"),
+        *(pytest.param(cls, "fork", marks=pytest.mark.slow) for cls in (CheckedSubprocVecEnv, parallel)),
+        *(
+            pytest.param(cls, method, marks=pytest.mark.slow)
+            for cls in (SubprocVecEnv, CheckedSubprocVecEnv, parallel)
+            for method in ("forkserver", "spawn")
+        ),
+    ],
+)
+@pytest.mark.parametrize("how", WAYS)
+def test_each_worker(how, cls, start_method, index, model):
+    """Whichever worker ends, and in whatever way: training ends with its name, and nothing waits for it."""
+    if cls is parallel and index == 0:
+        pytest.skip("it is in the main process")
+    env_fns: list = [ToyEnv] * 3
+    env_fns[index] = partial(Failing, how)
+    env = cls(env_fns, start_method=start_method)
+    model.set_env(VecMonitor(env))
+    with pytest.raises(WorkerError, match=rf"(?s)Worker {index} .*({WAYS[how]})"):
+        model.learn(48)
+    assert not any(process.is_alive() for process in env.processes)
+    env.close()
+
+
+def test_pipes_of_sb3_are_left_alone(model):
+    """After a rollout, an environment has the pipes that it was made with."""
+    env = make_vec_env(ToyEnv, 3, vec_env_cls=SubprocVecEnv, vec_env_kwargs=dict(start_method="fork"))
+    before = env.remotes
+    model.set_env(env)
+    model.learn(48)
+    assert env.remotes is before
+    env.close()
 
 
 def test_workers_of_gymnasium(tmp_path):

@@ -79,7 +79,6 @@ def is_legal(options, action_space):
         or (get("policy") in ("MlpLstmPolicy", "MlpTransformerPolicy") and get("backend") == "native")
         or (get("amp_dtype") and get("backend") not in ("auto", "device"))
         or (get("auxiliary_losses") and get("backend") == "native")
-        or (get("kl_target") and not get("kl_coef"))
         or (get("adaptive_lr_kl") and (get("lr_decay") != "constant" or get("lr_warmup") > 0))
         or (isinstance(get("learning_rate"), str) and (get("adaptive_lr_kl") or get("lr_decay") != "constant"))
     )
