@@ -229,7 +229,7 @@ def _copied(statistics: Any) -> Any:
 
 @contextmanager
 def _errors_explained(model: OnPolicyAlgorithm) -> Iterator[None]:
-    """Name the worker of a broken pipe, a reward that is no number, and the parameters of a distribution that torch refuses."""
+    """Name the worker of a broken pipe, a reward that is no number, and parameters of a distribution that torch refuses."""
     try:
         yield
     except (EOFError, OSError) as error:

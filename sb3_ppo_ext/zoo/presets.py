@@ -40,7 +40,8 @@ def make(
     statistics, with ``training=False, norm_reward=False``. The number of time steps for which the entry was tuned is
     ``presets()[env_id]["n_timesteps"]``.
 
-    :param env_id: Gymnasium's id of the environment
+    :param env_id: Gymnasium's id of the environment, such as ``"CartPole-v1"``, or with the module that registers it, such as
+        ``"package.module:Task-v0"``
     :param n_envs: Number of environments, at least 1; ``None`` for that of the entry
     :param seed: Seed of the model and of the environments; ``None`` for none
     :param vec_env_cls: Class of the vectorised environments, such as ``ParallelVecEnv``; ``None`` for ``FastDummyVecEnv``
@@ -57,6 +58,7 @@ def make(
     register()
     importlib.import_module("rl_zoo3.import_envs")  # registers the environments of other packages
     manager: Any = importlib.import_module("rl_zoo3.exp_manager").ExperimentManager
+    env_id = _registered(env_id)
     _check(env_id, n_envs, vec_env_cls)
     _check_arguments_of_environments(env_kwargs, seed)
     check_number("verbose", verbose, 0, integer=True)
@@ -69,6 +71,18 @@ def make(
         experiment.vec_env_class = experiment.default_vec_env_cls = vec_env_cls
     with contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO()):
         return make_model(experiment, tensorboard_log)
+
+
+def _registered(env_id: Any) -> Any:
+    """The id alone, after the import of the module in front of it."""
+    module, colon, name = env_id.rpartition(":") if isinstance(env_id, str) else ("", "", "")
+    if not colon:
+        return env_id
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        refuse("env_id", env_id, f"the module in front of the colon cannot be imported ({error})")
+    return name
 
 
 def _check(env_id: str, n_envs: int | None, vec_env_cls: Any) -> None:

@@ -10,7 +10,7 @@ from support.parity import assert_equal
 from support.zoo import manager, saved
 from torch import nn
 
-from sb3_ppo_ext import FastDummyVecEnv, MlpTransformerPolicy, ParallelVecEnv, make, presets
+from sb3_ppo_ext import FastDummyVecEnv, MlpTransformerPolicy, ParallelVecEnv, PPOExt, make, presets
 from sb3_ppo_ext.zoo.yaml_entries import policy_for
 
 
@@ -204,3 +204,20 @@ def test_make_leaves_dictionaries_alone():
     normalize = dict(norm_reward=False)
     make("CartPole-v1", normalize=normalize, gamma=0.5)
     assert normalize == dict(norm_reward=False)
+
+
+def test_ids_with_a_module():
+    """The module in front of the id is imported, as Gymnasium does; one that cannot be is named."""
+    model, _ = make("gymnasium:CartPole-v1")
+    assert model.n_steps == presets()["CartPole-v1"]["n_steps"]
+    with pytest.raises(ValueError, match=r"env_id=.*no_such_module"):
+        make("no_such_module:CartPole-v1")
+
+
+def test_preset_for_simulators():
+    """The entry for simulators has rsl_rl's values, and its minibatches are a quarter of a rollout."""
+    entry = presets()["simulator"]
+    assert (entry["n_epochs"], entry["learning_rate"], entry["adaptive_lr_kl"]) == (5, 1e-3, 0.01)
+    assert entry["batch_size"] * 4 == entry["n_envs"] * entry["n_steps"]
+    given = {name: value for name, value in entry.items() if name not in ("n_envs", "n_timesteps", "normalize", "policy")}
+    PPOExt("MlpPolicy", "CartPole-v1", **{**given, "batch_size": 6}, device="cpu").learn(24)
