@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist lo
 # The environment for a target: with what it needs, or the one with everything, if it is there
 env = $(or $(wildcard $(VENV)/.all),$(VENV)/.$(1))
 
-.PHONY: demo test test-fast test-slow fuzz fuzz-zips sanitize evidence docs lint format clean
+.PHONY: demo test test-fast test-slow test-simulators fuzz fuzz-zips sanitize evidence docs lint format clean
 
 demo: $(call env,zoo)
 	$(BIN)/python scripts/demo.py
@@ -21,6 +21,15 @@ test-fast: $(call env,tests)
 
 test-slow: $(call env,tests)
 	$(PYTEST) -m slow
+
+# The real packages of simulators, in an environment of their own: make test-simulators NAMES="brax pgx"
+SIMULATORS := $(or $(SIMENV),.venv-simulators)
+
+test-simulators:
+	test -d $(SIMULATORS) || $(PYTHON) -m venv $(SIMULATORS)
+	$(SIMULATORS)/bin/python -m pip install --quiet -c constraints.txt -e ".[zoo,jax,export]" \
+		"gymnasium[classic-control,mujoco]" -r scripts/simulators.txt
+	OMP_NUM_THREADS=1 $(SIMULATORS)/bin/python scripts/test_simulators.py $(NAMES)
 
 # Random programs, and damaged zips: make fuzz N=10000 SEED=0 JOBS=2
 FUZZ := PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.fuzzing --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)

@@ -6,19 +6,29 @@ the ``monitor.csv`` files and evaluations that the Zoo writes for every algorith
 On the command line: ``python -m sb3_ppo_ext.plot_run logs/ppo_ext/Pendulum-v1_1``
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import matplotlib as mpl
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
+
+try:
+    import matplotlib as mpl
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import EngFormatter
+except ImportError as error:
+    if __name__ != "__main__":
+        raise ImportError(f"{error}: `pip install 'sb3-ppo-ext[zoo]'` has what plots need") from error
+    missing: str | None = f"{error}: `pip install 'sb3-ppo-ext[zoo]'` has what plots need"
+else:
+    missing = None
 
 # Timesteps and values of each key, without the steps that have no value
 Log: TypeAlias = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -262,6 +272,8 @@ def main() -> None:
         "-o", "--output", type=Path, help=f"file in any Matplotlib format (default: run.png in the first folder); {kept}"
     )
     arguments = parser.parse_args()
+    if missing is not None:
+        parser.error(missing)
     try:
         figure = plot_runs(arguments.runs)
     except ValueError as error:

@@ -10,7 +10,7 @@ import importlib
 import pathlib
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,14 +60,17 @@ class NotPlainError(ValueError):
 
 def python_numbers(value: Any) -> Any:
     """
-    Replace NumPy's numbers by Python's, which JSON and PyTorch's reader of state dictionaries know.
+    Replace NumPy's numbers by Python's, which JSON and PyTorch's reader of state dictionaries know, and the lists and
+    dictionaries of OmegaConf (Hydra) by Python's.
 
     :param value: Any value
-    :return: The value with its numbers replaced, also inside lists, tuples and dictionaries, which are then new; the same
-        object if there are none
+    :return: The value with its numbers and containers replaced, also inside lists, tuples and dictionaries, which are then
+        new; the same object if there are none
     """
     if isinstance(value, np.bool_ | np.integer | np.floating):
         return float(value) if isinstance(value, np.floating) else value.item()
+    if type(value).__module__.startswith("omegaconf.") and isinstance(value, Mapping | Sequence):
+        return python_numbers(dict(value) if isinstance(value, Mapping) else list(value))
     if type(value) in (list, tuple):
         parts = type(value)(python_numbers(part) for part in value)
         return parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value

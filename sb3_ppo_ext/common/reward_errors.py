@@ -11,6 +11,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_ppo_ext.common.validation import described
 
+NOTHING = "Nothing was learned from this rollout."
 #: Packages whose variable `reward` is that of an environment
 PACKAGES = ("gymnasium", "sb3_ppo_ext", "stable_baselines3")
 
@@ -34,7 +35,7 @@ def describe_bad_reward(error: Exception, where: str = "an environment") -> str 
         )
     if frame.f_code is DummyVecEnv.step_wait.__code__ and "unpack" not in str(error):
         # It writes the reward into an array, without a name for it.
-        return f"The reward of {where} must be a number ({error}). Nothing was learned from this rollout."
+        return f"The reward of {where} must be a number ({error}). {NOTHING}"
     return None
 
 

@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -284,6 +285,9 @@ def check_environment(env: object) -> None:
     # SB3 converts environments of the old Gym, whose class is of another module with the same name.
     of_gym = any(cls.__name__ == "Env" and cls.__module__.startswith("gym.") for cls in type(env).__mro__)
     if not isinstance(env, gym.Env | VecEnv) and not of_gym:
+        if any(cls.__module__.split(".")[0] == "supersuit" for cls in type(env).__mro__):
+            remedy = 'make it with `supersuit.concat_vec_envs_v1(..., base_class="stable_baselines3")`'
+            refuse("env", env, f"it is no `VecEnv` of SB3; {remedy}")
         if isinstance(env, str):
             refuse(
                 "env",
@@ -297,6 +301,20 @@ def check_environment(env: object) -> None:
 SUPPORTED_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
+def is_text(space: spaces.Space) -> bool:
+    """
+    :param space: Space
+    :return: Whether it is one of strings: MiniGrid has a class of its own, of which only the samples tell
+    """
+    others = (*SUPPORTED_SPACES, spaces.Dict, spaces.Tuple, spaces.Sequence, spaces.Graph, spaces.OneOf)
+    if isinstance(space, others):
+        return False
+    try:
+        return isinstance(deepcopy(space).sample(), str)
+    except Exception:  # a space may be of any class
+        return False
+
+
 def check_observation_space(space: spaces.Space) -> None:
     """
     :param space: Observation space
@@ -308,6 +326,12 @@ def check_observation_space(space: spaces.Space) -> None:
     for key, part in parts.items():
         where = f"The observation space {space}" + (f", under the key {key!r}," if key else "")
         if not isinstance(part, SUPPORTED_SPACES):
+            if is_text(part):
+                raise UnsupportedSpaceError(
+                    f"{where} has a {type(part).__name__}, which no policy can read: `sb3_ppo_ext.EncodeText(env)` turns "
+                    "strings into numbers. In a Dict with images of fewer than 36 pixels, as MiniGrid's, put "
+                    "`gymnasium.wrappers.FlattenObservation` around it."
+                )
             raise UnsupportedSpaceError(
                 f"{where} has a {type(part).__name__}, which no policy can read: "
                 "use Box, Discrete, MultiDiscrete, MultiBinary, or a flat Dict of these "

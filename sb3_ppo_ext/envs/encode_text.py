@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import zlib
-from copy import deepcopy
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, check_number, refuse
+from sb3_ppo_ext.common.validation import check_number, is_text, refuse
 
 
 class EncodeText(gym.ObservationWrapper[Any, Any, Any], gym.utils.RecordConstructorArgs):
@@ -65,10 +64,4 @@ def text_keys(space: spaces.Space) -> list[Any]:
     :return: Keys of the strings in it, ``[None]`` for a string that is no part of a dictionary
     """
     parts = space.spaces if isinstance(space, spaces.Dict) else {None: space}
-    return [key for key, part in parts.items() if _is_text(part)]
-
-
-def _is_text(space: spaces.Space) -> bool:
-    """Whether a space is one of strings: MiniGrid has a class of its own, of which only the samples tell."""
-    others = (*SUPPORTED_SPACES, spaces.Dict, spaces.Tuple, spaces.Sequence, spaces.Graph, spaces.OneOf)
-    return not isinstance(space, others) and isinstance(deepcopy(space).sample(), str)
+    return [key for key, part in parts.items() if is_text(part)]

@@ -55,6 +55,7 @@ from sb3_ppo_ext.zoo.yaml_entries import (
     can_be_normalized,
     find_hyperparams,
     is_default_file,
+    is_small_image,
     merge_trial,
     normalization_for,
     policy_for,
@@ -85,6 +86,7 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         saved = read_saved(folder / experiment.env_name / "config.yml")
         return dict(saved), saved
     env_name, trial_id = experiment.env_name, experiment.trial_id
+    _check_trial_is_named(experiment)
     key = _choose_entry(experiment)
     experiment.trial_id = None
     try:
@@ -96,6 +98,7 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         fitting = _fitting_observations(experiment, hyperparams)
         print(f"For the observations of {env_name}: {fitting}")
         hyperparams, saved_hyperparams = {**hyperparams, **fitting}, OrderedDict({**saved_hyperparams, **fitting})
+    _say_what_repeats(experiment, hyperparams)
     if key in ("memory", "recurrent"):
         check_observation_space(_observation_space(experiment, hyperparams))
     if Path(experiment.config).name == OF_RECURRENT_PPO:
@@ -110,6 +113,33 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         pprint(saved_hyperparams)
     experiment.entry = deepcopy(dict(saved_hyperparams))  # type: ignore[attr-defined]  # for the entry of the best trial
     return hyperparams, saved_hyperparams
+
+
+def _check_trial_is_named(experiment: "ExperimentManager") -> None:
+    """:raises ValueError: if a study is named outside of tuning, but none of its trials: the Zoo would train without it"""
+    if experiment.optimize_hyperparameters or experiment.trial_id is not None:
+        return
+    for name in ("study_name", "storage"):
+        if (value := getattr(experiment, name)) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise BadArgumentError(
+                f"`{option} {value}`: of which trial? Give `--trial-id`, or `-optimize` to tune; without them, leave it out"
+            )
+
+
+def _say_what_repeats(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> None:
+    """Say that both ALE and SB3's wrapper repeat actions, which RL Zoo's entry does to ids such as ALE/Pong-v5 in silence."""
+    spec = gym.spec(experiment.env_name.gym_id)
+    if "AtariEnv" not in str(spec.entry_point) or "AtariWrapper" not in str(hyperparams.get("env_wrapper")):
+        return
+    given = {**spec.kwargs, **experiment.env_kwargs, **hyperparams.get("env_kwargs", {})}
+    frames, sticky = given.get("frameskip", 4), given.get("repeat_action_probability", 0.25)
+    if frames != 1 or sticky:
+        print(
+            f"{spec.id} repeats each action for {frames} frames, with a probability of {sticky} that it repeats the one "
+            "before, and AtariWrapper again for 4. For the tasks of the literature: `--env-kwargs frameskip:1 "
+            "repeat_action_probability:0.0`, or an id such as PongNoFrameskip-v4"
+        )
 
 
 def _choose_entry(experiment: "ExperimentManager") -> str | None:
@@ -221,7 +251,8 @@ def _check_stackable(frame_stack: int, space: spaces.Space) -> None:
 def _normalizable(space: spaces.Space) -> dict[str, Any]:
     """:return: Keyword arguments for ``VecNormalize``, so that it normalizes only the observations that it can"""
     if isinstance(space, spaces.Dict):
-        keys = [key for key, part in space.spaces.items() if can_be_normalized(part)]
+        # Normalised, an image that is too small for SB3's network is read as a vector, as it is with `ppo`.
+        keys = [key for key, part in space.spaces.items() if can_be_normalized(part) or is_small_image(part)]
         return {"norm_obs_keys": keys} if keys else {"norm_obs": False}
     return {} if can_be_normalized(space) else {"norm_obs": False}
 
@@ -286,6 +317,7 @@ def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", t
     policy = experiment._hyperparams.get("policy")
     trial.set_user_attr("policy", getattr(policy, "__name__", str(policy)))
     trial.set_user_attr("n_timesteps", experiment.n_timesteps)
+    trial.set_user_attr("env", experiment.env_name.gym_id)
     experiment.study = trial.study  # type: ignore[attr-defined]  # the Zoo does not keep it
     token = _TRIAL.set(trial)
     try:

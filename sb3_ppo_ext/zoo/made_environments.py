@@ -40,6 +40,7 @@ class Source(NamedTuple):
         :raises ValueError: if it is nothing of the kind
         """
         if isinstance(env, str):
+            env = _registered(env)
             with unknown_environments_as_value_errors(env):
                 return cls(env, gym.spec(env).make, None)
         if isinstance(env, VecEnv):
@@ -90,6 +91,18 @@ class Source(NamedTuple):
         return make_vec_env(
             lambda **kwargs: make(**kwargs), n_envs, seed, env_kwargs=env_kwargs, wrapper_class=wrap, vec_env_cls=kind
         )
+
+
+def _registered(env_id: str) -> str:
+    """The id alone, after the import of the module in front of it."""
+    module, colon, name = env_id.rpartition(":")
+    if not colon:
+        return env_id
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        refuse("env", env_id, f"the module in front of the colon cannot be imported ({error})")
+    return name
 
 
 def wrapper_of(name: str, value: Any) -> Wrap | None:

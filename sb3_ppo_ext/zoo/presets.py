@@ -61,8 +61,8 @@ def make(
     An entry says how many samples an update has. With another number of environments, ``n_steps`` is divided accordingly,
     unless it is given.
 
-    :param env: Gymnasium's id; a class of environments, or a function that makes one; an environment; or vectorised
-        environments, such as a ``TensorVecEnv``
+    :param env: Gymnasium's id, also with the module that registers it, such as ``"package.module:Task-v0"``; a class of
+        environments, or a function that makes one; an environment; or vectorised environments, such as a ``TensorVecEnv``
     :param n_envs: Number of environments, at least 1; ``None`` for that of the entry, ``"auto"`` for at least one on each
         core, in a :class:`~sb3_ppo_ext.ParallelVecEnv` if there are several cores
     :param seed: Seed of the model and of the environments; ``None`` for none

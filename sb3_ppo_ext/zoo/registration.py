@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.envs.rnd_reward import without_rewards_of_rnd
 from sb3_ppo_ext.ppo_ext import PPOExt
+from sb3_ppo_ext.zoo.entry_checks import CommandError
 from sb3_ppo_ext.zoo.experiment import METHODS
 from sb3_ppo_ext.zoo.resuming import NAMES
 from sb3_ppo_ext.zoo.tuning import convert_ppo_ext_params, sample_ppo_ext_params
@@ -45,6 +47,7 @@ def _add_algorithm(utils: Any) -> None:
         utils.ALGOS.setdefault(name, PPOExt)
     if not hasattr(utils.create_test_env, "for_ppo_ext"):
         utils.create_test_env = _without_rewards_of_rnd(utils.create_test_env)
+    _explain_values(utils.StoreDict)
 
 
 def _add_tuning(hyperparams_opt: Any) -> None:
@@ -60,6 +63,28 @@ def _add_experiment(exp_manager: Any) -> None:
         theirs = getattr(exp_manager.ExperimentManager, name)
         if not hasattr(theirs, "for_ppo_ext"):
             setattr(exp_manager.ExperimentManager, name, _for_ppo_ext(ours, theirs))
+
+
+def _explain_values(store_dict: Any) -> None:
+    """Let a value of ``-params`` and the like that is no Python code end a command of ``ppo_ext`` with one line."""
+    theirs = store_dict.__call__
+    if hasattr(theirs, "for_ppo_ext"):
+        return
+
+    @functools.wraps(theirs)
+    def call(self: Any, parser: Any, namespace: Any, values: list[str], option_string: str | None = None) -> None:
+        try:
+            theirs(self, parser, namespace, values, option_string)
+        except (NameError, SyntaxError) as error:
+            if not set(NAMES) & set(sys.argv):
+                raise
+            part = str(getattr(error, "name", None) or getattr(error, "text", None) or "")
+            name, _, code = next((value for value in values if part in value), values[0]).partition(":")
+            quoted = f"""a string needs quotes that the shell passes on: {option_string} "{name}:'{code}'\""""
+            raise CommandError(f"`{name}:{code}` is no Python code ({error}); {quoted}") from error
+
+    call.for_ppo_ext = True  # type: ignore[attr-defined]  # replaced only once
+    store_dict.__call__ = call
 
 
 EXTENSIONS = {

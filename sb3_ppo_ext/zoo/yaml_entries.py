@@ -79,6 +79,14 @@ def policy_for(space: spaces.Space) -> str:
     return "CnnPolicy" if is_image_space(space) and not _is_small(space) else "MlpPolicy"
 
 
+def is_small_image(space: spaces.Space) -> bool:
+    """
+    :param space: Observation space that is not a ``Dict``
+    :return: Whether it is one of images that SB3's network for images cannot read
+    """
+    return is_image_space(space) and _is_small(space)
+
+
 def _is_small(image: spaces.Space) -> bool:
     """Whether SB3's network for images cannot read an image."""
     return min(sorted(image.shape or ())[-2:]) < SMALLEST_IMAGE
@@ -94,7 +102,7 @@ def wrappers_for(space: spaces.Space) -> list[str]:
     parts = space.spaces if isinstance(space, spaces.Dict) else {None: space}
     others = [part for key, part in parts.items() if key not in strings]
     is_readable = all(isinstance(part, SUPPORTED_SPACES) for part in others)
-    has_small_images = isinstance(space, spaces.Dict) and any(is_image_space(part) and _is_small(part) for part in others)
+    has_small_images = isinstance(space, spaces.Dict) and any(map(is_small_image, others))
     must_be_flat = (not is_readable or has_small_images) and all(part.is_np_flattenable for part in others)
     flatten = ["gymnasium.wrappers.FlattenObservation"] if must_be_flat else []
     return [*(["sb3_ppo_ext.EncodeText"] if strings else []), *flatten]
@@ -166,8 +174,9 @@ def merge_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], tr
     :return: Merged hyperparameters, with the ``policy_kwargs`` merged keyword by keyword
     :raises ValueError: if there is no such trial, or it lacks hyperparameters
     """
-    _check_study(experiment.storage, experiment.study_name, trial_id)
+    opened = _check_study(experiment.storage, experiment.study_name, trial_id)
     sampled = _load_trial(experiment, trial_id)
+    _check_task(experiment, opened, trial_id)
     merged = TrialHyperparams(hyperparams, policy_kwargs=evaluate(hyperparams.get("policy_kwargs")))
     merged.update(sampled)
     given = dict(experiment.custom_hyperparams or {})
@@ -176,8 +185,21 @@ def merge_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], tr
     return dict(merged)
 
 
-def _check_study(storage: str | None, study_name: str | None, trial_id: int) -> None:
-    """:raises ValueError: if there is no such study; the Zoo would train without it, or create an empty journal"""
+def _check_task(experiment: "ExperimentManager", storage: Any, trial_id: int) -> None:
+    """Say that a trial was of another task; it may be meant."""
+    import optuna
+
+    trial = optuna.load_study(study_name=experiment.study_name, storage=storage).trials[trial_id]
+    tuned, env_id = trial.user_attrs.get("env"), experiment.env_name.gym_id
+    if tuned not in (None, env_id):
+        print(f"Trial {trial_id} of the study {experiment.study_name} was tuned on {tuned}, not on {env_id}")
+
+
+def _check_study(storage: str | None, study_name: str | None, trial_id: int) -> Any:
+    """
+    :return: The storage, for Optuna
+    :raises ValueError: if there is no such study; the Zoo would train without it, or create an empty journal
+    """
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -199,6 +221,7 @@ def _check_study(storage: str | None, study_name: str | None, trial_id: int) -> 
         raise BadArgumentError(
             f"`--study-name {study_name}`: no such study in that storage, which has {', '.join(names) or 'none'}"
         )
+    return opened
 
 
 def _load_trial(experiment: "ExperimentManager", trial_id: int) -> dict[str, Any]:

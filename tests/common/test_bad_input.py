@@ -838,3 +838,15 @@ def test_remedies_that_fit():
         PPOExt("MlpPolicy", ToyEnv(), seed=-1)
     with pytest.raises(ValueError, match=r"`y`: it takes none"):
         PPOExt("MlpPolicy", ToyEnv(), policy_kwargs=dict(features_extractor_kwargs=dict(y=1)))
+
+
+class ConcatVecEnv:
+    """As SuperSuit's with `base_class="gymnasium"`, by its module."""
+
+    __module__ = "supersuit.vector.concat_vec_env"
+
+
+def test_vectorised_environments_of_supersuit():
+    """The message names SuperSuit's argument that makes a `VecEnv` of SB3."""
+    with pytest.raises(ValueError, match=r'base_class="stable_baselines3"'):
+        PPOExt("MlpPolicy", ConcatVecEnv())

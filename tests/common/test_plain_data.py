@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, UserList, deque
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from support.parity import assert_equal
 
 import sb3_ppo_ext
 from sb3_ppo_ext import DecaySchedule, HoldThenLinearToZero, KLAdaptive, LinearToZero
-from sb3_ppo_ext.common.plain_data import NotPlainError, from_plain, to_plain, to_plain_or_culprit
+from sb3_ppo_ext.common.plain_data import NotPlainError, from_plain, python_numbers, to_plain, to_plain_or_culprit
 
 NESTED = spaces.Dict(OrderedDict(z=spaces.Discrete(2), a=spaces.Dict(b=spaces.MultiBinary(1))))
 SPACES = [
@@ -130,3 +130,44 @@ def test_names_that_are_not_known(name):
         from_plain({"class": name})
     with pytest.raises(NotPlainError):
         from_plain({"schedule": [name, {"dict": []}]})
+
+
+class ListConfig(UserList):
+    """As OmegaConf's, by its module."""
+
+    __module__ = "omegaconf.listconfig"
+
+
+class DictConfig(UserDict):
+    """As OmegaConf's, by its module."""
+
+    __module__ = "omegaconf.dictconfig"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (ListConfig([32, np.int64(16)]), [32, 16]),
+        (DictConfig(net_arch=ListConfig([8]), other=DictConfig(pi=ListConfig([4]))), {"net_arch": [8], "other": {"pi": [4]}}),
+        ({"net_arch": ListConfig([8])}, {"net_arch": [8]}),
+    ],
+)
+def test_containers_of_hydra(given, expected):
+    """Lists and dictionaries of OmegaConf become Python's, at any depth; others stay the same objects."""
+    converted = python_numbers(given)
+    assert converted == expected
+    assert json.loads(json.dumps(converted)) == expected
+    assert python_numbers(expected) is expected
+
+
+def test_models_from_hydra(tmp_path):
+    """A model takes them as arguments, and its zip has none of them."""
+    kwargs = DictConfig(net_arch=DictConfig(pi=ListConfig([8]), vf=ListConfig([4])))
+    bounds = ListConfig([1e-5, 1e-2])
+    model = sb3_ppo_ext.PPOExt(
+        "MlpPolicy", "CartPole-v1", policy_kwargs=kwargs, adaptive_lr_kl=0.01, adaptive_lr_bounds=bounds
+    )
+    assert model.policy_kwargs == {"net_arch": {"pi": [8], "vf": [4]}}
+    assert [layer.out_features for layer in model.policy.mlp_extractor.value_net if hasattr(layer, "out_features")] == [4]
+    model.save(tmp_path / "model")
+    assert sb3_ppo_ext.PPOExt.load(tmp_path / "model", trusted=False).policy_kwargs == model.policy_kwargs

@@ -102,3 +102,20 @@ def test_a_policy_reads_it():
     model = PPOExt("MultiInputPolicy", env, n_steps=128, batch_size=32, learning_rate=3e-3, seed=0, device="cpu")
     model.learn(1024)
     assert np.mean([episode["r"] for episode in list(model.ep_info_buffer)[-10:]]) > 17
+
+
+@pytest.mark.parametrize("space", [spaces.Text(9), spaces.Dict(speed=spaces.Box(-1, 1, (2,)), order=spaces.Text(9))])
+def test_strings_without_it(space):
+    """The message for strings that no policy can read names this wrapper."""
+    env = gym.Env()
+    env.observation_space, env.action_space = space, spaces.Discrete(2)
+    with pytest.raises(ValueError, match=r"sb3_ppo_ext\.EncodeText\(env\)"):
+        PPOExt("MlpPolicy" if isinstance(space, spaces.Text) else "MultiInputPolicy", env)
+
+
+def test_unknown_spaces_without_samples():
+    """A space of an unknown class, which has no samples, is refused as such."""
+    env = gym.Env()
+    env.observation_space, env.action_space = spaces.Space(), spaces.Discrete(2)
+    with pytest.raises(ValueError, match="which no policy can read: use Box"):
+        PPOExt("MlpPolicy", env)

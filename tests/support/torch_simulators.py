@@ -142,3 +142,87 @@ class LikeRslRl(Clocks):
             self.extras["time_outs"] = truncated.float()
             self.time[dones] = 0
         return self.observe(), th.full((self.num_envs,), float(self.n_steps)), dones.long(), self.extras
+
+
+class LikeLists(Clocks):
+    """
+    Infos are a list with a dictionary for each copy, with SB3's keys at the end of an episode, or with Gymnasium's if there
+    are five results. Without an end, the list is empty if ``is_short``.
+    """
+
+    single_observation_space, single_action_space = CLOCK, PUSH
+
+    def __init__(self, num_envs=4, n_results=4, is_short=False):
+        super().__init__(num_envs)
+        self.n_results, self.is_short = n_results, is_short
+
+    def reset(self):
+        self.time.zero_()
+        return self.observe()
+
+    def step(self, actions):
+        terminated, truncated = self.move()
+        dones, last = terminated | truncated, self.observe()
+        of_end = self._of_end_sb3 if self.n_results == 4 else self._of_end_gymnasium
+        infos = [of_end(last[i], truncated[i]) if dones[i] else {} for i in range(self.num_envs)]
+        if self.is_short and not dones.any():
+            infos = []
+        self.time[dones] = 0
+        ends = (dones,) if self.n_results == 4 else (terminated, truncated)
+        return self.observe(), th.full((self.num_envs,), float(self.n_steps)), *ends, infos
+
+    def _of_end_sb3(self, last, cut_off):
+        return {"terminal_observation": last.numpy(), "TimeLimit.truncated": bool(cut_off)}
+
+    def _of_end_gymnasium(self, last, cut_off):
+        return {"final_obs": last}
+
+
+class Box:
+    """A space of mjlab, whose classes are its own."""
+
+    def __init__(self, shape, low, high):
+        self.shape, self.low, self.high = shape, low, high
+
+
+class Dict:
+    """As :class:`Box`"""
+
+    def __init__(self, **spaces):
+        self.spaces = spaces
+
+
+class LikeMjlab(Clocks):
+    """
+    As ``ManagerBasedRlEnv`` of mjlab: the calls and results of Isaac Lab without Gymnasium's classes, groups of observations
+    for actor and critic, and no last observations.
+    """
+
+    metadata: ClassVar = {"render_modes": [None, "rgb_array"]}
+
+    def __init__(self, num_envs=4, auto_reset=True):
+        super().__init__(num_envs)
+        self.cfg = SimpleNamespace(is_finite_horizon=False, auto_reset=auto_reset)
+        part = Box((2,), -float("inf"), float("inf"))
+        self.single_observation_space = Dict(actor=part, critic=part)
+        self.single_action_space = Box((1,), -float("inf"), float("inf"))
+        self.extras = {}
+
+    @property
+    def unwrapped(self):
+        return self
+
+    def groups(self):
+        return {"actor": self.observe(), "critic": -self.observe()}
+
+    def reset(self, *, seed=None, env_ids=None, options=None):
+        self.time[slice(None) if env_ids is None else env_ids] = 0
+        return self.groups(), self.extras
+
+    def step(self, action):
+        terminated, truncated = self.move()
+        ended = terminated | truncated
+        if ended.any():
+            self.extras["log"] = {"Episode_Reward/clock": self.time[ended].float().mean()}
+            self.time[ended] = 0
+        return self.groups(), th.full((self.num_envs,), float(self.n_steps)), terminated, truncated, self.extras

@@ -293,3 +293,20 @@ def test_without_the_zoo(monkeypatch):
     assert model.policy_class.__name__ == "MlpLstmPolicy"
     with pytest.raises(ValueError, match="Atari come with RL Zoo"):
         make("ALE/Pong-v5")
+
+
+def test_ids_with_a_module():
+    """The module in front of the id is imported, as Gymnasium does; one that cannot be is named."""
+    model, _ = make("gymnasium:CartPole-v1")
+    assert model.n_steps == presets()["CartPole-v1"]["n_steps"]
+    with pytest.raises(ValueError, match=r"env=.*no_such_module"):
+        make("no_such_module:CartPole-v1")
+
+
+def test_preset_for_simulators():
+    """The entry for simulators has rsl_rl's values, and its minibatches are a quarter of a rollout."""
+    entry = presets()["simulator"]
+    assert (entry["n_epochs"], entry["learning_rate"], entry["adaptive_lr_kl"]) == (5, 1e-3, 0.01)
+    assert entry["batch_size"] * 4 == entry["n_envs"] * entry["n_steps"]
+    given = {name: value for name, value in entry.items() if name not in ("n_envs", "n_timesteps", "normalize", "policy")}
+    PPOExt("MlpPolicy", "CartPole-v1", **{**given, "batch_size": 6}, device="cpu").learn(24)

@@ -442,7 +442,7 @@ def test_users_say_what_is_normalized(tmp_path):
 
 
 # Entries that are not for a single environment
-GENERAL_ENTRIES = {"memory", "recurrent", "default", "minatar", "minigrid", "shared"}
+GENERAL_ENTRIES = {"memory", "recurrent", "default", "minatar", "minigrid", "shared", "simulator"}
 
 
 def test_tasks_without_velocities():

@@ -13,12 +13,15 @@ import numpy as np
 from gymnasium import spaces
 
 from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.envs.tensors.tensor_spaces import as_gymnasium
 
 INSTALL = "`pip install 'sb3-ppo-ext[jax]'`"
 #: Of the ids of gymnax in Gymnasium's registry
 GYMNAX_PREFIX = "gymnax/"
 #: No episode has that many steps; fits into int32.
 _NEVER = 2**31 - 1
+#: Names of the limit of steps in the parameters of environments in the style of gymnax: of gymnax, of craftax
+LIMITS = ("max_steps_in_episode", "max_timesteps")
 
 
 class JaxFunctions(NamedTuple):
@@ -30,12 +33,15 @@ class JaxFunctions(NamedTuple):
         truncated, and a dictionary of scalars for the log. It does not begin a new episode
     :param observation_space: Observation space, ``None`` if it is unknown
     :param action_space: Action space, ``None`` if it is unknown
+    :param max_episode_steps: Number of steps after which an episode has to be cut off, because ``step`` does not do it;
+        ``None`` if there is none
     """
 
     reset: Callable[..., Any]
     step: Callable[..., Any]
     observation_space: spaces.Space | None = None
     action_space: spaces.Space | None = None
+    max_episode_steps: int | None = None
 
 
 def import_jax() -> Any:
@@ -70,7 +76,8 @@ def make_gymnax(env_id: str) -> Any:
 
 def functions_of(env: Any, env_params: Any = None) -> JaxFunctions:
     """
-    :param env: Id or environment of gymnax, environment of brax, or a pair of functions
+    :param env: Id or environment of gymnax, or one in its style; environment of brax or MuJoCo Playground, or a pair of
+        functions
     :param env_params: Parameters of an environment of gymnax, or a dictionary of changes to its own
     :return: The functions of the environment
     :raises ValueError: if it is none of these
@@ -85,7 +92,8 @@ def functions_of(env: Any, env_params: Any = None) -> JaxFunctions:
         return _checked_functions(*env)
     if all(hasattr(env, name) for name in ("reset", "step", "observation_size", "action_size")):
         return _brax_functions(env)
-    refuse("env", env, "give an id or environment of gymnax, an environment of brax, or a pair of functions (reset, step)")
+    kinds = "an id or environment of gymnax, an environment of brax or MuJoCo Playground, or a pair of functions (reset, step)"
+    refuse("env", env, f"give {kinds}")
 
 
 def _params(default: Any, given: Any) -> Any:
@@ -97,18 +105,43 @@ def _params(default: Any, given: Any) -> Any:
 
 
 def _checked_functions(reset: Callable[..., Any], step: Callable[..., Any]) -> JaxFunctions:
+    names = "obs, state, reward, terminated, truncated"
+
+    def reset_of_two(key: Any) -> Any:
+        results = reset(key)
+        if not isinstance(results, tuple | list) or len(results) != 2:
+            refuse("env", reset, f"`reset` returns {_kind(results)}; return obs, state")
+        return tuple(results)
+
     def step_with_log(key: Any, state: Any, action: Any) -> Any:
         results = step(key, state, action)
-        if len(results) not in (5, 6):
-            refuse("env", step, f"`step` returns {len(results)} values; return obs, state, reward, terminated, truncated")
-        return results if len(results) == 6 else (*results, {})
+        if not isinstance(results, tuple | list) or len(results) not in (5, 6):
+            refuse("env", step, f"`step` returns {_kind(results)}; return {names}")
+        for name, value in zip(("terminated", "truncated"), results[3:5], strict=True):
+            if not _is_one_number(value):
+                refuse("env", step, f"`step` returns {_kind(value)} as `{name}`, the order is {names}; return a Boolean there")
+        if not _is_one_number(results[2]):
+            remedy = "return a number there, and weight the rewards of several objectives"
+            refuse("env", step, f"`step` returns {_kind(results[2])} as `reward`, the order is {names}; {remedy}")
+        return tuple(results) if len(results) == 6 else (*results, {})
 
-    return JaxFunctions(reset, step_with_log)
+    return JaxFunctions(reset_of_two, step_with_log)
+
+
+def _is_one_number(value: Any) -> bool:
+    return np.shape(value) == () if hasattr(value, "dtype") else isinstance(value, bool | int | float)
+
+
+def _kind(value: Any) -> str:
+    """What a function has returned, in words."""
+    if isinstance(value, tuple | list):
+        return f"{len(value)} values"
+    return f"an array of shape {np.shape(value)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
 
 
 def _gymnax_functions(env: Any, params: Any) -> JaxFunctions:
-    limit = getattr(params, "max_steps_in_episode", None)
-    lifted = params if limit is None else params.replace(max_steps_in_episode=_NEVER)
+    limits = {name: _NEVER for name in LIMITS if hasattr(params, name)}
+    lifted = params.replace(**limits) if limits else params
 
     def reset(key: Any) -> Any:
         return env.reset_env(key, params)
@@ -120,29 +153,23 @@ def _gymnax_functions(env: Any, params: Any) -> JaxFunctions:
         terminated = env.step_env(key, state, action, lifted)[3]
         return observation, new_state, reward, terminated, done & ~terminated, {}
 
-    import_jax()
-    import gymnax.environments.spaces as gymnax_spaces
-
-    def convert(space: Any) -> spaces.Space | None:
-        if isinstance(space, gymnax_spaces.Discrete):
-            return spaces.Discrete(int(space.n))
-        if isinstance(space, gymnax_spaces.Box):
-            shape = tuple(space.shape)
-            low, high = (np.broadcast_to(np.asarray(bound, np.float32), shape) for bound in (space.low, space.high))
-            return spaces.Box(low.copy(), high.copy(), dtype=np.float32)
-        return None
-
-    return JaxFunctions(reset, step, convert(env.observation_space(params)), convert(env.action_space(params)))
+    return JaxFunctions(reset, step, as_gymnasium(env.observation_space(params)), as_gymnasium(env.action_space(params)))
 
 
 def _brax_functions(env: Any) -> JaxFunctions:
-    inner = env
+    inner, names = env, []
     while inner is not None:
-        name = type(inner).__name__
-        if "AutoReset" in name or "Vmap" in name:
-            remedy = "it begins new episodes by itself, or steps many copies; make it with `auto_reset=False, batch_size=None`"
-            refuse("env", env, remedy)
+        names.append(type(inner).__name__)
         inner = vars(inner).get("env")
+    for name in names:
+        if "AutoReset" in name or "Vmap" in name:
+            refuse(
+                "env",
+                env,
+                f"its {name} begins new episodes by itself, or steps many copies, as here `num_envs` does; with brax, make it "
+                "with `auto_reset=False, batch_size=None`; with MuJoCo Playground, give what `registry.load` returns, without "
+                "`wrap_for_brax_training`, and its `episode_length` as `max_episode_steps`",
+            )
     jax = import_jax()
 
     def reset(key: Any) -> Any:
@@ -158,7 +185,9 @@ def _brax_functions(env: Any) -> JaxFunctions:
     size = env.observation_size
     is_dict = hasattr(size, "items")
     observation_space = spaces.Dict({key: _unbounded(part) for key, part in size.items()}) if is_dict else _unbounded(size)
-    return JaxFunctions(reset, step, observation_space, spaces.Box(-1, 1, (int(env.action_size),), np.float32))
+    # MuJoCo Playground leaves the limit to a wrapper of brax.
+    limit = None if "EpisodeWrapper" in names else getattr(getattr(env, "_config", None), "episode_length", None)
+    return JaxFunctions(reset, step, observation_space, spaces.Box(-1, 1, (int(env.action_size),), np.float32), limit)
 
 
 def _unbounded(size: Any) -> spaces.Box:
@@ -174,7 +203,7 @@ def compiled(
 
     :param functions: Environment of one copy
     :param num_envs: Number of copies
-    :param max_episode_steps: Number of steps after which episodes are cut off, ``None`` if the environment does it
+    :param max_episode_steps: Number of steps after which episodes are cut off, ``None`` for that of the environment
     :param is_finite_horizon: Whether episodes that run out of time are terminated
     :return: A function of a key, which returns the observations and the state of all copies, and a function of that state and
         actions, which returns the new state, and what a step returns, with the last observations and the log
@@ -182,6 +211,7 @@ def compiled(
     jax = import_jax()
     jnp = jax.numpy
     reset, step = jax.vmap(functions.reset), jax.vmap(functions.step)
+    limit = functions.max_episode_steps if max_episode_steps is None else max_episode_steps
 
     def reset_all(key: Any) -> Any:
         key, of_reset = jax.random.split(key)
@@ -193,16 +223,22 @@ def compiled(
         key, of_step, of_reset = jax.random.split(key, 3)
         last, state, rewards, terminated, truncated, log = step(jax.random.split(of_step, num_envs), state, actions)
         terminated, truncated, time = terminated.astype(bool), truncated.astype(bool), time + 1
-        if max_episode_steps is not None:
-            truncated = truncated | ((time >= max_episode_steps) & ~terminated)
+        if limit is not None:
+            truncated = truncated | ((time >= limit) & ~terminated)
         if is_finite_horizon:
             terminated, truncated = terminated | truncated, jnp.zeros_like(truncated)
         ended = terminated | truncated
 
         def begun(new: Any, old: Any) -> Any:
+            if old.shape[:1] != (num_envs,):
+                return old  # what all copies have in common, as the buffers of contacts of MuJoCo Warp
             return jnp.where(ended.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
         first, first_state = reset(jax.random.split(of_reset, num_envs))
+        if jax.tree.structure((first, first_state)) != jax.tree.structure((last, state)):
+            kinds = [_kind(part) for part in (last, state, first, first_state)]
+            remedy = "`step` returns {} as obs and {} as state, and `reset` {} and {}; both have to return obs, then state"
+            refuse("env", functions.step, remedy.format(*kinds))
         observations, state, time = jax.tree.map(begun, (first, first_state, jnp.zeros_like(time)), (last, state, time))
         rewards = rewards.astype(jnp.float32)
         return (key, state, time), (observations, rewards, terminated, truncated, last, log)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch as th
 from gymnasium import spaces
 
 from sb3_ppo_ext.common.hybrid_actions import map_parts
-from sb3_ppo_ext.common.observations import dtype_of
 from sb3_ppo_ext.common.validation import check_device, check_number, check_observation_space, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.envs.tensors.jax_functions import compiled, functions_of, import_jax
+from sb3_ppo_ext.envs.tensors.tensor_spaces import in_dtype_of
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
 
 # Environment variables that say how much memory of a GPU JAX takes
@@ -32,26 +32,29 @@ class JaxVecEnv(TensorVecEnv):
 
         env = JaxVecEnv("CartPole-v1", num_envs=1024)  # of gymnax
         env = JaxVecEnv(brax.envs.create("ant", auto_reset=False), num_envs=4096, device="cuda")
+        env = JaxVecEnv(mujoco_playground.registry.load("CartpoleBalance"), num_envs=1024)
         env = JaxVecEnv((reset, step), num_envs=64, observation_space=..., action_space=...)
 
     The compiled function begins new episodes where one has ended, and also returns the last observations. PyTorch and JAX
     share the memory of the results (DLPack), so that they are not copied; do not write into them. JAX must be installed
     (``pip install 'sb3-ppo-ext[jax]'``).
 
-    gymnax only says that an episode is over. A second evaluation of its step, without ``max_steps_in_episode``, tells whether
-    it would have ended anyway. Episodes that end by that limit are truncated; where an environment has a limit under another
-    name, they count as terminated.
+    gymnax and craftax only say that an episode is over. A second evaluation of the step, without ``max_steps_in_episode`` or
+    ``max_timesteps``, tells whether it would have ended anyway. Episodes that end by that limit are truncated; where an
+    environment has a limit under another name, they count as terminated.
 
-    :param env: Id or environment of gymnax; environment of brax that neither begins new episodes by itself nor is vectorised
-        (``auto_reset=False, batch_size=None``); or a pair of functions, ``reset(key) -> (obs, state)`` and ``step(key, state,
-        action) -> (obs, state, reward, terminated, truncated)``, with an optional dictionary of scalars for the log at the end
+    :param env: Id or environment of gymnax, or one in its style, as those of craftax; environment of brax that neither begins
+        new episodes by itself nor is vectorised (``auto_reset=False, batch_size=None``); environment of MuJoCo Playground
+        without ``wrap_for_brax_training``, whose ``episode_length`` is the limit of steps; or a pair of functions,
+        ``reset(key) -> (obs, state)`` and ``step(key, state, action) -> (obs, state, reward, terminated, truncated)``, with an
+        optional dictionary of scalars for the log at the end
     :param env_params: Parameters of an environment of gymnax, or a dictionary of changes to its own
     :param num_envs: Number of copies
     :param device: Device of the tensors, with ``"auto"`` the one that JAX uses by default. In a distributed training,
         ``"auto"`` and ``"cuda"`` take the GPU with the local number of the rank
     :param observation_space: Observation space of one copy, needed with a pair of functions
     :param action_space: Action space of one copy, needed with a pair of functions
-    :param max_episode_steps: Number of steps after which an episode is cut off, if the environment has no limit of its own
+    :param max_episode_steps: Number of steps after which an episode is cut off, by default as the environment says
     :param is_finite_horizon: Whether running out of time belongs to the task, so that such episodes are terminated
     :raises ValueError: if an argument is not valid
     :raises ImportError: if JAX or gymnax is not installed
@@ -99,7 +102,7 @@ class JaxVecEnv(TensorVecEnv):
             # JAX may reuse memory that PyTorch has yet to read: a reset takes no tensor that would make it wait for PyTorch.
             th.cuda.current_stream(self.device).synchronize()
         observations, self._state = self._reset_all(self._key)
-        return self._to_torch(observations)
+        return self._to_torch(observations, "reset")
 
     def _step(self, actions: Any) -> TensorStep:
         converted = map_parts(lambda part: _to_jax(self._jax, part.detach()), actions)
@@ -114,12 +117,26 @@ class JaxVecEnv(TensorVecEnv):
             {key: th.from_dlpack(values) for key, values in log.items()},
         )
 
-    def _to_torch(self, observations: Any) -> TensorObs:
+    def _to_torch(self, observations: Any, function: str = "step") -> TensorObs:
         """Tensors that share the memory of the arrays, if the space has the dtype of the arrays."""
         space = self.observation_space
-        if isinstance(space, spaces.Dict):
-            return {key: th.from_dlpack(observations[key]).to(dtype_of(part)) for key, part in space.spaces.items()}
-        return th.from_dlpack(observations).to(dtype_of(space))
+        if not isinstance(space, spaces.Dict):
+            return self._tensor(observations, space, function)
+        if not isinstance(observations, Mapping) or not space.spaces.keys() <= observations.keys():
+            self._refuse(function, observations, f"a dictionary with the keys {list(space)}")
+        return {key: self._tensor(observations[key], part, function, key) for key, part in space.spaces.items()}
+
+    def _tensor(self, array: Any, space: spaces.Space, function: str, key: str | None = None) -> th.Tensor:
+        name = "observations" if key is None else f"observations[{key!r}]"
+        if not hasattr(array, "__dlpack__"):
+            self._refuse(function, array, "an array", name)
+        return in_dtype_of(space, th.from_dlpack(array), name)
+
+    def _refuse(self, function: str, value: Any, expected: str, name: str = "observations") -> NoReturn:
+        keys = f" with the keys {list(value)}" if isinstance(value, Mapping) else ""
+        order = "obs, state" if function == "reset" else "obs, state, reward, terminated, truncated"
+        remedy = f"`{function}` returns a {type(value).__name__}{keys} in their place; return {expected} there: {order}"
+        refuse(name, value, remedy)
 
     def _owner(self, name: str) -> Any:
         return self.env if hasattr(self.env, name) and not isinstance(self.env, str | tuple) else self

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch as th
 from gymnasium import spaces
 
@@ -22,6 +23,42 @@ def map_tensors(observations: Any, function: Callable[..., Any], *others: Any) -
     if isinstance(observations, dict):
         return {key: function(part, *(other[key] for other in others)) for key, part in observations.items()}
     return function(observations, *others)
+
+
+def as_gymnasium(space: Any) -> spaces.Space | None:
+    """
+    :param space: Space of Gymnasium, or of a simulator with classes of its own that are called ``Box``, ``Discrete`` and
+        ``Dict``, such as gymnax, craftax and mjlab
+    :return: The space as one of Gymnasium, with floats in float32; ``None`` if it is of another kind
+    """
+    if isinstance(space, spaces.Space):
+        return space
+    kind = type(space).__name__
+    if kind == "Discrete":
+        return spaces.Discrete(int(space.n))
+    if kind == "Box":
+        shape = tuple(space.shape)
+        low, high = (np.broadcast_to(np.asarray(bound, np.float32), shape) for bound in (space.low, space.high))
+        return spaces.Box(low.copy(), high.copy(), dtype=np.float32)
+    if kind == "Dict" and isinstance(getattr(space, "spaces", None), Mapping):
+        parts = {key: as_gymnasium(part) for key, part in space.spaces.items()}
+        return None if None in parts.values() else spaces.Dict(parts)
+    return None
+
+
+def in_dtype_of(space: spaces.Space, tensor: th.Tensor, name: str = "observations") -> th.Tensor:
+    """
+    :param space: Space of one row, no ``Dict``
+    :param tensor: Tensor
+    :param name: Name of the tensor
+    :return: The tensor in the dtype of the space
+    :raises ValueError: if it has floats and the space has integers, which would lose the decimals
+    """
+    dtype = dtype_of(space)
+    if tensor.dtype.is_floating_point and not dtype.is_floating_point:
+        remedy = f"the space has {dtype}, which would cut off the decimals; declare it with floats, or return integers"
+        refuse(f"{name}.dtype", tensor.dtype, remedy)
+    return tensor.to(dtype)
 
 
 def check_tensor(name: str, tensor: Any, shape: tuple[int, ...], dtype: th.dtype, device: th.device) -> None:

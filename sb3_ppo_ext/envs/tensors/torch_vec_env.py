@@ -1,4 +1,4 @@
-"""Environments in PyTorch, such as those of ManiSkill, Isaac Lab and rsl_rl, as a ``TensorVecEnv``."""
+"""Environments in PyTorch, such as those of ManiSkill, Isaac Lab, mjlab and rsl_rl, as a ``TensorVecEnv``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch as th
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from sb3_ppo_ext.common.observations import dtype_of
 from sb3_ppo_ext.common.validation import check_observation_space, check_type, refuse
+from sb3_ppo_ext.envs.tensors.tensor_spaces import as_gymnasium, in_dtype_of, map_tensors
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
 
 #: Keys of the last observations in the infos: of Gymnasium and Isaac Lab, of ManiSkill
 FINAL_KEYS = ("final_obs", "final_observation")
+#: Keys of the last observation, and of whether the episode was cut off, in the infos of one copy
+LAST_KEYS, TIME_OUT_KEYS = (*FINAL_KEYS, "terminal_observation"), ("TimeLimit.truncated", "time_outs")
 
 
 class TorchVecEnv(TensorVecEnv):
@@ -24,6 +26,7 @@ class TorchVecEnv(TensorVecEnv):
 
         env = TorchVecEnv(ManiSkillVectorEnv(gym.make("PickCube-v1", num_envs=1024)))
         env = TorchVecEnv(gym.make("Isaac-Cartpole-v0", cfg=cfg), keys="policy", action_space=spaces.Box(-1, 1, (1,)))
+        env = TorchVecEnv(ManagerBasedRlEnv(cfg, device="cuda"), keys="actor", action_space=spaces.Box(-1, 1, (12,)))  # mjlab
 
     The environment steps all its copies at once, and begins new episodes by itself. Its ``step(actions)`` returns tensors:
     either ``observations, rewards, terminated, truncated, infos``, as in Gymnasium, or ``observations, rewards, dones,
@@ -32,14 +35,15 @@ class TorchVecEnv(TensorVecEnv):
     where there is none.
 
     Last observations are taken from the infos, ``"final_obs"`` or ``"final_observation"``, and the log from ``"log"`` or
-    ``"episode"``; ``"success"`` becomes ``is_success``. If the ``cfg`` of the environment says ``is_finite_horizon``, as in
-    Isaac Lab, episodes that run out of time are terminated.
+    ``"episode"``; ``"success"`` becomes ``is_success``. Infos may also be a list with a dictionary for each copy, as in SB3:
+    ``"TimeLimit.truncated"`` and ``"terminal_observation"`` are then read as well. If the ``cfg`` of the environment says
+    ``is_finite_horizon``, as in Isaac Lab, episodes that run out of time are terminated.
 
     :param env: Environment
     :param num_envs: Number of copies, by default ``env.num_envs``
     :param observation_space: Observation space of one copy, by default ``env.single_observation_space``
-    :param action_space: Action space of one copy, by default ``env.single_action_space``. Isaac Lab's has no bounds, which no
-        policy accepts: give the ones that the actions shall have
+    :param action_space: Action space of one copy, by default ``env.single_action_space``. Those of Isaac Lab and mjlab have no
+        bounds, which no policy accepts: give the ones that the actions shall have
     :param device: Device of the tensors, by default ``env.device``
     :param keys: Key of the observations that are used if they are a dictionary, or a list of keys. By default all
     :param final_observations: Whether the environment gives the last observations of episodes. By default it is found out: by
@@ -60,13 +64,13 @@ class TorchVecEnv(TensorVecEnv):
         _check_environment(env)
         self.env = env
         self.keys = keys
-        observation_space = _given(env, "observation_space", observation_space, "single_observation_space")
+        observation_space = _given_space(env, "observation_space", observation_space)
         observation_space = _selected_space(observation_space, keys)
         check_observation_space(observation_space)
         super().__init__(
             _given(env, "num_envs", num_envs, "num_envs"),
             observation_space,
-            _given(env, "action_space", action_space, "single_action_space"),
+            _given_space(env, "action_space", action_space),
             _given(env, "device", device, "device"),
         )
         cfg = _read(env, "cfg")
@@ -88,13 +92,14 @@ class TorchVecEnv(TensorVecEnv):
         results = self.env.step(actions)
         if len(results) == 4:
             observations, rewards, dones, infos = results
-            dones = dones.to(th.bool)
+            infos, dones = self._joined(infos), dones.to(th.bool)
             # Some environments write `time_outs` only at a reset, so that those of others are old.
             time_outs = infos.get("time_outs")
             truncated = th.zeros_like(dones) if time_outs is None else time_outs.to(th.bool) & dones
             terminated = dones & ~truncated
         else:
             observations, rewards, terminated, truncated, infos = results
+            infos = self._joined(infos)
         if self._ends_by_time:
             terminated, truncated = terminated | truncated, th.zeros_like(truncated)
         observations = self._selected(observations)
@@ -106,6 +111,28 @@ class TorchVecEnv(TensorVecEnv):
             self._final(observations, infos),
             self._log(infos),
         )
+
+    def _joined(self, infos: Any) -> Any:
+        """The infos as one dictionary, where they are a list of the dictionaries of all copies."""
+        if not isinstance(infos, list | tuple):
+            return infos
+        if len(infos) not in (0, self.num_envs) or not all(isinstance(info, dict) for info in infos):
+            refuse("infos", infos, f"give one dictionary of tensors, or a list of {self.num_envs} dictionaries")
+        if not infos:
+            return {}
+        time_outs = [bool(_first(info, TIME_OUT_KEYS) or False) for info in infos]
+        joined: dict[str, Any] = {"time_outs": th.tensor(time_outs, device=self.device)}
+        if all("success" in info or "is_success" in info for info in infos):
+            joined["success"] = self._stacked(*(_first(info, ("success", "is_success")) for info in infos))
+        last = [_first(info, LAST_KEYS) for info in infos]
+        if any(given := [each is not None for each in last]):
+            # The other rows mean nothing.
+            filled = [each if each is not None else last[given.index(True)] for each in last]
+            joined[FINAL_KEYS[0]] = map_tensors(filled[0], self._stacked, *filled[1:])
+        return joined
+
+    def _stacked(self, *rows: Any) -> th.Tensor:
+        return th.stack([th.as_tensor(row, device=self.device) for row in rows])
 
     def _selected(self, observations: Any) -> TensorObs:
         """The observations that are used, in the dtypes of their spaces."""
@@ -159,7 +186,8 @@ def _check_environment(env: Any) -> None:
         refuse("env", env, remedy)
     metadata = _read(env, "metadata")
     mode = metadata.get("autoreset_mode") if isinstance(metadata, dict) else None
-    if mode not in (None, AutoresetMode.SAME_STEP, AutoresetMode.SAME_STEP.value) or _read(env, "auto_reset") is False:
+    by_itself = (_read(env, "auto_reset"), getattr(_read(env, "cfg"), "auto_reset", None))  # of ManiSkill, of mjlab
+    if mode not in (None, AutoresetMode.SAME_STEP, AutoresetMode.SAME_STEP.value) or False in by_itself:
         refuse("env", env, "it does not begin new episodes in the step in which one ends; make it with that mode")
 
 
@@ -176,6 +204,13 @@ def _given(env: Any, name: str, value: Any, attribute: str) -> Any:
     return value
 
 
+def _given_space(env: Any, name: str, space: Any) -> spaces.Space:
+    space = _given(env, name, space, f"single_{name}")
+    if (made := as_gymnasium(space)) is None:
+        refuse(name, space, "give a space of `gymnasium.spaces`, that of one copy")
+    return made
+
+
 def _selected_space(space: spaces.Space, keys: str | Sequence[str] | None) -> spaces.Space:
     if keys is None:
         return space
@@ -188,4 +223,9 @@ def _selected_space(space: spaces.Space, keys: str | Sequence[str] | None) -> sp
 
 
 def _cast(tensor: Any, space: spaces.Space) -> Any:
-    return tensor.to(dtype_of(space)) if isinstance(tensor, th.Tensor) else tensor
+    return in_dtype_of(space, tensor) if isinstance(tensor, th.Tensor) else tensor
+
+
+def _first(info: dict[str, Any], keys: Sequence[str]) -> Any:
+    """The first of the entries that the info of a copy has, ``None`` without any."""
+    return next((info[key] for key in keys if info.get(key) is not None), None)

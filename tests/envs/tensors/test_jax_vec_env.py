@@ -279,12 +279,217 @@ def test_bad_arguments(name, make):
         make()
 
 
-def test_functions_that_return_too_little():
-    """A step without truncated is refused when it is first compiled."""
-    env = JaxVecEnv((clock_reset, lambda *args: clock_step(*args)[:4]), None, 2, "cpu", BOX, PUSH)
+def dict_state_reset(key):
+    return jax.numpy.zeros(1), {"time": jax.numpy.zeros(1)}
+
+
+def dict_state_step(key, state, action):
+    return state["time"], state, 0.0, False, False
+
+
+WRONG = {
+    "no truncated": (clock_reset, lambda *args: clock_step(*args)[:4], "`step` returns 4 values"),
+    "no tuple": (clock_reset, lambda *args: clock_step(*args)[0], r"`step` returns an array of shape \(1,\)"),
+    "reset of one": (
+        lambda key: clock_reset(key)[0],
+        clock_step,
+        r"`reset` returns an array of shape \(1,\); return obs, state",
+    ),
+    "reset of three": (lambda key: (*clock_reset(key), {}), clock_step, "`reset` returns 3 values"),
+    "swapped reset": (
+        lambda key: dict_state_reset(key)[::-1],
+        dict_state_step,
+        r"`reset` returns a dict with the keys \['time'\]",
+    ),
+    "swapped step": (
+        dict_state_reset,
+        lambda *args: (dict_state_step(*args)[1], dict_state_step(*args)[0], 0.0, False, False),
+        "`step` returns a dict as obs and an array .* as state, and `reset` an array .* and a dict",
+    ),
+    "order of gymnax": (clock_reset, lambda *args: (*clock_step(*args)[:4], {}), "`step` returns a dict as `truncated`"),
+    "state at the end": (
+        dict_state_reset,
+        lambda key, state, action: (jax.numpy.zeros(1), 0.0, False, False, state),
+        "`step` returns a dict as `truncated`",
+    ),
+    "vector of rewards": (
+        clock_reset,
+        lambda *args: (*clock_step(*args)[:2], jax.numpy.ones(2), False, False),
+        r"`step` returns an array of shape \(2,\) as `reward`.*weight",
+    ),
+    "reward of one": (clock_reset, lambda *args: (*clock_step(*args)[:2], jax.numpy.ones(1), False, False), "as `reward`"),
+    "no reward": (clock_reset, lambda *args: (*clock_step(*args)[:2], None, False, False), "a NoneType as `reward`"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_results(name):
+    """The message says which function returned what, in place of what."""
+    reset, step, message = WRONG[name]
+    env = JaxVecEnv((reset, step), None, 2, "cpu", BOX, PUSH)
+    with pytest.raises(ValueError, match=message):
+        env.reset(), env.step(np.ones((2, 1), np.float32))
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_decimals_are_not_cut_off(is_dict):
+    """Observations of floats under a space of integers are refused by name, before they are cut off."""
+
+    def of(observation):
+        return {"camera": observation} if is_dict else observation
+
+    def step(key, state, action):
+        return of(state + 0.5), state, 0.0, False, False
+
+    image = spaces.Box(0, 255, (1,), np.uint8)
+    space = spaces.Dict({"camera": image}) if is_dict else image
+    floats, integers = (lambda key, d=d: (of(jax.numpy.zeros(1, d)), jax.numpy.zeros(1)) for d in (float, np.uint8))
+    with pytest.raises(ValueError, match=r"observations.*dtype=torch.float32.*decimals"):
+        JaxVecEnv((floats, step), None, 2, "cpu", space, PUSH).reset()
+    env = JaxVecEnv((integers, lambda *args: (of(clock_step(*args)[0]), *clock_step(*args)[1:])), None, 2, "cpu", space, PUSH)
     env.reset()
-    with pytest.raises(ValueError, match="4 values"):
+    with pytest.raises(ValueError, match=r"observations.*dtype=torch.float32.*decimals"):
         env.step(np.ones((2, 1), np.float32))
+
+
+class Discrete:
+    """A space of craftax, whose classes are its own copies of gymnax's."""
+
+    def __init__(self, n):
+        self.n = n
+
+
+class Box:
+    """As :class:`Discrete`"""
+
+    def __init__(self, low, high, shape):
+        self.low, self.high, self.shape = low, high, shape
+
+
+class CraftaxParams:
+    """Its limit of steps has a name of its own."""
+
+    def __init__(self, max_timesteps=4):
+        self.max_timesteps = max_timesteps
+
+    def replace(self, max_timesteps):
+        return CraftaxParams(max_timesteps)
+
+
+class LikeCraftax:
+    """In the style of gymnax, without being of it. The clock ends at 3, or after its number of steps."""
+
+    default_params = CraftaxParams()
+
+    def observation_space(self, params):
+        return Box(0.0, np.inf, (1,))
+
+    def action_space(self, params):
+        return Discrete(2)
+
+    def reset_env(self, key, params):
+        return jax.numpy.zeros(1), (0, 0)
+
+    def step_env(self, key, state, action, params):
+        time, place = state[0] + 1, state[1] + action
+        done = (place >= 3) | (time >= params.max_timesteps)
+        return jax.numpy.full(1, place, float), (time, place), 1.0, done, {}
+
+
+@pytest.mark.parametrize(("params", "limit"), [(None, 4), ({"max_timesteps": 5}, 5)])
+def test_craftax(params, limit):
+    """Spaces of own classes are read by their names, and its limit of steps cuts episodes off."""
+    env = JaxVecEnv(LikeCraftax(), params, num_envs=2)
+    assert env.action_space == spaces.Discrete(2)
+    assert env.observation_space == spaces.Box(0, np.inf, (1,), np.float32)
+    env.reset()
+    for n in range(1, limit + 1):
+        step = env.step_tensors(th.tensor([1, 0]))
+        assert step.terminated.tolist() == [n == 3, False]
+        assert step.truncated.tolist() == [False, n == limit]
+
+
+class LikePlayground(LikeBrax):
+    """
+    As an environment of MuJoCo Playground with its default engine: what all copies have in common has a size of its own, and
+    the limit of steps is in its configuration alone.
+    """
+
+    _config = SimpleNamespace(episode_length=4)
+
+    def reset(self, rng):
+        state = super().reset(rng)
+        state.info["contacts"] = jax.numpy.zeros(7)
+        return state
+
+    def step(self, state, action):
+        contacts = state.info["contacts"]
+        obs = state.obs + action
+        done = (obs[0] >= 3).astype(float)
+        return BraxState(obs, obs[0], done, {"distance": obs[0]}, {**state.info, "contacts": contacts + 1})
+
+
+class EpisodeWrapper(AutoResetWrapper):
+    """A wrapper of brax by its name, which limits the steps itself."""
+
+
+def in_common(function, shares):
+    """As `jax.vmap`, which leaves what copies have in common as that of one of them, as the batching of MuJoCo Warp does."""
+    batched = jax.vmap(function)
+
+    def call(*args):
+        parts = list(args)
+        for index, part in enumerate(args):
+            if isinstance(part, BraxState):
+                n = len(part.done)
+                info = {**part.info, "contacts": jax.numpy.broadcast_to(part.info["contacts"], (n, 7))}
+                parts[index] = BraxState(part.obs, part.reward, part.done, part.metrics, info)
+        results = batched(*parts)
+        state = results[1]
+        state.info["contacts"] = state.info["contacts"][0]
+        shares.append(state.info["contacts"].shape)
+        return results
+
+    return call
+
+
+def test_playground(monkeypatch):
+    """What copies have in common stays that of the step where an episode begins; the limit is that of the configuration."""
+    shares = []
+    real = jax.vmap
+    monkeypatch.setattr(jax, "vmap", lambda f: in_common(f, shares) if f.__module__.endswith("jax_functions") else real(f))
+    env = JaxVecEnv(LikePlayground(), num_envs=2)
+    monkeypatch.undo()
+    env.seed(0)
+    env.reset_tensors()
+    for n in range(1, 9):
+        step = env.step_tensors(th.tensor([[1.0], [0.1]]))
+        assert step.terminated.tolist() == [n % 3 == 0, False]
+        assert step.truncated.tolist() == [False, n % 4 == 0]
+    assert env._state[1].info["contacts"].tolist() == [8.0] * 7
+    assert set(shares) == {(7,)}
+
+
+def test_limits_of_playground():
+    """An argument goes before the configuration, and so does brax's wrapper."""
+    for env, kwargs, ends in (
+        (LikePlayground(), dict(max_episode_steps=2), [2, 4]),
+        (EpisodeWrapper(LikePlayground()), {}, []),
+    ):
+        copies = JaxVecEnv(env, num_envs=1, **kwargs)
+        copies.reset_tensors()
+        steps = [copies.step_tensors(th.full((1, 1), 0.1)).truncated.item() for _ in range(5)]
+        assert [n for n, cut_off in enumerate(steps, 1) if cut_off] == ends
+
+
+class BraxAutoResetWrapper(AutoResetWrapper):
+    """The wrapper of MuJoCo Playground by its name."""
+
+
+def test_wrapped_playground():
+    """The message for `wrap_for_brax_training` names what there is in MuJoCo Playground."""
+    with pytest.raises(ValueError, match=r"BraxAutoResetWrapper.*without `wrap_for_brax_training`.*max_episode_steps"):
+        JaxVecEnv(BraxAutoResetWrapper(LikePlayground()))
 
 
 @pytest.mark.parametrize("missing", ["jax", "gymnax"])

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecNormalize
 from support.torch_envs import TorchCartPole, TorchPendulum
-from support.torch_simulators import CLOCK, PUSH, LikeIsaacLab, LikeManiSkill, LikeRslRl
+from support.torch_simulators import CLOCK, PUSH, LikeIsaacLab, LikeLists, LikeManiSkill, LikeMjlab, LikeRslRl
 
 from sb3_ppo_ext import PPOExt, TensorVecNormalize, TorchVecEnv
 
@@ -33,11 +33,23 @@ def mani_skill():
     return TorchVecEnv(LikeManiSkill())
 
 
+def mjlab():
+    return TorchVecEnv(LikeMjlab(), keys="actor", action_space=PUSH)
+
+
+def lists_of_sb3():
+    return TorchVecEnv(LikeLists())
+
+
+def lists_of_gymnasium():
+    return TorchVecEnv(LikeLists(n_results=5, is_short=True))
+
+
 def ended(mask):
     return th.arange(4)[mask].tolist()
 
 
-@pytest.mark.parametrize("make", [mani_skill, isaac, rsl_rl])
+@pytest.mark.parametrize("make", [mani_skill, isaac, rsl_rl, mjlab, lists_of_sb3, lists_of_gymnasium])
 def test_ends_of_episodes(make):
     """Terminated and truncated episodes, first observations of the next ones, rewards and lengths are those of the clocks."""
     env = make()
@@ -148,7 +160,7 @@ def test_step_that_a_normalisation_would_not_call():
     assert (VecNormalize(cells(WithoutRewards), norm_obs=False, clip_reward=1.0).reset() < 5).all()
 
 
-@pytest.mark.parametrize("make", [mani_skill, isaac])
+@pytest.mark.parametrize("make", [mani_skill, isaac, lists_of_sb3, lists_of_gymnasium])
 def test_last_observations(make):
     """Where an episode has ended, its last observation is given; infos have the same."""
     env, same = make(), make()
@@ -159,7 +171,29 @@ def test_last_observations(make):
         for index in ended(step.terminated | step.truncated):
             assert step.final_observations[index].tolist() == [step.episode_lengths[index].item()] * 2
             assert infos[index]["terminal_observation"].tolist() == step.final_observations[index].tolist()
-    assert step.final_observations.dtype == th.float32
+        assert step.final_observations is None or step.final_observations.dtype == th.float32
+
+
+def test_spaces_of_own_classes():
+    """Spaces of mjlab are read by their names; a critic may read its own group; other kinds are refused by name."""
+    env = TorchVecEnv(LikeMjlab(), keys=["actor", "critic"], action_space=PUSH)
+    endless = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    assert env.observation_space == spaces.Dict({"actor": endless, "critic": endless})
+    assert env.reset()["critic"].shape == (4, 2)
+    unknown = LikeMjlab()
+    unknown.single_observation_space = object()
+    with pytest.raises(ValueError, match=r"observation_space=.*gymnasium.spaces"):
+        TorchVecEnv(unknown, action_space=PUSH)
+
+
+def test_infos_that_are_no_dictionaries():
+    """A list of another length, or of something else, is refused by name; successes in lists are logged."""
+    env = lists_of_sb3()
+    env.reset()
+    for infos in ([{}] * 3, [None] * 4):
+        with pytest.raises(ValueError, match=r"infos=.*list of 4 dictionaries"):
+            env._joined(infos)
+    assert env._log(env._joined([{"is_success": True}] * 4))["is_success"].tolist() == [True] * 4
 
 
 def test_last_observations_that_are_not_given():
@@ -286,6 +320,20 @@ def test_observations_are_cast():
     assert env.step_tensors(th.zeros(2, 1)).final_observations.dtype == th.float32
 
 
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_decimals_are_not_cut_off(is_dict):
+    """Observations of floats under a space of integers are refused by name, at a reset and in a step."""
+    image = spaces.Box(0, 255, (2,), np.uint8)
+    space = spaces.Dict({"camera": image}) if is_dict else image
+    clocks = LikeRslRl()
+    clocks.observe = lambda: {"camera": th.full((4, 2), 0.5)} if is_dict else th.full((4, 2), 0.5)
+    env = TorchVecEnv(clocks, observation_space=space, action_space=PUSH)
+    with pytest.raises(ValueError, match=r"observations.*dtype=torch.float32.*decimals"):
+        env.reset()
+    with pytest.raises(ValueError, match=r"observations.*dtype=torch.float32.*decimals"):
+        env.step(np.zeros((4, 1), np.float32))
+
+
 def test_observations_of_the_real_rsl_rl():
     """A `VecEnv` of rsl_rl with a TensorDict of observations fits."""
     tensordict = pytest.importorskip("tensordict")
@@ -340,7 +388,7 @@ class NotByItself(LikeManiSkill):
 
 BAD = {
     "env=": [lambda: TorchVecEnv(TorchCartPole), lambda: TorchVecEnv(4), lambda: TorchVecEnv(NextStep())],
-    "begin new episodes": [lambda: TorchVecEnv(NotByItself())],
+    "begin new episodes": [lambda: TorchVecEnv(NotByItself()), lambda: TorchVecEnv(LikeMjlab(auto_reset=False))],
     "observation_space": [lambda: TorchVecEnv(LikeRslRl())],
     "action_space": [lambda: TorchVecEnv(LikeRslRl(), observation_space=CLOCK)],
     "keys": [
@@ -369,7 +417,7 @@ def test_numpy_is_refused():
         env.reset()
 
 
-@pytest.mark.parametrize("make", [mani_skill, isaac, rsl_rl])
+@pytest.mark.parametrize("make", [mani_skill, isaac, rsl_rl, mjlab, lists_of_sb3, lists_of_gymnasium])
 def test_training(make):
     """PPOExt learns on each of them."""
     with warnings.catch_warnings():

@@ -1,0 +1,77 @@
+"""Mistakes on RL Zoo's command line, and notices about what a run does, in one line."""
+
+import argparse
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from rl_zoo3 import utils
+from support.zoo import manager
+
+from sb3_ppo_ext.zoo.entry_checks import CommandError
+from sb3_ppo_ext.zoo.experiment import _normalizable, _say_what_repeats
+from sb3_ppo_ext.zoo.registration import register
+
+
+@pytest.mark.parametrize("given", [dict(study_name="s"), dict(storage="study.log"), dict(study_name="s", storage="study.log")])
+def test_studies_without_a_trial(given):
+    """A study without `--trial-id` is refused, where the Zoo would train without it."""
+    with pytest.raises(ValueError, match=r"of which trial\? Give `--trial-id`"):
+        manager(**given).read_hyperparameters()
+
+
+def parsed(*values):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-params", nargs="+", action=utils.StoreDict)
+    return parser.parse_args(["-params", *values]).params
+
+
+def test_strings_without_quotes(monkeypatch):
+    """The message names the value that is no Python code, and how it is quoted; other algorithms have the Zoo's error."""
+    register()
+    assert parsed("n_steps:8", "policy:'MlpPolicy'") == {"n_steps": 8, "policy": "MlpPolicy"}
+    monkeypatch.setattr(sys, "argv", ["train", "--algo", "ppo_ext"])
+    with pytest.raises(CommandError, match=r"`policy:MlpLstmPolicy` is no Python code .*\"policy:'MlpLstmPolicy'\""):
+        parsed("n_steps:8", "policy:MlpLstmPolicy")
+    with pytest.raises(CommandError, match="is no Python code"):
+        parsed("n_steps:8 9")
+    monkeypatch.setattr(sys, "argv", ["train", "--algo", "ppo"])
+    with pytest.raises(NameError):
+        parsed("policy:MlpLstmPolicy")
+
+
+def test_small_images_are_normalised_as_with_ppo():
+    """A small image in a dictionary is normalised, and then read as a vector; a large one is left to its network."""
+    small, large = (spaces.Box(0, 255, (n, n, 3), np.uint8) for n in (8, 64))
+    speed = spaces.Box(-1, 1, (2,), np.float32)
+    assert _normalizable(spaces.Dict(camera=small, speed=speed)) == {"norm_obs_keys": ["camera", "speed"]}
+    assert _normalizable(spaces.Dict(camera=large, speed=speed)) == {"norm_obs_keys": ["speed"]}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "is_said"), [({}, True), (dict(frameskip=1), True), (dict(frameskip=1, repeat_action_probability=0.0), False)]
+)
+def test_repeated_actions_of_ale(kwargs, is_said, monkeypatch, capsys):
+    """Where ALE repeats actions as well as the wrapper, a line says so, and how to change it."""
+    spec = SimpleNamespace(id="ALE/Pong-v5", entry_point="ale_py.env:AtariEnv", kwargs={})
+    monkeypatch.setattr(gym, "spec", lambda env_id: spec)
+    experiment = SimpleNamespace(env_name=SimpleNamespace(gym_id=spec.id), env_kwargs=kwargs)
+    _say_what_repeats(experiment, {"env_wrapper": ["stable_baselines3.common.atari_wrappers.AtariWrapper"]})
+    assert ("frameskip:1 repeat_action_probability:0.0" in capsys.readouterr().out) is is_said
+    _say_what_repeats(experiment, {})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["logs"], 2)])
+def test_plots_without_matplotlib(arguments, status, tmp_path):
+    """Without Matplotlib, `--help` works, and plots end with one line that says what to install."""
+    code = f"import sys, runpy; sys.modules['matplotlib'] = None; sys.argv = ['plot_run', *{arguments}]; "
+    code += "runpy.run_module('sb3_ppo_ext.plot_run', run_name='__main__')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert run.returncode == status
+    assert status == 0 or "pip install 'sb3-ppo-ext[zoo]'" in run.stderr.splitlines()[-1]
