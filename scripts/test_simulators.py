@@ -73,7 +73,7 @@ def pgx() -> VecEnv:
 
     space = spaces.Box(0, 1, game.observation_shape, np.float32)
     actions = spaces.Discrete(game.num_actions)
-    copies = {"num_envs": N_ENVS, "device": "cpu", "max_episode_steps": 20}
+    copies: dict[str, Any] = {"num_envs": N_ENVS, "device": "cpu", "max_episode_steps": 20}
     return JaxVecEnv((reset, step), observation_space=space, action_space=actions, **copies)
 
 
@@ -90,7 +90,7 @@ def jumanji() -> VecEnv:
         return timestep.observation.grid, state, timestep.reward, timestep.last(), False
 
     space = spaces.Box(-np.inf, np.inf, game.observation_spec.grid.shape, np.float32)
-    copies = {"num_envs": N_ENVS, "device": "cpu", "max_episode_steps": 20}
+    copies: dict[str, Any] = {"num_envs": N_ENVS, "device": "cpu", "max_episode_steps": 20}
     return JaxVecEnv((reset, step), observation_space=space, action_space=spaces.Discrete(4), **copies)
 
 
@@ -109,7 +109,7 @@ def navix() -> VecEnv:
 
     space = spaces.Box(-np.inf, np.inf, grid.observation_space.shape, np.float32)
     actions = spaces.Discrete(int(grid.action_space.n))
-    copies = {"num_envs": N_ENVS, "device": "cpu", "max_episode_steps": 20}
+    copies: dict[str, Any] = {"num_envs": N_ENVS, "device": "cpu", "max_episode_steps": 20}
     return JaxVecEnv((reset, step), observation_space=space, action_space=actions, **copies)
 
 

@@ -190,7 +190,8 @@ def _wrappers_of(venv: Any) -> Iterator[VectorWrapper]:
 
 def _check_results(venv: VectorEnv, mode: AutoresetMode) -> None:
     """Refuse environments whose results are no arrays of all copies, and warn of a wrapper that learns something else."""
-    sizes = venv.unwrapped.config if _is_envpool(venv.unwrapped) else {}
+    base: Any = venv.unwrapped
+    sizes = base.config if _is_envpool(base) else {}
     if sizes.get("batch_size", venv.num_envs) != venv.num_envs:
         remedy = "SB3 steps all copies at once, and this one only some of them; make it without `batch_size`"
         refuse("batch_size", sizes["batch_size"], f"{remedy}, or with `batch_size={venv.num_envs}`, that is `num_envs`")

@@ -173,7 +173,6 @@ def test_invalid_change(name):
     ("changes", "message"),
     [
         (dict(lr_decay="linear", learning_rate="lin_0.1"), "`lr_decay='linear'`.*a schedule by itself"),
-        (dict(kl_target=0.01), "`kl_target=0.01`.*`kl_coef`, which is 0"),
         (dict(batch_size=1), "`batch_size=1`.*2 or more"),
         (dict(ent_coef=lambda progress: "0"), "`ent_coef=.*returns '0'"),
         (dict(policy_class=MlpPolicy), "`policy_class=.*make a new model"),

@@ -17,5 +17,5 @@ def right() -> None:
 def wrong() -> None:
     """A typo in a value, one in a name, and a wrong type."""
     PPOExt("MlpPolicy", "CartPole-v1", action_dist="betta")  # type: ignore[arg-type]
-    PPOExt("MlpPolicy", "CartPole-v1", vtrase=True)  # type: ignore[call-arg]
+    PPOExt("MlpPolicy", "CartPole-v1", vtrase=True)  # type: ignore[arg-type]
     PPOExt("MlpPolicy", "CartPole-v1", n_steps=2.5)  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ def as_gymnasium(space: Any) -> spaces.Space | None:
         low, high = (np.broadcast_to(np.asarray(bound, np.float32), shape) for bound in (space.low, space.high))
         return spaces.Box(low.copy(), high.copy(), dtype=np.float32)
     if kind == "Dict" and isinstance(getattr(space, "spaces", None), Mapping):
-        parts = {key: as_gymnasium(part) for key, part in space.spaces.items()}
+        parts: dict[str, Any] = {key: as_gymnasium(part) for key, part in space.spaces.items()}
         return None if None in parts.values() else spaces.Dict(parts)
     return None
 
