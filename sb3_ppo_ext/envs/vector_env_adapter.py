@@ -80,7 +80,8 @@ class VectorEnvAdapter(VecEnv):
         # Copied, since an environment may write later observations, also those of a reset, into the same array.
         observations = _copied(observations)
         dones = terminated | truncated
-        arrays = dict(arrays)  # a copy, since the environment may return the same dictionary again
+        # A copy, since the environment may return the same dictionaries again
+        arrays = dict(arrays) if isinstance(arrays, dict) else [dict(info) for info in arrays]
         final, final_info = _taken(arrays, "final_obs"), _taken(arrays, "final_info")
         infos = self._split(arrays)
         for info, cut_off in zip(infos, (truncated & ~terminated).tolist(), strict=True):

@@ -20,6 +20,7 @@ def make(env=None, policy="MlpPolicy", backend="native", make_env=make_toys, **o
 
 
 def relative_error(expected, actual):
+    expected, actual = expected.cpu(), actual.cpu()
     return ((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
 
 

@@ -433,9 +433,12 @@ class EpisodeWrapper(AutoResetWrapper):
     """A wrapper of brax by its name, which limits the steps itself."""
 
 
+VMAP = jax.vmap
+
+
 def in_common(function, shares):
     """As `jax.vmap`, which leaves what copies have in common as that of one of them, as the batching of MuJoCo Warp does."""
-    batched = jax.vmap(function)
+    batched = VMAP(function)
 
     def call(*args):
         parts = list(args)
@@ -456,8 +459,7 @@ def in_common(function, shares):
 def test_playground(monkeypatch):
     """What copies have in common stays that of the step where an episode begins; the limit is that of the configuration."""
     shares = []
-    real = jax.vmap
-    monkeypatch.setattr(jax, "vmap", lambda f: in_common(f, shares) if f.__module__.endswith("jax_functions") else real(f))
+    monkeypatch.setattr(jax, "vmap", lambda f: in_common(f, shares) if f.__module__.endswith("jax_functions") else VMAP(f))
     env = JaxVecEnv(LikePlayground(), num_envs=2)
     monkeypatch.undo()
     env.seed(0)
