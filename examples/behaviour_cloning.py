@@ -71,7 +71,7 @@ def clone(
     :return: Mean negative log likelihood of the actions in each epoch
     """
     policy, (observations, actions, returns) = model.policy, demonstrations
-    if hasattr(policy, "buffer_classes"):
+    if hasattr(policy, "make_memory"):
         raise ValueError(f"{type(policy).__name__} has a memory, and learns from whole episodes; give a policy without one")
     if isinstance(model.action_space, spaces.Box) and policy.squash_output:
         low, high = model.action_space.low, model.action_space.high

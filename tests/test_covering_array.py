@@ -33,10 +33,17 @@ def trained_as_reference(cell, device="cpu"):
     model = make(cell, device).learn(32)
     if cell["engine"] in ("eager", "native") or "amp_dtype" in cell:  # The others are reproduced by the reference.
         assert_equal(bits(make(cell, device).learn(32)), bits(model), "a second training")
-    if "amp_dtype" not in cell:
-        # Muon divides each matrix by its singular values, small ones included.
-        assert_same_results(*with_reference(cell, model), rtol=1e-4 if cell.get("optimizer") == "muon" else 1e-5)
+    # Recurrent policies in tensor environments agree to less: see `test_recurrent_policies_in_tensor_environments`.
+    is_loose = cell["policy"] in ("lstm", "gru") and cell["env"] == "tensors"
+    if "amp_dtype" not in cell and not is_loose:
+        assert_same_results(*with_reference(cell, model), rtol=tolerance(cell))
     return model
+
+
+def tolerance(cell):
+    """Relative tolerance of the parameters."""
+    # Muon divides each matrix by its singular values, small ones included.
+    return 1e-4 if cell.get("optimizer") == "muon" else 1e-5
 
 
 def bits(model):

@@ -38,10 +38,12 @@ ACTIONS = {
 ENVS = ("plain", "normalized", "adapted", "tensors")
 # What each cell has a value of; every option besides is a factor, too, which may be absent.
 ROOMS = {"engine": ENGINES, "policy": tuple(POLICIES), "actions": tuple(ACTIONS), "env": ENVS}
-# With these, what bounds the change of the policy or of the values has an effect in few steps.
-RATES = dict(learning_rate=0.01, clip_range=0.02)
-LIMITS = {"dual_clip": 1.0001, "clip_range_vf": 0.01, "target_kl": 1e-3}
-OPTIONS = {name: [LIMITS.get(name, value) for value in values] for name, values in VALUES.items() if name != "backend"}
+# Larger rates and tighter limits than those of the table would act more, and let rounding grow beyond the tolerances.
+RATES: dict = {}
+LIMITS: dict = {}
+# A zip has no discounted returns of running episodes, with which rewards are normalised.
+ELSEWHERE = {"backend", "normalize_reward", "clip_reward"}
+OPTIONS = {name: [LIMITS.get(name, value) for value in values] for name, values in VALUES.items() if name not in ELSEWHERE}
 ITEMS = [(name, value) for name, values in {**ROOMS, **OPTIONS}.items() for value in values]
 
 
@@ -59,6 +61,8 @@ def is_trainable(cell):
     """Whether what has a value in each room can be trained."""
     if cell.get("action_masking") and cell["env"] in ("adapted", "tensors"):
         return False  # Their masks are a part of the observations.
+    if cell.get("normalize_obs") and cell["env"] == "normalized":
+        return False  # Only one of them may normalise.
     if cell.get("amp_dtype") and cell["engine"] == "sim":
         return False  # The simulated device has no autocast.
     policy, _ = POLICIES[cell["policy"]]

@@ -102,7 +102,7 @@ def legal(rng, name):
     accepted = row.accepted.accepted if isinstance(row.accepted, values.Optional) else row.accepted
     if isinstance(accepted, values.Choice):
         return repr(rng.choice([choice for choice in accepted.all() if choice != "compile"]))
-    if isinstance(accepted, values.Flag):
+    if isinstance(accepted, values.Flag | values.FlagOrKeys):
         return rng.choice(["True", "False", "np.bool_(True)"])
     if isinstance(accepted, values.Bounds):
         return rng.choice(["(1e-5, 1e-2)", "[1e-4, 1e-3]", "(1e-3, 1e-3)", "(np.float64(1e-5), 1)", "(0.01, 0.1)"])
