@@ -217,7 +217,7 @@ class RolloutCollector(OnPolicyAlgorithm):
 
     def _ends(self, env: VecEnv, before: Any, after: Any, dones: np.ndarray, infos: Any, step: int) -> list[tuple[int, Any]]:
         """Truncated episodes of a step in which some have ended, as :meth:`_truncated_episodes` returns them."""
-        if self._terminal_watch is None or self._terminal_watch.env is not env:
+        if self._terminal_watch is None or self._terminal_watch.env_id != id(env):
             self._terminal_watch = TerminalWatch(env)
         self._terminal_watch.note(before, after, dones, infos)
         return list(self._truncated_episodes(dones, infos, step))

@@ -100,7 +100,8 @@ class TerminalWatch:
     """
 
     def __init__(self, env: VecEnv):
-        self.env, self.is_of_sb3 = env, type(env.unwrapped) in (DummyVecEnv, SubprocVecEnv)
+        # Not the environments themselves, which would be copied and pickled with the model
+        self.env_id, self.is_of_sb3 = id(env), type(env.unwrapped) in (DummyVecEnv, SubprocVecEnv)
         # Number of episodes whose terminal observation was lost, if it was in all of them
         self.is_active, self.n_lost = True, 0
 
