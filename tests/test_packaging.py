@@ -82,13 +82,18 @@ def installation(request, tmp_path_factory):
 
 
 def test_source_distribution(tmp_path):
-    """The source distribution has all of the checkout: package, hook, tests, scripts, documentation with its pictures."""
+    """
+    The source distribution has all of the checkout but the studies and the data of the benchmarks: package, hook, tests,
+    scripts, documentation with its pictures.
+    """
     copy_checkout(tmp_path / "source")
     # A link, to a folder of the package
     needed = [path for path in (tmp_path / "source").rglob("*") if "hyperparams" not in path.parts[-2:]]
     with tarfile.open(build("sdist", tmp_path / "source", tmp_path / "dist")) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    assert {str(path.relative_to(tmp_path / "source")) for path in needed if path.is_file()} <= packed
+    names = {path.relative_to(tmp_path / "source") for path in needed if path.is_file()}
+    assert {str(name) for name in names if name.parts[0] != "benchmark" or name.suffix in (".md", ".yml")} <= packed
+    assert not any(name.startswith("benchmark/studies") for name in packed)
 
 
 def test_the_readme_on_an_index():
@@ -139,7 +144,7 @@ def test_yaml_and_types(installation):
     assert "Pendulum-v1" in (package / "zoo" / "hyperparams" / "ppo_ext.yml").read_text()
     assert (package / "py.typed").exists()
     assert (package / "engines" / "native" / "_mlp.pyi").exists()
-    assert (package / "rollout" / "parallel" / "_flags.pyi").exists()
+    assert (package / "envs" / "parallel" / "_flags.pyi").exists()
 
 
 def test_nothing_else_is_installed(installation):
