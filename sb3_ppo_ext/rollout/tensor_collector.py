@@ -127,7 +127,6 @@ class TensorCollection:
         # Bounds of the actions, `None` if there are none
         self.bounds = bounds_on_device(space.low, space.high, env.device) if isinstance(space, spaces.Box) else None
         self.memory = buffer.memory
-        self.stepper = None if self.memory is None else self.memory.stepper(self.is_watched)
         self.mask_key: str | None = model.action_mask_key
         self.choices = choices_of(space) if self.mask_key is not None else []
         # Ends of episodes, ends by truncation, returns, lengths and successes at each step
@@ -150,6 +149,8 @@ class TensorCollection:
         keep_lazily(self.callback)
         model.policy.set_training_mode(False)
         buffer.reset()
+        # It begins with the states before the first step, where `reset` puts those after the last rollout.
+        self.stepper = None if self.memory is None else self.memory.stepper(self.is_watched)
         if model._truncations is not None:
             model._truncations.clear()
         if model.use_sde:
