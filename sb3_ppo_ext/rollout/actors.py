@@ -15,9 +15,10 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.memory.history import Stepper
-from sb3_ppo_ext.rollout.bootstrap import last_values, terminal_values
+from sb3_ppo_ext.rollout.bootstrap import in_one_batch, joined, last_values, terminal_values
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes
 
 
@@ -236,13 +237,17 @@ class DeviceActor(PolicyActor):
         self.rewards = np.zeros((buffer.buffer_size, buffer.n_envs), np.float32)
         self.starts = np.zeros_like(self.rewards)
         self.gamma = buffer.gamma
-        # Rows and terminal observations of truncated episodes that have not been evaluated yet
+        # Rows and terminal observations of truncated episodes that have not been evaluated yet, and those that have
         self.truncated: list[tuple[int, Any]] = []
+        self.evaluated: list[TruncatedEpisodes] = []
+        self.weights = WeightWatch(by_value=True)
         self.staging: Any = None
         # Observations of the last step, already in the buffer
         self.observations: Any = None
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+        if step == 0 and self.config.is_watched:
+            self.weights.have_changed(policy)
         with th.no_grad():
             # Without a memory, the starts of episodes are copied at the end of the rollout.
             known = None if self.stepper is None else th.as_tensor(np.asarray(starts, np.float32))
@@ -295,6 +300,14 @@ class DeviceActor(PolicyActor):
         self.truncated = []
         episodes = terminal_values(policy, self.buffer, rows, observations, batched=True)
         self._buffer.tensors["rewards"].view(-1)[episodes.rows] += self.gamma * episodes.values
+        self.evaluated.append(episodes)
+
+    def _note_truncations(self, policy: ActorCriticPolicy, rewards: th.Tensor) -> None:
+        if not self.evaluated:
+            return
+        episodes = joined(self.evaluated)
+        if self.config.is_watched and not self.weights.have_changed(policy):
+            episodes = in_one_batch(policy, self._buffer, episodes, rewards.reshape(-1)[episodes.rows], self.gamma)
         note_truncations(self.config, episodes)
 
     def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
@@ -305,6 +318,7 @@ class DeviceActor(PolicyActor):
             buffer.tensors["rewards"].copy_(from_host[0])
             buffer.tensors["episode_starts"].copy_(from_host[1])
         self._bootstrap_all(policy)
+        self._note_truncations(policy, from_host[0])
         with th.no_grad():
             values = last_values(policy, buffer, observations, from_host[2, 0])
         if self.memory is not None:

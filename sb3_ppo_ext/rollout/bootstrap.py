@@ -61,6 +61,38 @@ def values_again(policy: ActorCriticPolicy, buffer: RolloutBuffer, episodes: Tru
     return policy.predict_values(_after(buffer, episodes.rows, episodes.observations, going_on)).flatten()
 
 
+def in_one_batch(
+    policy: ActorCriticPolicy, buffer: TensorRolloutBuffer, episodes: TruncatedEpisodes, rewards: th.Tensor, gamma: float
+) -> TruncatedEpisodes:
+    """
+    Evaluate terminal observations in one batch whose values have been added to the rewards step by step, since user code may
+    read them: the last bit of the values is then the same as without user code.
+
+    :param policy: Policy that has not changed in the rollout
+    :param buffer: Buffer with the rollout. Rewards that user code has changed stay
+    :param episodes: Truncated episodes with the values that have been added
+    :param rewards: Their last rewards without these values, shape ``(n,)``
+    :param gamma: Discount factor
+    :return: The episodes with the values of the batch
+    """
+    with th.no_grad():
+        values = values_again(policy, buffer, episodes)
+    all_rewards = buffer.tensors["rewards"].view(-1)
+    found = all_rewards[episodes.rows]
+    is_untouched = found == rewards + gamma * episodes.values
+    all_rewards[episodes.rows] = th.where(is_untouched, rewards + gamma * values, found)
+    return episodes._replace(values=values)
+
+
+def joined(episodes: Sequence[TruncatedEpisodes]) -> TruncatedEpisodes:
+    """
+    :param episodes: Truncated episodes, at least one part
+    :return: All of them as one
+    """
+    rows, observations, values = zip(*episodes, strict=True)
+    return TruncatedEpisodes(th.cat(rows), map_observations(lambda *parts: th.cat(parts), *observations), th.cat(values))
+
+
 def _after(buffer: RolloutBuffer, rows: Any, observations: Any, starts: Any) -> Any:
     """Inputs of the policy for observations that follow the given steps."""
     if not isinstance(buffer, TensorRolloutBuffer) or buffer.memory is None:

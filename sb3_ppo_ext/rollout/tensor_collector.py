@@ -17,11 +17,12 @@ from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy, reset_after_errors
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.common.observations import dtype_of, map_observations
+from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.action_masks import leave_choices, refuse_empty
-from sb3_ppo_ext.rollout.bootstrap import last_values, values_again
+from sb3_ppo_ext.rollout.bootstrap import in_one_batch, last_values, values_again
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes, copy_into
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals, keep_lazily
@@ -134,8 +135,10 @@ class TensorCollection:
         self.episodes = th.zeros((5, *shape), device=env.device)
         self.has_successes = False
         self.final_observations: Any = None
-        # Values of terminal observations, if parameters may change before the end of the rollout
+        # Values of terminal observations, if parameters may change before the end of the rollout, and rewards without them
         self.final_values = th.zeros(shape, device=env.device) if self.is_watched else None
+        self.rewards = th.zeros(shape, device=env.device) if self.is_watched else None
+        self.weights = WeightWatch(by_value=True)
         # Sum and number of what the environment wants logged
         self.log: dict[str, tuple[th.Tensor, th.Tensor]] = {}
         # Steps whose infos a callback has read, and may have changed
@@ -161,6 +164,8 @@ class TensorCollection:
 
         # What a callback puts in the place of the policy acts from the next rollout on.
         act, policy = model._make_act(), model.policy
+        if self.is_watched:
+            self.weights.have_changed(policy)
         for step in range(self.n_steps):
             if model.use_sde and model.sde_sample_freq > 0 and step % model.sde_sample_freq == 0:
                 policy.reset_noise(env.num_envs)
@@ -265,7 +270,8 @@ class TensorCollection:
             if self.final_observations is None:
                 self.final_observations = self.buffer.empty_observations()
             map_observations(lambda rows, part: copy_into(rows[step], part), self.final_observations, final)
-        if self.final_values is not None:
+        if self.final_values is not None and self.rewards is not None:
+            self.rewards[step] = self.buffer.tensors["rewards"][step]
             with th.no_grad():
                 seen = map_observations(lambda rows: rows[step], self._terminal_observations())
                 rows = step * self.env.num_envs + th.arange(self.env.num_envs, device=dones.device)
@@ -359,15 +365,19 @@ class TensorCollection:
             self.env.warn_without_final_observations()
         on_device = th.from_numpy(rows).to(self.env.device)
         terminal = map_observations(lambda part: part.flatten(0, 1)[on_device], self._terminal_observations())
-        if self.final_values is not None:
+        policy, gamma = self.model.policy, self.model.gamma
+        if self.final_values is not None and self.rewards is not None:
             # They have been added at each step, since user code may read the rewards.
-            values = self.final_values.flatten()[on_device]
+            episodes = TruncatedEpisodes(on_device, terminal, self.final_values.flatten()[on_device])
+            if not self.weights.have_changed(policy):
+                episodes = in_one_batch(policy, self.buffer, episodes, self.rewards.flatten()[on_device], gamma)
         else:
             with th.no_grad():
-                values = values_again(self.model.policy, self.buffer, TruncatedEpisodes(on_device, terminal, on_device))
-            self.buffer.tensors["rewards"].view(-1)[on_device] += self.model.gamma * values
+                values = values_again(policy, self.buffer, TruncatedEpisodes(on_device, terminal, on_device))
+            self.buffer.tensors["rewards"].view(-1)[on_device] += gamma * values
+            episodes = TruncatedEpisodes(on_device, terminal, values)
         if self.model._truncations is not None:
-            self.model._truncations.append(TruncatedEpisodes(on_device, terminal, values))
+            self.model._truncations.append(episodes)
 
     def _refuse(self, last_observations: Any) -> None:
         """

@@ -20,6 +20,7 @@ from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNorma
 from support import hybrid
 from support.cases import one_in
 from support.device_training import SMALL, assert_same, assert_same_training, same_draws, tensor_env, trained
+from support.parity import assert_equal
 from support.torch_envs import TorchCartPole, TorchPendulum
 from support.toys import DICT, IMAGE, make_toys
 
@@ -136,6 +137,18 @@ def test_recurrent_policies_in_tensor_environments(sim, rnn):
     with sim.counting() as counts:
         actual.learn(16 * 16, reset_num_timesteps=False)
     assert counts.to_host + counts.items <= BUDGET
+
+
+def test_a_callback_that_does_nothing_changes_no_bit(sim):
+    """Values of truncated episodes are rounded as without it, though it may read them at each step."""
+    ends = []
+    for callback in (None, Record()):
+        env = make_toys(3, length=5)
+        model = PPOExt("MlpPolicy", env, device=sim.name, **{**SMALL, "batch_size": 16, "vtrace": True})
+        model.learn(16 * 3 * 2, callback)
+        parameters = {name: tensor.cpu() for name, tensor in model.policy.state_dict().items()}
+        ends.append([model.rollout_buffer.rewards, parameters])
+    assert_equal(*ends, "with a callback")
 
 
 @pytest.mark.usefixtures("same_draws")
