@@ -4,8 +4,8 @@ says where the value was found, and the model is left unchanged.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from typing import Any, NoReturn
 
@@ -195,11 +195,12 @@ def reset_after_errors(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def restored_if_refused(model: OnPolicyAlgorithm) -> Iterator[None]:
+def restored_if_refused(model: OnPolicyAlgorithm, further_envs: Sequence[VecEnv] = ()) -> Iterator[None]:
     """
     Context manager that restores the model if one of the checks of a rollout fails.
 
     :param model: Model with the timestep counter, the episode statistics and the ``VecNormalize`` statistics to restore
+    :param further_envs: Environments whose workers may die as well, such as those of an ``EvalCallback``
     :raises NonFinitePolicyError: if torch refuses the parameters of an action distribution
     :raises WorkerError: if a process of the environment has died
     """
@@ -208,7 +209,7 @@ def restored_if_refused(model: OnPolicyAlgorithm) -> Iterator[None]:
     # `obs_rms` exists only with `norm_obs`.
     statistics = [{k: _copied(v) for k, v in vars(n).items() if k in ("obs_rms", "ret_rms")} for n in normalizers]
     try:
-        with _errors_explained(model):
+        with _errors_explained(model, [model.env, *further_envs]):
             yield
     except (EnvironmentDataError, NonFinitePolicyError, WorkerError):
         vars(model).update(before)
@@ -228,13 +229,16 @@ def _copied(statistics: Any) -> Any:
 
 
 @contextmanager
-def _errors_explained(model: OnPolicyAlgorithm) -> Iterator[None]:
+def _errors_explained(model: OnPolicyAlgorithm, envs: Sequence[VecEnv | None]) -> Iterator[None]:
     """Name the worker of a broken pipe, a reward that is no number, and parameters of a distribution that torch refuses."""
     try:
-        with worker_deaths_noticed(model.env):
+        with ExitStack() as stack:
+            for env in envs:
+                stack.enter_context(worker_deaths_noticed(env))
             yield
     except (EOFError, OSError) as error:
-        raise_if_worker_died(model.env, error)
+        for env in envs:
+            raise_if_worker_died(env, error)
         raise
     except (TypeError, ValueError) as error:
         if not isinstance(error, EnvironmentDataError) and (wrong := describe_bad_reward(error)) is not None:

@@ -29,7 +29,7 @@ from sb3_ppo_ext.rollout.overlap import overlapped_collection
 from sb3_ppo_ext.rollout.own_copies import KEPT, OwnCopies, TerminalWatch, kept_of
 from sb3_ppo_ext.rollout.shared_rollout import SharedRollout
 from sb3_ppo_ext.rollout.step_checks import StepChecks
-from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
+from sb3_ppo_ext.rollout.user_code import environments_of, is_user_class, runs_user_code
 
 
 class RolloutCollector(OnPolicyAlgorithm):
@@ -98,7 +98,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             the next call of ``learn`` resets the environment
         """
         start = time.perf_counter()
-        with restored_if_refused(self):
+        with restored_if_refused(self, environments_of(callback)):
             if self.normalizer is not None:
                 self.normalizer.begin_rollout()
             self._shared_rollout = SharedRollout(self) if self.ranks.are_several else None
