@@ -118,8 +118,8 @@ class PPOExt(TrainingLoop, ModelSetup):
     :param seed: Seed of the pseudo-random number generators, from 0 to 2**32 - 1
     :param device: Device (cpu, cuda, ...) on which the code should be run.
         Setting it to auto, the code will be run where it is fastest: on a GPU if there is one and the policy reads images
-        or has wide layers (more than 2 million parameters), on the device of environments that step in tensors, and
-        otherwise on the CPU.
+        or has wide layers (more than 2 million parameters) or large minibatches, on the device of environments that step in
+        tensors, and otherwise on the CPU.
     :param _init_setup_model: Whether or not to build the network at the creation of the instance
 
     The options that PPOExt adds are keyword-only, and their defaults are equivalent to SB3's PPO. ``docs/options.md`` explains

@@ -190,7 +190,7 @@ def chosen(model: PPOExt) -> str:
     """What `device="auto"` would choose where there is a GPU."""
     engine, _ = model._choose_backend()
     with patch("torch.cuda.is_available", return_value=True):
-        return choose_device(Situation(model.policy, model.env, engine == "native")).device.type
+        return choose_device(Situation(model.policy, model.env, engine == "native", batch_size=model.batch_size)).device.type
 
 
 def main() -> None:

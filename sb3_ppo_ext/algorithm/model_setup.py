@@ -94,7 +94,7 @@ class ModelSetup(Normalization):
         if not self._device_is_automatic:
             return
         is_native = self.backend in ("auto", "native") and NativeEngine.unsupported_reason(self._engine_setup()) is None
-        device, reason = choose_device(Situation(self.policy, self.env, is_native, self.backend))
+        device, reason = choose_device(Situation(self.policy, self.env, is_native, self.backend, self.batch_size))
         launch = find_launch(self.distributed)
         device = th.device(own_device(device, launch))
         if launch.size > 1 and device.type == "cuda" and device != own_device("cuda", launch):
