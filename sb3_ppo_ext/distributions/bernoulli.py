@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import torch as th
 from stable_baselines3.common.distributions import BernoulliDistribution
 from torch.distributions import Bernoulli
-from torch.distributions import kl_divergence as torch_kl_divergence
+from torch.nn.functional import softplus
 
 from sb3_ppo_ext.distributions.head import Head, Noise
 
@@ -34,7 +34,11 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     :param new: Bernoulli distribution for the same observations
     :return: KL(old || new) in nats, shape ``(batch_size,)``
     """
-    return torch_kl_divergence(Bernoulli(logits=old, validate_args=False), new.distribution).sum(dim=1)
+    logits: th.Tensor = new.distribution.logits
+    # PyTorch's function has an indexed assignment, which no CUDA graph can capture.
+    of_ones = th.sigmoid(old) * (softplus(-logits) - softplus(-old))
+    of_zeros = th.sigmoid(-old) * (softplus(logits) - softplus(old))
+    return (of_ones + of_zeros).sum(dim=1)
 
 
 class BernoulliOnDevice(BernoulliDistribution):

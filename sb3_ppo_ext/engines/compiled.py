@@ -19,11 +19,14 @@ from stable_baselines3.common.preprocessing import preprocess_obs
 from torch import nn
 from torch.func import functional_call, grad_and_value
 
+from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.user_code import has_method_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.autograd_gradients import BackwardLoss
 from sb3_ppo_ext.engines.engine import has_gradient_hooks
 from sb3_ppo_ext.engines.optimizer_steps import GradientMemory
+from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
+from sb3_ppo_ext.memory.windows import Sequences
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, evaluator
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.extra_loss import PolicyView
@@ -77,7 +80,8 @@ class CompiledLoss:
         with _without_validation():
             self.differentiate: Any = th.compile(_own(_loss_and_gradients), fullgraph=True, options=options)
         # Space of preprocessed observations, which need no more preprocessing; `None` if the policy overrides preprocessing
-        self.preprocessed_space = _preprocessed(policy.observation_space) if _preprocesses_as_sb3(policy) else None
+        is_known = _preprocesses_as_sb3(policy, TransformerPolicyMixin)
+        self.preprocessed_space = _preprocessed(policy.observation_space) if is_known else None
         if isinstance(policy.action_dist, MultiCategoricalDistribution):
             # NumPy integers cannot be traced.
             policy.action_dist.action_dims = [int(n) for n in policy.action_dist.action_dims]
@@ -111,7 +115,7 @@ class CompiledAct:
             return self.policy.forward(observations)
         if self.reuses_memory:
             th.compiler.cudagraph_mark_step_begin()
-        preprocessed = preprocess_obs(observations, policy.observation_space, policy.normalize_images)
+        preprocessed = _preprocess(policy, observations)
         try:
             with _without_validation():
                 outputs = self.forward(policy, preprocessed, self.space)
@@ -167,9 +171,8 @@ class CompiledBackward:
             # Outside the compiled function, since SB3's preprocessing uses NumPy, which cannot be traced.
             policy = compiled.policy
             both = (minibatch.data.observations, minibatch.next_observations)
-            space, scales = policy.observation_space, policy.normalize_images
             preprocessed = (
-                *(None if part is None else preprocess_obs(part, space, scales) for part in both),
+                *(None if part is None else _preprocess(policy, part) for part in both),
                 compiled.preprocessed_space,
             )
         with th.no_grad():
@@ -263,8 +266,18 @@ def _loss_and_gradients(module: _LossModule, *inputs: Any) -> tuple[list[th.Tens
     return list(gradients.values()), _split(measured)
 
 
-def _preprocesses_as_sb3(policy: ActorCriticPolicy) -> bool:
-    known = (ActorCriticPolicy, ActionDistributionMixin)
+def _preprocess(policy: ActorCriticPolicy, observations: Any) -> Any:
+    """Preprocessed observations, or sequences of them."""
+    if isinstance(observations, Sequences):
+        flat = map_observations(lambda part: part.flatten(0, 1), observations.observations)
+        shape = observations.episodes.shape
+        parts = map_observations(lambda part: part.unflatten(0, shape), _preprocess(policy, flat))
+        return observations._replace(observations=parts)
+    return preprocess_obs(observations, policy.observation_space, policy.normalize_images)
+
+
+def _preprocesses_as_sb3(policy: ActorCriticPolicy, *further: type) -> bool:
+    known = (ActorCriticPolicy, ActionDistributionMixin, *further)
     return all(has_method_of(policy, name, *known) for name in ("evaluate_actions", "extract_features"))
 
 

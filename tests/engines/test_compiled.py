@@ -70,6 +70,7 @@ def test_update_in_cpp():
     check_update(**MANY["box"])
 
 
+TRANSFORMER = dict(context_length=4, d_model=8, n_heads=2)
 IMAGES = dict(env=dict(observation_space=IMAGE), policy="CnnPolicy", rtol=1e-4)
 MANY = {
     "Dict, Beta, AdamW": dict(
@@ -87,6 +88,10 @@ MANY = {
     ),
     "images, squashed": {**IMAGES, **dict(action_dist="squashed_gaussian", kl_coef=0.5, ent_coef=0.1)},
     "images, two extractors": {**IMAGES, **dict(policy_kwargs=dict(share_features_extractor=False))},
+    "images, transformer": {**IMAGES, **dict(policy="CnnTransformerPolicy", policy_kwargs=TRANSFORMER)},
+    "dict, transformer": dict(
+        env=dict(observation_space=DICT), policy="MultiInputTransformerPolicy", policy_kwargs=TRANSFORMER, rtol=1e-4
+    ),
     "dict, Beta": dict(env=dict(observation_space=DICT), policy="MultiInputPolicy", rtol=1e-4, action_dist="beta"),
     "KL, multi-discrete": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2])), kl_coef=0.5),
     "KL, multi-binary": dict(env=dict(action_space=spaces.MultiBinary(3)), kl_coef=0.5),
