@@ -108,15 +108,18 @@ class TensorRolloutBuffer(RolloutBuffer):
         self.storage, self.pos, self.full, self.generator_ready = storage, 0, False, False
         n_before = 0 if self.memory is None else self.memory.n_before
         observations, starts = self.empty_observations(n_before), self._empty((), np.float32, n_before)
-        self.tensors = {"observations": map_observations(lambda rows: rows[n_before:], observations)}
-        self.tensors["actions"] = self._empty((self.action_dim,), self.action_space.dtype)
-        self.tensors |= {name: self._empty((), np.float32) for name in ARRAYS[2:]}
-        self.tensors["episode_starts"] = starts[n_before:]
+        self.tensors = {"observations": observations, "actions": self._empty((self.action_dim,), self.action_space.dtype)}
+        self.tensors |= {name: self._empty((), np.float32) for name in ARRAYS[2:]} | {"episode_starts": starts}
         if self.memory is not None:
             self.memory.allocate(RolloutRows(self.buffer_size, self.n_envs, observations, starts, self.device))
         self._share()
 
     def _share(self) -> None:
+        """Let columns that lie in the same memory do so, also in a copy, where pickle has separated them."""
+        if self.memory is not None and self.tensors:
+            rows, n_before = self.memory.rows, self.memory.n_before
+            self.tensors["observations"] = map_observations(lambda part: part[n_before:], rows.observations)
+            self.tensors["episode_starts"] = rows.starts[n_before:]
         self.arrays = {}
         if self.storage.type == "cpu":
             self.arrays = {name: map_observations(th.Tensor.numpy, part) for name, part in self.tensors.items()}
