@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch as th
@@ -66,17 +64,6 @@ def choose_device(situation: Situation) -> DeviceChoice:
     """
     rule = next(rule for rule in RULES if rule.applies(situation))
     return DeviceChoice(rule.device(situation), rule.reason)
-
-
-@contextmanager
-def without_device_line() -> Iterator[None]:
-    """Leave out the line in which SB3 prints the device, before it can be known."""
-    printed = io.StringIO()
-    try:
-        with redirect_stdout(printed):
-            yield
-    finally:
-        print(printed.getvalue().replace("Using cpu device\n", "", 1), end="")
 
 
 def _steps_on_device(situation: Situation) -> bool:

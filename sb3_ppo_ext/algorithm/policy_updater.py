@@ -2,7 +2,6 @@
 
 import time
 import warnings
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,13 @@ from sb3_ppo_ext.common.guards import normalizers_of
 from sb3_ppo_ext.common.hybrid_actions import boxes_of, split_boxes
 from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.memory.recurrent_policies import RecurrentPolicyMixin
-from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
+from sb3_ppo_ext.options import ConfiguredPPO
+from sb3_ppo_ext.options.arguments import has_single_step
 from sb3_ppo_ext.policies.mixed_precision import LossScale
 from sb3_ppo_ext.policies.value_normalization import normalized_value
 from sb3_ppo_ext.rollout.actors import Act, Actor, RolloutConfig
@@ -40,18 +39,10 @@ from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
 from sb3_ppo_ext.update.report import action_statistics, further_metrics, on_host, sb3_metrics, statistics_over
 from sb3_ppo_ext.update.rollout_data import Rollout
 
-# Options that are passed to an update unchanged
-OF_UPDATE = {field.name for field in fields(UpdateConfig)} & (ALL_OPTIONS.keys() | {"verbose", "num_timesteps"})
 
-
-class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
+class PolicyUpdater(ConfiguredPPO, TensorRolloutCollector):
     """An on-policy algorithm that updates its policy with the options of PPOExt, on the engine of ``backend``."""
 
-    batch_size: int
-    n_epochs: int
-    clip_range: Any
-    clip_range_vf: Any
-    ent_coef: Any
     critic_lr_schedule: Schedule | None
     # State of options that adapt during the training
     advantage_normalizer: AdvantageNormalizer | None = None
@@ -145,17 +136,9 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             self._n_updates += result.n_epochs
             self.n_skipped_updates += result.n_skipped
         self._log_update(config, result)
-        if not self._has_single_step:  # Its divergence is 0 up to rounding.
+        if not has_single_step(self):  # Its divergence is 0 up to rounding.
             self._adapt(result.metrics)
         self.logger.record("time/update_seconds", time.perf_counter() - start)
-
-    @property
-    def _has_single_step(self) -> bool:
-        """Whether an update has one step of the optimiser, before which the policy has not moved."""
-        if self.env is None or self.n_epochs > 1:
-            return False
-        size = find_launch(self.distributed).size
-        return self.batch_size * self.accumulate_grad >= self.env.num_envs * self.n_steps * size
 
     def _adapt(self, metrics: Metrics) -> None:
         """Change the coefficient and the learning rate that adapt to the KL divergence of an update."""
@@ -178,19 +161,32 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
     def _update_config(self) -> UpdateConfig:
         """Configuration of an update with the current values of the options."""
         progress = self._current_progress_remaining
-        done = 1 - progress
-        given = {name: getattr(self, name) for name in OF_UPDATE}
-        given |= {
-            "loss": self._loss_config(progress),
-            "priority_beta": self.priority_beta + (1 - self.priority_beta) * done,
-            "discrete_actions": isinstance(self.action_space, spaces.Discrete),
-            "samples_latents": self._samples_latents,
-            "extra_actor_loss": self._extra_actor_loss(),
-            "loss_scale": self.loss_scale,
-            "batch_size": self.batch_size // self.ranks.size,
-            "ranks": self.ranks,
-        }
-        return UpdateConfig(**given)
+        return UpdateConfig(
+            loss=self._loss_config(progress),
+            n_epochs=self.n_epochs,
+            batch_size=self.batch_size // self.ranks.size,
+            accumulate_grad=self.accumulate_grad,
+            normalize_advantage=self.normalize_advantage,
+            advantage_norm=self.advantage_norm,
+            max_grad_norm=self.max_grad_norm,
+            target_kl=self.target_kl,
+            max_clip_fraction=self.max_clip_fraction,
+            bad_gradients=self.bad_gradients,
+            native_threads=self.native_threads,
+            vtrace=self.vtrace,
+            vtrace_rho=self.vtrace_rho,
+            vtrace_c=self.vtrace_c,
+            priority_alpha=self.priority_alpha,
+            priority_beta=self.priority_beta + (1 - self.priority_beta) * (1 - progress),
+            priority_segment=self.priority_segment,
+            discrete_actions=isinstance(self.action_space, spaces.Discrete),
+            samples_latents=self._samples_latents,
+            extra_actor_loss=self._extra_actor_loss(),
+            loss_scale=self.loss_scale,
+            num_timesteps=self.num_timesteps,
+            verbose=self.verbose,
+            ranks=self.ranks,
+        )
 
     def _loss_config(self, progress: float) -> LossConfig:
         coefficients = {name: value_of(getattr(self, loss.coef), progress) for name, loss in PENALTIES.items()}

@@ -1,6 +1,5 @@
 """Saving and loading of PPOExt."""
 
-import inspect
 import io
 import sys
 import warnings
@@ -11,7 +10,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.save_util import recursive_getattr
 from stable_baselines3.common.type_aliases import GymEnv, TensorDict
 
@@ -33,7 +31,8 @@ from sb3_ppo_ext.common.saved_models import (
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
 from sb3_ppo_ext.memory.policies import MlpTransformerPolicy
 from sb3_ppo_ext.memory.saved_parameters import check_sharing, missing_sinks, shares_transformer
-from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
+from sb3_ppo_ext.options import ALL_OPTIONS, ConfiguredPPO
+from sb3_ppo_ext.options.arguments import option_names
 from sb3_ppo_ext.policies.actor_critic import (
     check_parameters_are_of,
     fixes_std,
@@ -70,7 +69,7 @@ COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_ep
 STATISTICS = {"ep_info_buffer": ("r", "l"), "ep_success_buffer": ()}
 
 
-class SavedState(PPOExtOptions, OnPolicyAlgorithm):
+class SavedState(ConfiguredPPO):
     """An on-policy algorithm with PPOExt's options. Its zips have SB3's format and include the state of adaptive options."""
 
     def save(self, path: SavedModel, exclude: Iterable[str] | None = None, include: Iterable[str] | None = None) -> None:
@@ -375,17 +374,6 @@ def _check_float64(name: str, value: Any) -> None:
     """Refuse what is not a finite number; averages of squares may be larger than the options of a model."""
     largest = sys.float_info.max
     check_number(name, value, -largest, largest, infinite=True)
-
-
-def option_names(algorithm: type[SavedState]) -> set[str]:
-    """
-    :param algorithm: ``PPOExt`` or a subclass, which may pass keyword arguments on to its parents
-    :return: Names of all arguments of the constructors of the class and its parents
-    """
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    classes = [cls for cls in algorithm.__mro__ if issubclass(cls, SavedState) and cls.__init__ is not SavedState.__init__]
-    parameters: Iterable[inspect.Parameter] = (p for c in classes for p in inspect.signature(c.__init__).parameters.values())
-    return {p.name for p in parameters if p.kind in kinds} - {"self"}
 
 
 class _OfTheClass(classmethod):

@@ -13,7 +13,6 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_ppo_ext.algorithm.saved_state import option_names
 from sb3_ppo_ext.common.schedules import make_schedule
 from sb3_ppo_ext.common.validation import (
     BadArgumentError,
@@ -23,6 +22,7 @@ from sb3_ppo_ext.common.validation import (
     check_type,
     refuse,
 )
+from sb3_ppo_ext.options.arguments import option_names
 from sb3_ppo_ext.ppo_ext import PPOExt
 
 if TYPE_CHECKING:
