@@ -198,7 +198,7 @@ class PPOExt(TrainingLoop, ChangedOptions):
                 env = Monitor(env)
             if verbose >= 1:
                 print("Wrapping the env in a DummyVecEnv.")
-            single: Any = env
+            single = env
             env = FastDummyVecEnv([lambda: single])
         env = OnPolicyAlgorithm._wrap_env(env, verbose, monitor_wrapper)
         if is_hybrid(env.action_space) and is_vecenv_wrapped(env, VecCheckNan):

@@ -2,7 +2,6 @@
 
 import warnings
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -89,7 +88,7 @@ class BufferSetup(Normalization):
 
     def _adapt_rollout_buffer(self) -> None:
         """Replace SB3's rollout buffer by one of this package, unless it is of the user's class."""
-        buffer: Any = self.rollout_buffer
+        buffer = self.rollout_buffer
         if not hasattr(buffer, "compute_returns_and_advantage"):
             remedy = f"it returns {described(buffer)}; give a class that inherits SB3's `RolloutBuffer`, or None"
             refuse("rollout_buffer_class", self.rollout_buffer_class, remedy)
@@ -154,7 +153,7 @@ class BufferSetup(Normalization):
 
     def _warn_about_rounded_observations(self) -> None:
         """Normalised observations are not integers, and SB3's rollout buffer, which it equals, rounds them."""
-        space: Any = self.rollout_buffer.observation_space
+        space = self.rollout_buffer.observation_space
         for key in self._normalized_parts:
             part = space.spaces.get(key or OBSERVATION) if isinstance(space, spaces.Dict) else space
             if isinstance(part, spaces.Box) and part.dtype.kind != "f":

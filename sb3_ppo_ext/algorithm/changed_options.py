@@ -74,7 +74,7 @@ class ChangedOptions(ModelSetup):
         self._check_masks()
         self._check_normalization()
 
-    def _own_schedule(self, name: str) -> Any:
+    def _own_schedule(self, name: str) -> object:
         """A schedule that the user has set instead of the option, which it replaces until the option is changed."""
         value = getattr(self, name)
         if not callable(value):

@@ -42,7 +42,7 @@ OF_FIRST_RANK = (EvalCallback, CheckpointCallback, ProgressBarCallback)
 
 
 @contextmanager
-def training_of(model: Any, **arguments: Any) -> Iterator[Ranks]:
+def training_of(model: Any, **arguments: object) -> Iterator[Ranks]:
     """
     Connect the ranks for a call of ``learn``.
 
@@ -97,7 +97,7 @@ def _settings(model: Any) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """A description that is the same in all processes."""
     if callable(value) and not isinstance(value, type):
         try:

@@ -57,7 +57,7 @@ class ModelSetup(LearningSetup):
         finally:
             self.policy_kwargs, self.observation_space, self.action_space = given
 
-    def _setup_action_distribution(self, policy_kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _setup_action_distribution(self, policy_kwargs: dict[str, object]) -> dict[str, object]:
         """Choose a policy class that supports the action distribution, and return the ``policy_kwargs`` for it."""
         if self.normalize_value:
             self.policy_class = with_action_distributions(self.policy_class)

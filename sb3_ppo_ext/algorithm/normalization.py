@@ -40,7 +40,7 @@ class Normalization(PolicyUpdater):
 
     def _share_normalizer(self) -> None:
         """Let the policy normalise what ``predict`` gets with the statistics of the model."""
-        policy: Any = getattr(self, "policy", None)
+        policy = getattr(self, "policy", None)
         if self.normalizer is not None and self.normalizer.norm_obs and isinstance(policy, NormalizedObservationsMixin):
             policy.normalizer = self.normalizer
 
@@ -90,7 +90,7 @@ class Normalization(PolicyUpdater):
         :raises ValueError: if the model does not normalise, or the statistics do not fit it
         """
         normalizer = self._own_normalizer("load_vec_normalize")
-        source: Any = vec_normalize
+        source = vec_normalize
         if isinstance(source, str | os.PathLike):
             source = read_pickled("vec_normalize", str(source), VecNormalize)
         normalizer.take("vec_normalize", source)

@@ -255,7 +255,7 @@ class PolicyUpdater(ConfiguredPPO, TensorRolloutCollector):
 
     def _options_to_log(self, config: UpdateConfig, result: UpdateResult) -> dict[str, Any]:
         """Current values of options that change during the training, counters and adapted statistics."""
-        logged: dict[str, Any] = {}
+        logged: dict[str, object] = {}
         if not is_constant(self.ent_coef):
             logged["train/ent_coef"] = config.loss.ent_coef
         if "kl" in config.loss.penalties:

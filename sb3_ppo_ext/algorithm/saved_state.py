@@ -241,7 +241,7 @@ class SavedState(ConfiguredPPO):
             part = recursive_getattr(self, name)
             getattr(part, "_orig_mod", part).load_state_dict(state)
 
-    def get_parameters(self) -> dict[str, dict[str, Any]]:
+    def get_parameters(self) -> dict[str, dict[str, object]]:
         """
         Return the parameters of the agent. This includes parameters from different networks, e.g.
         critics (value functions) and policies (pi functions).
@@ -263,7 +263,7 @@ class SavedState(ConfiguredPPO):
         return [*super()._excluded_save_params(), *LEARNED, *NOT_SAVED]
 
 
-def _read_objects(saved: ModelFile, given: dict[str, Any], trusted: bool) -> dict[str, Any]:
+def _read_objects(saved: ModelFile, given: dict[str, object], trusted: bool) -> dict[str, object]:
     """Attributes that SB3 cannot read, or is not to unpickle."""
     if trusted:
         return read_renamed({name: value for name, value in saved.data.items() if name not in given})
@@ -310,13 +310,13 @@ def _leaves_out_sharing(saved: ModelFile, objects: dict[str, Any], state: Mappin
     return getattr(policy_class, "__init__", None) is MlpTransformerPolicy.__init__
 
 
-def _check_kept(zip_name: str, name: str, value: Any, kept: Any, remedy: str) -> None:
+def _check_kept(zip_name: str, name: str, value: object, kept: object, remedy: str) -> None:
     """Refuse to change an option that decides which parameters a policy has, or what it observes."""
     if value != kept:
         refuse(name, value, f"{zip_name} was saved with `{name}={kept}`, which `load` cannot change; {remedy}")
 
 
-def _check_policy(model: SavedState, given: Mapping[str, Any]) -> None:
+def _check_policy(model: SavedState, given: Mapping[str, object]) -> None:
     """Refuse another policy than that of the zip, which SB3 would ignore."""
     policy = given.get("policy", model.policy_class)
     named = model.policy_aliases.get(policy) if isinstance(policy, str) else policy
@@ -345,7 +345,7 @@ def _check_statistics(model: SavedState) -> None:
                 refuse(name, each, "give numbers")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Environments give arrays and tensors with one number as well, of which SB3 takes the mean."""
     if isinstance(value, th.Tensor):
         return value.numel() == 1 and not value.is_complex()
@@ -354,7 +354,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number | np.bool_)
 
 
-def _check_form(name: str, state: Any, own: Any) -> None:
+def _check_form(name: str, state: object, own: object) -> None:
     """Refuse a state that has not the same keys and lengths as the learner's own, or has anything but finite numbers."""
     if isinstance(own, dict):
         if not isinstance(state, dict) or state.keys() != own.keys():
@@ -370,7 +370,7 @@ def _check_form(name: str, state: Any, own: Any) -> None:
         _check_float64(name, state)
 
 
-def _check_float64(name: str, value: Any) -> None:
+def _check_float64(name: str, value: object) -> None:
     """Refuse what is not a finite number; averages of squares may be larger than the options of a model."""
     largest = sys.float_info.max
     check_number(name, value, -largest, largest, infinite=True)
@@ -384,7 +384,7 @@ class _OfTheClass(classmethod):
         return method if instance is None else partial(_warned, method)
 
 
-def _warned(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _warned(method: Callable[..., object], *args: object, **kwargs: object) -> object:
     warnings.warn(
         "`load` is a class method: it returns a new model, and leaves this one as it is. Write `model = PPOExt.load(path)`, "
         "or `model.set_parameters(path)` to change this one.",

@@ -9,9 +9,9 @@ import numpy as np
 import torch as th
 
 
-def generator_states() -> dict[str, Any]:
+def generator_states() -> dict[str, object]:
     """:return: States of the global generators, those of CUDA where it is in use"""
-    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": th.get_rng_state()}
+    states: dict[str, object] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": th.get_rng_state()}
     if th.cuda.is_available() and th.cuda.is_initialized():
         states["cuda"] = th.cuda.get_rng_state_all()
     return states

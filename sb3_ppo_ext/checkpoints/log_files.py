@@ -52,11 +52,11 @@ class LogFiles:
             if isinstance(output, TensorBoardOutputFormat):
                 _hide_later_events(output, num_timesteps)
 
-    def _files(self) -> dict[tuple[str, str, int], Any]:
+    def _files(self) -> dict[tuple[str, str, int], object]:
         """Open text files by the class that writes them, their name without the folder, and a number."""
         owners = [*self.logger.output_formats, *self.writers]
         files = [(owner, getattr(owner, "file", None) or getattr(owner, "file_handler", None)) for owner in owners]
-        named: dict[tuple[str, str, int], Any] = {}
+        named: dict[tuple[str, str, int], object] = {}
         for owner, file in files:
             path = getattr(file, "name", None)
             if isinstance(path, str) and os.path.isfile(path):

@@ -34,15 +34,15 @@ STATEFUL = (gym.Env, gym.vector.VectorEnv, VecEnv, BaseCallback)
 OF_TRAINING = {"model", "locals", "globals", "parent"}
 
 
-def stateful_objects(*roots: Any) -> list[Any]:
+def stateful_objects(*roots: object) -> list[Any]:
     """
     :param roots: Environments or callbacks
     :return: These and all environments, wrappers and callbacks that they hold, each once, in an order that depends on the
         structure alone
     """
-    found: dict[int, Any] = {}
+    found: dict[int, object] = {}
 
-    def visit(value: Any) -> None:
+    def visit(value: object) -> None:
         if isinstance(value, STATEFUL) and id(value) not in found:
             found[id(value)] = value
             for attribute in attributes_of(value).values():
@@ -60,7 +60,7 @@ def _parts(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, Mapping) else (value,)
 
 
-def classes_of(targets: list[Any]) -> list[type]:
+def classes_of(targets: list[object]) -> list[type]:
     """
     :param targets: Objects, as :func:`stateful_objects` returns them
     :return: Their classes and parents that users have written, each once. Objects may share state in their attributes
@@ -70,7 +70,7 @@ def classes_of(targets: list[Any]) -> list[type]:
     return [cls for cls in classes if not is_known_module(cls.__module__) and cls.__module__.split(".")[0] != "gymnasium"]
 
 
-def attributes_of(target: Any) -> dict[str, Any]:
+def attributes_of(target: object) -> dict[str, object]:
     """
     :param target: Environment, wrapper, callback, or a class
     :return: Attributes that belong to it, not to the training; those of a class that hold data
@@ -83,11 +83,11 @@ def attributes_of(target: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(target).items() if name not in left_out}
 
 
-def _is_code(value: Any) -> bool:
+def _is_code(value: object) -> bool:
     return callable(value) or hasattr(value, "__get__")
 
 
-def all_attributes(target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
+def all_attributes(target: object, key: Key, attributes: dict[str, object]) -> dict[str, object]:
     """A :data:`Selection` of everything."""
     return attributes
 
@@ -145,7 +145,7 @@ class ObjectState:
             if key in self.targets and (simulator := _selected_simulator(select, self.targets[key], key, name)) is not None:
                 simulator.write(content)
 
-    def transparent(self, target: Any) -> set[str]:
+    def transparent(self, target: object) -> set[str]:
         """
         :param target: One of the objects
         :return: Names of its attributes that can be pickled, without simulators
@@ -200,7 +200,7 @@ def _listed(keys: Iterable[Key]) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for _, name, _ in keys}))
 
 
-def _selected_simulator(select: Selection, target: Any, key: Key, name: str) -> Simulator | None:
+def _selected_simulator(select: Selection, target: object, key: Key, name: str) -> Simulator | None:
     value = getattr(target, name)
     return simulator_of(value) if name in select(target, key, {name: value}) else None
 
@@ -211,7 +211,7 @@ def _simulators(attributes: Attributes) -> dict[tuple[Key, str], Simulator]:
     return {place: simulator for place, simulator in found.items() if simulator is not None}
 
 
-def is_ez_pickle(value: Any) -> bool:
+def is_ez_pickle(value: object) -> bool:
     """
     :param value: Any object
     :return: Whether it pickles the arguments of its constructor instead of its state, as ``EzPickle`` of Gym and Gymnasium
@@ -222,9 +222,9 @@ def is_ez_pickle(value: Any) -> bool:
 class _Named:
     """Pickles some objects by their names, and refuses those that would lose their state without an error."""
 
-    names: dict[int, Any]
+    names: dict[int, object]
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> object:
         return self.names.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
@@ -250,13 +250,13 @@ class _Copier(_Named, cloudpickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    find: Callable[[Any], Any]
+    find: Callable[[object], object]
 
-    def persistent_load(self, name: Any) -> Any:
+    def persistent_load(self, name: object) -> object:
         return self.find(name)
 
 
-def _pickled(value: Any, names: dict[int, Any], cls: Any = _Pickler) -> bytes:
+def _pickled(value: object, names: dict[int, object], cls: Any = _Pickler) -> bytes:
     file = io.BytesIO()
     pickler = cls(file, protocol=5)
     pickler.names = names
@@ -270,12 +270,12 @@ def _unpickled(pickled: bytes, find: Callable[[Any], Any]) -> Any:
     return unpickler.load()
 
 
-def _without_opaque(attributes: Attributes, names: dict[int, Any]) -> Attributes:
+def _without_opaque(attributes: Attributes, names: dict[int, object]) -> Attributes:
     """The attributes that can be pickled."""
     return {key: _each_pickled(each, names)[0] for key, each in attributes.items()}
 
 
-def _each_pickled(attributes: dict[str, Any], names: dict[int, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _each_pickled(attributes: dict[str, object], names: dict[int, object]) -> tuple[dict[str, object], dict[str, bytes]]:
     """Those attributes that can be pickled, and what each is pickled as."""
     pickled: dict[str, bytes] = {}
     for name, value in attributes.items():

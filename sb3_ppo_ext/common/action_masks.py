@@ -32,7 +32,7 @@ def choices_of(action_space: Any) -> list[int]:
     raise TypeError(f"{action_space} has no actions that could be masked")
 
 
-def with_mask(observation_space: spaces.Space, action_space: Any) -> spaces.Dict:
+def with_mask(observation_space: spaces.Space, action_space: spaces.Space) -> spaces.Dict:
     """
     :param observation_space: Observation space
     :param action_space: Action space
@@ -59,7 +59,7 @@ def without_mask(observation_space: Any, key: str) -> spaces.Space:
     return parts[OBSERVATION] if parts.keys() == {OBSERVATION} else spaces.Dict(parts)
 
 
-def add_mask(observations: Any, masks: Any) -> dict[str, Any]:
+def add_mask(observations: object, masks: Any) -> dict[str, Any]:
     """
     :param observations: Observations, an array or a dictionary of arrays
     :param masks: Masks of the actions

@@ -52,9 +52,9 @@ class FlatActionSpace(spaces.Box):
             ends[kind] = columns[-1].stop
         return columns
 
-    def _kinds(self) -> list[tuple[spaces.Space, Any]]:
+    def _kinds(self) -> list[tuple[spaces.Space, object]]:
         ends = self.n_continuous, self.n_continuous + len(self.n_values)
-        kinds: list[tuple[spaces.Space, Any]] = []
+        kinds: list[tuple[spaces.Space, object]] = []
         if self.n_continuous:
             kinds.append((spaces.Box(self.low[: ends[0]], self.high[: ends[0]]), slice(0, ends[0])))
         if self.n_values:
@@ -107,7 +107,7 @@ class FlatActionSpace(spaces.Box):
             refuse("actions", actions, f"give actions of {self.structure}")
         return vectors
 
-    def _arrays_of(self, actions: Any) -> list[np.ndarray]:
+    def _arrays_of(self, actions: object) -> list[np.ndarray]:
         """One array for each part, shape ``(n, ...)``."""
         if not isinstance(actions, list):
             return [_on_host(part) for part in disassembled(self.structure, actions)]
@@ -181,7 +181,7 @@ def size_of(part: spaces.Space) -> int:
     return int(np.prod(part.shape or ()))
 
 
-def _frame_of(space: spaces.Space) -> Any:
+def _frame_of(space: spaces.Space) -> object:
     """
     Keys of a ``Dict``, or ``None`` for a ``Tuple``, and the frames of its parts; ``None`` for a part. At each step, this is
     faster to read than the space.
@@ -266,7 +266,7 @@ def joined(boxes: Any, others: Any) -> Any:
     return np.concatenate([boxes, others], axis=-1)
 
 
-def _values_of(part: Any) -> list[int]:
+def _values_of(part: object) -> list[int]:
     """Number of values of each categorical column. Python's integers, since NumPy's cannot be compiled."""
     if isinstance(part, spaces.Discrete):
         return [int(part.n)]

@@ -34,7 +34,7 @@ def takes_channels_last(*extractors: nn.Module) -> bool:
     return all(type(part) in (NatureCNN, FlattenExtractor, nn.Flatten) for part in parts)
 
 
-def in_channels_last(images: Any) -> Any:
+def in_channels_last(images: object) -> object:
     """
     Convert images to the channels-last memory format, which makes convolutions faster on the CPU.
 
@@ -46,7 +46,7 @@ def in_channels_last(images: Any) -> Any:
     return images.contiguous(memory_format=th.channels_last)
 
 
-def images_in_channels_last(observations: Any) -> Any:
+def images_in_channels_last(observations: object) -> Any:
     """
     :param observations: Tensor or dictionary of tensors
     :return: The same, with images as :func:`in_channels_last` returns them

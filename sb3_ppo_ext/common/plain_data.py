@@ -98,7 +98,7 @@ def to_plain(value: Any) -> Any:
     return {"schedule": [_name(type(value), _SCHEDULES, value), to_plain(dict(vars(value)))]}
 
 
-def to_plain_or_culprit(value: Any) -> Any:
+def to_plain_or_culprit(value: object) -> object:
     """
     :param value: Attribute of a model
     :return: Result of :func:`to_plain`, or the name of the class that is not known, which :func:`from_plain` refuses
@@ -132,7 +132,7 @@ def from_plain(plain: Any) -> Any:
     return _KINDS[name].from_plain(content)
 
 
-def _name(known: type, public: dict[str, tuple[str, ...]], value: Any = None) -> str:
+def _name(known: type, public: dict[str, tuple[str, ...]], value: object = None) -> str:
     for module, names in public.items():
         if known.__name__ in names and getattr(sys.modules.get(module), known.__name__, None) is known:
             return f"{module}.{known.__name__}"

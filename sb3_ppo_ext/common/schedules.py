@@ -44,7 +44,7 @@ def check_schedule(name: str, schedule: Schedule, infinite: bool = False) -> Non
     """
     remedy = "give a function of the remaining progress (from 1 to 0) that returns a number of at least 0"
     try:
-        returned: Any = schedule(1.0)
+        returned = schedule(1.0)
         value = math.nan if isinstance(returned, str | bytes) else float(returned)
     except (NameError, AttributeError):
         return  # It may read the model, which does not exist yet.

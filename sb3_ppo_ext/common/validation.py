@@ -239,7 +239,7 @@ def check_kwargs(name: str, kwargs: Any, function: Callable[..., Any], given: It
         check_known_options(kwargs, keywords - set(given), f"`{name}`")
 
 
-def keywords_of(function: Callable[..., Any]) -> set[str] | None:
+def keywords_of(function: Callable[..., object]) -> set[str] | None:
     """
     :param function: Function or class; classes of this package pass other keyword arguments on to their parents
     :return: Names of the keyword arguments that it takes, ``None`` if it may take any
@@ -389,7 +389,7 @@ def _check_actions(where: str, space: spaces.Space) -> None:
     _check_content(where, space, "TransformAction")
 
 
-def _check_content(where: str, space: Any, wrapper: str) -> None:
+def _check_content(where: str, space: spaces.Space, wrapper: str) -> None:
     """Refuse spaces without any number, and integers that do not begin at 0, which SB3 would read as if they did."""
     if 0 in (space.shape or ()):
         raise UnsupportedSpaceError(f"{where} has no number in it (its shape is {space.shape}): leave it out, or give it one.")

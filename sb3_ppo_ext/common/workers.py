@@ -22,7 +22,7 @@ class WorkerError(RuntimeError):
     """A process of a vectorised environment has died, has raised an error, or has not answered in time."""
 
 
-def raise_if_worker_died(env: Any, error: Exception) -> None:
+def raise_if_worker_died(env: object, error: Exception) -> None:
     """
     Name the workers that have died, if that is why a command to a vectorised environment failed. SB3's ``SubprocVecEnv`` would
     then wait forever in ``close`` for an answer, so that it is closed here.
@@ -50,7 +50,7 @@ def raise_if_worker_died(env: Any, error: Exception) -> None:
 
 
 @contextmanager
-def worker_deaths_noticed(env: Any) -> Iterator[None]:
+def worker_deaths_noticed(env: object) -> Iterator[None]:
     """
     Let commands to SB3's ``SubprocVecEnv`` fail if the worker that has to answer has died, within the context. Forked workers
     have copies of the pipes of those that were forked later, so that a death does not close these, and SB3 would wait forever.
@@ -87,7 +87,7 @@ class _WatchedPipe:
             raise EOFError
         return self.connection.recv()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.connection, name)
 
 

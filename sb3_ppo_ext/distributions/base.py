@@ -88,10 +88,10 @@ class BoundedDistribution(Distribution):
             closer to a bound than 1 % of the width
         """
 
-    def actions_from_params(self, *args: Any, deterministic: bool = False) -> th.Tensor:
+    def actions_from_params(self, *args: object, deterministic: bool = False) -> th.Tensor:
         return self.proba_distribution(*args).get_actions(deterministic)
 
-    def log_prob_from_params(self, *args: Any) -> tuple[th.Tensor, th.Tensor]:
+    def log_prob_from_params(self, *args: object) -> tuple[th.Tensor, th.Tensor]:
         latents = self.actions_from_params(*args)
         return latents, self.log_prob(latents)
 
@@ -126,7 +126,7 @@ class NumpyDistribution(ABC):
         self.d_log_std: Any = None if log_std is None else np.zeros_like(self.parameter)
 
     @classmethod
-    def why_not(cls, distribution: Any) -> str | None:
+    def why_not(cls, distribution: Distribution) -> str | None:
         """
         :param distribution: Distribution of this family
         :return: Reason why it has no NumPy implementation, ``None`` if it has one

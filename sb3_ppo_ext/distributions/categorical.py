@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.distributions import CategoricalDistribution
+from stable_baselines3.common.distributions import CategoricalDistribution, Distribution
 from torch.distributions import Categorical
 
 from sb3_ppo_ext.common.guards import NO_ACTION
@@ -67,7 +67,7 @@ class NumpyCategorical(NumpyDistribution):
     known: type[CategoricalDistribution] = CategoricalDistribution
 
     @classmethod
-    def why_not(cls, distribution: Any) -> str | None:
+    def why_not(cls, distribution: Distribution) -> str | None:
         # SB3's `log_prob` takes actions of shape `(batch_size,)`, those of the buffer have one more dimension.
         return (
             None if type(distribution) is cls.known else f"{type(distribution).__name__} is not SB3's categorical distribution"

@@ -141,7 +141,7 @@ class HybridDistribution(Distribution):
     def actions_from_params(self, *args: Any, deterministic: bool = False) -> th.Tensor:
         return self.proba_distribution(*args).get_actions(deterministic)
 
-    def log_prob_from_params(self, *args: Any) -> tuple[th.Tensor, th.Tensor]:
+    def log_prob_from_params(self, *args: object) -> tuple[th.Tensor, th.Tensor]:
         actions = self.actions_from_params(*args)
         return actions, self.log_prob(actions)
 

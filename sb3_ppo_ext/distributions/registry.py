@@ -233,7 +233,7 @@ def hybrid_distribution(
     return HybridDistribution(parts)
 
 
-def family_of(distribution: Any) -> DistributionFamily | None:
+def family_of(distribution: object) -> DistributionFamily | None:
     """
     :param distribution: Any distribution
     :return: Family of its class, or else of the nearest base class; ``None`` if none of them has a row
@@ -269,7 +269,7 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     return family.kl_divergence(old, new)
 
 
-def unsquashed_mean(distribution: Any) -> th.Tensor:
+def unsquashed_mean(distribution: object) -> th.Tensor:
     """
     :param distribution: Gaussian, squashed or not
     :return: Mean before any squashing, shape ``(batch_size, action_dim)``
@@ -312,7 +312,7 @@ def numpy_distribution(
     return family.numpy_class(distribution, log_std)
 
 
-def why_not_numpy(distribution: Any) -> str | None:
+def why_not_numpy(distribution: Distribution) -> str | None:
     """
     :param distribution: Action distribution of the policy
     :return: Reason why :func:`numpy_distribution` does not support it, ``None`` if it does

@@ -131,7 +131,7 @@ class Actor(nn.Module):
     def _more_inputs(self) -> list[Port]:
         return []
 
-    def normalization_of(self, key: str) -> Any:
+    def normalization_of(self, key: str) -> nn.Module | None:
         """
         :param key: Key of a part of the observations
         :return: Its :class:`Normalization`, ``None`` if it has none
@@ -278,7 +278,9 @@ class TransformerActor(Actor):
         return th.cat(parts, dim=1)
 
 
-def make_actor(policy: Any, normalizer: VecNormalize | None, deterministic: bool, transposed: Iterable[str] = ()) -> Actor:
+def make_actor(
+    policy: nn.Module, normalizer: VecNormalize | None, deterministic: bool, transposed: Iterable[str] = ()
+) -> Actor:
     """
     :param policy: Policy of this package
     :param normalizer: ``VecNormalize`` with the statistics of the observations, ``None`` for none
@@ -339,7 +341,7 @@ def _torch_dtype(space: spaces.Space) -> th.dtype:
     return dtype
 
 
-def _names(space: spaces.Space, path: str) -> Any:
+def _names(space: spaces.Space, path: str) -> object:
     """Names of the parts of a hybrid action space, in its structure: ``"action.gripper"``, ``"action.0"``."""
     if isinstance(space, spaces.Dict):
         return {key: _names(part, f"{path}.{key}") for key, part in space.spaces.items()}

@@ -22,6 +22,7 @@ from stable_baselines3.common.preprocessing import is_image_space, is_image_spac
 from stable_baselines3.common.vec_env import VecNormalize, VecTransposeImage, unwrap_vec_wrapper
 from torch import nn
 
+from sb3_ppo_ext.algorithm.changed_options import ChangedOptions
 from sb3_ppo_ext.common.action_masks import choices_of
 from sb3_ppo_ext.common.atomic_files import write_whole
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, disassembled
@@ -30,6 +31,7 @@ from sb3_ppo_ext.common.validation import check_type, refuse
 from sb3_ppo_ext.distributions import family_of
 from sb3_ppo_ext.export.actor import PLAIN, Actor, make_actor
 from sb3_ppo_ext.export.ports import Port, described_space, to_tensors
+from sb3_ppo_ext.options import ConfiguredPPO
 
 # Suffixes of the formats
 ONNX, PROGRAMS = ".onnx", (".pt", ".pt2")
@@ -46,7 +48,7 @@ Run = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 
 def export_actor(
-    model: Any,
+    model: ChangedOptions,
     path: str | Path,
     deterministic: bool = True,
     vec_normalize: VecNormalize | str | Path | None = None,
@@ -118,7 +120,7 @@ def _require(path: Path) -> Callable[[bytes], Run]:
     return _run_onnx
 
 
-def _normalizer_of(model: Any, given: Any) -> Any:
+def _normalizer_of(model: ConfiguredPPO, given: Any) -> Any:
     own = getattr(model.policy, "normalizer", None)
     if own is not None:
         if given is not None:
@@ -158,7 +160,7 @@ def _transposed(model: Any, channels_last: bool | None) -> list[str]:
     return [key for key, part in parts.items() if is_image_space(part) and is_image_space_channels_first(part)]
 
 
-def _metadata(model: Any, actor: Actor, normalizer: Any) -> dict[str, Any]:
+def _metadata(model: ChangedOptions, actor: Actor, normalizer: Any) -> dict[str, object]:
     policy = model.policy
     family = family_of(policy.action_dist)
     try:
@@ -182,7 +184,7 @@ def _metadata(model: Any, actor: Actor, normalizer: Any) -> dict[str, Any]:
 # Files
 
 
-def _captured(actor: Actor, path: Path, metadata: dict[str, Any]) -> bytes:
+def _captured(actor: Actor, path: Path, metadata: dict[str, object]) -> bytes:
     inputs, outputs = actor.inputs(), actor.outputs()
     generator = np.random.default_rng(0)
     example = to_tensors([_example(port, 2, generator, actor) for port in inputs])
@@ -263,7 +265,7 @@ def _run_program(content: bytes) -> Run:
     return _run_module(th.export.load(io.BytesIO(content)).module())
 
 
-def _run_module(module: Any) -> Run:
+def _run_module(module: nn.Module) -> Run:
     return lambda arrays: [each.numpy() for each in module(*to_tensors(arrays))]
 
 
@@ -355,7 +357,7 @@ def _example(port: Port, n: int, generator: Any, actor: Actor) -> np.ndarray:
         return generator.standard_normal(port.batch_shape(n)).astype(np.float32)
     if port.name == actor.mask_key:
         return _example_of_masks(port, n, generator, actor)
-    own = actor.normalization_of(port.name)
+    own: Any = actor.normalization_of(port.name)
     if own is not None and port.dtype == "float32":
         # Some of them are clipped.
         numbers = generator.standard_normal((n, *own.mean.shape)) * generator.choice([1.0, 20.0], (n, *own.mean.shape))

@@ -31,7 +31,7 @@ def options_of(model: PPOExt) -> dict[str, Any]:
 
 
 def environment_code(
-    env_id: str, n_envs: int, seed: int | None, env_kwargs: Mapping[str, Any], normalization: VecNormalize | None
+    env_id: str, n_envs: int, seed: int | None, env_kwargs: Mapping[str, object], normalization: VecNormalize | None
 ) -> str:
     """
     :param env_id: Id of the environment
@@ -87,7 +87,7 @@ def _wrappers_of(env: VecEnv | None) -> list[str]:
         return vectorised[::-1]
 
 
-def as_code(value: Any) -> str:
+def as_code(value: object) -> str:
     """
     :param value: Value of an option
     :return: Value as Python code where ``nn`` and ``th`` are known
@@ -105,7 +105,7 @@ def as_code(value: Any) -> str:
     return class_name(value) if code.startswith("<") else code
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """
     :param value: Value of an option
     :return: Value as Python code, or the name or a short form of what has no code

@@ -59,7 +59,7 @@ def load_from_hub(
     filename: str | None = None,
     revision: str | None = None,
     token: str | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[PPOExt, VecEnv | None]:
     """
     Download a model from the Hugging Face Hub. Nothing of its files is executed, unless they are trusted.

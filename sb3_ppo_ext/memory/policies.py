@@ -44,10 +44,10 @@ class KnownSteps:
     def __init__(self, cache: Cache, weights: Sequence[th.Tensor]):
         self.cache, self.weights = cache, weights
 
-    def __deepcopy__(self, memo: Any) -> KnownSteps:
+    def __deepcopy__(self, memo: object) -> KnownSteps:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(None), ()
 
 
@@ -67,7 +67,7 @@ class Memory(NamedTuple):
     :param known_steps: What has been computed of these observations, ``None`` to compute it anew
     """
 
-    observations: Any
+    observations: PyTorchObs
     known: np.ndarray
     starts: np.ndarray
     last_actions: np.ndarray | None
@@ -197,7 +197,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         n = len(next(iter(observations.values()))) if isinstance(observations, dict) else len(observations)
         size = n if th.is_grad_enabled() else MAX_IMAGES
         features: list[Any] = []
-        layout: Any = in_channels_last if takes_channels_last(extractor) else th.Tensor.contiguous
+        layout = in_channels_last if takes_channels_last(extractor) else th.Tensor.contiguous
         for start in range(0, max(n, 1), max(size, 1)):
             some = map_observations(lambda part, start=start: layout(part[start : start + size]), observations)
             features.append(self.features_of(some, extractor))
@@ -233,7 +233,7 @@ class TransformerPolicyMixin(HistoryPolicy):
             )
         return transformer(self.inputs(sequences, extractor), sequences.episodes).flatten(0, 1)
 
-    def _masks_of(self, obs: Any) -> th.Tensor:
+    def _masks_of(self, obs: object) -> th.Tensor:
         if not isinstance(obs, Sequences):
             return super()._masks_of(obs)
         masks = super()._masks_of(obs.observations)
@@ -342,7 +342,7 @@ class TransformerPolicyMixin(HistoryPolicy):
             np.zeros((n_envs, self.context_length), np.float32) if self.use_last_reward else None,
         )
 
-    def _check_memory(self, state: Any, n_envs: int, begins: np.ndarray) -> None:
+    def _check_memory(self, state: object, n_envs: int, begins: np.ndarray) -> None:
         if not isinstance(state, Memory):
             refuse("state", type(state).__name__, "give the state that `predict` has returned, or None in the first call")
         if len(state.known) != n_envs:
@@ -413,7 +413,7 @@ def _episodes(memory: Memory) -> np.ndarray:
     return memory.known.astype(np.int64)
 
 
-def _append(memory: Memory, observations: Any, begins: np.ndarray) -> Memory:
+def _append(memory: Memory, observations: object, begins: np.ndarray) -> Memory:
     """The memory with the current observations; where one begins an episode, the earlier ones are no longer known."""
     return memory._replace(
         observations=map_observations(lambda *parts: np.concatenate(parts, axis=1), memory.observations, observations),

@@ -51,7 +51,7 @@ class RecurrentSequences(NamedTuple):
     plan: Plan | None = None
 
 
-def padded(observations: Any) -> Any:
+def padded(observations: PyTorchObs) -> Any:
     """
     :param observations: Observations of a minibatch
     :return: The same, to be computed as RecurrentPPO does if they are sequences

@@ -10,6 +10,7 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
     ActorCriticPolicy,
+    BasePolicy,
     MultiInputActorCriticPolicy,
 )
 from stable_baselines3.common.type_aliases import Schedule
@@ -180,10 +181,10 @@ class RecurrentPolicyMixin(HistoryPolicy):
             return over_windows(network, features, sequences.plan, state)
         return step(network, features, state)[0]
 
-    def _masks_of(self, obs: Any) -> th.Tensor:
+    def _masks_of(self, obs: object) -> th.Tensor:
         return super()._masks_of(obs.observations if isinstance(obs, RecurrentSequences) else obs)
 
-    def _planned(self, sequences: Any) -> RecurrentSequences:
+    def _planned(self, sequences: object) -> RecurrentSequences:
         """The sequences with a plan, if one is needed."""
         if not isinstance(sequences, RecurrentSequences):
             raise BadArgumentError(
@@ -196,7 +197,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         rows_of_call = ROWS_OF_CALL + PRODUCTS_OF_CALL / (size * (size + self.features_dim))
         return sequences._replace(plan=Plan.of(sequences.lengths, rows_of_call, self.device))
 
-    def _packed(self, sequences: Any) -> RecurrentSequences:
+    def _packed(self, sequences: object) -> RecurrentSequences:
         """The sequences without padding, which serves only to add up what RecurrentPPO adds up in the same order."""
         planned = self._planned(sequences)
         return self._planned(planned._replace(is_padded=False)) if planned.is_padded else planned
@@ -213,7 +214,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         log_prob = distribution.log_prob(samples)
         return self.value_net(latents[1]), log_prob, distribution.entropy()
 
-    def evaluate_samples(self, obs: Any, samples: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
+    def evaluate_samples(self, obs: object, samples: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
         """
         :param obs: Sequences
         :param samples: Samples of the policy, shape ``(n_samples, action_dim)``
@@ -261,7 +262,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         self.use_masks(sequences)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
 
-    def predict_values(self, obs: Any) -> th.Tensor:
+    def predict_values(self, obs: object) -> th.Tensor:
         """
         :param obs: Sequences
         :return: Estimated values of the samples, shape ``(n_samples, 1)``
@@ -360,7 +361,7 @@ def with_own_recurrence(policy_class: Any) -> Any:
     return names.get(_our_name(policy_class), policy_class)
 
 
-def check_recurrence(policy_class: Any) -> None:
+def check_recurrence(policy_class: type[BasePolicy]) -> None:
     """
     :param policy_class: Policy class
     :raises ValueError: if it inherits a class of RecurrentPPO, whose methods have other arguments
@@ -372,7 +373,7 @@ def check_recurrence(policy_class: Any) -> None:
             )
 
 
-def _our_name(policy_class: Any) -> Any:
+def _our_name(policy_class: type) -> Any:
     return OF_RECURRENT_PPO.get((getattr(policy_class, "__module__", ""), getattr(policy_class, "__name__", "")))
 
 

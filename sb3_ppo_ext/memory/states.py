@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch as th
+from torch import nn
 
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.validation import refuse
@@ -180,7 +181,7 @@ class RecurrentSteps(Stepper):
         self.states = memory.states_at(0)
         self.starts: th.Tensor | None = None
 
-    def __call__(self, policy: Any, observations: Any, starts: Any, step: int) -> Output:
+    def __call__(self, policy: nn.Module, observations: object, starts: object, step: int) -> Output:
         """
         :param policy: Current policy
         :param observations: Observations of the step on the device
@@ -193,6 +194,6 @@ class RecurrentSteps(Stepper):
         self.memory.keep_states(step + 1, self.states)
         return actions, values, log_probs
 
-    def further_locals(self) -> dict[str, Any]:
+    def further_locals(self) -> dict[str, object]:
         """:return: States after the step and starts of episodes, with the names of RecurrentPPO"""
         return {"lstm_states": self.states, "episode_starts": self.starts}

@@ -233,7 +233,7 @@ class CachedSteps(Stepper):
         self.weights = WeightWatch(by_value=is_watched)
         self.caches: list[Cache] = []
 
-    def __call__(self, policy: Any, observations: Any, starts: Any, step: int) -> Output:
+    def __call__(self, policy: Any, observations: object, starts: object, step: int) -> Output:
         """
         :param policy: Current policy
         :param observations: Observations of the step, which are in the buffer
@@ -264,7 +264,7 @@ class CachedSteps(Stepper):
         return caches
 
 
-def segment_length(observations: Any) -> int:
+def segment_length(observations: object) -> int:
     """
     :param observations: Observations of a rollout, shape ``(n_steps, n_envs, *obs_shape)``
     :return: Largest number of consecutive steps that are drawn together

@@ -29,10 +29,10 @@ class When:
 
     text: str
     holds: Callable[[ConfiguredPPO], bool]
-    example: Mapping[str, Any] = field(default_factory=dict)
+    example: Mapping[str, object] = field(default_factory=dict)
 
 
-def equals(name: str, value: Any) -> When:
+def equals(name: str, value: object) -> When:
     """
     :param name: Name of an option
     :param value: Value of this option
@@ -41,7 +41,7 @@ def equals(name: str, value: Any) -> When:
     return When(f"`{name}={shown(value)}`", lambda model: getattr(model, name) == value, {name: value})
 
 
-def differs(name: str, value: Any, example: Any) -> When:
+def differs(name: str, value: object, example: object) -> When:
     """
     :param name: Name of an option
     :param value: Value of this option
@@ -88,7 +88,7 @@ class Need:
     """
 
     name: str
-    value: Any = None
+    value: object = None
 
     def described(self) -> str:
         """:return: Needed option in Markdown"""
@@ -151,11 +151,11 @@ class Option:
     """
 
     name: str
-    default: Any
+    default: object
     doc: str
     is_own: bool
     accepted: Accepted
-    examples: tuple[Any, ...]
+    examples: tuple[object, ...]
     attribute: str
     row: Row
 
@@ -206,7 +206,7 @@ class _Attributes(dict[str, Any]):
         super().__init__()
         self.of = of
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         return getattr(self.of, name)
 
 

@@ -2,10 +2,10 @@
 
 import warnings
 from collections.abc import Container
-from typing import Any
 
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.policies import BasePolicy
 
 from sb3_ppo_ext.common.action_masks import MASKABLE
 from sb3_ppo_ext.common.hybrid_actions import is_hybrid
@@ -170,7 +170,7 @@ def _check_policy(model: ConfiguredPPO) -> None:
     check_policy_kwargs(policy_class, model.policy_kwargs, makes_optimizer=model.optimizer == "adam")
 
 
-def _check_keywords(model: ConfiguredPPO, policy_class: Any) -> None:
+def _check_keywords(model: ConfiguredPPO, policy_class: type) -> None:
     given = {name: value for name, value in model.policy_kwargs.items() if name in OWN_KEYWORDS}
     if model.action_dist != "gaussian":
         given["action_dist"] = model.action_dist
@@ -186,7 +186,7 @@ def _check_keywords(model: ConfiguredPPO, policy_class: Any) -> None:
             refuse(name, value, f"{policy_class.__name__} {remedy}")
 
 
-def _knows(policy_class: Any, keyword: str) -> bool:
+def _knows(policy_class: type[BasePolicy], keyword: str) -> bool:
     keywords = keywords_of(policy_class)
     if keywords is None:
         own = ("action_dist", "action_mask_key", "normalize_value")
@@ -197,8 +197,8 @@ def _knows(policy_class: Any, keyword: str) -> bool:
 def _check_buffer(model: ConfiguredPPO) -> None:
     adds_masks = model.action_masking and model.action_mask_key is None
     has_dicts = adds_masks or isinstance(getattr(model, "observation_space", None), spaces.Dict)
-    usual: Any = DictRolloutBuffer if has_dicts else RolloutBuffer
-    buffer_class: Any = usual if model.rollout_buffer_class is None else model.rollout_buffer_class
+    usual = DictRolloutBuffer if has_dicts else RolloutBuffer
+    buffer_class = usual if model.rollout_buffer_class is None else model.rollout_buffer_class
     _check_buffer_class(buffer_class, usual)
     given_to_buffer = ("buffer_size", "observation_space", "action_space", "device", "gamma", "gae_lambda", "n_envs")
     check_kwargs("rollout_buffer_kwargs", model.rollout_buffer_kwargs or {}, buffer_class, given_to_buffer)
@@ -208,7 +208,7 @@ def _check_buffer(model: ConfiguredPPO) -> None:
         refuse("rollout_buffer_class", buffer_class, remedy)
 
 
-def _check_buffer_class(buffer_class: Any, usual: type[RolloutBuffer]) -> None:
+def _check_buffer_class(buffer_class: object, usual: type[RolloutBuffer]) -> None:
     remedy = f"give a class that inherits SB3's `{usual.__name__}`, or None"
     needed = ("add", "get", "reset", "compute_returns_and_advantage")
     is_class = isinstance(buffer_class, type)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 
 from sb3_ppo_ext.common.action_masks import OBSERVATION, choices_of
@@ -52,7 +53,7 @@ class ActionMaskingMixin(ObservationKeysMixin):
     def _as_read(self, parts: Any) -> Any:
         return parts[OBSERVATION] if self._has_one_part else parts
 
-    def use_masks(self, obs: Any) -> None:
+    def use_masks(self, obs: object) -> None:
         """
         Mask the next action distribution.
 
@@ -90,7 +91,7 @@ class ActionMaskingMixin(ObservationKeysMixin):
         return {**super()._get_constructor_parameters(), **given}
 
 
-def masked_observation(policy: Any, observation: Any, masks: Any, in_observation: bool) -> dict[str, Any]:
+def masked_observation(policy: BasePolicy, observation: Any, masks: Any, in_observation: bool) -> dict[str, Any]:
     """
     :param policy: Policy with masks
     :param observation: Observation as ``predict`` takes it

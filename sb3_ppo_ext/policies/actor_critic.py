@@ -262,7 +262,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
             remedy = f"""`action_dist="{self.action_dist_name}"` evaluates latents from {low:g} to {high:g}"""
             refuse("actions", f"{smallest:g} to {largest:g}", f"{remedy}; give actions to `policy.evaluate_env_actions`")
 
-    def evaluate_env_actions(self, obs: PyTorchObs, actions: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
+    def evaluate_env_actions(self, obs: PyTorchObs, actions: object) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
         """
         Evaluate actions as environments get them, for instance those of an expert (behaviour cloning), with gradients.
 
@@ -320,7 +320,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
             self.log_std.data.copy_(configured)
         return results
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object) -> None:
         if (old := f"{prefix}{_OLD_MARK}{self.action_dist_name}") in state_dict:
             state_dict[f"{prefix}{_MARK}{self.action_dist_name}"] = state_dict.pop(old)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -394,7 +394,7 @@ def evaluator(policy: ActorCriticPolicy) -> Any:
     :param policy: Policy that is updated
     :return: Its ``evaluate_actions``, without the check of the samples unless it is overridden
     """
-    own: Any = getattr(policy.evaluate_actions, "__func__", None)
+    own = getattr(policy.evaluate_actions, "__func__", None)
     return policy.evaluate_samples if own is ActionDistributionMixin.evaluate_actions else policy.evaluate_actions
 
 
@@ -454,7 +454,7 @@ def with_own_masking(policy_class: Any) -> Any:
     return names.get(_name_for_maskable(policy_class), policy_class)
 
 
-def check_masking(policy_class: Any, action_masking: bool) -> None:
+def check_masking(policy_class: type[BasePolicy], action_masking: bool) -> None:
     """
     :param policy_class: Policy class
     :param action_masking: Whether actions are masked
@@ -466,11 +466,11 @@ def check_masking(policy_class: Any, action_masking: bool) -> None:
             refuse("policy", policy_class, f"it is of MaskablePPO ({parent.__name__}); {remedy}")
 
 
-def _name_for_maskable(policy_class: Any) -> Any:
+def _name_for_maskable(policy_class: type) -> Any:
     return OF_MASKABLE_PPO.get((getattr(policy_class, "__module__", ""), getattr(policy_class, "__name__", "")))
 
 
-def fixes_std(saved: Mapping[str, Any], given: Any) -> bool:
+def fixes_std(saved: Mapping[str, object], given: object) -> bool:
     """
     :param saved: ``policy_kwargs`` of a zip
     :param given: ``policy_kwargs`` that it is to be loaded with

@@ -34,7 +34,7 @@ class Autocast:
         self.dtype = dtype
         self.contexts: list[th.autocast] = []
 
-    def enter(self, module: nn.Module, inputs: Any) -> None:
+    def enter(self, module: nn.Module, inputs: object) -> None:
         """
         :param module: Module that is about to compute
         :param inputs: Its inputs

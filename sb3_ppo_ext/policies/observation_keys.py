@@ -16,6 +16,7 @@ from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from torch import nn
 
 from sb3_ppo_ext.common.validation import BadArgumentError, check_type, refuse
@@ -88,7 +89,7 @@ class ObservationKeysMixin(NetTypeMixin):
         """Keys of parts of the observations that are no features, which neither network reads."""
         return ()
 
-    def _as_read(self, parts: Any) -> Any:
+    def _as_read(self, parts: object) -> Any:
         """What a features extractor reads of the selected parts of observations, or of their space."""
         return parts
 
@@ -176,7 +177,7 @@ class ObservationKeysMixin(NetTypeMixin):
         """
         return super().predict(self.seen_by_actor(observation), state, episode_start, deterministic)
 
-    def seen_by_actor(self, observation: Any) -> Any:
+    def seen_by_actor(self, observation: VecEnvObs) -> Any:
         """
         :param observation: Observation as ``predict`` takes it
         :return: What the actor reads of it
@@ -217,7 +218,7 @@ class ObservationKeysMixin(NetTypeMixin):
         }
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
-        given: dict[str, Any] = {name: keys for name in KEYWORDS if (keys := getattr(self, name)) is not None}
+        given: dict[str, object] = {name: keys for name in KEYWORDS if (keys := getattr(self, name)) is not None}
         if not self.with_critic:
             given["with_critic"] = False
         return {**super()._get_constructor_parameters(), **given}
@@ -237,7 +238,7 @@ class NoCritic(nn.Module):
         )
 
 
-def select(reader: str, observation: Any, keys: Iterable[str]) -> dict[str, Any]:
+def select(reader: str, observation: object, keys: Iterable[str]) -> dict[str, Any]:
     """
     :param reader: Who reads the observation
     :param observation: Observation, or batch of observations

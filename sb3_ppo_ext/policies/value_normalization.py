@@ -75,7 +75,7 @@ class NormalizedValue(nn.Linear):
         self.mean.copy_(mean)
         self.std.copy_(std)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object) -> None:
         # Parameters of a critic without these statistics predict values.
         if f"{prefix}weight" in state_dict and f"{prefix}averages" not in state_dict:
             initial = {"mean": th.zeros(()), "std": th.ones(()), "averages": th.zeros(3, dtype=th.float64)}
