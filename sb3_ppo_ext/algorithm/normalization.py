@@ -124,7 +124,7 @@ class Normalization(PolicyUpdater):
         return self.normalizer
 
 
-class _Spaces(gym.Env[Any, Any]):
+class _Spaces(gym.Env):
     """An environment that has nothing but spaces."""
 
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space):

@@ -28,11 +28,12 @@ from sb3_ppo_ext.common.saved_models import (
     refused_if_damaged,
     with_plain_attributes,
 )
+from sb3_ppo_ext.common.type_aliases import Kwargs, StateDict
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
 from sb3_ppo_ext.memory.policies import MlpTransformerPolicy
 from sb3_ppo_ext.memory.saved_parameters import check_sharing, missing_sinks, shares_transformer
 from sb3_ppo_ext.options import ALL_OPTIONS, ConfiguredPPO
-from sb3_ppo_ext.options.arguments import option_names
+from sb3_ppo_ext.options.constructor import option_names
 from sb3_ppo_ext.policies.actor_critic import (
     check_parameters_are_of,
     fixes_std,
@@ -106,7 +107,7 @@ class SavedState(ConfiguredPPO):
         path: SavedModel,
         env: GymEnv | None = None,
         device: th.device | str = "auto",
-        custom_objects: dict[str, Any] | None = None,
+        custom_objects: Kwargs | None = None,
         print_system_info: bool = False,
         force_reset: bool = True,
         *,
@@ -236,7 +237,7 @@ class SavedState(ConfiguredPPO):
             keep_counts_on_host(self.policy.optimizer)
             check_step(self.policy.optimizer)
 
-    def _restore(self, states: dict[str, Any]) -> None:
+    def _restore(self, states: StateDict) -> None:
         for name, state in states.items():
             part = recursive_getattr(self, name)
             getattr(part, "_orig_mod", part).load_state_dict(state)
@@ -251,7 +252,7 @@ class SavedState(ConfiguredPPO):
         # A callback may have set a learning rate of NumPy's type, which could be saved, but not be loaded.
         return {name: python_numbers(state) for name, state in super().get_parameters().items()}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """State without engines, since these use the memory of one policy. Copies and unpickled models create their own."""
         return {**vars(self), "_engines": {}}
 
@@ -291,7 +292,7 @@ def _action_dist_and_policy_kwargs(
     return named, given if fixes_std(policy_kwargs, given) else policy_kwargs
 
 
-def _policy_kwargs(saved: ModelFile, objects: dict[str, Any]) -> dict[str, Any]:
+def _policy_kwargs(saved: ModelFile, objects: dict[str, Any]) -> Kwargs:
     return dict(objects["policy_kwargs"] if "policy_kwargs" in objects else read_attribute(saved.data, "policy_kwargs", {}))
 
 

@@ -17,6 +17,7 @@ from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint, trai
 from sb3_ppo_ext.checkpoints.training_state import CheckpointPath, TrainingState, check_ranks, read_checkpoint_of_rank
 from sb3_ppo_ext.common.guards import normalizers_of
 from sb3_ppo_ext.common.schedules import is_constant
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks, connect
@@ -65,7 +66,7 @@ class TrainingLoop(SavedState):
         path: CheckpointPath,
         env: GymEnv | str,
         device: th.device | str = "auto",
-        custom_objects: dict[str, Any] | None = None,
+        custom_objects: Kwargs | None = None,
         print_system_info: bool = False,
         **kwargs: Any,
     ) -> SelfTrainingLoop:

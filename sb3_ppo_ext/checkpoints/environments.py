@@ -124,7 +124,7 @@ def state_of(env: VecEnv, model: object = None) -> bytes:
     return _object_state(stateful_objects(env), model).read()
 
 
-def _object_state(targets: list[Any], model: object) -> ObjectState:
+def _object_state(targets: list[Any], model: Any) -> ObjectState:
     return ObjectState(targets, classes_of(targets), model=model)
 
 
@@ -232,18 +232,19 @@ def _copied(env: VecEnv, model: Any) -> VecEnv:
     return targets_copied[0]
 
 
-def _is_made_anew(target: Any) -> bool:
+def _is_made_anew(target: object) -> bool:
     return isinstance(target, gym.Env) and not isinstance(target, gym.Wrapper) and is_ez_pickle(target)
 
 
-def _opaque_copied(target: Any, originals: ObjectState, copies: ObjectState) -> dict[str, Any]:
+def _opaque_copied(target: object, originals: ObjectState, copies: ObjectState) -> dict[str, Any]:
     """Copies of the attributes that are not part of the state."""
     transparent = originals.transparent(target)
     # The description of the class that some wrappers of vectorized environments keep
     described = {"class_attributes"} & vars(target).keys()
     opaque = {name: _without_writers(getattr(target, name)) for name in sorted(vars(target).keys() - transparent - described)}
     try:
-        return {name: getattr(target, name) for name in described} | originals.copied(opaque, copies)
+        copied: Any = originals.copied(opaque, copies)
+        return {name: getattr(target, name) for name in described} | copied
     except Exception:
         for name, value in opaque.items():
             try:

@@ -3,10 +3,11 @@
 import contextlib
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch as th
+
+from sb3_ppo_ext.common.type_aliases import StateDict
 
 
 def generator_states() -> dict[str, object]:
@@ -17,7 +18,7 @@ def generator_states() -> dict[str, object]:
     return states
 
 
-def set_generator_states(states: dict[str, Any]) -> None:
+def set_generator_states(states: StateDict) -> None:
     """
     :param states: States from :func:`generator_states`. Those of CUDA are set on as many devices as there are
     """

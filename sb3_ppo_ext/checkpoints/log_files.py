@@ -12,6 +12,7 @@ from stable_baselines3.common.logger import CSVOutputFormat, Logger, TensorBoard
 from stable_baselines3.common.monitor import ResultsWriter
 
 from sb3_ppo_ext.checkpoints.object_state import attributes_of
+from sb3_ppo_ext.common.type_aliases import StateDict
 
 
 class LogFiles:
@@ -27,7 +28,7 @@ class LogFiles:
         values = [value for each in targets for value in attributes_of(each).values()]
         self.writers = [value for value in values if isinstance(value, ResultsWriter)]
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> StateDict:
         """:return: Contents of the text files, columns of CSV files, and values that wait for the next row"""
         return {
             "folder": self.logger.get_dir(),

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import cloudpickle
 import gymnasium as gym
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.checkpoints.simulators import Simulator, simulator_of
@@ -24,9 +25,9 @@ from sb3_ppo_ext.common.user_code import is_known_module
 
 # Number of a group of objects, class of an object, and its number among the objects of this class in the group
 Key: TypeAlias = tuple[int, str, int]
-Attributes: TypeAlias = dict[Key, dict[str, Any]]
+Attributes: TypeAlias = dict[Key, dict[str, object]]
 # Selects the attributes to save from an object, its key and its attributes
-Selection: TypeAlias = Callable[[Any, Key, dict[str, Any]], dict[str, Any]]
+Selection: TypeAlias = Callable[[object, Key, dict[str, object]], dict[str, object]]
 
 # Objects whose attributes are saved one by one
 STATEFUL = (gym.Env, gym.vector.VectorEnv, VecEnv, BaseCallback)
@@ -54,7 +55,7 @@ def stateful_objects(*roots: object) -> list[Any]:
     return list(found.values())
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _parts(value: object) -> Iterable[object]:
     if isinstance(value, list | tuple):
         return value
     return value.values() if isinstance(value, Mapping) else (value,)
@@ -101,15 +102,15 @@ class ObjectState:
     :param model: Model of the training, which is not part of the state; ``None`` if the objects do not refer to it
     """
 
-    def __init__(self, *groups: list[Any], model: Any = None):
-        self.targets: dict[Key, Any] = {}
+    def __init__(self, *groups: list[Any], model: OnPolicyAlgorithm | None = None):
+        self.targets: dict[Key, object] = {}
         numbers: Counter[tuple[int, str]] = Counter()
         for number, target in ((number, target) for number, group in enumerate(groups) for target in group):
             cls = target if isinstance(target, type) else type(target)
             name = f"{cls.__module__}.{cls.__qualname__}"
             self.targets[number, name, numbers[number, name]] = target
             numbers[number, name] += 1
-        self.named: dict[Any, Any] = {
+        self.named: dict[object, object] = {
             ("object", key): target for key, target in self.targets.items() if not isinstance(target, type)
         }
         if model is not None:
@@ -162,23 +163,23 @@ class ObjectState:
         if set(saved) != self.targets.keys():
             raise ValueError(f"they are {_listed(self.targets)} now, and were {_listed(saved)} at the checkpoint")
 
-    def copied(self, value: Any, copies: ObjectState) -> Any:
+    def copied(self, value: object, copies: ObjectState) -> object:
         """
-        :param value: Any value. Functions are copied with the variables that they have enclosed
+        :param value: A value. Functions are copied with the variables that they have enclosed
         :param copies: Copies of the objects
         :return: Copy of the value, which shares no connection or state with it, and refers to the copies of the objects
         :raises Exception: if it cannot be copied
         """
         return _unpickled(_pickled(value, {id(each): name for name, each in self.named.items()}, _Copier), copies._find)
 
-    def _find(self, name: Any) -> Any:
+    def _find(self, name: Any) -> object:
         if name[0] != "own":
             return self.named.get(name)
         key, attribute = name[1]
         return getattr(self.targets.get(key), attribute, None)
 
 
-def _parts_of_model(model: Any) -> Iterator[tuple[str, Any]]:
+def _parts_of_model(model: OnPolicyAlgorithm) -> Iterator[tuple[str, object]]:
     """Parts that other objects may refer to, and that are never replaced by what is unpickled."""
     yield "", model
     for name in ("rollout_buffer", "logger", "ep_info_buffer", "ep_success_buffer"):
@@ -188,7 +189,7 @@ def _parts_of_model(model: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f"policy.{name}", part) for name, part in model.policy.named_modules())
 
 
-def _set_attributes(target: Any, attributes: dict[str, Any]) -> None:
+def _set_attributes(target: object, attributes: dict[str, object]) -> None:
     if isinstance(target, type):
         for name, value in attributes.items():
             setattr(target, name, value)
@@ -213,7 +214,7 @@ def _simulators(attributes: Attributes) -> dict[tuple[Key, str], Simulator]:
 
 def is_ez_pickle(value: object) -> bool:
     """
-    :param value: Any object
+    :param value: An object
     :return: Whether it pickles the arguments of its constructor instead of its state, as ``EzPickle`` of Gym and Gymnasium
     """
     return any(cls.__name__ == "EzPickle" for cls in type(value).__mro__)
@@ -264,7 +265,7 @@ def _pickled(value: object, names: dict[int, object], cls: Any = _Pickler) -> by
     return file.getvalue()
 
 
-def _unpickled(pickled: bytes, find: Callable[[Any], Any]) -> Any:
+def _unpickled(pickled: bytes, find: Callable[[object], object]) -> Any:
     unpickler = _Unpickler(io.BytesIO(pickled))
     unpickler.find = find
     return unpickler.load()
@@ -303,7 +304,7 @@ class Changes:
         }
 
     # A method, because a callback with a callable attribute counts as one that calls code of the user.
-    def select(self, target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
+    def select(self, target: object, key: Key, attributes: dict[str, object]) -> dict[str, object]:
         """A :data:`Selection` of these attributes, and of all attributes of other objects."""
         if key not in self.before:
             return attributes

@@ -17,6 +17,7 @@ from stable_baselines3.common.save_util import json_to_data, open_path
 from stable_baselines3.common.utils import get_device
 
 from sb3_ppo_ext.common.plain_data import NotPlainError, from_plain, to_plain_or_culprit
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.common.zips import checked_tensors, read_members, with_members, zipped
 
@@ -123,7 +124,7 @@ class ModelFile:
         data = {name: None if name in names else value for name, value in self.data.items()}
         return io.BytesIO(zipped({_DATA: json.dumps(data).encode(), **self.others}))
 
-    def states(self, device: th.device | str) -> dict[str, Any]:
+    def states(self, device: th.device | str) -> StateDict:
         """
         :param device: Device of the tensors
         :return: State dictionaries by name, read without executing code

@@ -14,6 +14,8 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
+
 # Numbers are computed with in float32, and arrays have sizes in int64.
 LARGEST_NUMBER, LARGEST_INTEGER = float(np.finfo(np.float32).max), int(np.iinfo(np.int64).max)
 # A larger layer fits into no memory, and deeper networks are made by nobody.
@@ -162,7 +164,7 @@ def _interval(low: float, high: float, open_low: bool, open_high: bool) -> str:
     return f"between {least} and {most}"
 
 
-def check_sizes(sizes: Mapping[str, Any]) -> None:
+def check_sizes(sizes: Kwargs) -> None:
     """
     :param sizes: Sizes of the layers of a network by name, and their number as ``n_layers``
     :raises BadArgumentError: if one of them is not an integer of at least 1, or is absurd

@@ -96,7 +96,7 @@ class BoundedDistribution(Distribution):
         return latents, self.log_prob(latents)
 
 
-def bounded_part(distribution: Any) -> BoundedDistribution | None:
+def bounded_part(distribution: object) -> BoundedDistribution | None:
     """
     :param distribution: Any distribution
     :return: What samples latents: the distribution itself if it is bounded, or that of the ``Box`` parts of a hybrid one,
@@ -201,7 +201,7 @@ class NumpyDistribution(ABC):
         :return: Entropies in nats, shape ``(batch_size,)``
         """
         with th.no_grad():
-            entropies: Any = self._restored(described).entropy()
+            entropies = self._restored(described).entropy()
             return entropies.numpy()
 
     def parameters(self, described: np.ndarray) -> th.Tensor | None:

@@ -1,6 +1,6 @@
 """SB3's distribution over the actions of a ``MultiBinary`` space (``BernoulliDistribution``)."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch as th
 from stable_baselines3.common.distributions import BernoulliDistribution
@@ -12,7 +12,7 @@ from sb3_ppo_ext.distributions.head import Head, Noise
 SelfBernoulli = TypeVar("SelfBernoulli", bound="BernoulliOnDevice")
 
 
-def parameters(distribution: Any) -> th.Tensor:
+def parameters(distribution: BernoulliDistribution) -> th.Tensor:
     """
     :param distribution: Bernoulli distribution
     :return: Logits of a 1, shape ``(batch_size, action_dim)``
@@ -20,7 +20,7 @@ def parameters(distribution: Any) -> th.Tensor:
     return distribution.distribution.logits
 
 
-def location(distribution: Any) -> th.Tensor:
+def location(distribution: BernoulliDistribution) -> th.Tensor:
     """
     :param distribution: Bernoulli distribution
     :return: Probabilities of a 1 minus those of a 0, shape ``(batch_size, action_dim)``
@@ -28,7 +28,7 @@ def location(distribution: Any) -> th.Tensor:
     return 2 * distribution.distribution.probs - 1
 
 
-def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+def kl_divergence(old: th.Tensor, new: BernoulliDistribution) -> th.Tensor:
     """
     :param old: :func:`parameters` of a Bernoulli distribution, shape ``(batch_size, action_dim)``
     :param new: Bernoulli distribution for the same observations

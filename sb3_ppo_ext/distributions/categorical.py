@@ -1,6 +1,6 @@
 """SB3's distribution over the actions of a ``Discrete`` space (``CategoricalDistribution``)."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch as th
@@ -14,7 +14,7 @@ from sb3_ppo_ext.distributions.head import Head, Noise
 SelfCategorical = TypeVar("SelfCategorical", bound="CategoricalOnDevice")
 
 
-def parameters(distribution: Any) -> th.Tensor:
+def parameters(distribution: CategoricalDistribution) -> th.Tensor:
     """
     :param distribution: Categorical distribution
     :return: Normalised logits, shape ``(batch_size, n_actions)``
@@ -22,7 +22,7 @@ def parameters(distribution: Any) -> th.Tensor:
     return distribution.distribution.logits
 
 
-def location(distribution: Any) -> th.Tensor:
+def location(distribution: CategoricalDistribution) -> th.Tensor:
     """
     :param distribution: Categorical distribution
     :return: Probabilities, shape ``(batch_size, n_actions)``
@@ -30,7 +30,7 @@ def location(distribution: Any) -> th.Tensor:
     return distribution.distribution.probs
 
 
-def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+def kl_divergence(old: th.Tensor, new: CategoricalDistribution) -> th.Tensor:
     """
     :param old: :func:`parameters` of a categorical distribution, shape ``(batch_size, n_actions)``
     :param new: Categorical distribution for the same observations
@@ -136,7 +136,7 @@ class CategoricalOnDevice(CategoricalDistribution):
 class CategoricalHead(Head):
     """Categorical distributions of one or more choices, masked or not: the largest logit, with Gumbel noise for samples."""
 
-    def __init__(self, distribution: Any, log_std: Any = None, n_latents: int = 0):
+    def __init__(self, distribution: CategoricalDistribution, log_std: th.Tensor | None = None, n_latents: int = 0):
         super().__init__(distribution, log_std, n_latents)
         dims = getattr(distribution, "action_dims", None)
         self.n_choices = [int(distribution.action_dim)] if dims is None else [int(n) for n in dims]

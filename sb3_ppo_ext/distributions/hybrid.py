@@ -62,7 +62,7 @@ class HybridDistribution(Distribution):
         self.action_dim = sum(self.n_actions)
 
     @property
-    def continuous(self) -> Any:
+    def continuous(self) -> Distribution | None:
         """Distribution of the ``Box`` parts, ``None`` if there are none."""
         return self.distributions[0] if self._has_boxes else None
 
@@ -159,7 +159,7 @@ def _as_floats(distribution: Distribution, actions: th.Tensor) -> th.Tensor:
     return floats.masked_fill(actions == NO_ACTION, th.nan) if hasattr(distribution, "marks_actions") else floats
 
 
-def parameters(distribution: Any) -> th.Tensor:
+def parameters(distribution: HybridDistribution) -> th.Tensor:
     """
     :param distribution: Hybrid distribution
     :return: Parameters of its parts, one after the other, shape ``(batch_size, n)``
@@ -172,7 +172,7 @@ def _parameters_of_parts(distribution: HybridDistribution) -> list[th.Tensor]:
     return [part.family.parameters(each) for part, each in pairs]
 
 
-def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+def kl_divergence(old: th.Tensor, new: HybridDistribution) -> th.Tensor:
     """
     :param old: :func:`parameters` of a hybrid distribution with the same parts, shape ``(batch_size, n)``
     :param new: Hybrid distribution for the same observations
@@ -185,7 +185,7 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     return reduce(add, [part.family.kl_divergence(split.to(own.dtype), each) for part, split, own, each in parts])
 
 
-def location(distribution: Any) -> th.Tensor:
+def location(distribution: HybridDistribution) -> th.Tensor:
     """
     :param distribution: Hybrid distribution
     :return: Deterministic actions of all parts as numbers with a gradient, one part after the other, shape ``(batch_size, n)``
@@ -194,7 +194,7 @@ def location(distribution: Any) -> th.Tensor:
     return th.cat([part.family.location(each) for part, each in pairs], dim=1)
 
 
-def unsquashed_mean(distribution: Any) -> th.Tensor:
+def unsquashed_mean(distribution: HybridDistribution) -> th.Tensor:
     """
     :param distribution: Hybrid distribution
     :return: Mean of the ``Box`` parts before any squashing, shape ``(batch_size, n)``
@@ -248,7 +248,7 @@ class NumpyHybrid(NumpyDistribution):
 
     def entropies(self, described: np.ndarray) -> np.ndarray:
         pairs = zip(self.parts, self.descriptions, strict=True)
-        entropies: np.ndarray = reduce(add, [part.entropies(described[:, own]) for part, own in pairs])
+        entropies = reduce(add, [part.entropies(described[:, own]) for part, own in pairs])
         return entropies
 
     def parameters(self, described: np.ndarray) -> th.Tensor | None:
@@ -295,7 +295,7 @@ def _slices(sizes: Iterator[int]) -> list[slice]:
 class HybridHead(Head):
     """Independent parts."""
 
-    def __init__(self, distribution: Any, log_std: Any = None, n_latents: int = 0):
+    def __init__(self, distribution: HybridDistribution, log_std: th.Tensor | None = None, n_latents: int = 0):
         super().__init__(distribution)
         pairs = list(zip(distribution.parts, distribution.distributions, strict=True))
         self.heads = nn.ModuleList(

@@ -244,7 +244,7 @@ def family_of(distribution: object) -> DistributionFamily | None:
     return None
 
 
-def parameters(distribution: Any) -> th.Tensor | None:
+def parameters(distribution: Distribution) -> th.Tensor | None:
     """
     :param distribution: Distribution for a batch of observations
     :return: Parameters that define it, shape ``(batch_size, n)``: logits, means and standard deviations, or alpha and beta;
@@ -254,7 +254,7 @@ def parameters(distribution: Any) -> th.Tensor | None:
     return None if family is None or family.parameters is None else family.parameters(distribution)
 
 
-def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+def kl_divergence(old: th.Tensor, new: Distribution) -> th.Tensor:
     """
     KL(old || new), exact and differentiable in the new distribution.
 
@@ -281,7 +281,7 @@ def unsquashed_mean(distribution: object) -> th.Tensor:
     return family.unsquashed_mean(distribution)
 
 
-def location(distribution: Any) -> th.Tensor:
+def location(distribution: Distribution) -> th.Tensor:
     """
     :param distribution: Distribution for a batch of observations
     :return: Its deterministic action as numbers with a gradient, shape ``(batch_size, n)``: the mean of actions in a ``Box``,
@@ -325,7 +325,7 @@ def why_not_numpy(distribution: Distribution) -> str | None:
     return None if family is None else family.numpy_class.why_not(distribution)
 
 
-def on_device(distribution: Any, device: th.device) -> Any:
+def on_device(distribution: Distribution, device: th.device) -> Distribution:
     """
     SB3's distributions let PyTorch validate their arguments, which waits for the GPU three times for each call of a policy,
     and ``torch.multinomial`` waits as well. Those of :attr:`DistributionFamily.on_device` compute the same bit for bit and

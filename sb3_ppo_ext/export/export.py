@@ -27,6 +27,7 @@ from sb3_ppo_ext.common.action_masks import choices_of
 from sb3_ppo_ext.common.atomic_files import write_whole
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, disassembled
 from sb3_ppo_ext.common.pickles import read_pickled
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_type, refuse
 from sb3_ppo_ext.distributions import family_of
 from sb3_ppo_ext.export.actor import PLAIN, Actor, make_actor
@@ -219,7 +220,7 @@ def _name_batch(graph: Any, batch_dim: int) -> None:
                 dim.dim_param = "batch"
 
 
-def _program_file(program: Any, metadata: dict[str, Any]) -> bytes:
+def _program_file(program: Any, metadata: Kwargs) -> bytes:
     file = io.BytesIO()
     th.export.save(program, file, extra_files={METADATA: json.dumps(metadata)})
     return file.getvalue()

@@ -24,6 +24,7 @@ from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize, unwrap_vec_normalize
 
 from sb3_ppo_ext.common.saved_models import refused
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import (
     BadArgumentError,
     check_dictionary,
@@ -53,7 +54,7 @@ def save_folder(
     *,
     env: GymEnv | str | None = None,
     env_id: str | None = None,
-    env_kwargs: dict[str, Any] | None = None,
+    env_kwargs: Kwargs | None = None,
     runs: str | Path | Iterable[str | Path] = (),
     command: str | None = None,
     n_eval_episodes: int = 20,
@@ -192,7 +193,7 @@ def _evaluated_environment(model: PPOExt, env: object, env_id: str | None, env_k
     return _Evaluated(model._wrap_env(made, verbose=0, monitor_wrapper=False), of_training or own, made is not env)
 
 
-def _vectorised(env: object, env_kwargs: dict[str, Any] | None = None, seed: int | None = None) -> VecEnv:
+def _vectorised(env: object, env_kwargs: Kwargs | None = None, seed: int | None = None) -> VecEnv:
     if isinstance(env, str):
         with unknown_environments_as_value_errors(env):
             return make_vec_env(env, n_envs=1, seed=seed, env_kwargs=env_kwargs)
@@ -324,7 +325,7 @@ def _seed_of(run: Path) -> int | None:
     return seed if isinstance(seed, int) and seed >= 0 else None
 
 
-def _checked_kwargs(env_kwargs: Any) -> dict[str, Any]:
+def _checked_kwargs(env_kwargs: Any) -> Kwargs:
     check_dictionary("env_kwargs", env_kwargs)
     try:
         json.dumps(env_kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecMonitor, VecNormalize, VecTransposeImage
 
 from sb3_ppo_ext.common.schedules import as_in_yaml
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import described
 from sb3_ppo_ext.options.values import NotCodeError, class_name, shown
 from sb3_ppo_ext.ppo_ext import PPOExt
@@ -19,7 +20,7 @@ _LEFT_OUT = {"self", "policy", "env", "device", "verbose", "tensorboard_log", "s
 _PACKAGES = ("sb3_ppo_ext", "stable_baselines3", "sb3_contrib")
 
 
-def options_of(model: PPOExt) -> dict[str, Any]:
+def options_of(model: PPOExt) -> Kwargs:
     """
     :param model: Model
     :return: Its options that differ from their defaults; schedules are numbers or strings where these exist

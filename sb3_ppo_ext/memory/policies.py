@@ -22,6 +22,7 @@ from torch import nn
 from sb3_ppo_ext.common.bounds import bounds_on_device, middle_and_half
 from sb3_ppo_ext.common.hybrid_actions import kinds_of, structured
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations, takes_channels_last
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
 from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
 from sb3_ppo_ext.memory.history import HistoryPolicy, episode_starts_of
@@ -136,7 +137,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         use_last_reward: bool = False,
         **kwargs: Any,
     ):
-        sizes: dict[str, Any] = dict(context_length=context_length, d_model=d_model, n_heads=n_heads, n_layers=n_layers)
+        sizes: Kwargs = dict(context_length=context_length, d_model=d_model, n_heads=n_heads, n_layers=n_layers)
         sizes |= dict(n_stacked=n_stacked) | ({} if ffn_dim is None else dict(ffn_dim=ffn_dim))
         check_sizes(sizes)
         flags = dict(gate=gate, use_last_action=use_last_action, use_last_reward=use_last_reward)
@@ -144,7 +145,7 @@ class TransformerPolicyMixin(HistoryPolicy):
             check_type(name, flag, (bool, np.bool_), "give True or False")
         if d_model % n_heads != 0:
             refuse("d_model", d_model, f"it must be a multiple of n_heads={n_heads}")
-        self.memory_kwargs: dict[str, Any] = {**sizes, "ffn_dim": ffn_dim, **flags}
+        self.memory_kwargs: Kwargs = {**sizes, "ffn_dim": ffn_dim, **flags}
         self.context_length = context_length
         self.use_last_action, self.use_last_reward = use_last_action, use_last_reward
         super().__init__(*args, **kwargs)
@@ -168,7 +169,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         kinds = kinds_of(self.action_space) if self.use_last_action else []
         return sum(get_flattened_obs_dim(kind) for kind, _ in kinds)
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         return {**super()._get_constructor_parameters(), **self.memory_kwargs}
 
     def make_memory(self) -> WindowMemory:

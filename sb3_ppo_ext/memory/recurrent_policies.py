@@ -20,6 +20,7 @@ from sb3_ppo_ext.common.hybrid_actions import structured
 from sb3_ppo_ext.common.observations import images_in_channels_last, map_observations, takes_channels_last
 from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.saved_models import OF_RECURRENT_PPO
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import (
     BadArgumentError,
     check_choice,
@@ -89,7 +90,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         n_lstm_layers: int = 1,
         shared_lstm: bool = False,
         enable_critic_lstm: bool = True,
-        lstm_kwargs: dict[str, Any] | None = None,
+        lstm_kwargs: Kwargs | None = None,
         rnn: Rnn = "lstm",
         **kwargs: Any,
     ):
@@ -146,11 +147,11 @@ class RecurrentPolicyMixin(HistoryPolicy):
         n_networks = 1 + (self.lstm_critic is not None)
         return StateMemory((n_networks, self.n_states, self.n_lstm_layers, self.lstm_hidden_size))
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         names = ("lstm_hidden_size", "n_lstm_layers", "shared_lstm", "enable_critic_lstm", "lstm_kwargs", "rnn")
         return {**super()._get_constructor_parameters(), **{name: getattr(self, name) for name in names}}
 
-    def _actor_arguments(self) -> dict[str, Any]:
+    def _actor_arguments(self) -> Kwargs:
         return {**super()._actor_arguments(), "shared_lstm": True, "enable_critic_lstm": False}
 
     # From sequences to latents

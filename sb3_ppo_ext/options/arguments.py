@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
 from sb3_ppo_ext.common.validation import check_device, check_dictionary, check_type, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
@@ -22,17 +20,6 @@ from sb3_ppo_ext.policies.distribution_checks import check_exploration
 
 if TYPE_CHECKING:
     from sb3_ppo_ext.options.constructor import ConfiguredPPO
-
-
-def option_names(algorithm: type[OnPolicyAlgorithm]) -> set[str]:
-    """
-    :param algorithm: ``PPOExt`` or a subclass, which may pass keyword arguments on to its parents
-    :return: Names of all arguments of the constructors of the class and its parents
-    """
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    constructors = (vars(cls)["__init__"] for cls in algorithm.__mro__ if "__init__" in vars(cls) and cls is not object)
-    parameters: Iterable[inspect.Parameter] = (p for each in constructors for p in inspect.signature(each).parameters.values())
-    return {p.name for p in parameters if p.kind in kinds} - {"self"}
 
 
 def check_arguments(

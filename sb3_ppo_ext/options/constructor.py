@@ -1,7 +1,9 @@
 """The constructor of PPOExt, where an option is told: type, default, meaning, and the attribute that it becomes."""
 
+import inspect
 import warnings
 from abc import abstractmethod
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -13,6 +15,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import GymEnv
 
 from sb3_ppo_ext.common.schedules import AdaptiveLrRule, LrDecay, ScheduleLike
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import (
     SUPPORTED_SPACES,
     assertions_as_value_errors,
@@ -23,7 +26,7 @@ from sb3_ppo_ext.distributed.launch import Distributed, find_launch, own_device
 from sb3_ppo_ext.distributions import ActionDist, DeterministicAction
 from sb3_ppo_ext.engines.registry import Backend
 from sb3_ppo_ext.envs.normalizer import NormalizeFreq
-from sb3_ppo_ext.options.arguments import check_arguments, option_names, warn_about_minibatches, without_device_line
+from sb3_ppo_ext.options.arguments import check_arguments, warn_about_minibatches, without_device_line
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
 from sb3_ppo_ext.update.losses import SurrogateName, VfClipMode
@@ -55,11 +58,11 @@ class ConfiguredPPO(OnPolicyAlgorithm):
         use_sde: bool = False,
         sde_sample_freq: int = -1,
         rollout_buffer_class: type[RolloutBuffer] | None = None,
-        rollout_buffer_kwargs: dict[str, Any] | None = None,
+        rollout_buffer_kwargs: Kwargs | None = None,
         target_kl: float | None = None,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
-        policy_kwargs: dict[str, Any] | None = None,
+        policy_kwargs: Kwargs | None = None,
         verbose: int = 0,
         seed: int | None = None,
         device: th.device | str = "auto",
@@ -359,3 +362,14 @@ class ConfiguredPPO(OnPolicyAlgorithm):
     @abstractmethod
     def _check_options(self) -> None:
         """Check all options, and that they can be combined: the first step of the set-up."""
+
+
+def option_names(algorithm: type[ConfiguredPPO]) -> set[str]:
+    """
+    :param algorithm: ``PPOExt`` or a subclass, which may pass keyword arguments on to its parents
+    :return: Names of all arguments of the constructors of the class and its parents
+    """
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    constructors = [cls.__init__ for cls in algorithm.__mro__ if issubclass(cls, ConfiguredPPO)]
+    parameters: Iterable[inspect.Parameter] = (p for each in constructors for p in inspect.signature(each).parameters.values())
+    return {p.name for p in parameters if p.kind in kinds} - {"self"}

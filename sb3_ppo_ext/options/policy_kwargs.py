@@ -13,6 +13,7 @@ from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.user_code import is_known_module
 from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, check_sizes, check_type, described, refuse
 from sb3_ppo_ext.options.values import Accepted, Dictionary, Flag, Optional
@@ -111,7 +112,7 @@ def check_policy(policy: object) -> None:
         refuse("policy", policy, f"give a name or a class that inherits `sb3_ppo_ext.MlpPolicy`; {POLICY_NAMES}")
 
 
-def check_policy_kwargs(policy_class: Any, policy_kwargs: Mapping[str, Any], makes_optimizer: bool) -> None:
+def check_policy_kwargs(policy_class: Any, policy_kwargs: Kwargs, makes_optimizer: bool) -> None:
     """
     Check the values of the keywords of SB3's policies. Those of policies of other packages are not checked.
 
@@ -152,7 +153,7 @@ def _argument(name: str, policy_class: Any, policy_kwargs: Mapping[str, object])
     return next(parameters[name].default for parameters in signatures if name in parameters)
 
 
-def _check_optimizer(policy_kwargs: Mapping[str, Any]) -> None:
+def _check_optimizer(policy_kwargs: Kwargs) -> None:
     """Make the optimiser for two parameters, which is the only way to know whether its arguments are valid."""
     factory, kwargs = policy_kwargs.get("optimizer_class", th.optim.Adam), policy_kwargs.get("optimizer_kwargs") or {}
     if "lr" in kwargs:
@@ -169,7 +170,7 @@ def _check_optimizer(policy_kwargs: Mapping[str, Any]) -> None:
         refuse("optimizer_class", factory, remedy)
 
 
-def check_observations(policy_class: type, policy_kwargs: Mapping[str, Any], space: spaces.Space) -> None:
+def check_observations(policy_class: type, policy_kwargs: Kwargs, space: spaces.Space) -> None:
     """
     Check that the features extractor of the policy can read the observations, if it is one of SB3's.
 
@@ -195,7 +196,7 @@ def check_observations(policy_class: type, policy_kwargs: Mapping[str, Any], spa
         _check_images(name, space, normalized)
 
 
-def _space_of_readers(policy_class: type[BasePolicy], policy_kwargs: Mapping[str, Any], space: Any) -> spaces.Space:
+def _space_of_readers(policy_class: type[BasePolicy], policy_kwargs: Kwargs, space: Any) -> spaces.Space:
     """Space of what actor or critic read."""
     keys = tuple(policy_kwargs.get(name) for name in KEYS)
     if not issubclass(policy_class, ObservationKeysMixin) or keys == (None, None):

@@ -14,6 +14,7 @@ from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 
 from sb3_ppo_ext.common.action_masks import OBSERVATION, choices_of
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions.masked import MaskedDistribution, make_masked_distribution
 from sb3_ppo_ext.policies.observation_keys import KEYWORDS, ObservationKeysMixin, select
@@ -86,7 +87,7 @@ class ActionMaskingMixin(ObservationKeysMixin):
         self.use_masks(obs)
         return super().get_distribution(obs)
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         given = {} if self.action_mask_key is None else {"action_mask_key": self.action_mask_key}
         return {**super()._get_constructor_parameters(), **given}
 

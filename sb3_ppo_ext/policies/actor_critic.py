@@ -29,6 +29,7 @@ from sb3_ppo_ext.common.hybrid_actions import (
     structured,
 )
 from sb3_ppo_ext.common.saved_models import OF_MASKABLE_PPO
+from sb3_ppo_ext.common.type_aliases import Kwargs, StateDict
 from sb3_ppo_ext.common.user_code import has_method_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions.base import DeterministicAction, bounded_part
@@ -325,7 +326,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
             state_dict[f"{prefix}{_MARK}{self.action_dist_name}"] = state_dict.pop(old)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _action_distribution_keywords(self) -> dict[str, Any]:
+    def _action_distribution_keywords(self) -> Kwargs:
         return {
             "action_dist": self.action_dist_name,
             "deterministic_action": self.deterministic_action,
@@ -333,7 +334,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
             "learn_std": self.learn_std,
         }
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         space = self.action_space
         # SB3 leaves out `share_features_extractor`.
         return {
@@ -417,7 +418,7 @@ _WITH_ACTION_DISTRIBUTIONS: dict[type, type[ActorCriticPolicy]] = {
 }
 
 
-def check_parameters_are_of(state_dict: Mapping[str, Any], action_dist: str) -> None:
+def check_parameters_are_of(state_dict: StateDict, action_dist: str) -> None:
     """
     Refuse the parameters of another action distribution: those of a Gaussian would fit a squashed Gaussian, but mean something
     else.

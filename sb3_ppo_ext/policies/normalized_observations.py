@@ -11,6 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.policies.saved_policies import SavedPolicy
 
@@ -59,7 +60,7 @@ class NormalizedObservationsMixin(SavedPolicy):
         """
         return observation if self.normalizer is None else self.normalizer.observations(observation)
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         given = {} if self.normalizer is None else {"normalization": self.normalizer.plain()}
         return {**super()._get_constructor_parameters(), **given}
 

@@ -19,6 +19,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, check_type, refuse
 from sb3_ppo_ext.policies.networks import NetTypeMixin, layers_of
 
@@ -203,7 +204,7 @@ class ObservationKeysMixin(NetTypeMixin):
         actor.load_state_dict({name: parameters[_name_in_actor(name)] for name in actor.state_dict()})
         return actor.to(self.device).train(self.training)
 
-    def _actor_arguments(self) -> dict[str, Any]:
+    def _actor_arguments(self) -> Kwargs:
         """Arguments of the constructor with which there is no network of the critic."""
         keys, space = self._read_by_actor, self.observation_space
         # What the critic read may still be in the observations.
@@ -217,7 +218,7 @@ class ObservationKeysMixin(NetTypeMixin):
             "net_arch": {"pi": layers_of(self.net_arch, "pi"), "vf": []},
         }
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         given: dict[str, object] = {name: keys for name in KEYWORDS if (keys := getattr(self, name)) is not None}
         if not self.with_critic:
             given["with_critic"] = False

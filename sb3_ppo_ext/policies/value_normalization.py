@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 
 
@@ -92,7 +92,7 @@ def normalized_value(policy: ActorCriticPolicy) -> NormalizedValue | None:
     return layer if isinstance(layer, NormalizedValue) else None
 
 
-def without_statistics(state: Mapping[str, Any], prefix: str = "value_net.") -> dict[str, Any]:
+def without_statistics(state: StateDict, prefix: str = "value_net.") -> dict[str, Any]:
     """
     :param state: Parameters of a policy, by name
     :param prefix: Prefix of the names of the critic's output layer

@@ -22,7 +22,7 @@ from sb3_ppo_ext.common.validation import (
     check_type,
     refuse,
 )
-from sb3_ppo_ext.options.arguments import option_names
+from sb3_ppo_ext.options.constructor import option_names
 from sb3_ppo_ext.ppo_ext import PPOExt
 
 if TYPE_CHECKING:

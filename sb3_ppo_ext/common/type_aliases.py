@@ -1,0 +1,10 @@
+"""Names of types that many files share, beside those of ``stable_baselines3.common.type_aliases``."""
+
+from typing import Any, TypeAlias
+
+# Keyword arguments by name, such as `policy_kwargs` and `env_kwargs`
+Kwargs: TypeAlias = dict[str, Any]
+# What an environment says of a step, or of a reset
+Info: TypeAlias = dict[str, Any]
+# What a `state_dict` returns: tensors, numbers and dictionaries of these by name
+StateDict: TypeAlias = dict[str, Any]
