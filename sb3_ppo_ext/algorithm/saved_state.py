@@ -271,9 +271,7 @@ def _read_objects(saved: ModelFile, given: dict[str, object], trusted: bool) -> 
     return saved.without_pickles(given)
 
 
-def _action_dist_and_policy_kwargs(
-    saved: ModelFile, objects: dict[str, Any], given: Any
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _action_dist_and_policy_kwargs(saved: ModelFile, objects: Kwargs, given: Kwargs | None) -> tuple[Kwargs, Kwargs | None]:
     """
     Options and ``policy_kwargs`` that replace those of a zip. In zips of SB3's algorithms with our policies, the action
     distribution is part of ``policy_kwargs``; it is moved to the options. ``policy_kwargs`` given to ``load`` are accepted if
@@ -288,15 +286,15 @@ def _action_dist_and_policy_kwargs(
     if given is None and not saved.data.get("policy_kwargs", {}).keys() & names:
         return {}, None
     policy_kwargs = _policy_kwargs(saved, objects)
-    named: dict[str, Any] = {name: policy_kwargs.pop(name) for name in policy_kwargs.keys() & names}
+    named: Kwargs = {name: policy_kwargs.pop(name) for name in policy_kwargs.keys() & names}
     return named, given if fixes_std(policy_kwargs, given) else policy_kwargs
 
 
-def _policy_kwargs(saved: ModelFile, objects: dict[str, Any]) -> Kwargs:
+def _policy_kwargs(saved: ModelFile, objects: Kwargs) -> Kwargs:
     return dict(objects["policy_kwargs"] if "policy_kwargs" in objects else read_attribute(saved.data, "policy_kwargs", {}))
 
 
-def _leaves_out_sharing(saved: ModelFile, objects: dict[str, Any], state: Mapping[str, th.Tensor]) -> bool:
+def _leaves_out_sharing(saved: ModelFile, objects: Kwargs, state: Mapping[str, th.Tensor]) -> bool:
     """
     :param saved: Content of the zip
     :param objects: Attributes that replace those in the zip
@@ -380,7 +378,7 @@ def _check_float64(name: str, value: object) -> None:
 class _OfTheClass(classmethod):
     """A class method that makes a new model, and says so if it is called on a model, which stays as it is."""
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         method = super().__get__(None, type(instance) if owner is None else owner)
         return method if instance is None else partial(_warned, method)
 

@@ -29,7 +29,7 @@ from sb3_ppo_ext.rollout.lazy_locals import LazyLocals
 SelfTrainingLoop = TypeVar("SelfTrainingLoop", bound="TrainingLoop")
 
 
-def check_learn(total_timesteps: Any, callback: object, log_interval: Any) -> None:
+def check_learn(total_timesteps: float, callback: object, log_interval: int | None) -> None:
     """
     Check arguments of ``learn``.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch as th
 from gymnasium import spaces
 
 from sb3_ppo_ext.common.validation import refuse
@@ -16,7 +17,7 @@ MASKABLE = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 METHOD = "action_masks"
 
 
-def choices_of(action_space: Any) -> list[int]:
+def choices_of(action_space: spaces.Space) -> list[int]:
     """
     :param action_space: Action space
     :return: Number of choices of each action: one action of a ``Discrete`` space, one of each dimension of others, two choices
@@ -59,7 +60,7 @@ def without_mask(observation_space: Any, key: str) -> spaces.Space:
     return parts[OBSERVATION] if parts.keys() == {OBSERVATION} else spaces.Dict(parts)
 
 
-def add_mask(observations: object, masks: Any) -> dict[str, Any]:
+def add_mask(observations: object, masks: np.ndarray | th.Tensor) -> dict[str, Any]:
     """
     :param observations: Observations, an array or a dictionary of arrays
     :param masks: Masks of the actions

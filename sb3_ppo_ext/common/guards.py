@@ -62,7 +62,7 @@ def refuse_gradient(policy: th.nn.Module, terms: dict[str, float], epoch: int, n
     )
 
 
-def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_index: int | None = None) -> None:
+def check_finite(model: OnPolicyAlgorithm, what: str, data: object, step: int, env_index: int | None = None) -> None:
     """
     Check that data returned by the environment are finite, also in float32, in which policies read them.
 
@@ -266,7 +266,7 @@ def find_normalizers(env: VecEnv | None) -> list[VecNormalize]:
     return normalizers
 
 
-def normalizers_of(model: Any) -> list[Any]:
+def normalizers_of(model: OnPolicyAlgorithm) -> list[Any]:
     """
     :param model: Model, with or without environments
     :return: What normalises for it and has running statistics: the ``VecNormalize`` wrappers of its environments, or the

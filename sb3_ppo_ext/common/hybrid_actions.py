@@ -6,6 +6,7 @@ dictionaries and tuples; they are converted here alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -52,9 +53,9 @@ class FlatActionSpace(spaces.Box):
             ends[kind] = columns[-1].stop
         return columns
 
-    def _kinds(self) -> list[tuple[spaces.Space, object]]:
+    def _kinds(self) -> list[tuple[spaces.Space, EllipsisType | tuple[EllipsisType, slice]]]:
         ends = self.n_continuous, self.n_continuous + len(self.n_values)
-        kinds: list[tuple[spaces.Space, object]] = []
+        kinds: list[tuple[spaces.Space, slice]] = []
         if self.n_continuous:
             kinds.append((spaces.Box(self.low[: ends[0]], self.high[: ends[0]]), slice(0, ends[0])))
         if self.n_values:
@@ -164,7 +165,7 @@ def boxes_of(space: spaces.Space | None) -> list[spaces.Box]:
     return [part for part in parts_of(space) if isinstance(part, spaces.Box)]
 
 
-def kinds_of(space: spaces.Space) -> list[tuple[spaces.Space, Any]]:
+def kinds_of(space: spaces.Space) -> list[tuple[spaces.Space, EllipsisType | tuple[EllipsisType, slice]]]:
     """
     :param space: Space of what a policy samples
     :return: For vectors of hybrid actions up to three spaces, a ``Box``, a ``MultiDiscrete`` and a ``MultiBinary``, each with
@@ -273,7 +274,7 @@ def _values_of(part: object) -> list[int]:
     return [int(n) for n in part.nvec] if isinstance(part, spaces.MultiDiscrete) else []
 
 
-def _bounds_of(part: Any) -> tuple[Any, Any]:
+def _bounds_of(part: spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(part, spaces.Box):
         return part.low.flatten(), part.high.flatten()
     return 0, 1 if isinstance(part, spaces.MultiBinary) else np.array(_values_of(part)) - 1
@@ -289,5 +290,5 @@ def _tensor_of(part: Any, columns: th.Tensor) -> th.Tensor:
     return columns.reshape(len(columns), *part.shape).to(dtype_of(part))
 
 
-def _on_host(value: Any) -> np.ndarray:
+def _on_host(value: np.ndarray | th.Tensor) -> np.ndarray:
     return value.detach().cpu().numpy() if isinstance(value, th.Tensor) else np.asarray(value)

@@ -9,6 +9,7 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
+from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
 
@@ -46,7 +47,7 @@ def in_channels_last(images: object) -> object:
     return images.contiguous(memory_format=th.channels_last)
 
 
-def images_in_channels_last(observations: object) -> Any:
+def images_in_channels_last(observations: PyTorchObs) -> PyTorchObs:
     """
     :param observations: Tensor or dictionary of tensors
     :return: The same, with images as :func:`in_channels_last` returns them
@@ -54,7 +55,7 @@ def images_in_channels_last(observations: object) -> Any:
     return map_observations(in_channels_last, observations)
 
 
-def stack(observations: Sequence[Any]) -> Any:
+def stack(observations: Sequence[np.ndarray | dict[str, np.ndarray]]) -> Any:
     """
     :param observations: Observations of single environments
     :return: Batch of these observations, with a new first dimension

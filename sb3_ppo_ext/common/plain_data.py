@@ -161,7 +161,7 @@ def _dictionary(pairs: Any) -> dict[Any, Any]:
     return {from_plain(key): from_plain(value) for key, value in pairs}
 
 
-def _array_to_plain(array: Any) -> list[Any]:
+def _array_to_plain(array: np.ndarray) -> list[object]:
     if array.dtype.hasobject:
         raise NotPlainError("numpy.ndarray of objects")
     return [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]

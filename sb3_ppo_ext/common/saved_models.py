@@ -17,7 +17,7 @@ from stable_baselines3.common.save_util import json_to_data, open_path
 from stable_baselines3.common.utils import get_device
 
 from sb3_ppo_ext.common.plain_data import NotPlainError, from_plain, to_plain_or_culprit
-from sb3_ppo_ext.common.type_aliases import StateDict
+from sb3_ppo_ext.common.type_aliases import Kwargs, StateDict
 from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.common.zips import checked_tensors, read_members, with_members, zipped
 
@@ -260,7 +260,7 @@ def _is_pickled(value: object) -> bool:
     return isinstance(value, dict) and _PICKLED in value
 
 
-def read_attribute(saved: dict[str, Any], name: str, default: Any = None) -> Any:
+def read_attribute(saved: Kwargs, name: str, default: Any = None) -> Any:
     """
     :param saved: Saved attributes, as in :class:`ModelFile`
     :param name: Name of the attribute

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnvWrapper
@@ -73,7 +74,7 @@ def worker_deaths_noticed(env: object) -> Iterator[None]:
 class _WatchedPipe:
     """A pipe to a worker, which answers until the worker has ended."""
 
-    def __init__(self, connection: Connection, process: Any):
+    def __init__(self, connection: Connection, process: BaseProcess):
         self.connection, self.process = connection, process
         # `wait` would register both at each step, which takes as long as to receive.
         self.poller = select.poll()
@@ -98,7 +99,7 @@ def _end(env: SubprocVecEnv) -> None:
     env.closed, env.waiting = True, False
 
 
-def end_processes(processes: Sequence[Any], grace: float = 0.0) -> None:
+def end_processes(processes: Sequence[BaseProcess], grace: float = 0.0) -> None:
     """
     End processes by SIGTERM, and by SIGKILL those that ignore it, as processes do that were forked while pygame had a window.
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from sb3_ppo_ext.common.pickles import read_pickled
 from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_type, refuse
 from sb3_ppo_ext.distributions import family_of
+from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.export.actor import PLAIN, Actor, make_actor
 from sb3_ppo_ext.export.ports import Port, described_space, to_tensors
 from sb3_ppo_ext.options import ConfiguredPPO
@@ -98,7 +100,7 @@ def _without_critic(policy: Any) -> Any:
     return actor.requires_grad_(False)
 
 
-def _path_of(path: Any) -> Path:
+def _path_of(path: str | os.PathLike[str]) -> Path:
     check_type("path", path, (str, Path), 'give the path of a file, such as "policy.onnx"')
     path = Path(path)
     if path.suffix not in (ONNX, *PROGRAMS):
@@ -121,7 +123,7 @@ def _require(path: Path) -> Callable[[bytes], Run]:
     return _run_onnx
 
 
-def _normalizer_of(model: ConfiguredPPO, given: Any) -> Any:
+def _normalizer_of(model: ConfiguredPPO, given: VecNormalize | str | Path | None) -> Any:
     own = getattr(model.policy, "normalizer", None)
     if own is not None:
         if given is not None:
@@ -161,7 +163,7 @@ def _transposed(model: Any, channels_last: bool | None) -> list[str]:
     return [key for key, part in parts.items() if is_image_space(part) and is_image_space_channels_first(part)]
 
 
-def _metadata(model: ChangedOptions, actor: Actor, normalizer: Any) -> dict[str, object]:
+def _metadata(model: ChangedOptions, actor: Actor, normalizer: VecNormalize | Normalizer | None) -> dict[str, object]:
     policy = model.policy
     family = family_of(policy.action_dist)
     try:
@@ -220,7 +222,7 @@ def _name_batch(graph: Any, batch_dim: int) -> None:
                 dim.dim_param = "batch"
 
 
-def _program_file(program: Any, metadata: Kwargs) -> bytes:
+def _program_file(program: th.export.ExportedProgram, metadata: Kwargs) -> bytes:
     file = io.BytesIO()
     th.export.save(program, file, extra_files={METADATA: json.dumps(metadata)})
     return file.getvalue()
@@ -242,7 +244,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _onnx_runtime() -> Any:
+def _onnx_runtime() -> ModuleType:
     """ONNX Runtime; if it is imported here, then without the telemetry, threads and database with which it comes."""
     name = "ORT_DISABLE_TELEMETRY"
     before = os.environ.get(name)
@@ -273,7 +275,7 @@ def _run_module(module: nn.Module) -> Run:
 # Comparison
 
 
-def _compare_with_predict(actor: Actor, normalizer: Any, run: Run) -> None:
+def _compare_with_predict(actor: Actor, normalizer: VecNormalize | Normalizer | None, run: Run) -> None:
     """Compare the actions of deterministic actors, from one step to the next, until the first ones are forgotten."""
     generator = np.random.default_rng(1)
     states = [port for port in actor.inputs() if port.role == "state"]
@@ -297,7 +299,9 @@ def _compare_with_predict(actor: Actor, normalizer: Any, run: Run) -> None:
                 state, carried["last_reward"] = state.with_rewards(rewards), rewards
 
 
-def _predict(normalizer: Any, actor: Actor, inputs: dict[str, np.ndarray], state: Any) -> tuple[list[Any], Any]:
+def _predict(
+    normalizer: Any, actor: Actor, inputs: dict[str, np.ndarray], state: tuple[np.ndarray, ...] | None
+) -> tuple[list[Any], Any]:
     """Actions of ``predict``, one array for each part, and the next state."""
     observations = _normalized(normalizer, {key: inputs[key] for key in actor.parts})
     starts = inputs["episode_start"].astype(bool) if "episode_start" in inputs else None
@@ -348,7 +352,7 @@ def _compare_with_module(actor: Actor, run: Run) -> None:
                 )
 
 
-def _example(port: Port, n: int, generator: Any, actor: Actor) -> np.ndarray:
+def _example(port: Port, n: int, generator: np.random.Generator, actor: Actor) -> np.ndarray:
     """Values of an input for a comparison."""
     if port.role in ("normal_noise", "uniform_noise"):
         return port.noise(n, generator)
@@ -372,7 +376,7 @@ def _example(port: Port, n: int, generator: Any, actor: Actor) -> np.ndarray:
     return np.ascontiguousarray(values).astype(port.dtype)
 
 
-def _example_of_masks(port: Port, n: int, generator: Any, actor: Actor) -> np.ndarray:
+def _example_of_masks(port: Port, n: int, generator: np.random.Generator, actor: Actor) -> np.ndarray:
     """Masks with at least one valid choice of each action."""
     masks = (generator.random((n, int(np.prod(port.shape)))) < 0.5).astype(port.dtype)
     first = 0

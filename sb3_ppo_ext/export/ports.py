@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch as th
@@ -60,7 +60,7 @@ class Port:
         # From the open interval: the logarithms of both ends are needed.
         return generator.uniform(1e-7, 1 - 1e-7, self.batch_shape(n)).astype(np.float32)
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """:return: Description for the metadata of the file"""
         shape: list[object] = [int(size) for size in self.shape]
         shape.insert(self.batch_dim, "batch")

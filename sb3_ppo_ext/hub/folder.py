@@ -311,7 +311,7 @@ def _plot(runs: list[Path], seed: int | None) -> tuple[Any, list[tuple[int | Non
     return plot_runs(runs), found
 
 
-def _arguments_of(run: Path) -> dict[str, Any]:
+def _arguments_of(run: Path) -> Kwargs:
     """Arguments of the Zoo's command that has made a run."""
     from sb3_ppo_ext.zoo.yaml_entries import read_saved
 

@@ -40,7 +40,7 @@ def normalized(env: VecEnv, plain: Any) -> VecNormalize:
     return made
 
 
-def _plain(statistics: Any) -> dict[str, Any]:
+def _plain(statistics: RunningMeanStd) -> dict[str, object]:
     if isinstance(statistics, dict):
         return {"keys": {key: _plain(part) for key, part in statistics.items()}}
     return {"mean": statistics.mean, "var": statistics.var, "count": statistics.count}

@@ -84,7 +84,7 @@ def load_from_hub(
     return load_folder(folder, env, trusted=trusted, filename=filename, **kwargs)
 
 
-def _upload(hub: Any, folder: Path, repo_id: str, private: bool, token: str | None, commit_message: str) -> str:
+def _upload(hub: ModuleType, folder: Path, repo_id: str, private: bool, token: str | None, commit_message: str) -> str:
     api = hub.HfApi(token=token)
     address = api.create_repo(repo_id, private=private, exist_ok=True)
     api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message)

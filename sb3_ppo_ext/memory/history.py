@@ -84,7 +84,7 @@ class RolloutMemory(ABC):
         self.rows = rows
 
     @abstractmethod
-    def kept(self) -> list[tuple[Any, int]]:
+    def kept(self) -> list[tuple[PyTorchObs | None, int]]:
         """:return: Tensors of which the next rollout needs the last rows, and how many of them; ``None`` for missing ones"""
 
     def keep_last(self, pos: int) -> None:
@@ -174,7 +174,7 @@ class RolloutMemory(ABC):
         """
 
     @abstractmethod
-    def after(self, rows: th.Tensor, observations: Any, starts: th.Tensor) -> Any:
+    def after(self, rows: th.Tensor, observations: PyTorchObs, starts: th.Tensor) -> Any:
         """
         :param rows: Positions of steps in the flattened rollout, ``step * n_envs + environment``, shape ``(n,)``
         :param observations: Observations that follow these steps, on the device, shape ``(n, *obs_shape)``

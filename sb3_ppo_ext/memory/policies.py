@@ -17,6 +17,7 @@ from stable_baselines3.common.policies import (
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from torch import nn
 
 from sb3_ppo_ext.common.bounds import bounds_on_device, middle_and_half
@@ -193,7 +194,7 @@ class TransformerPolicyMixin(HistoryPolicy):
             parts.append(sequences.last_rewards.unsqueeze(-1).masked_fill(begins, 0.0))
         return th.cat(parts, dim=-1)
 
-    def _extract(self, observations: Any, extractor: nn.Module) -> th.Tensor:
+    def _extract(self, observations: PyTorchObs, extractor: nn.Module) -> th.Tensor:
         """Features of single observations, in chunks where no gradient is needed: intermediate results of images are large."""
         n = len(next(iter(observations.values()))) if isinstance(observations, dict) else len(observations)
         size = n if th.is_grad_enabled() else MAX_IMAGES
@@ -241,7 +242,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         n_before = 0 if masks.shape[1] == 1 else self.context_length - 1
         return masks[:, n_before:].flatten(0, 1)
 
-    def extract_features(self, obs: Any, features_extractor: Any = None) -> Any:
+    def extract_features(self, obs: Any, features_extractor: BaseFeaturesExtractor | None = None) -> Any:
         """
         :param obs: Sequences of observations
         :param features_extractor: Not used: actor and critic use their own
@@ -253,7 +254,7 @@ class TransformerPolicyMixin(HistoryPolicy):
             return of_actor
         return of_actor, self._features(obs, self.vf_features_extractor, self.vf_transformer)
 
-    def get_distribution(self, obs: Any) -> Distribution:
+    def get_distribution(self, obs: PyTorchObs) -> Distribution:
         """
         :param obs: Sequences of observations
         :return: Action distribution of the samples
@@ -262,7 +263,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         features = self._features(obs, self.pi_features_extractor, self.pi_transformer)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(features))
 
-    def predict_values(self, obs: Any) -> th.Tensor:
+    def predict_values(self, obs: PyTorchObs) -> th.Tensor:
         """
         :param obs: Sequences of observations
         :return: Estimated values of the samples, shape ``(n_samples, 1)``
@@ -333,7 +334,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         memory = self._forget_oldest(memory, actions)
         return structured(self.action_space, actions if is_vectorized else actions.squeeze(axis=0)), memory
 
-    def _empty_memory(self, now: Any, n_envs: int) -> Memory:
+    def _empty_memory(self, now: VecEnvObs, n_envs: int) -> Memory:
         n_before = self.context_length - 1
         return Memory(
             map_observations(lambda part: np.zeros((n_envs, n_before, *part.shape[2:]), part.dtype), now),

@@ -13,7 +13,7 @@ from stable_baselines3.common.policies import (
     BasePolicy,
     MultiInputActorCriticPolicy,
 )
-from stable_baselines3.common.type_aliases import Schedule
+from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
 from sb3_ppo_ext.common.hybrid_actions import structured
@@ -156,7 +156,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
 
     # From sequences to latents
 
-    def _extract(self, observations: Any) -> Latents:
+    def _extract(self, observations: PyTorchObs) -> Latents:
         """Features for actor and critic of single observations, shape ``(n, features_dim)``."""
         of_actor = self.features_of(observations, self.pi_features_extractor)
         if self.share_features_extractor:
@@ -338,7 +338,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         chosen = structured(self.action_space, actions if is_vectorized else actions.squeeze(axis=0))
         return chosen, tuple(part.cpu().numpy() for part in after)
 
-    def _state_of(self, state: Any, n_envs: int) -> State:
+    def _state_of(self, state: tuple[np.ndarray, ...] | None, n_envs: int) -> State:
         """State of the actor's network from an argument of ``predict``."""
         n_layers, _, n_units = self.lstm_hidden_state_shape
         shape = (n_layers, n_envs, n_units)

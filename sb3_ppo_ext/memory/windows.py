@@ -80,7 +80,7 @@ class WindowMemory(RolloutMemory):
         if self.keeps_rewards:
             self.last_rewards = th.zeros((n_rows + 1, n_envs), device=device)
 
-    def kept(self) -> list[tuple[Any, int]]:
+    def kept(self) -> list[tuple[PyTorchObs | None, int]]:
         """:return: Tensors with the steps before the rollout, and how many of their rows precede it"""
         one_more = self.n_before + 1
         of_observations = [(part, self.n_before) for part in (self.rows.observations, self.rows.starts, self.episodes)]

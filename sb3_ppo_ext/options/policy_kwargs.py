@@ -112,7 +112,7 @@ def check_policy(policy: object) -> None:
         refuse("policy", policy, f"give a name or a class that inherits `sb3_ppo_ext.MlpPolicy`; {POLICY_NAMES}")
 
 
-def check_policy_kwargs(policy_class: Any, policy_kwargs: Kwargs, makes_optimizer: bool) -> None:
+def check_policy_kwargs(policy_class: type[BasePolicy], policy_kwargs: Kwargs, makes_optimizer: bool) -> None:
     """
     Check the values of the keywords of SB3's policies. Those of policies of other packages are not checked.
 

@@ -202,7 +202,7 @@ class Option:
 class _Attributes(dict[str, Any]):
     """The attributes of an object as a dictionary."""
 
-    def __init__(self, of: Any):
+    def __init__(self, of: object):
         super().__init__()
         self.of = of
 

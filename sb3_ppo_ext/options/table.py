@@ -5,7 +5,7 @@ option needs and what it cannot be combined with, and how a change acts between 
 The checks, the reference in ``docs/options_reference.md``, and the tests of single options and pairs derive from the table.
 """
 
-from typing import Any, get_args
+from typing import get_args
 
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
@@ -53,7 +53,7 @@ def _has_own_estimates(model: ConfiguredPPO) -> bool:
     return estimates is not RolloutBuffer.compute_returns_and_advantage
 
 
-def _action_space(model: ConfiguredPPO) -> Any:
+def _action_space(model: ConfiguredPPO) -> spaces.Space | None:
     """Action space of the environments, ``None`` if it is not known yet."""
     return getattr(model, "action_space", None)
 

@@ -14,7 +14,7 @@ from sb3_ppo_ext.common.validation import check_choice, check_dictionary, check_
 from sb3_ppo_ext.update.extra_losses import EXTRA_LOSSES, check_extra_losses
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """
     :param value: Value of an option
     :return: Value as Python code, with double quotes
@@ -54,7 +54,7 @@ class Accepted(ABC):
     def alternatives(self) -> tuple[str, ...]:
         """:return: Kinds of accepted values, in Markdown"""
 
-    def all(self) -> tuple[Any, ...]:
+    def all(self) -> tuple[object, ...]:
         """:return: Every accepted value if they can be listed, otherwise an empty tuple"""
         return ()
 

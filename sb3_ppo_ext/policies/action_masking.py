@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 
@@ -79,7 +80,7 @@ class ActionMaskingMixin(ObservationKeysMixin):
         self.use_masks(obs)
         return super().forward(obs, deterministic)
 
-    def get_distribution(self, obs: PyTorchObs) -> Any:
+    def get_distribution(self, obs: PyTorchObs) -> Distribution:
         """
         :param obs: Observations
         :return: Action distribution of these observations
@@ -92,7 +93,7 @@ class ActionMaskingMixin(ObservationKeysMixin):
         return {**super()._get_constructor_parameters(), **given}
 
 
-def masked_observation(policy: BasePolicy, observation: Any, masks: Any, in_observation: bool) -> dict[str, Any]:
+def masked_observation(policy: BasePolicy, observation: Any, masks: np.ndarray | None, in_observation: bool) -> dict[str, Any]:
     """
     :param policy: Policy with masks
     :param observation: Observation as ``predict`` takes it

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.distributions import BernoulliDistribution
+from stable_baselines3.common.distributions import BernoulliDistribution, Distribution
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
     ActorCriticPolicy,
@@ -172,7 +172,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
         """Whether :meth:`unscale_action` must turn the policy's samples into actions."""
         return self._family.is_bounded or super().squash_output
 
-    def _get_action_dist_from_latent(self, latent_pi: th.Tensor) -> Any:
+    def _get_action_dist_from_latent(self, latent_pi: th.Tensor) -> Distribution:
         if self.action_dist_name == DEFAULT and not isinstance(self.action_space, FlatActionSpace):
             return super()._get_action_dist_from_latent(latent_pi)
         own = (self.log_std,) if hasattr(self, "log_std") else ()

@@ -44,7 +44,7 @@ class Autocast:
         context.__enter__()
         self.contexts.append(context)
 
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, inputs: object, output: Any) -> Any:
         """
         :param module: Module that has computed, or failed
         :param inputs: Its inputs

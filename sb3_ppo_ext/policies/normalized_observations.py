@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ class NormalizedObservationsMixin(SavedPolicy):
         action_space: spaces.Space,
         lr_schedule: Schedule,
         *args: Any,
-        normalization: Mapping[str, Any] | None = None,
+        normalization: Kwargs | None = None,
         **kwargs: Any,
     ):
         super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
@@ -127,7 +128,7 @@ class ObservationKeysMixin(NetTypeMixin):
         features: th.Tensor = extractor(self._as_read(preprocessed))
         return features
 
-    def extract_features(self, obs: PyTorchObs, features_extractor: Any = None) -> Any:
+    def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor | None = None) -> Any:
         """
         :param obs: Observations
         :param features_extractor: Features extractor, ``None`` for that of the policy
@@ -139,7 +140,7 @@ class ObservationKeysMixin(NetTypeMixin):
             return self.features_of(obs, features_extractor or self.features_extractor)
         return self.features_of(obs, self.pi_features_extractor), self.features_of(obs, self.vf_features_extractor)
 
-    def get_distribution(self, obs: PyTorchObs) -> Any:
+    def get_distribution(self, obs: PyTorchObs) -> Distribution:
         """
         :param obs: Observations, of which only what the actor reads is needed
         :return: Action distribution of these observations
@@ -270,7 +271,9 @@ def select_space(space: Any, keys: Iterable[str]) -> spaces.Dict:
     return spaces.Dict(OrderedDict((key, space[key]) for key in keys))
 
 
-def check_keys(observation_space: spaces.Space, actor_keys: Any, critic_keys: Any, not_read: tuple[str, ...] = ()) -> None:
+def check_keys(
+    observation_space: spaces.Space, actor_keys: object, critic_keys: object, not_read: tuple[str, ...] = ()
+) -> None:
     """
     :param observation_space: Observation space
     :param actor_keys: Keys of the observations that the actor reads, ``None`` for all

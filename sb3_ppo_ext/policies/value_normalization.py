@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
@@ -92,7 +90,7 @@ def normalized_value(policy: ActorCriticPolicy) -> NormalizedValue | None:
     return layer if isinstance(layer, NormalizedValue) else None
 
 
-def without_statistics(state: StateDict, prefix: str = "value_net.") -> dict[str, Any]:
+def without_statistics(state: StateDict, prefix: str = "value_net.") -> StateDict:
     """
     :param state: Parameters of a policy, by name
     :param prefix: Prefix of the names of the critic's output layer
