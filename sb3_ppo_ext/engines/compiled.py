@@ -16,6 +16,7 @@ from gymnasium import spaces
 from stable_baselines3.common.distributions import MultiCategoricalDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
+from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 from torch.func import functional_call, grad_and_value
 
@@ -166,7 +167,7 @@ class CompiledBackward:
         compiled, config = self.compiled, self.config
         if compiled.reuses_memory:
             th.compiler.cudagraph_mark_step_begin()
-        preprocessed: Any = None
+        preprocessed = None
         if compiled.preprocessed_space is not None:
             # Outside the compiled function, since SB3's preprocessing uses NumPy, which cannot be traced.
             policy = compiled.policy
@@ -221,7 +222,7 @@ class _LossModule(nn.Module):
         return results
 
     def _of_preprocessed(
-        self, continues: th.Tensor | None, observations: Any, next_observations: Any, space: spaces.Space[Any]
+        self, continues: th.Tensor | None, observations: PyTorchObs, next_observations: PyTorchObs, space: spaces.Space[object]
     ) -> PolicyView:
         """The policy for preprocessed observations."""
 
@@ -242,7 +243,7 @@ class _LossModule(nn.Module):
         )
 
 
-def _act(policy: ActorCriticPolicy, preprocessed: Any, space: spaces.Space[Any]) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+def _act(policy: ActorCriticPolicy, preprocessed: Any, space: spaces.Space[object]) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
     """``forward`` of a policy for preprocessed observations."""
     distribution = policy.action_dist
     before = policy.observation_space, policy.normalize_images
@@ -254,7 +255,7 @@ def _act(policy: ActorCriticPolicy, preprocessed: Any, space: spaces.Space[Any])
     return actions, values, log_probs
 
 
-def _loss_and_gradients(module: _LossModule, *inputs: Any) -> tuple[list[th.Tensor], Measured]:
+def _loss_and_gradients(module: _LossModule, *inputs: object) -> tuple[list[th.Tensor], Measured]:
     learned: dict[str, th.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def loss(parameters: dict[str, th.Tensor]) -> tuple[th.Tensor, dict[str, th.Tensor]]:
@@ -281,7 +282,7 @@ def _preprocesses_as_sb3(policy: ActorCriticPolicy, *further: type) -> bool:
     return all(has_method_of(policy, name, *known) for name in ("evaluate_actions", "extract_features"))
 
 
-def _preprocessed(space: spaces.Space[Any]) -> spaces.Space[Any]:
+def _preprocessed(space: spaces.Space[object]) -> spaces.Space[object]:
     """Space of vectors that need no preprocessing, also for each key of a dictionary. Shapes do not matter."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _preprocessed(part) for key, part in space.spaces.items()})
@@ -295,7 +296,7 @@ def _split(measured: dict[str, th.Tensor]) -> Measured:
     return tuple(scalars), th.stack(list(scalars.values())), vectors
 
 
-def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+def _own(function: Callable[..., object]) -> Callable[..., Any]:
     """
     Copy of the function with its own code object and name. Torch caches compiled code by code object and dynamic shapes by
     name; with a shared function, the variants of all models would count towards one recompilation limit.

@@ -28,7 +28,7 @@ class EncodeText(gym.ObservationWrapper[Any, Any, Any], gym.utils.RecordConstruc
     :raises ValueError: if no part of the observations is a string
     """
 
-    def __init__(self, env: gym.Env[Any, Any], n_words: int = 32, n_codes: int = 64):
+    def __init__(self, env: gym.Env, n_words: int = 32, n_codes: int = 64):
         gym.utils.RecordConstructorArgs.__init__(self, n_words=n_words, n_codes=n_codes)
         super().__init__(env)
         check_number("n_words", n_words, 1, integer=True)

@@ -42,7 +42,7 @@ class FastDummyVecEnv(DummyVecEnv):
         self.buf_infos = [info if len(info) == 1 else detached(info) for info in self.step_envs(self.actions)]
         return self._obs_from_buf(), self.buf_rews.copy(), self.buf_dones.copy(), self.buf_infos
 
-    def step_envs(self, actions: Any) -> list[dict[str, Any]]:
+    def step_envs(self, actions: Any) -> list[dict[str, object]]:
         """
         Step all environments, and write observations, rewards and ends of episodes into the buffers.
 
@@ -88,7 +88,7 @@ class FastDummyVecEnv(DummyVecEnv):
         return dict_to_obs(self.observation_space, OrderedDict((key, buffer.copy()) for key, buffer, _ in self._buffers))
 
 
-def detached(info: dict[str, Any]) -> dict[str, Any]:
+def detached(info: dict[str, object]) -> dict[str, object]:
     """
     :param info: Info of a step
     :return: The info, without objects that the environment may still change

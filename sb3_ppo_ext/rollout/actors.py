@@ -54,7 +54,7 @@ class Action(NamedTuple):
     :param log_probs: Log probabilities of the samples, shape ``(n_envs,)``, ``None`` if they are computed later
     """
 
-    obs_tensor: Any
+    obs_tensor: object
     samples: np.ndarray
     values: th.Tensor | None
     log_probs: th.Tensor | None
@@ -81,13 +81,13 @@ class Transition(NamedTuple):
     env_actions: np.ndarray
     rewards: np.ndarray
     gamma: float
-    truncated: Sequence[tuple[int, Any]] = ()
+    truncated: Sequence[tuple[int, object]] = ()
 
 
 class Actor(Protocol):
     """Chooses actions and fills the rollout buffer. With ``backend="eager"``, a policy that is replaced acts at once."""
 
-    def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+    def act(self, policy: ActorCriticPolicy, observations: object, starts: np.ndarray, step: int) -> Action:
         """
         Choose the actions of a step.
 
@@ -106,7 +106,7 @@ class Actor(Protocol):
         :param transition: Step of the environments after the last :meth:`act`
         """
 
-    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+    def finish(self, policy: ActorCriticPolicy, observations: object, dones: np.ndarray) -> th.Tensor:
         """
         Estimate advantages and returns at the end of the rollout.
 
@@ -116,7 +116,7 @@ class Actor(Protocol):
         :return: Values of these observations, shape ``(n_envs, 1)``
         """
 
-    def further_locals(self) -> dict[str, Any]:
+    def further_locals(self) -> dict[str, object]:
         """:return: Further variables that callbacks find in their ``locals`` after :meth:`act`, by name"""
         return {}
 
@@ -133,7 +133,7 @@ class DivisibleActor(Actor):
 
     @abstractmethod
     def record_all(
-        self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, Any]], gamma: float
+        self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, object]], gamma: float
     ) -> None:
         """
         Record all steps at once, in which the actors of :meth:`for_share` have acted.
@@ -177,7 +177,7 @@ class PolicyActor(Actor):
         return self.buffer
 
     def _evaluate(
-        self, policy: ActorCriticPolicy, obs_tensor: Any, starts: Any, step: int
+        self, policy: ActorCriticPolicy, obs_tensor: object, starts: object, step: int
     ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
         if self.stepper is not None:
             return self.stepper(policy, obs_tensor, starts, step)
@@ -210,7 +210,7 @@ class PolicyActor(Actor):
             transition.rewards[index] += transition.gamma * value
         note_truncations(self.config, episodes)
 
-    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+    def finish(self, policy: ActorCriticPolicy, observations: object, dones: np.ndarray) -> th.Tensor:
         if self.memory is not None:
             self.memory.note_episodes(self.buffer.episode_starts, dones, self.config.num_timesteps)
         with th.no_grad():
@@ -218,7 +218,7 @@ class PolicyActor(Actor):
         self.buffer.compute_returns_and_advantage(last_values=values, dones=dones)
         return values
 
-    def further_locals(self) -> dict[str, Any]:
+    def further_locals(self) -> dict[str, object]:
         return {} if self.stepper is None else self.stepper.further_locals()
 
 
@@ -238,12 +238,12 @@ class DeviceActor(PolicyActor):
         self.starts = np.zeros_like(self.rewards)
         self.gamma = buffer.gamma
         # Rows and terminal observations of truncated episodes that have not been evaluated yet, and those that have
-        self.truncated: list[tuple[int, Any]] = []
+        self.truncated: list[tuple[int, object]] = []
         self.evaluated: list[TruncatedEpisodes] = []
         self.weights = WeightWatch(by_value=True)
-        self.staging: Any = None
+        self.staging: object = None
         # Observations of the last step, already in the buffer
-        self.observations: Any = None
+        self.observations: object = None
 
     def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
         if step == 0 and self.config.is_watched:
@@ -259,7 +259,7 @@ class DeviceActor(PolicyActor):
         self._buffer.record(samples, values, log_probs)
         return Action(obs_tensor, samples.cpu().numpy(), values, log_probs)
 
-    def _staged(self, observations: Any) -> Any:
+    def _staged(self, observations: object) -> Any:
         """Observations on a GPU, by way of page-locked memory, from which it copies them while the host continues."""
         if self.config.device.type != "cuda":
             return observations
@@ -310,7 +310,7 @@ class DeviceActor(PolicyActor):
             episodes = in_one_batch(policy, self._buffer, episodes, rewards.reshape(-1)[episodes.rows], self.gamma)
         note_truncations(self.config, episodes)
 
-    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+    def finish(self, policy: ActorCriticPolicy, observations: object, dones: np.ndarray) -> th.Tensor:
         buffer, device = self._buffer, self.config.device
         last = np.asarray(dones, np.float32)[np.newaxis]
         from_host = th.from_numpy(np.stack([self.rewards, self.starts, np.broadcast_to(last, self.starts.shape)])).to(device)

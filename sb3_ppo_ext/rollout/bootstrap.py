@@ -29,7 +29,11 @@ def last_values(policy: ActorCriticPolicy, buffer: RolloutBuffer, observations: 
 
 
 def terminal_values(
-    policy: ActorCriticPolicy, buffer: RolloutBuffer, rows: Sequence[int], observations: Sequence[Any], batched: bool
+    policy: ActorCriticPolicy,
+    buffer: RolloutBuffer,
+    rows: Sequence[int],
+    observations: Sequence[np.ndarray | dict[str, np.ndarray]],
+    batched: bool,
 ) -> TruncatedEpisodes:
     """
     :param policy: Policy with the critic that computes the values

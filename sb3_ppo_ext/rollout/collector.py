@@ -13,11 +13,13 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_ppo_ext.common.action_masks import add_mask, choices_of
 from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, reset_after_errors, restored_if_refused
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
+from sb3_ppo_ext.common.type_aliases import Info
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.memory.states import StateMemory
@@ -215,14 +217,16 @@ class RolloutCollector(OnPolicyAlgorithm):
         """
         return structured(self._sample_space, actions)
 
-    def _ends(self, env: VecEnv, before: Any, after: Any, dones: np.ndarray, infos: Any, step: int) -> list[tuple[int, Any]]:
+    def _ends(
+        self, env: VecEnv, before: VecEnvObs, after: VecEnvObs, dones: np.ndarray, infos: list[Info], step: int
+    ) -> list[tuple[int, Any]]:
         """Truncated episodes of a step in which some have ended, as :meth:`_truncated_episodes` returns them."""
         if self._terminal_watch is None or self._terminal_watch.env_id != id(env):
             self._terminal_watch = TerminalWatch(env)
         self._terminal_watch.note(before, after, dones, infos)
         return list(self._truncated_episodes(dones, infos, step))
 
-    def _truncated_episodes(self, dones: np.ndarray, infos: list[dict[str, Any]], step: int) -> Iterator[tuple[int, Any]]:
+    def _truncated_episodes(self, dones: np.ndarray, infos: list[Info], step: int) -> Iterator[tuple[int, Any]]:
         """Index of the environment and copy of the terminal observation of each truncated episode."""
         for index in np.flatnonzero(dones).tolist():
             observation = infos[index].get("terminal_observation")
@@ -232,7 +236,7 @@ class RolloutCollector(OnPolicyAlgorithm):
                 # Copied, since an environment may write its next observation into the same array.
                 yield index, self._seen_by_critic(deepcopy(observation))
 
-    def _seen_by_critic(self, observations: Any, *n: int) -> Any:
+    def _seen_by_critic(self, observations: object, *n: int) -> Any:
         """
         Observations in the form that the critic reads. Values do not depend on masks: all actions are valid.
 
@@ -248,16 +252,16 @@ class RolloutCollector(OnPolicyAlgorithm):
         """Observations of the environments, in arrays or tensors, as the policy reads them."""
         return observations if self.normalizer is None else self.normalizer.observations(observations)
 
-    def _normalized_rewards(self, rewards: Any) -> Any:
+    def _normalized_rewards(self, rewards: object) -> Any:
         """Rewards of the environments as the rollout buffer stores them: a copy, if they are normalised."""
         return rewards if self.normalizer is None else self.normalizer.rewards(rewards)
 
-    def _update_normalizer(self, observations: Any, rewards: Any, dones: Any) -> None:
+    def _update_normalizer(self, observations: object, rewards: object, dones: object) -> None:
         """Let the statistics take part in a step of the environments."""
         if self.normalizer is not None:
             self.normalizer.step(observations, rewards, dones, self.gamma)
 
-    def _update_info_buffer(self, infos: list[dict[str, Any]], dones: np.ndarray | None = None) -> None:
+    def _update_info_buffer(self, infos: list[Info], dones: np.ndarray | None = None) -> None:
         try:
             # Most infos say nothing that is kept.
             filled = [index for index, info in enumerate(infos) if type(info) is not dict or not KEPT.isdisjoint(info)]

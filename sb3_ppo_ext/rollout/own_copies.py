@@ -23,8 +23,10 @@ from stable_baselines3.common.vec_env import (
     VecTransposeImage,
     VecVideoRecorder,
 )
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Info
 from sb3_ppo_ext.envs.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
@@ -82,7 +84,7 @@ class OwnCopies:
         return self.of(observations), np.array(rewards), self.of(dones), infos
 
 
-def kept_of(info: Mapping[str, Any]) -> dict[str, Any]:
+def kept_of(info: Mapping[str, object]) -> Info:
     """
     :param info: Info of a step
     :return: Copy of what a model keeps of it
@@ -105,7 +107,7 @@ class TerminalWatch:
         # Number of episodes whose terminal observation was lost, if it was in all of them
         self.is_active, self.n_lost = True, 0
 
-    def note(self, before: Any, after: Any, dones: np.ndarray, infos: Sequence[Any]) -> None:
+    def note(self, before: VecEnvObs, after: VecEnvObs, dones: np.ndarray, infos: Sequence[Info]) -> None:
         """
         :param before: Observations before a step, shape ``(n_envs, *obs_shape)``
         :param after: Observations after it, the first ones of new episodes
@@ -127,7 +129,7 @@ class TerminalWatch:
                 stacklevel=2,
             )
 
-    def _is_lost(self, before: Any, first: Any, info: Any) -> bool | None:
+    def _is_lost(self, before: object, first: object, info: Info) -> bool | None:
         """Whether the terminal observation is lost, ``None`` if that cannot be told."""
         terminal = info.get("terminal_observation")
         if terminal is None:
@@ -138,11 +140,11 @@ class TerminalWatch:
         return _equal(terminal, first)
 
 
-def _row(observations: Any, index: int) -> Any:
+def _row(observations: VecEnvObs, index: int) -> Any:
     return map_observations(lambda part: part[index], observations)
 
 
-def _can_be_written(observation: Any) -> bool:
+def _can_be_written(observation: VecEnvObs) -> bool:
     parts = observation.values() if isinstance(observation, Mapping) else [observation]
     return any(isinstance(part, np.ndarray) and part.ndim for part in parts)
 

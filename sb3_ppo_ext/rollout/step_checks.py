@@ -29,7 +29,7 @@ class StepChecks:
     def __init__(self, model: OnPolicyAlgorithm, step: int = 0):
         self.model, self.n_envs, self.step = model, model.n_envs, step
         # Signature of the last result that was right as it was
-        self.accepted: Any = None
+        self.accepted: object = None
         self.batch = (self.n_envs,)
         space: Any = model.observation_space
         self.is_dict = isinstance(space, spaces.Dict)
@@ -73,7 +73,7 @@ class StepChecks:
             self._refuse_infos(infos)
         return observations, self._as_rewards(rewards), dones, infos
 
-    def check_observations(self, observations: Any) -> None:
+    def check_observations(self, observations: object) -> None:
         """
         :param observations: Observations of all environments
         :raises EnvironmentDataError: if they are not arrays of numbers, of shape ``(n_envs, *obs_shape)``
@@ -92,7 +92,7 @@ class StepChecks:
         if not all(isinstance(info, Mapping) for info in infos):
             self._refuse_infos(infos)
 
-    def checked_terminal(self, observation: Any) -> Any:
+    def checked_terminal(self, observation: object) -> object:
         """
         :param observation: Terminal observation of an environment, which may be a batch of one
         :return: The observation, of shape ``obs_shape``
@@ -102,20 +102,20 @@ class StepChecks:
         single = {key: self._single(key, parts[key], shape) for key, shape in self.shapes.items()}
         return single if self.is_dict else single[None]
 
-    def _single(self, key: Any, part: Any, shape: tuple[int, ...]) -> np.ndarray:
+    def _single(self, key: object, part: object, shape: tuple[int, ...]) -> np.ndarray:
         array = _as_array(part)
         if array is None or array.dtype.kind not in NUMBERS or array.shape not in (shape, (1, *shape)):
             self._refuse(_named("terminal observation", key), f"numbers of shape {shape}", part)
         return array.reshape(shape)
 
-    def _parts(self, what: str, observations: Any) -> Mapping[Any, Any]:
+    def _parts(self, what: str, observations: object) -> Mapping[object, object]:
         if not self.is_dict:
             return {None: observations}
         if not isinstance(observations, Mapping) or observations.keys() != self.shapes.keys():
             self._refuse(what, f"a dictionary with the keys {list(self.shapes)}", observations)
         return observations
 
-    def _as_rewards(self, rewards: Any) -> np.ndarray:
+    def _as_rewards(self, rewards: object) -> np.ndarray:
         array = _as_array(rewards)
         if array is None or array.shape != self.batch or array.dtype.kind not in NUMBERS:
             self._refuse("rewards", f"an array of numbers, of shape {self.batch}", rewards)
@@ -123,16 +123,16 @@ class StepChecks:
         array = array if array.dtype.kind == "f" else array.astype(np.float32)
         return array if array.flags.writeable else array.copy()
 
-    def _as_dones(self, dones: Any) -> np.ndarray:
+    def _as_dones(self, dones: object) -> np.ndarray:
         array = _as_array(dones)
         if array is None or array.shape != self.batch or array.dtype.kind not in NUMBERS or not np.isin(array, (0, 1)).all():
             self._refuse("dones", f"an array of Booleans, or of 0 and 1, of shape {self.batch}", dones)
         return array if array.dtype.kind == "b" else array.astype(bool)
 
-    def _refuse_infos(self, infos: Any) -> NoReturn:
+    def _refuse_infos(self, infos: object) -> NoReturn:
         self._refuse("infos", f"a list of {self.n_envs} dictionaries", infos)
 
-    def _refuse(self, what: str, expected: str, value: Any) -> NoReturn:
+    def _refuse(self, what: str, expected: str, value: object) -> NoReturn:
         raise EnvironmentDataError(
             f"The {what} of the environment must be {expected}, not {_described(value)}: at step {self.step} of the rollout,"
             f" after {self.model.num_timesteps} timesteps. Nothing was learned from this rollout."
@@ -144,7 +144,7 @@ def _signature(observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple
     return observations.shape, rewards.shape, dones.shape, len(infos), kinds
 
 
-def _as_array(value: Any) -> np.ndarray | None:
+def _as_array(value: object) -> np.ndarray | None:
     """The value as an array, objects that are numbers as numbers; ``None`` if that is not possible."""
     try:
         array = np.asarray(value)
@@ -153,11 +153,11 @@ def _as_array(value: Any) -> np.ndarray | None:
         return None
 
 
-def _named(what: str, key: Any) -> str:
+def _named(what: str, key: object) -> str:
     return what if key is None else f"{what} {key!r}"
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype}, of shape {value.shape}"
     if isinstance(value, Mapping):

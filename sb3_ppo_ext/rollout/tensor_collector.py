@@ -9,8 +9,10 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_ppo_ext.common.action_masks import choices_of
 from sb3_ppo_ext.common.bounds import bounds_on_device
@@ -18,7 +20,7 @@ from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy, re
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.common.observations import dtype_of, map_observations
 from sb3_ppo_ext.common.weight_watch import WeightWatch
-from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep
+from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep, TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.action_masks import leave_choices, refuse_empty
@@ -41,8 +43,8 @@ class TensorsAfter(NamedTuple):
     :param starts: Whether each of them starts an episode
     """
 
-    arrays: Any
-    observations: Any
+    arrays: VecEnvObs
+    observations: PyTorchObs
     starts: th.Tensor
 
 
@@ -63,6 +65,7 @@ class TensorRolloutCollector(RolloutCollector):
             self._tensors_after = None
             return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
         assert isinstance(rollout_buffer, TensorRolloutBuffer)
+        assert isinstance(env, TensorVecEnv)
         with reset_after_errors(self):
             return TensorCollection(self, env, callback, rollout_buffer, n_rollout_steps).run()
 
@@ -102,7 +105,7 @@ class ShownStep:
     :param seen: Observations before the step
     """
 
-    def __init__(self, samples: th.Tensor, env_actions: th.Tensor, result: TensorStep, env: Any, seen: Any):
+    def __init__(self, samples: th.Tensor, env_actions: th.Tensor, result: TensorStep, env: TensorVecEnv, seen: PyTorchObs):
         self.result = result
         self.samples, self.env_actions = LaterArrays(samples), LaterArrays(env_actions)
         self.dones = LaterArrays(result.terminated | result.truncated)
@@ -121,7 +124,7 @@ class TensorCollection:
     :param n_steps: Number of steps to collect in each environment
     """
 
-    def __init__(self, model: Any, env: Any, callback: BaseCallback, buffer: TensorRolloutBuffer, n_steps: int):
+    def __init__(self, model: Any, env: TensorVecEnv, callback: BaseCallback, buffer: TensorRolloutBuffer, n_steps: int):
         self.model, self.env, self.callback, self.buffer, self.n_steps = model, env, callback, buffer, n_steps
         self.is_watched = is_user_class(type(model)) or runs_user_code(callback)
         space = self.space = model._sample_space
@@ -134,7 +137,7 @@ class TensorCollection:
         shape = (n_steps, env.num_envs)
         self.episodes = th.zeros((5, *shape), device=env.device)
         self.has_successes = False
-        self.final_observations: Any = None
+        self.final_observations: object = None
         # Values of terminal observations, if parameters may change before the end of the rollout, and rewards without them
         self.final_values = th.zeros(shape, device=env.device) if self.is_watched else None
         self.rewards = th.zeros(shape, device=env.device) if self.is_watched else None
@@ -210,7 +213,7 @@ class TensorCollection:
         self._keep_ends(step, result, dones)
         return result.observations, dones
 
-    def _stop(self, seen: Any, starts: th.Tensor) -> None:
+    def _stop(self, seen: PyTorchObs, starts: th.Tensor) -> None:
         """Leave the model as SB3's loop does when a callback ends the training: before the step that it has seen."""
         ended, _, returns, lengths, successes = self.episodes.cpu().numpy()
         self._add_episodes(ended, returns, lengths, successes)
@@ -230,7 +233,7 @@ class TensorCollection:
 
     # For callbacks
 
-    def _locals(self, step: int, seen: Any, values: th.Tensor, log_probs: th.Tensor, shown: ShownStep) -> LazyLocals:
+    def _locals(self, step: int, seen: PyTorchObs, values: th.Tensor, log_probs: th.Tensor, shown: ShownStep) -> LazyLocals:
         """The local variables of SB3's loop."""
         return LazyLocals(
             self=self.model,
@@ -295,7 +298,7 @@ class TensorCollection:
 
     # After the last step
 
-    def _finish(self, observations: Any, dones: th.Tensor) -> None:
+    def _finish(self, observations: PyTorchObs, dones: th.Tensor) -> None:
         model, buffer = self.model, self.buffer
         numbers, is_finite, log = self._on_host(observations)
         if not is_finite:
@@ -314,7 +317,7 @@ class TensorCollection:
             self.memory.note_episodes(starts, ended[-1] > 0, model.num_timesteps - ended.size)
         self._keep_last(observations, dones, ended[-1])
 
-    def _keep_last(self, observations: Any, starts: th.Tensor, starts_on_host: np.ndarray) -> None:
+    def _keep_last(self, observations: object, starts: th.Tensor, starts_on_host: np.ndarray) -> None:
         """Keep the last observations, as tensors and, as in SB3, as arrays, which can be saved."""
         model = self.model
         # Copied, since the environment may overwrite them
@@ -323,7 +326,7 @@ class TensorCollection:
         model._last_episode_starts = starts_on_host.astype(bool)
         model._tensors_after = TensorsAfter(model._last_obs, kept, starts.clone())
 
-    def _on_host(self, observations: Any) -> tuple[np.ndarray, bool, np.ndarray]:
+    def _on_host(self, observations: object) -> tuple[np.ndarray, bool, np.ndarray]:
         """Ends of episodes, whether all numbers of the rollout are finite, and means of the log, in one transfer."""
         actions = self.buffer.tensors["actions"]
         tensors = [self.buffer.tensors["rewards"]]
@@ -379,7 +382,7 @@ class TensorCollection:
         if self.model._truncations is not None:
             self.model._truncations.append(episodes)
 
-    def _refuse(self, last_observations: Any) -> None:
+    def _refuse(self, last_observations: object) -> None:
         """
         Name the first number that is not finite.
 

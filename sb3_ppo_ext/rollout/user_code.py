@@ -32,7 +32,7 @@ def runs_user_code(callback: BaseCallback) -> bool:
     return _runs_user_code(callback, set())
 
 
-def _runs_user_code(callback: Any, seen: set[int]) -> bool:
+def _runs_user_code(callback: object, seen: set[int]) -> bool:
     if id(callback) in seen:
         return False
     seen.add(id(callback))

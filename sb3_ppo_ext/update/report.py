@@ -52,7 +52,7 @@ def sb3_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuff
     return logged
 
 
-def _explained_variance(buffer: RolloutBuffer) -> Any:
+def _explained_variance(buffer: RolloutBuffer) -> float | th.Tensor:
     columns = _on_device(buffer)
     if columns is None:  # bit for bit as in SB3
         return explained_variance(buffer.values.flatten(), buffer.returns.flatten())

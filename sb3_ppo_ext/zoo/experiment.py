@@ -19,6 +19,7 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
 from sb3_ppo_ext.common.action_masks import ACTION_MASK
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_observation_space, refuse
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
 
 # Hyperparameters as they are used, and as they are saved
 Hyperparams: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
-VEC_ENVS: dict[Any, Any] = {DummyVecEnv: FastDummyVecEnv, SubprocVecEnv: ParallelVecEnv}
+VEC_ENVS: dict[object, type[VecEnv]] = {DummyVecEnv: FastDummyVecEnv, SubprocVecEnv: ParallelVecEnv}
 # The trial that runs in this thread (`--n-jobs`)
 _TRIAL: ContextVar[Any] = ContextVar("trial", default=None)
 # Whether the environments that are being created are for evaluation
@@ -127,7 +128,7 @@ def _check_trial_is_named(experiment: "ExperimentManager") -> None:
             )
 
 
-def _say_what_repeats(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> None:
+def _say_what_repeats(experiment: "ExperimentManager", hyperparams: Kwargs) -> None:
     """Say that both ALE and SB3's wrapper repeat actions, which RL Zoo's entry does to ids such as ALE/Pong-v5 in silence."""
     spec = gym.spec(experiment.env_name.gym_id)
     if "AtariEnv" not in str(spec.entry_point) or "AtariWrapper" not in str(hyperparams.get("env_wrapper")):
@@ -160,10 +161,10 @@ def _choose_entry(experiment: "ExperimentManager") -> str | None:
     return key
 
 
-def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> dict[str, Any]:
+def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str, object]) -> dict[str, object]:
     """Policy, wrappers and normalisation for the observations of an environment, except for what the user gives."""
     given = experiment.custom_hyperparams or {}
-    fitting: dict[str, Any] = {}
+    fitting: dict[str, object] = {}
     space = _observation_space(experiment, hyperparams)
     if "env_wrapper" not in given and (wrappers := wrappers_for(space)):
         fitting["env_wrapper"] = wrappers
@@ -174,7 +175,7 @@ def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str
     return fitting if "policy" in given else {**fitting, "policy": policy_for(space)}
 
 
-def _observation_space(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> spaces.Space:
+def _observation_space(experiment: "ExperimentManager", hyperparams: Kwargs) -> spaces.Space:
     """Observation space of one environment with its wrappers."""
     env_kwargs = {**experiment.env_kwargs, **hyperparams.get("env_kwargs", {})}
     env = gym.spec(experiment.env_name.gym_id).make(**env_kwargs)
@@ -184,7 +185,7 @@ def _observation_space(experiment: "ExperimentManager", hyperparams: dict[str, A
     return env.observation_space
 
 
-def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
+def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: Kwargs) -> Any:
     """Refuse invalid options before the Zoo writes its log folder, which the processes of torchrun share."""
     if hyperparams.get("distributed") is False:  # which YAML reads for `off`
         hyperparams = {**hyperparams, "distributed": "off"}
@@ -211,7 +212,7 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
     return results
 
 
-def _is_read_by_the_zoo(value: Any) -> bool:
+def _is_read_by_the_zoo(value: object) -> bool:
     if isinstance(value, str):
         return value.startswith("lin_")  # It takes each string for a linear schedule.
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -248,7 +249,7 @@ def _check_stackable(frame_stack: int, space: spaces.Space) -> None:
             refuse("frame_stack", frame_stack, f"SB3 stacks observations that are a Box, not {part}; {remedy}")
 
 
-def _normalizable(space: spaces.Space) -> dict[str, Any]:
+def _normalizable(space: spaces.Space) -> dict[str, object]:
     """:return: Keyword arguments for ``VecNormalize``, so that it normalizes only the observations that it can"""
     if isinstance(space, spaces.Dict):
         # Normalised, an image that is too small for SB3's network is read as a vector, as it is with `ppo`.
@@ -283,7 +284,7 @@ def _gymnax_copies(experiment: Any, vec_env_class: Any, env_fns: list[Any], **kw
     return JaxVecEnv(name, num_envs=len(env_fns), device=device, **env_kwargs)
 
 
-def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager") -> Any:
+def setup_experiment(theirs: Callable[[], object], experiment: "ExperimentManager") -> object:
     """
     Use the vectorized environments that copy less and that use all cores, write the log to ``progress.csv`` for
     ``plot_run``, and let each trial keep the ``policy_kwargs`` of the hyperparameters that it starts from.
@@ -307,7 +308,7 @@ def _use_fast_environments(experiment: "ExperimentManager") -> None:
         experiment.vec_env_class = copies
 
 
-def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", trial: "optuna.Trial") -> float:
+def objective(theirs: Callable[[object], float], experiment: "ExperimentManager", trial: "optuna.Trial") -> float:
     """
     Tell the sampler what is tuned. The options that it samples can be combined; if they contradict other options in the YAML
     file, the trial is pruned, and the study continues.
@@ -367,7 +368,7 @@ def _optimize(theirs: Callable[[], None], experiment: "ExperimentManager") -> No
             ) from error
 
 
-METHODS: dict[str, Callable[..., Any]] = {
+METHODS: dict[str, Callable[..., object]] = {
     "read_hyperparameters": read_hyperparameters,
     "_preprocess_hyperparams": preprocess_hyperparams,
     "setup_experiment": setup_experiment,

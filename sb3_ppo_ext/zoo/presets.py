@@ -10,10 +10,12 @@ from pprint import pprint
 from typing import Any
 
 import gymnasium as gym
+from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
 from sb3_ppo_ext.common.cores import available_cores
 from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_number, check_observation_space, check_type, refuse
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.ppo_ext import PPOExt
@@ -43,11 +45,11 @@ def make(
     n_envs: int | str | None = None,
     seed: int | None = None,
     vec_env_cls: type[VecEnv] | None = None,
-    env_kwargs: dict[str, Any] | None = None,
+    env_kwargs: Kwargs | None = None,
     device: str = "auto",
     verbose: int = 0,
     tensorboard_log: str | None = None,
-    **hyperparams: Any,
+    **hyperparams: object,
 ) -> tuple[PPOExt, VecEnv]:
     """
     Make a model with tuned hyperparameters, and the environments to train it in. The hyperparameters are the entry of the
@@ -97,7 +99,7 @@ def make(
     model_options = {**_normalization(found, key == "default" and "normalize" not in hyperparams, venv), **_of_model(found)}
     if verbose:
         pprint({"preset": key, "n_envs": venv.num_envs, "policy": found["policy"], **model_options})
-    same: dict[str, Any] = dict(seed=seed, device=device, verbose=verbose, tensorboard_log=tensorboard_log)
+    same: Kwargs = dict(seed=seed, device=device, verbose=verbose, tensorboard_log=tensorboard_log)
     return PPOExt(found["policy"], venv, **same, **model_options), venv
 
 
@@ -108,7 +110,9 @@ def _register() -> None:
         importlib.import_module("rl_zoo3.import_envs")
 
 
-def _check_arguments(source: Source, n_envs: Any, seed: Any, vec_env_cls: Any, env_kwargs: Any, verbose: Any) -> None:
+def _check_arguments(
+    source: Source, n_envs: object, seed: object, vec_env_cls: object, env_kwargs: object, verbose: object
+) -> None:
     if n_envs is not None and n_envs != "auto":
         check_number("n_envs", n_envs, 1, integer=True)
     if vec_env_cls is not None and not (isinstance(vec_env_cls, type) and issubclass(vec_env_cls, VecEnv)):
@@ -127,7 +131,7 @@ def _check_arguments(source: Source, n_envs: Any, seed: Any, vec_env_cls: Any, e
     check_number("verbose", verbose, 0, integer=True)
 
 
-def _entry_of(env_id: str | None, policy: Any) -> tuple[str, dict[str, Any]]:
+def _entry_of(env_id: str | None, policy: object) -> tuple[str, dict[str, Any]]:
     """Key and values of the entry for an environment."""
     zoo_file = _file_of_the_zoo()
     path, key = find_hyperparams(env_id or "", "" if env_id is None else _entry_point(env_id), zoo_file, policy)
@@ -140,7 +144,7 @@ def _entry_point(env_id: str) -> str:
 
 
 def _fit_observations(
-    found: dict[str, Any], key: str, source: Source, env_kwargs: dict[str, Any], given: dict[str, Any]
+    found: dict[str, object], key: str, source: Source, env_kwargs: dict[str, object], given: dict[str, object]
 ) -> Any:
     """
     Choose the policy and the wrappers of an entry that is not for an environment of its own, except for what the user gives.
@@ -161,7 +165,7 @@ def _fit_observations(
     return wrap
 
 
-def _number_of_environments(source: Source, n_envs: Any, entry: dict[str, Any], vec_env_cls: Any) -> tuple[int, Any]:
+def _number_of_environments(source: Source, n_envs: Any, entry: Kwargs, vec_env_cls: Any) -> tuple[int, Any]:
     if source.made is not None:
         return getattr(source.made, "num_envs", 1), vec_env_cls
     if n_envs == "auto":
@@ -170,7 +174,7 @@ def _number_of_environments(source: Source, n_envs: Any, entry: dict[str, Any], 
     return int(entry.get("n_envs", 1) if n_envs is None else n_envs), vec_env_cls
 
 
-def _steps(entry: dict[str, Any], n_envs: int) -> int:
+def _steps(entry: Kwargs, n_envs: int) -> int:
     """Number of steps of a rollout with which an update has as many samples as the entry says."""
     n_samples = entry.get("n_steps", 2048) * entry.get("n_envs", 1)
     n_steps = int(max(n_samples // n_envs, min(FEWEST_STEPS, entry.get("n_steps", 2048))))
@@ -183,18 +187,18 @@ def _steps(entry: dict[str, Any], n_envs: int) -> int:
     return n_steps
 
 
-def _normalization(found: dict[str, Any], leaves_scaled: bool, venv: VecEnv) -> dict[str, Any]:
+def _normalization(found: Kwargs, leaves_scaled: bool, venv: VecEnv) -> dict[str, Any]:
     """Options of the model for ``normalize``, which can leave alone what lies between 0 and 1 already."""
     if find_normalizers(venv):
         return {}
 
-    def is_normalized(space: Any) -> bool:
+    def is_normalized(space: spaces.Space) -> bool:
         return can_be_normalized(space) and not (leaves_scaled and is_scaled(space))
 
     return options_of(found.get("normalize"), found.get("gamma", 0.99), venv.observation_space, is_normalized)
 
 
-def _of_model(found: dict[str, Any]) -> dict[str, Any]:
+def _of_model(found: Kwargs) -> Kwargs:
     options = {name: value for name, value in found.items() if name not in OF_ENTRY}
     if isinstance(options.get("policy_kwargs"), str):
         names = {"nn": importlib.import_module("torch.nn"), "th": importlib.import_module("torch")}
@@ -213,7 +217,7 @@ def _file_of_the_zoo() -> Path | None:
     return folder / "hyperparams" / "ppo.yml"
 
 
-def presets() -> dict[str, dict[str, Any]]:
+def presets() -> dict[str, dict[str, object]]:
     """
     :return: Hyperparameters by environment: all entries of ``ppo_ext.yml``, with ``default`` for environments without an entry
         of their own, ``memory`` for transformer policies and ``recurrent`` for LSTM policies; and, where RL Zoo is installed,
@@ -224,5 +228,5 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    yaml: Any = importlib.import_module("yaml")
+    yaml = importlib.import_module("yaml")
     return {name: dict(entry) for name, entry in yaml.safe_load(path.read_text(encoding="utf-8")).items()}

@@ -58,7 +58,7 @@ class NativeActor(DivisibleActor):
         # Number of steps with values and log probabilities in the buffer
         self.n_estimated = 0
         # Step, environment and terminal observation of truncated episodes that have not been bootstrapped yet
-        self.truncated: list[tuple[int, int, Any]] = []
+        self.truncated: list[tuple[int, int, object]] = []
 
     def _scale_noise(self, step: int) -> None:
         distribution = self.native.distribution
@@ -128,13 +128,13 @@ class NativeActor(DivisibleActor):
             return None
         for_env: Callable[[np.ndarray], np.ndarray] = np.copy
         if isinstance(space, spaces.Box):
-            to_actions: Any = clipped if bounded is None else partial(actions_at, position=bounded.position)
+            to_actions = clipped if bounded is None else partial(actions_at, position=bounded.position)
             for_env = partial(to_actions, low=space.low, high=space.high)
         layers, noise, shape = actor.weights(), self.scaled_noise, self.sample_shape
         return lambda envs: NativeShareActor(layers, actor.columns, noise[:, envs], sampler, shape, for_env)
 
     def record_all(
-        self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, Any]], gamma: float
+        self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, object]], gamma: float
     ) -> None:
         buffer = self.buffer
         buffer.observations[:] = rollout.observations[:-1].reshape(buffer.observations.shape)
@@ -184,7 +184,7 @@ class NativeActor(DivisibleActor):
             tensors = inputs_of(self.native.policy, observations)[0]
             note_truncations(self.config, TruncatedEpisodes(rows, tensors, th.from_numpy(values)))
 
-    def _estimate_advantages(self, observations: Any, dones: np.ndarray) -> th.Tensor:
+    def _estimate_advantages(self, observations: object, dones: np.ndarray) -> th.Tensor:
         """Compute advantages and returns, and return the values of the last observations, shape ``(n_envs, 1)``."""
         buffer = self.buffer
         values = self.native.critic(self.native.features(observations))

@@ -131,7 +131,7 @@ class MeasuredMinibatches(NamedTuple):
         :param parts: Measurements of several epochs, at least one
         :return: Concatenated measurements
         """
-        columns: Any = zip(*parts, strict=True)
+        columns = zip(*parts, strict=True)
         arrays: Any = [None if column[0] is None else np.concatenate(column) for column in columns]
         return cls(*arrays)
 
@@ -145,7 +145,7 @@ class MeasuredMinibatches(NamedTuple):
         policy_loss = -self._means(self.objectives * weights)
         value_loss = self._means(np.square(self.errors) * weights)
         entropy_loss = -self._means(distribution.entropies(self.described))
-        coefficients: Any = (config.ent_coef, config.vf_coef)
+        coefficients = (config.ent_coef, config.vf_coef)
         ent_coef, vf_coef = coefficients
         means = {
             "policy_gradient_loss": policy_loss,

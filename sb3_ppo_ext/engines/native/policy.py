@@ -11,7 +11,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
 from stable_baselines3.common.preprocessing import is_image_space
-from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, MlpExtractor
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor, MlpExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
@@ -259,10 +259,10 @@ class NativePolicy:
             if self.is_asymmetric:
                 both: Any = self.policy.extract_features(observations)
                 return th.cat(both, dim=1).numpy()
-            features: Any = self._extract(observations, self.policy.pi_features_extractor)
+            features = self._extract(observations, self.policy.pi_features_extractor)
             return np.ascontiguousarray(features.numpy())
 
-    def _extract(self, observations: PyTorchObs, extractor: Any) -> th.Tensor:
+    def _extract(self, observations: PyTorchObs, extractor: BaseFeaturesExtractor) -> th.Tensor:
         policy = self.policy
         if isinstance(policy, ActionDistributionMixin):
             return policy.features_of(observations, extractor)
@@ -322,7 +322,7 @@ def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
     return _networks_reason(policy)
 
 
-def _split(action_net: Any) -> tuple[Any, nn.Module | None]:
+def _split(action_net: nn.Module) -> tuple[Any, nn.Module | None]:
     """The linear output layer of the actor, and the module that bounds its outputs, if there is one."""
     if isinstance(action_net, nn.Sequential) and len(action_net) == 2 and type(action_net[1]) is ScaledTanh:
         return action_net[0], action_net[1]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn, TypeAlias
 
 import cloudpickle
@@ -90,7 +91,7 @@ class WorkerPool:
         for index in range(len(self.shares)):
             self.value(index)
 
-    def _register(self, connection: Connection, process: Any) -> None:
+    def _register(self, connection: Connection, process: BaseProcess) -> None:
         poll = None
         if hasattr(select, "poll"):
             # `wait` would register both each time, which takes as long as to receive.
@@ -173,7 +174,7 @@ class WorkerPool:
         """
         return self._value(index, self.receive(index))
 
-    def _value(self, index: int, data: bytes) -> Any:
+    def _value(self, index: int, data: bytes) -> object:
         try:
             reply: Reply = pickle.loads(data)
         except Exception as error:

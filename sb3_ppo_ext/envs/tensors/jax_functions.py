@@ -37,8 +37,8 @@ class JaxFunctions(NamedTuple):
         ``None`` if there is none
     """
 
-    reset: Callable[..., Any]
-    step: Callable[..., Any]
+    reset: Callable[..., object]
+    step: Callable[..., object]
     observation_space: spaces.Space | None = None
     action_space: spaces.Space | None = None
     max_episode_steps: int | None = None
@@ -104,16 +104,16 @@ def _params(default: Any, given: Any) -> Any:
     return default.replace(**given)
 
 
-def _checked_functions(reset: Callable[..., Any], step: Callable[..., Any]) -> JaxFunctions:
+def _checked_functions(reset: Callable[..., object], step: Callable[..., object]) -> JaxFunctions:
     names = "obs, state, reward, terminated, truncated"
 
-    def reset_of_two(key: Any) -> Any:
+    def reset_of_two(key: object) -> object:
         results = reset(key)
         if not isinstance(results, tuple | list) or len(results) != 2:
             refuse("env", reset, f"`reset` returns {_kind(results)}; return obs, state")
         return tuple(results)
 
-    def step_with_log(key: Any, state: Any, action: Any) -> Any:
+    def step_with_log(key: object, state: object, action: object) -> object:
         results = step(key, state, action)
         if not isinstance(results, tuple | list) or len(results) not in (5, 6):
             refuse("env", step, f"`step` returns {_kind(results)}; return {names}")

@@ -117,7 +117,7 @@ class JaxVecEnv(TensorVecEnv):
             {key: th.from_dlpack(values) for key, values in log.items()},
         )
 
-    def _to_torch(self, observations: Any, function: str = "step") -> TensorObs:
+    def _to_torch(self, observations: object, function: str = "step") -> TensorObs:
         """Tensors that share the memory of the arrays, if the space has the dtype of the arrays."""
         space = self.observation_space
         if not isinstance(space, spaces.Dict):
@@ -126,19 +126,19 @@ class JaxVecEnv(TensorVecEnv):
             self._refuse(function, observations, f"a dictionary with the keys {list(space)}")
         return {key: self._tensor(observations[key], part, function, key) for key, part in space.spaces.items()}
 
-    def _tensor(self, array: Any, space: spaces.Space, function: str, key: str | None = None) -> th.Tensor:
+    def _tensor(self, array: object, space: spaces.Space, function: str, key: str | None = None) -> th.Tensor:
         name = "observations" if key is None else f"observations[{key!r}]"
         if not hasattr(array, "__dlpack__"):
             self._refuse(function, array, "an array", name)
         return in_dtype_of(space, th.from_dlpack(array), name)
 
-    def _refuse(self, function: str, value: Any, expected: str, name: str = "observations") -> NoReturn:
+    def _refuse(self, function: str, value: object, expected: str, name: str = "observations") -> NoReturn:
         keys = f" with the keys {list(value)}" if isinstance(value, Mapping) else ""
         order = "obs, state" if function == "reset" else "obs, state, reward, terminated, truncated"
         remedy = f"`{function}` returns a {type(value).__name__}{keys} in their place; return {expected} there: {order}"
         refuse(name, value, remedy)
 
-    def _owner(self, name: str) -> Any:
+    def _owner(self, name: str) -> object:
         return self.env if hasattr(self.env, name) and not isinstance(self.env, str | tuple) else self
 
 
@@ -179,7 +179,7 @@ def _jax_device(jax: Any, device: th.device | str) -> Any:
         refuse("device", str(device), remedy)
 
 
-def _own_gpu(devices: list[Any]) -> Any:
+def _own_gpu(devices: list[object]) -> Any:
     """That of this rank of a distributed training, as for models."""
     return devices[find_launch("auto").local_rank % len(devices)]
 
