@@ -15,6 +15,7 @@ from gymnasium import spaces
 
 from sb3_ppo_ext.common.guards import check_actions
 from sb3_ppo_ext.common.observations import dtype_of
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import refuse
 
 
@@ -64,7 +65,7 @@ class FlatActionSpace(spaces.Box):
             kinds.append((spaces.MultiBinary(self.n_binary), slice(ends[1], None)))
         return [(kind, (..., columns)) for kind, columns in kinds]
 
-    def structured(self, vectors: np.ndarray) -> Any:
+    def structured(self, vectors: np.ndarray) -> Arrays:
         """
         :param vectors: Vectors within the bounds, shape ``(n, n_columns)``, or a single one, shape ``(n_columns,)``
         :return: List of n actions as environments take them, with the shapes and dtypes of their spaces, or a single action
@@ -76,7 +77,7 @@ class FlatActionSpace(spaces.Box):
         actions = [_assembled(self._frame, iter(each)) for each in zip(*arrays, strict=True)]
         return actions if vectors.ndim == 2 else actions[0]
 
-    def batched(self, vectors: th.Tensor) -> Any:
+    def batched(self, vectors: th.Tensor) -> Arrays:
         """
         :param vectors: Vectors within the bounds, shape ``(n, n_columns)``
         :return: Actions as environments that step in tensors take them: a dictionary or tuple of tensors, each of shape
@@ -85,7 +86,7 @@ class FlatActionSpace(spaces.Box):
         pairs = zip(self.parts, self.columns, strict=True)
         return _assembled(self._frame, (_tensor_of(part, vectors[:, columns]) for part, columns in pairs))
 
-    def flattened(self, actions: Any) -> np.ndarray:
+    def flattened(self, actions: Arrays) -> np.ndarray:
         """
         Inverse of :meth:`structured` and :meth:`batched`.
 
@@ -200,7 +201,7 @@ def _assembled(frame: Any, values: Iterator[Any]) -> Any:
     return tuple(parts) if keys is None else dict(zip(keys, parts, strict=True))
 
 
-def disassembled(space: spaces.Space, action: Any) -> Iterator[Any]:
+def disassembled(space: spaces.Space, action: Arrays) -> Iterator[Any]:
     """
     :param space: Action space
     :param action: Values in dictionaries and tuples, as the space says
@@ -219,7 +220,7 @@ def disassembled(space: spaces.Space, action: Any) -> Iterator[Any]:
         yield action
 
 
-def map_parts(function: Callable[[Any], Any], action: Any) -> Any:
+def map_parts(function: Callable[[Any], Any], action: Arrays) -> Any:
     """
     :param function: Function of one part
     :param action: Values in dictionaries and tuples
@@ -232,7 +233,7 @@ def map_parts(function: Callable[[Any], Any], action: Any) -> Any:
     return function(action)
 
 
-def structured(space: spaces.Space, actions: np.ndarray) -> Any:
+def structured(space: spaces.Space, actions: np.ndarray) -> Arrays:
     """
     :param space: Space of what a policy samples
     :param actions: Actions within the bounds, of one environment or of several
@@ -252,7 +253,7 @@ def split_boxes(space: spaces.Space, values: Any) -> tuple[Any, Any]:
     return values[..., : space.n_continuous], values[..., space.n_continuous :]
 
 
-def joined(boxes: Any, others: Any) -> Any:
+def joined(boxes: Any, others: Any) -> Arrays:
     """
     Inverse of :func:`split_boxes`.
 

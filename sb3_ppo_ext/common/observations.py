@@ -12,8 +12,10 @@ from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtr
 from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 
-def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
+
+def map_observations(function: Callable[..., Any], *observations: Arrays) -> Arrays:
     """
     Apply a function to observations, key by key if they are dictionaries.
 
@@ -55,7 +57,7 @@ def images_in_channels_last(observations: PyTorchObs) -> PyTorchObs:
     return map_observations(in_channels_last, observations)
 
 
-def stack(observations: Sequence[np.ndarray | dict[str, np.ndarray]]) -> Any:
+def stack(observations: Sequence[np.ndarray | dict[str, np.ndarray]]) -> Arrays:
     """
     :param observations: Observations of single environments
     :return: Batch of these observations, with a new first dimension

@@ -8,3 +8,6 @@ Kwargs: TypeAlias = dict[str, Any]
 Info: TypeAlias = dict[str, Any]
 # What a `state_dict` returns: tensors, numbers and dictionaries of these by name
 StateDict: TypeAlias = dict[str, Any]
+# An array or a tensor, or a dictionary or tuple of these, as observations and actions are. `Any`, since NumPy's and PyTorch's
+# classes have no type in common, and what is computed with them is written once for both
+Arrays: TypeAlias = Any

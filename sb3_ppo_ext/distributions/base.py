@@ -10,6 +10,8 @@ import torch as th
 from stable_baselines3.common.distributions import Distribution
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import Arrays
+
 # Action that `get_actions(deterministic=True)` returns
 DeterministicAction = Literal["mean", "mode"]
 # Function from outputs and noise to samples
@@ -140,7 +142,7 @@ class NumpyDistribution(ABC):
         """:return: Whether PyTorch accepts the standard deviations that do not depend on observations: those greater than 0"""
         return True
 
-    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> Any:
+    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> Arrays:
         """
         :param n_steps: Number of steps of the rollout
         :param n_envs: Number of environments
@@ -150,7 +152,7 @@ class NumpyDistribution(ABC):
         """
         return [None] * n_steps
 
-    def scaled(self, noise: Any) -> Any:
+    def scaled(self, noise: Arrays) -> Arrays:
         """
         :param noise: Random numbers from :meth:`noise`
         :return: Noise that :meth:`sample` takes, scaled by the current parameters
@@ -158,7 +160,7 @@ class NumpyDistribution(ABC):
         return noise
 
     @abstractmethod
-    def sample(self, outputs: np.ndarray, noise: Any) -> np.ndarray:
+    def sample(self, outputs: np.ndarray, noise: Arrays) -> np.ndarray:
         """
         :param outputs: Outputs of the output layer, shape ``(n_envs, n_outputs)``
         :param noise: Noise of this step, from :meth:`scaled`

@@ -19,6 +19,7 @@ from stable_baselines3.common.distributions import (
 from torch import nn
 
 from sb3_ppo_ext.common.guards import NO_ACTION
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.distributions.base import NumpyDistribution
 from sb3_ppo_ext.distributions.categorical import NumpyCategorical
 from sb3_ppo_ext.distributions.head import Head, Noise
@@ -229,10 +230,10 @@ class NumpyHybrid(NumpyDistribution):
         pairs = zip(self.parts, self.outputs, strict=True)
         return _NoiseOfParts([part.noise(n_steps, n_envs, own.stop - own.start) for part, own in pairs])
 
-    def scaled(self, noise: Any) -> Any:
+    def scaled(self, noise: Arrays) -> Arrays:
         return _NoiseOfParts([part.scaled(each) for part, each in zip(self.parts, noise.parts, strict=True)])
 
-    def sample(self, outputs: np.ndarray, noise: Any) -> np.ndarray:
+    def sample(self, outputs: np.ndarray, noise: Arrays) -> np.ndarray:
         parts = zip(self.parts, self.outputs, noise.parts, strict=True)
         samples = [part.sample(outputs[:, own], each) for part, own, each in parts]
         return np.concatenate([each.reshape(len(outputs), -1).astype(np.float32) for each in samples], axis=1)

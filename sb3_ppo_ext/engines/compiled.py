@@ -21,6 +21,7 @@ from torch import nn
 from torch.func import functional_call, grad_and_value
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.user_code import has_method_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.autograd_gradients import BackwardLoss
@@ -106,7 +107,7 @@ class CompiledAct:
             with _without_validation():
                 self.forward = th.compile(_own(_act), fullgraph=True, options=options)
 
-    def __call__(self, observations: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+    def __call__(self, observations: Arrays) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
         """
         :param observations: Observations on the device, shape ``(n_envs, *obs_shape)``
         :return: Actions, values and log probabilities
@@ -208,7 +209,7 @@ class _LossModule(nn.Module):
         self,
         config: LossConfig,
         minibatch: Minibatch,
-        preprocessed: Any,
+        preprocessed: Arrays,
         discrete_actions: bool,
         extra: ExtraActorLoss | None,
     ) -> tuple[th.Tensor, dict[str, th.Tensor]]:
@@ -226,7 +227,7 @@ class _LossModule(nn.Module):
     ) -> PolicyView:
         """The policy for preprocessed observations."""
 
-        def of_preprocessed(function: Callable[..., Any], *arguments: Any) -> Any:
+        def of_preprocessed(function: Callable[..., Any], *arguments: Any) -> Arrays:
             policy = self.policy
             before = policy.observation_space, policy.normalize_images
             policy.observation_space, policy.normalize_images = space, False
@@ -243,7 +244,9 @@ class _LossModule(nn.Module):
         )
 
 
-def _act(policy: ActorCriticPolicy, preprocessed: Any, space: spaces.Space[object]) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+def _act(
+    policy: ActorCriticPolicy, preprocessed: Arrays, space: spaces.Space[object]
+) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
     """``forward`` of a policy for preprocessed observations."""
     distribution = policy.action_dist
     before = policy.observation_space, policy.normalize_images

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 
 from sb3_ppo_ext.common.action_masks import ACTION_MASK, MASKABLE, METHOD, add_mask, with_mask
-from sb3_ppo_ext.common.type_aliases import Info, Kwargs
+from sb3_ppo_ext.common.type_aliases import Arrays, Info, Kwargs
 from sb3_ppo_ext.common.validation import refuse
 
 
@@ -52,7 +52,7 @@ class ActionMaskWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
         observation, info = self.env.reset(seed=seed, options=options)
         return self._masked(observation), info
 
-    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, Info]:
+    def step(self, action: Arrays) -> tuple[Any, SupportsFloat, bool, bool, Info]:
         """
         :param action: Action
         :return: Observation with the mask, and reward, terminated, truncated and info as they are

@@ -21,6 +21,7 @@ from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 from stable_baselines3.common.vec_env.subproc_vec_env import _worker
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import check_number, refuse
 from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes
 
@@ -207,7 +208,7 @@ def _work(connection: Connection, copies: list[Connection], env_fn: CloudpickleW
 class _LastObservationCopied(gym.Wrapper[Any, Any, Any, Any]):
     """Copies the last observation of an episode, since the reset may write the next one into the same array."""
 
-    def step(self, action: Any) -> Any:
+    def step(self, action: Arrays) -> Any:
         """:return: What the environment returns"""
         observation, reward, terminated, truncated, info = self.env.step(action)
         return deepcopy(observation) if terminated or truncated else observation, reward, terminated, truncated, copy(info)

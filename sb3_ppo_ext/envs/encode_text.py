@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import check_number, is_text, refuse
 
 
@@ -42,7 +43,7 @@ class EncodeText(gym.ObservationWrapper[Any, Any, Any], gym.utils.RecordConstruc
         if isinstance(space, spaces.Dict):
             self.observation_space = spaces.Dict({**space.spaces, **dict.fromkeys(self._keys, encoded)})
 
-    def observation(self, observation: Any) -> Any:
+    def observation(self, observation: Arrays) -> Any:
         """
         :param observation: Observation of the environment
         :return: The same observation with numbers instead of strings

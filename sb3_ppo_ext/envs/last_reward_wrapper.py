@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from sb3_ppo_ext.common.type_aliases import Info, Kwargs
+from sb3_ppo_ext.common.type_aliases import Arrays, Info, Kwargs
 from sb3_ppo_ext.common.validation import refuse
 
 
@@ -42,7 +42,7 @@ class LastRewardWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
         observation, info = self.env.reset(seed=seed, options=options)
         return self._joined(observation, 0.0), info
 
-    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, Info]:
+    def step(self, action: Arrays) -> tuple[Any, SupportsFloat, bool, bool, Info]:
         """
         :param action: Action
         :return: Observation with the reward of this step, and reward, terminated, truncated and info as they are
@@ -62,7 +62,7 @@ class LastRewardWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
             refuse("env", self.env, f"its observations have the key {self.KEY!r} already, so that no wrapper is needed")
         return spaces.Dict({**parts, self.KEY: spaces.Box(-np.inf, np.inf, (1,), np.float32)})
 
-    def _joined(self, observation: Any, reward: SupportsFloat) -> Any:
+    def _joined(self, observation: Arrays, reward: SupportsFloat) -> Arrays:
         if self._is_vector:
             return np.append(observation, float(reward)).astype(self.observation_space.dtype)
         parts = observation if isinstance(self.env.observation_space, spaces.Dict) else {"obs": observation}

@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_ppo_ext.common.action_masks import OBSERVATION
-from sb3_ppo_ext.common.type_aliases import StateDict
+from sb3_ppo_ext.common.type_aliases import Arrays, StateDict
 from sb3_ppo_ext.common.validation import check_type, refuse
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorMeanStd
 
@@ -96,7 +96,7 @@ class Normalizer:
             self.obs_rms = made[""] if self.norm_obs_keys is None else made
         self.ret_rms = RunningMeanStd(shape=())
         #: Discounted returns of the running episodes, shape ``(n_envs,)``
-        self.returns: Any = None
+        self.returns: Arrays = None
         self.by_rollout, self._has_seen_rollout = by_rollout, False
         # Observations and returns of the steps of this rollout, if the statistics do not change in it
         self._rows: list[tuple[object, object]] = []
@@ -122,7 +122,7 @@ class Normalizer:
             returns = self.returns.cpu().numpy() if isinstance(self.returns, th.Tensor) else self.returns
             self.returns = returns if device is None else th.as_tensor(returns, dtype=th.float64, device=device)
 
-    def reset(self, observations: Any) -> None:
+    def reset(self, observations: Arrays) -> None:
         """
         Take part in a reset of all environments.
 
@@ -132,7 +132,7 @@ class Normalizer:
         if not self.is_frozen:
             self._update_observations(self._parts(observations))
 
-    def step(self, observations: Any, rewards: Any, dones: Any, gamma: float) -> None:
+    def step(self, observations: Arrays, rewards: Arrays, dones: Arrays, gamma: float) -> None:
         """
         Take part in a step of all environments.
 
@@ -174,7 +174,7 @@ class Normalizer:
 
     # What reads them
 
-    def observations(self, observations: Any) -> Any:
+    def observations(self, observations: Arrays) -> Arrays:
         """
         :param observations: Observations as the environments return them, one or several, in arrays or tensors; parts of
             dictionaries may be missing
@@ -186,7 +186,7 @@ class Normalizer:
         new = {key: self._normalize_obs(part, self._statistics(key)) for key, part in parts.items()}
         return {**observations, **new} if isinstance(observations, Mapping) else new[""]
 
-    def rewards(self, rewards: Any) -> Any:
+    def rewards(self, rewards: Arrays) -> Arrays:
         """
         :param rewards: Rewards as the environments return them, shape ``(n_envs,)``
         :return: A copy in float32, normalised if they are to be
@@ -199,7 +199,7 @@ class Normalizer:
             rewards = np.clip(rewards / np.sqrt(self.ret_rms.var + self.epsilon), -self.clip_reward, self.clip_reward)
         return rewards.astype(np.float32)
 
-    def _normalize_obs(self, part: np.ndarray | th.Tensor, statistics: RunningMeanStd) -> Any:
+    def _normalize_obs(self, part: np.ndarray | th.Tensor, statistics: RunningMeanStd) -> Arrays:
         if isinstance(part, th.Tensor):
             if isinstance(statistics, TensorMeanStd) and statistics._mean.device == part.device:
                 return statistics.normalized(part, self.epsilon, self.clip_obs)
@@ -330,7 +330,7 @@ def _zeros_like(rewards: np.ndarray | th.Tensor) -> np.ndarray | th.Tensor:
     return th.zeros_like(rewards, dtype=th.float64) if isinstance(rewards, th.Tensor) else np.zeros(len(rewards))
 
 
-def _without(returns: Any, dones: Any) -> Any:
+def _without(returns: Arrays, dones: Arrays) -> Arrays:
     """Returns with zeros at the ends of episodes."""
     if isinstance(returns, th.Tensor):
         return returns.masked_fill_(dones, 0)  # An index of booleans would wait for the device.
@@ -342,9 +342,9 @@ def _map(function: Callable[..., object], parts: Mapping[str, Any]) -> dict[str,
     return {key: function(part) for key, part in parts.items()}
 
 
-def _copied(part: Any) -> Any:
+def _copied(part: Any) -> Arrays:
     return part.clone() if isinstance(part, th.Tensor) else np.array(part)
 
 
-def _joined(parts: Any) -> Any:
+def _joined(parts: Any) -> Arrays:
     return th.cat(list(parts)) if isinstance(parts[0], th.Tensor) else np.concatenate(parts)

@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
 from sb3_ppo_ext.common.observations import map_observations
-from sb3_ppo_ext.common.type_aliases import Info
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import refuse
 
 PartialReset = Callable[[Any, np.ndarray], tuple[Any, Any]]
@@ -68,7 +68,7 @@ class VectorEnvAdapter(VecEnv):
         self._reset_options()
         return _copied(observations)
 
-    def step_async(self, actions: Any) -> None:
+    def step_async(self, actions: Arrays) -> None:
         space = self.action_space
         if isinstance(space, spaces.Dict | spaces.Tuple):
             # Gymnasium takes one dictionary or tuple of arrays.
@@ -314,19 +314,19 @@ def _reset_envpool(env: Any, mask: np.ndarray) -> tuple[object, dict[str, object
     return map_observations(in_rows, first), {}
 
 
-def _copied(observations: VecEnvObs) -> Any:
+def _copied(observations: VecEnvObs) -> Arrays:
     if isinstance(observations, dict):
         return {key: np.array(part) for key, part in observations.items()}
     return np.array(observations)
 
 
-def _at(observations: VecEnvObs, index: int) -> Any:
+def _at(observations: VecEnvObs, index: int) -> Arrays:
     if isinstance(observations, dict):
         return {key: part[index] for key, part in observations.items()}
     return observations[index]
 
 
-def _merged(observations: Any, first: Any, mask: np.ndarray) -> Any:
+def _merged(observations: Arrays, first: Any, mask: np.ndarray) -> Arrays:
     if isinstance(observations, dict):
         return {key: _merged(part, first[key], mask) for key, part in observations.items()}
     return np.where(mask.reshape(-1, *[1] * (observations.ndim - 1)), first, observations)

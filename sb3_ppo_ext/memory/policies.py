@@ -23,7 +23,7 @@ from torch import nn
 from sb3_ppo_ext.common.bounds import bounds_on_device, middle_and_half
 from sb3_ppo_ext.common.hybrid_actions import kinds_of, structured
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations, takes_channels_last
-from sb3_ppo_ext.common.type_aliases import Kwargs
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
 from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
 from sb3_ppo_ext.memory.history import HistoryPolicy, episode_starts_of
@@ -242,7 +242,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         n_before = 0 if masks.shape[1] == 1 else self.context_length - 1
         return masks[:, n_before:].flatten(0, 1)
 
-    def extract_features(self, obs: Any, features_extractor: BaseFeaturesExtractor | None = None) -> Any:
+    def extract_features(self, obs: Arrays, features_extractor: BaseFeaturesExtractor | None = None) -> Any:
         """
         :param obs: Sequences of observations
         :param features_extractor: Not used: actor and critic use their own

@@ -20,7 +20,7 @@ from sb3_ppo_ext.common.hybrid_actions import structured
 from sb3_ppo_ext.common.observations import images_in_channels_last, map_observations, takes_channels_last
 from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.saved_models import OF_RECURRENT_PPO
-from sb3_ppo_ext.common.type_aliases import Kwargs
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import (
     BadArgumentError,
     check_choice,
@@ -252,7 +252,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         assert log_prob is not None
         return values, log_prob, entropy
 
-    def get_distribution(self, obs: Any) -> Distribution:
+    def get_distribution(self, obs: Arrays) -> Distribution:
         """
         :param obs: Sequences
         :return: Action distribution of the samples
@@ -276,7 +276,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
     # Step by step
 
     def forward(  # type: ignore[override]
-        self, obs: Any, lstm_states: RecurrentStates, episode_starts: th.Tensor, deterministic: bool = False
+        self, obs: Arrays, lstm_states: RecurrentStates, episode_starts: th.Tensor, deterministic: bool = False
     ) -> tuple[th.Tensor, th.Tensor, th.Tensor, RecurrentStates]:
         """
         Act for one step, with the arguments of RecurrentPPO's policies.

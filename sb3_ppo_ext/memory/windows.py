@@ -10,6 +10,7 @@ import torch as th
 from stable_baselines3.common.type_aliases import PyTorchObs
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.memory.context_watch import ContextWatch
 from sb3_ppo_ext.memory.history import Output, RolloutMemory, RolloutRows, Stepper, permutation
@@ -110,7 +111,7 @@ class WindowMemory(RolloutMemory):
         # Rows that have not been filled (-1) belong to another episode than this one, even if it does not begin at this step.
         self.episodes[row] = self.episodes[row - 1].clamp(min=0) + (self.rows.starts[row] > 0)
 
-    def note_outcome(self, policy: Any, step: int, actions: Any, rewards: Any) -> None:
+    def note_outcome(self, policy: Any, step: int, actions: Arrays, rewards: Arrays) -> None:
         """
         Store the actions and rewards of a step, which are the last ones at the next step.
 
@@ -189,7 +190,7 @@ class WindowMemory(RolloutMemory):
             some = slice(first, first + size)
             yield self._sequences(lambda rows, some=some: rows[step : step + self.n_before, some].transpose(0, 1))
 
-    def after(self, rows: th.Tensor, observations: Any, starts: th.Tensor) -> Sequences:
+    def after(self, rows: th.Tensor, observations: Arrays, starts: th.Tensor) -> Sequences:
         """
         :param rows: Positions of steps in the flattened rollout, ``step * n_envs + environment``, shape ``(n,)``
         :param observations: Observations that follow these steps, on the device, shape ``(n, *obs_shape)``

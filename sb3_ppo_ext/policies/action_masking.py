@@ -15,7 +15,7 @@ from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 
 from sb3_ppo_ext.common.action_masks import OBSERVATION, choices_of
-from sb3_ppo_ext.common.type_aliases import Kwargs
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions.masked import MaskedDistribution, make_masked_distribution
 from sb3_ppo_ext.policies.observation_keys import KEYWORDS, ObservationKeysMixin, select
@@ -65,7 +65,7 @@ class ActionMaskingMixin(ObservationKeysMixin):
             masks = self._masks_of(obs)
             self.action_dist.masks = masks.reshape(len(masks), -1) != 0
 
-    def _masks_of(self, obs: Any) -> th.Tensor:
+    def _masks_of(self, obs: Arrays) -> th.Tensor:
         """Masks of the actions that the policy is asked for, shape ``(n_samples, n_choices)``."""
         key: Any = self.action_mask_key
         masks: th.Tensor = select("action distribution", obs, [key])[key]
@@ -93,7 +93,9 @@ class ActionMaskingMixin(ObservationKeysMixin):
         return {**super()._get_constructor_parameters(), **given}
 
 
-def masked_observation(policy: BasePolicy, observation: Any, masks: np.ndarray | None, in_observation: bool) -> dict[str, Any]:
+def masked_observation(
+    policy: BasePolicy, observation: Arrays, masks: np.ndarray | None, in_observation: bool
+) -> dict[str, Any]:
     """
     :param policy: Policy with masks
     :param observation: Observation as ``predict`` takes it

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 
-from sb3_ppo_ext.common.type_aliases import Kwargs
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.policies.saved_policies import SavedPolicy
 
@@ -52,7 +52,7 @@ class NormalizedObservationsMixin(SavedPolicy):
         """
         return super().obs_to_tensor(self.normalized(observation))
 
-    def normalized(self, observation: Any) -> Any:
+    def normalized(self, observation: Arrays) -> Arrays:
         """
         :param observation: Observations of the environment, in arrays or tensors
         :return: Observations as the networks read them
@@ -64,7 +64,7 @@ class NormalizedObservationsMixin(SavedPolicy):
         return {**super()._get_constructor_parameters(), **given}
 
 
-def inputs_of(policy: ActorCriticPolicy, observations: Any) -> tuple[PyTorchObs | th.Tensor, bool]:
+def inputs_of(policy: ActorCriticPolicy, observations: Arrays) -> tuple[PyTorchObs | th.Tensor, bool]:
     """
     ``obs_to_tensor`` for observations that have been normalised when they were collected.
 

@@ -20,7 +20,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from torch import nn
 
-from sb3_ppo_ext.common.type_aliases import Kwargs
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, check_type, refuse
 from sb3_ppo_ext.policies.networks import NetTypeMixin, layers_of
 
@@ -179,7 +179,7 @@ class ObservationKeysMixin(NetTypeMixin):
         """
         return super().predict(self.seen_by_actor(observation), state, episode_start, deterministic)
 
-    def seen_by_actor(self, observation: VecEnvObs) -> Any:
+    def seen_by_actor(self, observation: VecEnvObs) -> Arrays:
         """
         :param observation: Observation as ``predict`` takes it
         :return: What the actor reads of it

@@ -13,6 +13,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
 from sb3_ppo_ext.common.action_masks import ACTION_MASK, METHOD, add_mask, choices_of, parts_without_mask
 from sb3_ppo_ext.common.guards import EnvironmentDataError
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import refuse
 
 
@@ -32,10 +33,10 @@ class ActionMasks:
         # First choice of each action
         self.firsts = np.cumsum([0, *self.choices[:-1]])
         # Masks of the last step, shape (n_envs, n_choices)
-        self.masks: Any = None
+        self.masks: Arrays = None
         self.read: Callable[[], list[object]] | None = reader(env) if key is None else None
 
-    def seen(self, observations: Any, step: int, num_timesteps: int) -> Any:
+    def seen(self, observations: Arrays, step: int, num_timesteps: int) -> Arrays:
         """
         :param observations: Observations of all environments, as they returned them
         :param step: Step of the rollout
@@ -50,14 +51,14 @@ class ActionMasks:
             refuse_empty(flat, self.choices, step, num_timesteps)
         return observations if self.read is None else add_mask(observations, flat)
 
-    def with_last(self, observations: object) -> Any:
+    def with_last(self, observations: object) -> Arrays:
         """
         :param observations: Observations of all environments, in the place of those of the last :meth:`seen`
         :return: These observations with the masks of that call, if the masks are not in the observations
         """
         return observations if self.read is None else add_mask(observations, self.masks)
 
-    def further_locals(self, obs_tensor: Any) -> dict[str, object]:
+    def further_locals(self, obs_tensor: Arrays) -> dict[str, object]:
         """
         :param obs_tensor: Observations with masks, on the device; ``None`` if no user code can read them
         :return: Variables that callbacks find in their ``locals``, with the names of MaskablePPO

@@ -15,6 +15,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.memory.history import Stepper
@@ -75,7 +76,7 @@ class Transition(NamedTuple):
     """
 
     step: int
-    observations: Any
+    observations: Arrays
     starts: np.ndarray
     action: Action
     env_actions: np.ndarray
@@ -163,7 +164,7 @@ class PolicyActor(Actor):
         self.memory = buffer.memory if isinstance(buffer, TensorRolloutBuffer) else None
         self.stepper: Stepper | None = None if self.memory is None else self.memory.stepper(config.is_watched)
 
-    def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+    def act(self, policy: ActorCriticPolicy, observations: Arrays, starts: np.ndarray, step: int) -> Action:
         with th.no_grad():
             obs_tensor = obs_as_tensor(observations, self.config.device)
             if self.stepper is not None:
@@ -245,7 +246,7 @@ class DeviceActor(PolicyActor):
         # Observations of the last step, already in the buffer
         self.observations: object = None
 
-    def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+    def act(self, policy: ActorCriticPolicy, observations: Arrays, starts: np.ndarray, step: int) -> Action:
         if step == 0 and self.config.is_watched:
             self.weights.have_changed(policy)
         with th.no_grad():
@@ -259,7 +260,7 @@ class DeviceActor(PolicyActor):
         self._buffer.record(samples, values, log_probs)
         return Action(obs_tensor, samples.cpu().numpy(), values, log_probs)
 
-    def _staged(self, observations: object) -> Any:
+    def _staged(self, observations: object) -> Arrays:
         """Observations on a GPU, by way of page-locked memory, from which it copies them while the host continues."""
         if self.config.device.type != "cuda":
             return observations

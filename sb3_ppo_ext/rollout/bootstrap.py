@@ -11,11 +11,12 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from sb3_ppo_ext.common.observations import map_observations, stack
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.policies.normalized_observations import inputs_of
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes
 
 
-def last_values(policy: ActorCriticPolicy, buffer: RolloutBuffer, observations: Any, starts: Any) -> th.Tensor:
+def last_values(policy: ActorCriticPolicy, buffer: RolloutBuffer, observations: Arrays, starts: Arrays) -> th.Tensor:
     """
     :param policy: Policy with the critic that computes the values
     :param buffer: Buffer with the rollout
@@ -97,7 +98,7 @@ def joined(episodes: Sequence[TruncatedEpisodes]) -> TruncatedEpisodes:
     return TruncatedEpisodes(th.cat(rows), map_observations(lambda *parts: th.cat(parts), *observations), th.cat(values))
 
 
-def _after(buffer: RolloutBuffer, rows: Any, observations: Any, starts: Any) -> Any:
+def _after(buffer: RolloutBuffer, rows: Any, observations: Arrays, starts: Arrays) -> Any:
     """Inputs of the policy for observations that follow the given steps."""
     if not isinstance(buffer, TensorRolloutBuffer) or buffer.memory is None:
         return observations

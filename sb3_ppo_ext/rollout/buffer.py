@@ -13,7 +13,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSampl
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext.common.observations import map_observations
-from sb3_ppo_ext.common.type_aliases import StateDict
+from sb3_ppo_ext.common.type_aliases import Arrays, StateDict
 from sb3_ppo_ext.memory.history import RolloutMemory, RolloutRows, permutation
 from sb3_ppo_ext.rollout.gae import gae_of_tensors
 
@@ -178,7 +178,7 @@ class TensorRolloutBuffer(RolloutBuffer):
 
     # Filling
 
-    def observe(self, observations: object, starts: object) -> Any:
+    def observe(self, observations: object, starts: object) -> Arrays:
         """
         Record the observations of the next step, before the environments overwrite them.
 
@@ -212,11 +212,13 @@ class TensorRolloutBuffer(RolloutBuffer):
         self.pos += 1
         self.full = self.pos == self.buffer_size
 
-    def _row(self, name: str) -> Any:
+    def _row(self, name: str) -> Arrays:
         """Row of the next step, an array if the tensors lie on the CPU."""
         return map_observations(lambda part: part[self.pos], (self.arrays or self.tensors)[name])
 
-    def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: th.Tensor, log_prob: th.Tensor) -> None:
+    def add(
+        self, obs: Arrays, action: Arrays, reward: Arrays, episode_start: Arrays, value: th.Tensor, log_prob: th.Tensor
+    ) -> None:
         """
         Add a step, as in SB3.
 
@@ -231,7 +233,7 @@ class TensorRolloutBuffer(RolloutBuffer):
         self.record(action, value, log_prob)
         self.end_step(reward)
 
-    def after(self, rows: th.Tensor, observations: Any, starts: th.Tensor) -> Any:
+    def after(self, rows: th.Tensor, observations: Arrays, starts: th.Tensor) -> Any:
         """
         :param rows: Positions of steps in the flattened rollout, ``step * n_envs + environment``, shape ``(n,)``
         :param observations: Observations that follow these steps, on the device, shape ``(n, *obs_shape)``

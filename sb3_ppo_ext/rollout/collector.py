@@ -19,7 +19,7 @@ from sb3_ppo_ext.common.action_masks import add_mask, choices_of
 from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, reset_after_errors, restored_if_refused
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
-from sb3_ppo_ext.common.type_aliases import Info
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.memory.states import StateMemory
@@ -66,7 +66,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         return of_policy if isinstance(of_policy, FlatActionSpace) else self.action_space
 
     @property
-    def _last_lstm_states(self) -> Any:
+    def _last_lstm_states(self) -> Arrays:
         """
         States of a recurrent policy after the last step, under the name of RecurrentPPO, which may be assigned or changed in
         place; ``None`` for other policies.
@@ -75,7 +75,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         return memory.show_states(self.rollout_buffer.pos) if isinstance(memory, StateMemory) else None
 
     @_last_lstm_states.setter
-    def _last_lstm_states(self, states: Any) -> None:
+    def _last_lstm_states(self, states: Arrays) -> Arrays:
         memory = getattr(self.rollout_buffer, "memory", None)
         if isinstance(memory, StateMemory):
             memory.set_states(self.rollout_buffer.pos, states)
@@ -136,7 +136,7 @@ class RolloutCollector(OnPolicyAlgorithm):
                 self.policy.reset_noise(env.num_envs)
 
             last_obs = self._last_obs
-            seen: Any = self._normalized(last_obs)
+            seen: Arrays = self._normalized(last_obs)
             seen = seen if masks is None else masks.seen(seen, n_steps, self.num_timesteps)
             action = actor.act(self.policy, seen, self._last_episode_starts, n_steps)
             obs_tensor, samples, values, log_probs = action
@@ -166,7 +166,7 @@ class RolloutCollector(OnPolicyAlgorithm):
                 seen = self._normalized(self._last_obs)
                 seen = seen if masks is None else masks.with_last(seen)
             truncated = self._ends(env, last_obs, new_obs, dones, infos, n_steps - 1) if np.count_nonzero(dones) else ()
-            starts: Any = self._last_episode_starts
+            starts: Arrays = self._last_episode_starts
             kept = self._normalized_rewards(rewards)
             actor.record(
                 self.policy,
@@ -210,7 +210,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         # Samples of a Gaussian are unbounded.
         return clipped(actions, space.low, space.high)
 
-    def _actions_for_env(self, actions: np.ndarray) -> Any:
+    def _actions_for_env(self, actions: np.ndarray) -> Arrays:
         """
         :param actions: Actions within the bounds, shape ``(n_envs, *action_shape)``
         :return: Actions as the environments take them: for a ``Dict`` or ``Tuple`` action space a list
@@ -219,14 +219,14 @@ class RolloutCollector(OnPolicyAlgorithm):
 
     def _ends(
         self, env: VecEnv, before: VecEnvObs, after: VecEnvObs, dones: np.ndarray, infos: list[Info], step: int
-    ) -> list[tuple[int, Any]]:
+    ) -> list[tuple[int, Arrays]]:
         """Truncated episodes of a step in which some have ended, as :meth:`_truncated_episodes` returns them."""
         if self._terminal_watch is None or self._terminal_watch.env_id != id(env):
             self._terminal_watch = TerminalWatch(env)
         self._terminal_watch.note(before, after, dones, infos)
         return list(self._truncated_episodes(dones, infos, step))
 
-    def _truncated_episodes(self, dones: np.ndarray, infos: list[Info], step: int) -> Iterator[tuple[int, Any]]:
+    def _truncated_episodes(self, dones: np.ndarray, infos: list[Info], step: int) -> Iterator[tuple[int, Arrays]]:
         """Index of the environment and copy of the terminal observation of each truncated episode."""
         for index in np.flatnonzero(dones).tolist():
             observation = infos[index].get("terminal_observation")
@@ -236,7 +236,7 @@ class RolloutCollector(OnPolicyAlgorithm):
                 # Copied, since an environment may write its next observation into the same array.
                 yield index, self._seen_by_critic(deepcopy(observation))
 
-    def _seen_by_critic(self, observations: object, *n: int) -> Any:
+    def _seen_by_critic(self, observations: object, *n: int) -> Arrays:
         """
         Observations in the form that the critic reads. Values do not depend on masks: all actions are valid.
 
@@ -248,11 +248,11 @@ class RolloutCollector(OnPolicyAlgorithm):
             return observations
         return add_mask(observations, np.ones((*n, sum(choices_of(self.action_space))), bool))
 
-    def _normalized(self, observations: Any) -> Any:
+    def _normalized(self, observations: Arrays) -> Arrays:
         """Observations of the environments, in arrays or tensors, as the policy reads them."""
         return observations if self.normalizer is None else self.normalizer.observations(observations)
 
-    def _normalized_rewards(self, rewards: object) -> Any:
+    def _normalized_rewards(self, rewards: object) -> Arrays:
         """Rewards of the environments as the rollout buffer stores them: a copy, if they are normalised."""
         return rewards if self.normalizer is None else self.normalizer.rewards(rewards)
 

@@ -10,7 +10,7 @@ from stable_baselines3.common.callbacks import BaseCallback, CallbackList, Conve
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.guards import check_finite, is_finite, refuse_policy
-from sb3_ppo_ext.common.type_aliases import Info
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.rollout.actors import Actor, DivisibleActor
@@ -110,9 +110,9 @@ class OverlappedCollection:
         model = self.model
         starts = np.array(model._last_episode_starts, bool)
         rollout = self.env.collect(self.make_actor, model._last_obs, self.n_steps)
-        env_actions: Any = model._within_bounds(rollout.samples) if rollout.n_steps else ()
+        env_actions: Arrays = model._within_bounds(rollout.samples) if rollout.n_steps else ()
         is_right = is_finite(rollout.observations) and is_finite(rollout.rewards)
-        truncated: list[tuple[int, int, Any]] = []
+        truncated: list[tuple[int, int, Arrays]] = []
         for step in range(rollout.n_steps):
             if not is_right:
                 check_finite(model, "observation", rollout.observations[step + 1], step)

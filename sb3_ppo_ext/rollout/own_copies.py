@@ -26,7 +26,7 @@ from stable_baselines3.common.vec_env import (
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_ppo_ext.common.observations import map_observations
-from sb3_ppo_ext.common.type_aliases import Info
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.envs.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
@@ -67,7 +67,7 @@ class OwnCopies:
     def __init__(self, env: VecEnv):
         self.are_new = gives_new_arrays(env)
 
-    def of(self, observations: Any) -> Any:
+    def of(self, observations: Arrays) -> Arrays:
         """
         :param observations: Observations of all environments, or whether they start an episode
         :return: The same, to be kept
@@ -140,7 +140,7 @@ class TerminalWatch:
         return _equal(terminal, first)
 
 
-def _row(observations: VecEnvObs, index: int) -> Any:
+def _row(observations: VecEnvObs, index: int) -> Arrays:
     return map_observations(lambda part: part[index], observations)
 
 

@@ -12,6 +12,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 from sb3_ppo_ext.common.guards import EnvironmentDataError
+from sb3_ppo_ext.common.type_aliases import Arrays
 
 # Kinds of dtypes that are numbers: floats, integers, Booleans. Complex ones would lose a part.
 NUMBERS = "fiub"
@@ -139,7 +140,7 @@ class StepChecks:
         )
 
 
-def _signature(observations: Any, rewards: Any, dones: Any, infos: Any) -> tuple[Any, ...]:
+def _signature(observations: Arrays, rewards: Arrays, dones: Arrays, infos: Any) -> tuple[Any, ...]:
     kinds = (observations.dtype, rewards.dtype, rewards.flags.writeable, dones.dtype, type(infos))
     return observations.shape, rewards.shape, dones.shape, len(infos), kinds
 

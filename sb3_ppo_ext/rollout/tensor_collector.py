@@ -19,6 +19,7 @@ from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy, reset_after_errors
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.common.observations import dtype_of, map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep, TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
@@ -82,7 +83,7 @@ class TensorRolloutCollector(RolloutCollector):
         if self._tensors_after is not None and self._tensors_after.arrays is self._last_obs:
             return self._tensors_after.observations, self._tensors_after.starts
         starts = th.as_tensor(self._last_episode_starts, device=self.device)
-        last_observations: Any = self._last_obs
+        last_observations: Arrays = self._last_obs
         return obs_as_tensor(last_observations, self.device), starts
 
     def _last_inputs(self) -> tuple[Any, th.Tensor]:
@@ -228,7 +229,7 @@ class TensorCollection:
             return unscaled(self.model.policy, samples, low, high)
         return th.clamp(samples, low, high)
 
-    def _structured(self, actions: th.Tensor) -> Any:
+    def _structured(self, actions: th.Tensor) -> Arrays:
         return self.space.batched(actions) if isinstance(self.space, FlatActionSpace) else actions
 
     # For callbacks
@@ -292,7 +293,7 @@ class TensorCollection:
         before = self.log.get(name, (0.0, 0.0))
         self.log[name] = (before[0] + total, before[1] + n)
 
-    def _terminal_observations(self) -> Any:
+    def _terminal_observations(self) -> Arrays:
         """Terminal observations, or those before them, valid where an episode has ended, shape ``(n_steps, n_envs, ...)``."""
         return self.buffer.tensors["observations"] if self.final_observations is None else self.final_observations
 

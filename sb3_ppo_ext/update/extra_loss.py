@@ -12,7 +12,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_ppo_ext.common.type_aliases import Kwargs
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.memory.recurrence import RecurrentSequences
 from sb3_ppo_ext.memory.windows import Sequences
 from sb3_ppo_ext.update.losses import LossConfig, LossInputs, check_differentiable
@@ -31,7 +31,7 @@ class PolicyView(NamedTuple):
     """
 
     observations: PyTorchObs
-    next_observations: Any
+    next_observations: Arrays
     continues: th.Tensor | None
     evaluate_actions: Callable[[PyTorchObs, th.Tensor], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
     get_distribution: Callable[[PyTorchObs], Distribution]
@@ -127,7 +127,7 @@ def log_name(name: str) -> str:
     return f"{name}_loss"
 
 
-def map_observed(function: Callable[[Any], Any], observations: object) -> Any:
+def map_observed(function: Callable[[Any], Any], observations: object) -> Arrays:
     """
     :param function: Function of observations
     :param observations: Observations, or the sequences of them that a history-based policy reads

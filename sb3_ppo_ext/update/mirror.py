@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext.common.action_masks import OBSERVATION, choices_of
 from sb3_ppo_ext.common.hybrid_actions import is_hybrid
-from sb3_ppo_ext.common.type_aliases import Kwargs
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import BoundedDistribution, location
 from sb3_ppo_ext.memory.history import HistoryPolicy
@@ -75,7 +75,7 @@ class Mirror:
             assert isinstance(space, spaces.Dict)
             self.parts[self.mask_key] = _flat(self.actions.of_mask, space[self.mask_key].shape or ())
 
-    def of_observations(self, observations: object) -> Any:
+    def of_observations(self, observations: object) -> Arrays:
         """
         :param observations: Observations as the policy takes them, a tensor, a dictionary or :class:`Sequences`
         :return: Their mirror images, in the same form
@@ -85,7 +85,7 @@ class Mirror:
             mirrored = mirrored._replace(last_actions=self.actions.of_features(mirrored.last_actions))
         return mirrored
 
-    def _of_parts(self, observations: PyTorchObs) -> Any:
+    def _of_parts(self, observations: PyTorchObs) -> Arrays:
         if isinstance(observations, Mapping):
             return {key: self.parts[key](part) if key in self.parts else part for key, part in observations.items()}
         return self.parts[""](observations)

@@ -12,6 +12,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.user_code import is_replaced
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.memory.history import permutation
@@ -179,7 +180,7 @@ class Rollout:
         return rewards
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def joined(parts: Sequence[Any]) -> Arrays:
     """
     :param parts: Tensors, or dictionaries of tensors
     :return: Concatenated tensors

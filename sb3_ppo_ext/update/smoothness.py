@@ -15,7 +15,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_ppo_ext.common.type_aliases import Kwargs
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import check_number, refuse
 from sb3_ppo_ext.distributions import location
 from sb3_ppo_ext.update.extra_loss import ExtraLoss, PolicyInputs, map_observed
@@ -96,7 +96,7 @@ class SpatialSmoothness(ExtraLoss):
         similar = map_observed(self._perturbed, inputs.view.observations)
         return smoothness_loss(location(inputs.distribution), location(inputs.view.get_distribution(similar)))
 
-    def _perturbed(self, observations: Any) -> Any:
+    def _perturbed(self, observations: Arrays) -> Any:
         if self.keys is None:
             return self._with_noise(observations)
         return {key: self._with_noise(part) if key in self.keys else part for key, part in observations.items()}

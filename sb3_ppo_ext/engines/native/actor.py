@@ -20,6 +20,7 @@ from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_outputs, refuse_policy
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import stack
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.distributions.base import bounded_part
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
@@ -54,7 +55,7 @@ class NativeActor(DivisibleActor):
         # Discrete samples have their shape already.
         self.sample_shape = None if isinstance(space, spaces.Discrete) else (-1, *(space.shape or ()))
         # Observations of the last step, already in the buffer
-        self.observations: Any = None
+        self.observations: Arrays = None
         # Number of steps with values and log probabilities in the buffer
         self.n_estimated = 0
         # Step, environment and terminal observation of truncated episodes that have not been bootstrapped yet
@@ -71,7 +72,7 @@ class NativeActor(DivisibleActor):
 
     # Computed at each step
 
-    def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+    def act(self, policy: ActorCriticPolicy, observations: Arrays, starts: np.ndarray, step: int) -> Action:
         native = self.native
         if self.is_watched:
             # User code may have changed parameters in place, in ways that torch does not track.
@@ -144,7 +145,7 @@ class NativeActor(DivisibleActor):
         self.gamma, self.truncated = gamma, list(truncated)
         buffer.pos = self.config.n_steps
 
-    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+    def finish(self, policy: ActorCriticPolicy, observations: Arrays, dones: np.ndarray) -> th.Tensor:
         self.buffer.full = self.buffer.pos == self.buffer.buffer_size
         if self.is_watched:
             self.native.pack()
@@ -198,7 +199,7 @@ class NativeActor(DivisibleActor):
         return th.from_numpy(values)
 
 
-def _write_observations(rows: Any, step: int, observations: Any) -> None:
+def _write_observations(rows: Any, step: int, observations: Arrays) -> None:
     # Called before the environment steps, since it may write the next observations into the same array.
     if isinstance(observations, dict):
         for key, array in observations.items():
@@ -207,7 +208,7 @@ def _write_observations(rows: Any, step: int, observations: Any) -> None:
         rows[step] = observations.reshape(rows[step].shape)
 
 
-def _joined(observations: Any, steps: slice) -> Any:
+def _joined(observations: Arrays, steps: slice) -> Arrays:
     """Observations of some steps, with the dimensions of steps and environments merged."""
     if isinstance(observations, dict):
         return {key: _joined(array, steps) for key, array in observations.items()}

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from sb3_ppo_ext.common.action_masks import parts_without_mask, without_mask
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.user_code import has_method_of, hidden_methods, replaced_method
 from sb3_ppo_ext.distributions import numpy_distribution, why_not_numpy
 from sb3_ppo_ext.distributions.masked import INVALID
@@ -240,7 +241,7 @@ class NativePolicy:
         before, self._version = self._version, sum(map(_version_of, self._tensors))
         return before != self._version
 
-    def features(self, observations: Any) -> np.ndarray:
+    def features(self, observations: Arrays) -> np.ndarray:
         """
         :param observations: Batch of observations, as returned by the environments or stored in the buffer
         :return: Features, float32 of shape ``(n, n_features)``
@@ -268,7 +269,7 @@ class NativePolicy:
             return policy.features_of(observations, extractor)
         return BasePolicy.extract_features(policy, observations, extractor)
 
-    def invalid(self, observations: Any) -> np.ndarray | None:
+    def invalid(self, observations: Arrays) -> np.ndarray | None:
         """
         :param observations: Batch of observations, as returned by the environments or stored in the buffer
         :return: Whether each action is invalid, shape ``(n, n_outputs)``; ``None`` without masks

@@ -20,7 +20,7 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_ppo_ext.common.cores import available_cores
 from sb3_ppo_ext.common.guards import EnvironmentDataError
-from sb3_ppo_ext.common.type_aliases import Info
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.common.workers import WorkerError
 from sb3_ppo_ext.distributed.launch import ranks_on_this_machine
@@ -70,7 +70,7 @@ class ParallelVecEnv(VecEnv):
     :raises WorkerError: if an environment cannot be created in a worker
     """
 
-    actions: Any
+    actions: Arrays
 
     def __init__(
         self,

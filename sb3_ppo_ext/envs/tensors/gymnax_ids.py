@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 import torch as th
 
-from sb3_ppo_ext.common.type_aliases import Info, Kwargs
+from sb3_ppo_ext.common.type_aliases import Arrays, Info, Kwargs
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.envs.tensors.jax_vec_env import JaxVecEnv
@@ -79,7 +79,7 @@ class GymnaxEnv(gym.Env):
             self.copies.seed(seed)
         return map_tensors(self.copies.reset_tensors(), _first), {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, Info]:
+    def step(self, action: Arrays) -> tuple[Any, float, bool, bool, Info]:
         """
         :param action: Action
         :return: Observation, reward, whether the episode has terminated and whether it was cut off, and no infos

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import spaces
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.envs.tensors.tensor_spaces import as_gymnasium
 
@@ -146,7 +147,7 @@ def _gymnax_functions(env: Any, params: Any) -> JaxFunctions:
     def reset(key: Any) -> Any:
         return env.reset_env(key, params)
 
-    def step(key: Any, state: Any, action: Any) -> Any:
+    def step(key: Any, state: Any, action: Arrays) -> Any:
         observation, new_state, reward, done, _ = env.step_env(key, state, action, params)
         # Only `done` of a step without the limit tells terminations from time-outs. What both steps compute in the same way
         # is computed once by the compiled function.
@@ -176,7 +177,7 @@ def _brax_functions(env: Any) -> JaxFunctions:
         state = env.reset(key)
         return state.obs, state
 
-    def step(key: Any, state: Any, action: Any) -> Any:
+    def step(key: Any, state: Any, action: Arrays) -> Any:
         state = env.step(state, action)
         done = state.done.astype(bool)
         truncated = done & jax.numpy.asarray(state.info.get("truncation", 0)).astype(bool)
@@ -218,7 +219,7 @@ def compiled(
         observations, state = reset(jax.random.split(of_reset, num_envs))
         return observations, (key, state, jnp.zeros(num_envs, jnp.int32))
 
-    def step_all(everything: Any, actions: Any) -> Any:
+    def step_all(everything: Any, actions: Arrays) -> Any:
         key, state, time = everything
         key, of_step, of_reset = jax.random.split(key, 3)
         last, state, rewards, terminated, truncated, log = step(jax.random.split(of_step, num_envs), state, actions)

@@ -12,6 +12,7 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_ppo_ext.common.hybrid_actions import map_parts
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import check_device, check_number, check_observation_space, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.envs.tensors.jax_functions import compiled, functions_of, import_jax
@@ -104,7 +105,7 @@ class JaxVecEnv(TensorVecEnv):
         observations, self._state = self._reset_all(self._key)
         return self._to_torch(observations, "reset")
 
-    def _step(self, actions: Any) -> TensorStep:
+    def _step(self, actions: Arrays) -> TensorStep:
         converted = map_parts(lambda part: _to_jax(self._jax, part.detach()), actions)
         self._state, results = self._step_all(self._state, converted)
         observations, rewards, terminated, truncated, last, log = results

@@ -10,10 +10,11 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_ppo_ext.common.observations import dtype_of
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import check_type, refuse
 
 
-def map_tensors(observations: object, function: Callable[..., Any], *others: Any) -> Any:
+def map_tensors(observations: object, function: Callable[..., Any], *others: Any) -> Arrays:
     """
     :param observations: Tensor or array, or a dictionary of them
     :param function: Function of one tensor, and of one of each of ``others``

@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, sample_space
 from sb3_ppo_ext.common.observations import dtype_of, map_observations
-from sb3_ppo_ext.common.type_aliases import Info
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
 from sb3_ppo_ext.envs.tensors.tensor_spaces import check_tensor, check_tensors, map_tensors
 
@@ -92,7 +92,7 @@ class TensorVecEnv(VecEnv, ABC):
         self._lengths = th.zeros(num_envs, dtype=th.int64, device=self.device)
         self._is_checked = self._has_warned = self._has_warned_of_graph = False
         self._actions: object = None
-        self._last_observations: Any = None
+        self._last_observations: Arrays = None
         self._start = time.time()
 
     @abstractmethod
@@ -157,7 +157,7 @@ class TensorVecEnv(VecEnv, ABC):
         self._lengths.masked_fill_(ended, 0)
         return step
 
-    def _without_graph(self, tensors: Any) -> Any:
+    def _without_graph(self, tensors: Any) -> Arrays:
         """The tensors without their graph of autograd: no gradient of PPO goes through an environment."""
         if not self._has_warned_of_graph:
             self._has_warned_of_graph = True
@@ -262,7 +262,7 @@ class TensorVecEnv(VecEnv, ABC):
         cut_off: np.ndarray,
         returns: np.ndarray,
         lengths: np.ndarray,
-        seen: Any,
+        seen: Arrays,
     ) -> None:
         """Write what belongs to the end of an episode into the infos of the environments whose episode has ended."""
         seconds = self.seconds()
@@ -281,7 +281,7 @@ class TensorVecEnv(VecEnv, ABC):
         """:return: Seconds since the environment was created, as in the infos of SB3's ``Monitor``"""
         return round(time.time() - self._start, 6)
 
-    def _final_rows(self, step: TensorStep, ended: np.ndarray, seen: TensorObs) -> Any:
+    def _final_rows(self, step: TensorStep, ended: np.ndarray, seen: TensorObs) -> Arrays:
         """Last observations of the episodes that have ended, shape ``(n_ended, *obs_shape)``."""
         if step.final_observations is not None:
             rows = th.from_numpy(ended).to(self.device)

@@ -13,6 +13,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.pickles import read_pickled
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.distributed.statistics import rows_of_all
@@ -242,7 +243,7 @@ class TensorVecNormalize(VecNormalize):
 
         :return: First observations, normalised, in NumPy
         """
-        observations: Any = self.venv.reset_to_numpy(self.reset_tensors())
+        observations: Arrays = self.venv.reset_to_numpy(self.reset_tensors())
         return observations
 
     def step_wait(self) -> VecEnvStepReturn:

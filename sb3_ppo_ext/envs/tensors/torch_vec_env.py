@@ -11,7 +11,7 @@ import torch as th
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from sb3_ppo_ext.common.type_aliases import Info
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import check_observation_space, check_type, refuse
 from sb3_ppo_ext.envs.tensors.tensor_spaces import as_gymnasium, in_dtype_of, map_tensors
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
@@ -114,7 +114,7 @@ class TorchVecEnv(TensorVecEnv):
             self._log(infos),
         )
 
-    def _joined(self, infos: object) -> Any:
+    def _joined(self, infos: object) -> Arrays:
         """The infos as one dictionary, where they are a list of the dictionaries of all copies."""
         if not isinstance(infos, list | tuple):
             return infos
@@ -136,7 +136,7 @@ class TorchVecEnv(TensorVecEnv):
     def _stacked(self, *rows: th.Tensor) -> th.Tensor:
         return th.stack([th.as_tensor(row, device=self.device) for row in rows])
 
-    def _selected(self, observations: Any) -> TensorObs:
+    def _selected(self, observations: Arrays) -> TensorObs:
         """The observations that are used, in the dtypes of their spaces."""
         if isinstance(self.keys, str):
             observations = observations[self.keys]
@@ -224,7 +224,7 @@ def _selected_space(space: spaces.Space, keys: str | Sequence[str] | None) -> sp
     return space[keys] if isinstance(keys, str) else spaces.Dict({key: space[key] for key in names})
 
 
-def _cast(tensor: object, space: spaces.Space) -> Any:
+def _cast(tensor: object, space: spaces.Space) -> Arrays:
     return in_dtype_of(space, tensor) if isinstance(tensor, th.Tensor) else tensor
 
 
