@@ -22,6 +22,7 @@ from sb3_ppo_ext.algorithm.changed_options import ChangedOptions
 from sb3_ppo_ext.algorithm.training_loop import TrainingLoop
 from sb3_ppo_ext.common.guards import check_predicted
 from sb3_ppo_ext.common.hybrid_actions import is_hybrid
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import (
     assertions_as_value_errors,
     check_action_space,
@@ -110,7 +111,7 @@ class PPOExt(TrainingLoop, ChangedOptions):
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
         action_masks: np.ndarray | None = None,
-    ) -> tuple[Any, tuple[np.ndarray, ...] | None]:
+    ) -> tuple[Arrays, tuple[np.ndarray, ...] | None]:
         """
         Get the policy action from an observation (and optional hidden state).
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch as th
 from gymnasium import spaces
@@ -106,7 +105,7 @@ class ModelSetup(LearningSetup):
         Keep SB3's distributions from validating their arguments on a GPU, which would wait for it, in policies of SB3 and of
         this package. On the CPU, the validation finds NaN.
         """
-        policy: Any = self.policy
+        policy = self.policy
         is_known = isinstance(policy, ActionDistributionMixin) or type(policy) in self.policy_aliases.values()
         if is_known and policy.device.type != "cpu":
             policy.action_dist = on_device(policy.action_dist, policy.device)

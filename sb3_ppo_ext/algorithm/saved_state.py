@@ -198,7 +198,7 @@ class SavedState(ConfiguredPPO):
             a ``RuntimeError``, too, unless only their names do not match)
         """
         if isinstance(load_path_or_dict, dict):
-            parameters: dict[str, Any] = dict(load_path_or_dict)
+            parameters: StateDict = dict(load_path_or_dict)
         else:
             saved = read_model(load_path_or_dict, self.policy_aliases.values())
             with refused_if_damaged(saved.name):
@@ -214,7 +214,7 @@ class SavedState(ConfiguredPPO):
                 f"The parameters do not fit this model, which was not changed ({type(error).__name__}: {error})."
             ) from error
 
-    def _set_parameters(self, parameters: dict[str, Any], exact_match: bool, device: th.device | str) -> None:
+    def _set_parameters(self, parameters: StateDict, exact_match: bool, device: th.device | str) -> None:
         check_parameters_are_of(parameters.get("policy", {}), self.action_dist)
         check_sharing(self.policy, parameters.get("policy", {}), "policy.optimizer" in parameters)
         if "policy" in parameters and not self.normalize_value:

@@ -37,7 +37,7 @@ class LogFiles:
             "columns": [list(output.keys) for output in self._csv_files()],
         }
 
-    def write(self, saved: dict[str, Any], num_timesteps: int) -> None:
+    def write(self, saved: StateDict, num_timesteps: int) -> None:
         """
         :param saved: What :meth:`read` returned
         :param num_timesteps: Number of time steps at the checkpoint; TensorBoard does not show what was logged later

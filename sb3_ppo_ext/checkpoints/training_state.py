@@ -36,6 +36,7 @@ from sb3_ppo_ext.checkpoints.object_state import (
 )
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.distributed.ranks import Ranks
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 from sb3_ppo_ext.rollout.user_code import is_user_class
@@ -77,12 +78,12 @@ class TrainingState(NamedTuple):
 
     iteration: int
     seconds: float
-    counters: dict[str, Any]
+    counters: StateDict
     strides: object
     generators: dict[str, object]
     environments: list[Key]
     objects: bytes
-    logs: dict[str, Any]
+    logs: StateDict
     memory: object
     why_reset: str | None
     returns: object = None

@@ -8,6 +8,7 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import refuse
 
 # Keys of an observation to which a mask is added: an observation that is no dictionary, and the mask
@@ -60,7 +61,7 @@ def without_mask(observation_space: Any, key: str) -> spaces.Space:
     return parts[OBSERVATION] if parts.keys() == {OBSERVATION} else spaces.Dict(parts)
 
 
-def add_mask(observations: object, masks: np.ndarray | th.Tensor) -> dict[str, Any]:
+def add_mask(observations: object, masks: np.ndarray | th.Tensor) -> dict[str, Arrays]:
     """
     :param observations: Observations, an array or a dictionary of arrays
     :param masks: Masks of the actions
@@ -70,7 +71,7 @@ def add_mask(observations: object, masks: np.ndarray | th.Tensor) -> dict[str, A
     return {**parts, ACTION_MASK: masks}
 
 
-def parts_without_mask(observations: dict[str, Any], key: str) -> Any:
+def parts_without_mask(observations: dict[str, Arrays], key: str) -> Arrays:
     """
     :param observations: Observations with a mask
     :param key: Key of the mask

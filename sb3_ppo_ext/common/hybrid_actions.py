@@ -242,7 +242,7 @@ def structured(space: spaces.Space, actions: np.ndarray) -> Arrays:
     return space.structured(actions) if isinstance(space, FlatActionSpace) else actions
 
 
-def split_boxes(space: spaces.Space, values: Any) -> tuple[Any, Any]:
+def split_boxes(space: spaces.Space, values: Arrays) -> tuple[Arrays, Arrays]:
     """
     :param space: Space of what a policy samples
     :param values: Array or tensor of shape ``(..., *action_shape)``

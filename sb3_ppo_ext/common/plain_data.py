@@ -63,7 +63,7 @@ def python_numbers(value: Any) -> Any:
     Replace NumPy's numbers by Python's, which JSON and PyTorch's reader of state dictionaries know, and the lists and
     dictionaries of OmegaConf (Hydra) by Python's.
 
-    :param value: Any value
+    :param value: A value
     :return: The value with its numbers and containers replaced, also inside lists, tuples and dictionaries, which are then
         new; the same object if there are none
     """

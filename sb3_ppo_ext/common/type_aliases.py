@@ -11,3 +11,7 @@ StateDict: TypeAlias = dict[str, Any]
 # An array or a tensor, or a dictionary or tuple of these, as observations and actions are. `Any`, since NumPy's and PyTorch's
 # classes have no type in common, and what is computed with them is written once for both
 Arrays: TypeAlias = Any
+# What JAX computes with: arrays and trees of them, such as keys and states of environments. `Any`, since JAX need not be there
+JaxTree: TypeAlias = Any
+# Environments of Gymnax and Brax, and their parameters, for the same reason
+JaxEnv: TypeAlias = Any

@@ -58,7 +58,7 @@ def refuse(name: str, value: object, remedy: str) -> NoReturn:
 
 def described(value: object) -> str:
     """
-    :param value: Any value
+    :param value: A value
     :return: Its ``repr``, shortened; its type if it has none, as integers of more than 4300 digits have none
     """
     try:

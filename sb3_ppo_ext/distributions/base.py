@@ -100,7 +100,7 @@ class BoundedDistribution(Distribution):
 
 def bounded_part(distribution: object) -> BoundedDistribution | None:
     """
-    :param distribution: Any distribution
+    :param distribution: A distribution
     :return: What samples latents: the distribution itself if it is bounded, or that of the ``Box`` parts of a hybrid one,
         whose columns come first; ``None`` if nothing does
     """

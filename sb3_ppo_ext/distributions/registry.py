@@ -235,7 +235,7 @@ def hybrid_distribution(
 
 def family_of(distribution: object) -> DistributionFamily | None:
     """
-    :param distribution: Any distribution
+    :param distribution: A distribution
     :return: Family of its class, or else of the nearest base class; ``None`` if none of them has a row
     """
     for parent in type(distribution).__mro__:

@@ -43,7 +43,7 @@ class ActionMaskWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
         self.observation_space = with_mask(env.observation_space, env.action_space)
         (self._n_choices,) = self.observation_space[self.KEY].shape or (0,)
 
-    def reset(self, *, seed: int | None = None, options: Kwargs | None = None) -> tuple[Any, Info]:
+    def reset(self, *, seed: int | None = None, options: Kwargs | None = None) -> tuple[Arrays, Info]:
         """
         :param seed: Seed of the environment
         :param options: Options of the environment
@@ -52,7 +52,7 @@ class ActionMaskWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
         observation, info = self.env.reset(seed=seed, options=options)
         return self._masked(observation), info
 
-    def step(self, action: Arrays) -> tuple[Any, SupportsFloat, bool, bool, Info]:
+    def step(self, action: Arrays) -> tuple[Arrays, SupportsFloat, bool, bool, Info]:
         """
         :param action: Action
         :return: Observation with the mask, and reward, terminated, truncated and info as they are

@@ -33,7 +33,7 @@ class LastRewardWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
         self._is_vector = isinstance(space, spaces.Box) and len(space.shape) == 1
         self.observation_space = self._longer(space) if self._is_vector else self._with_key(space)
 
-    def reset(self, *, seed: int | None = None, options: Kwargs | None = None) -> tuple[Any, Info]:
+    def reset(self, *, seed: int | None = None, options: Kwargs | None = None) -> tuple[Arrays, Info]:
         """
         :param seed: Seed of the environment
         :param options: Options of the environment
@@ -42,7 +42,7 @@ class LastRewardWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
         observation, info = self.env.reset(seed=seed, options=options)
         return self._joined(observation, 0.0), info
 
-    def step(self, action: Arrays) -> tuple[Any, SupportsFloat, bool, bool, Info]:
+    def step(self, action: Arrays) -> tuple[Arrays, SupportsFloat, bool, bool, Info]:
         """
         :param action: Action
         :return: Observation with the reward of this step, and reward, terminated, truncated and info as they are

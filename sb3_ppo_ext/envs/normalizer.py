@@ -213,7 +213,7 @@ class Normalizer:
     def _statistics(self, key: str) -> RunningMeanStd:
         return self.obs_rms[key] if self.norm_obs_keys is not None else self.obs_rms
 
-    def _parts(self, observations: VecEnvObs | PyTorchObs) -> dict[str, Any]:
+    def _parts(self, observations: VecEnvObs | PyTorchObs) -> dict[str, Arrays]:
         """Parts that are normalised, by the keys of the result of :meth:`observations`."""
         if not self.norm_obs:
             return {}
@@ -319,7 +319,7 @@ def _as_lists(statistics: Any) -> dict[str, list[float]]:
     return {name: np.ravel(part).astype(float).tolist() for name, part in dict(mean=mean, var=var, count=count).items()}
 
 
-def _update(statistics: RunningMeanStd, rows: Any) -> None:
+def _update(statistics: RunningMeanStd, rows: Arrays) -> None:
     if isinstance(statistics, TensorMeanStd):
         statistics.update_tensor(th.as_tensor(rows, device=statistics._mean.device))
     else:
@@ -338,13 +338,13 @@ def _without(returns: Arrays, dones: Arrays) -> Arrays:
     return returns
 
 
-def _map(function: Callable[..., object], parts: Mapping[str, Any]) -> dict[str, Any]:
+def _map(function: Callable[..., object], parts: Mapping[str, Arrays]) -> dict[str, Arrays]:
     return {key: function(part) for key, part in parts.items()}
 
 
-def _copied(part: Any) -> Arrays:
+def _copied(part: Arrays) -> Arrays:
     return part.clone() if isinstance(part, th.Tensor) else np.array(part)
 
 
-def _joined(parts: Any) -> Arrays:
+def _joined(parts: Arrays) -> Arrays:
     return th.cat(list(parts)) if isinstance(parts[0], th.Tensor) else np.concatenate(parts)

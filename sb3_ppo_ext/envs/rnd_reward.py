@@ -6,7 +6,6 @@ import itertools
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch as th
@@ -19,7 +18,7 @@ from torch import nn
 
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.pickles import read_pickled
-from sb3_ppo_ext.common.type_aliases import Info
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import check_number, check_sizes, check_type, refuse
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 
@@ -140,7 +139,7 @@ class RNDReward(VecEnvWrapper):
 
     def _flat(self, observations: VecEnvObs) -> np.ndarray:
         by_key = _by_key(observations)
-        vectors: list[Any] = [
+        vectors: list[Arrays] = [
             preprocess_obs(th.as_tensor(np.array(by_key[key])), space, normalize_images=False)
             for key, space in self.parts.items()
         ]
@@ -254,7 +253,7 @@ def without_rewards_of_rnd(env: VecEnv) -> VecEnv:
     return env
 
 
-def _by_key(observations: VecEnvObs) -> dict[str, Any]:
+def _by_key(observations: VecEnvObs) -> dict[str, Arrays]:
     return observations if isinstance(observations, dict) else {"": observations}
 
 

@@ -72,7 +72,7 @@ class VectorEnvAdapter(VecEnv):
         space = self.action_space
         if isinstance(space, spaces.Dict | spaces.Tuple):
             # Gymnasium takes one dictionary or tuple of arrays.
-            arrays: Any = create_empty_array(space, self.num_envs)
+            arrays: Arrays = create_empty_array(space, self.num_envs)
             actions = concatenate(space, actions, arrays)
         self.actions = actions
 
@@ -92,7 +92,7 @@ class VectorEnvAdapter(VecEnv):
         return observations, rewards.astype(np.float32), dones, infos
 
     def _begin_episodes(
-        self, observations: VecEnvObs, dones: np.ndarray, final: Any, final_info: Any, infos: list[Info]
+        self, observations: VecEnvObs, dones: np.ndarray, final: Arrays, final_info: Any, infos: list[Info]
     ) -> Any:
         """First observations of new episodes where an episode ended. Terminal observations are put into the infos."""
         ended = np.flatnonzero(dones).tolist()
@@ -113,7 +113,7 @@ class VectorEnvAdapter(VecEnv):
             infos[index]["terminal_observation"] = _copied(_at(final, index))
         return observations
 
-    def _split(self, arrays: Any) -> list[dict[str, Any]]:
+    def _split(self, arrays: Arrays) -> list[Info]:
         """Split Gymnasium's info dictionary of arrays and masks into one dictionary for each copy, if it is one."""
         if not isinstance(arrays, dict):
             return list(arrays)  # of `DictInfoToList`
@@ -286,7 +286,7 @@ def _reset_masked(env: Any, mask: np.ndarray) -> tuple[object, object]:
     return result
 
 
-def _taken(infos: Info, key: str) -> Any:
+def _taken(infos: Info, key: str) -> Arrays:
     """Remove an entry from the infos of all copies."""
     if isinstance(infos, dict):
         infos.pop(f"_{key}", None)
@@ -326,7 +326,7 @@ def _at(observations: VecEnvObs, index: int) -> Arrays:
     return observations[index]
 
 
-def _merged(observations: Arrays, first: Any, mask: np.ndarray) -> Arrays:
+def _merged(observations: Arrays, first: Arrays, mask: np.ndarray) -> Arrays:
     if isinstance(observations, dict):
         return {key: _merged(part, first[key], mask) for key, part in observations.items()}
     return np.where(mask.reshape(-1, *[1] * (observations.ndim - 1)), first, observations)

@@ -6,6 +6,7 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_ppo_ext.common.plain_data import from_plain, to_plain
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
 
@@ -46,7 +47,7 @@ def _plain(statistics: RunningMeanStd) -> dict[str, object]:
     return {"mean": statistics.mean, "var": statistics.var, "count": statistics.count}
 
 
-def _statistics(saved: dict[str, Any]) -> Any:
+def _statistics(saved: StateDict) -> Any:
     if "keys" in saved:
         return {key: _statistics(part) for key, part in saved["keys"].items()}
     made = RunningMeanStd(shape=saved["mean"].shape)

@@ -309,7 +309,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         state: tuple[np.ndarray, ...] | None = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
-    ) -> tuple[Any, tuple[np.ndarray, ...] | None]:
+    ) -> tuple[Arrays, tuple[np.ndarray, ...] | None]:
         """
         Get the policy's action from an observation and the state of the actor's network.
 

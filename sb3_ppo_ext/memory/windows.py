@@ -282,7 +282,7 @@ def joined(one: Sequences, other: Sequences) -> Sequences:
     :return: Sequences of all these steps
     """
 
-    def join(*parts: Any) -> Any:
+    def join(*parts: Arrays) -> Arrays:
         return None if parts[0] is None else map_observations(lambda *tensors: th.cat(tensors, dim=1), *parts)
 
     return Sequences(*(join(*parts) for parts in zip(one, other, strict=True)))

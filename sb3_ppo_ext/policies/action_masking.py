@@ -52,7 +52,7 @@ class ActionMaskingMixin(ObservationKeysMixin):
     def _not_read(self) -> tuple[str, ...]:
         return () if self.action_mask_key is None else (self.action_mask_key,)
 
-    def _as_read(self, parts: Any) -> Any:
+    def _as_read(self, parts: Arrays) -> Any:
         return parts[OBSERVATION] if self._has_one_part else parts
 
     def use_masks(self, obs: object) -> None:
@@ -95,7 +95,7 @@ class ActionMaskingMixin(ObservationKeysMixin):
 
 def masked_observation(
     policy: BasePolicy, observation: Arrays, masks: np.ndarray | None, in_observation: bool
-) -> dict[str, Any]:
+) -> dict[str, Arrays]:
     """
     :param policy: Policy with masks
     :param observation: Observation as ``predict`` takes it
@@ -107,7 +107,7 @@ def masked_observation(
     if masks is None and in_observation:
         return observation
     choices = choices_of(policy.action_space)
-    parts: Any = observation if isinstance(observation, Mapping) else {OBSERVATION: observation}
+    parts: Arrays = observation if isinstance(observation, Mapping) else {OBSERVATION: observation}
     first = np.asarray(next(iter(parts.values())))
     batch = (len(first),) if policy.is_vectorized_observation(dict(parts)) else ()
     if masks is None:

@@ -29,7 +29,7 @@ from sb3_ppo_ext.common.hybrid_actions import (
     structured,
 )
 from sb3_ppo_ext.common.saved_models import OF_MASKABLE_PPO
-from sb3_ppo_ext.common.type_aliases import Kwargs, StateDict
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs, StateDict
 from sb3_ppo_ext.common.user_code import has_method_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions.base import DeterministicAction, bounded_part
@@ -184,7 +184,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
         state: tuple[np.ndarray, ...] | None = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
-    ) -> tuple[Any, tuple[np.ndarray, ...] | None]:
+    ) -> tuple[Arrays, tuple[np.ndarray, ...] | None]:
         """
         Get the policy action from an observation (and optional hidden state).
 

@@ -123,7 +123,7 @@ class ObservationKeysMixin(NetTypeMixin):
         keys = self._read_by_critic if of_critic else self._read_by_actor
         if keys is None:
             return BasePolicy.extract_features(self, obs, extractor)  # type: ignore[arg-type]
-        parts: Any = select("critic" if of_critic else "actor", obs, keys)
+        parts: Arrays = select("critic" if of_critic else "actor", obs, keys)
         preprocessed = preprocess_obs(parts, self.observation_space, normalize_images=self.normalize_images)
         features: th.Tensor = extractor(self._as_read(preprocessed))
         return features
@@ -240,7 +240,7 @@ class NoCritic(nn.Module):
         )
 
 
-def select(reader: str, observation: object, keys: Iterable[str]) -> dict[str, Any]:
+def select(reader: str, observation: object, keys: Iterable[str]) -> dict[str, Arrays]:
     """
     :param reader: Who reads the observation
     :param observation: Observation, or batch of observations

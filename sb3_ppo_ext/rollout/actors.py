@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch as th
@@ -147,7 +147,7 @@ class DivisibleActor(Actor):
 
 
 # From observations on the device to actions, values and log probabilities, as `forward` of SB3's policies
-Act: TypeAlias = Callable[[Any], tuple[th.Tensor, th.Tensor, th.Tensor]]
+Act: TypeAlias = Callable[[Arrays], tuple[th.Tensor, th.Tensor, th.Tensor]]
 
 
 class PolicyActor(Actor):

@@ -98,7 +98,7 @@ def joined(episodes: Sequence[TruncatedEpisodes]) -> TruncatedEpisodes:
     return TruncatedEpisodes(th.cat(rows), map_observations(lambda *parts: th.cat(parts), *observations), th.cat(values))
 
 
-def _after(buffer: RolloutBuffer, rows: Any, observations: Arrays, starts: Arrays) -> Any:
+def _after(buffer: RolloutBuffer, rows: Arrays, observations: Arrays, starts: Arrays) -> Any:
     """Inputs of the policy for observations that follow the given steps."""
     if not isinstance(buffer, TensorRolloutBuffer) or buffer.memory is None:
         return observations

@@ -77,7 +77,7 @@ class TensorRolloutBuffer(RolloutBuffer):
 
     def __init__(self, *args: Any, memory: RolloutMemory | None = None, storage: th.device | str = "cpu", **kwargs: Any):
         self.memory, self.storage = memory, th.device(storage)
-        self.tensors: dict[str, Any] = {}
+        self.tensors: dict[str, Arrays] = {}
         # The tensors as arrays, on the CPU alone
         self.arrays: dict[str, object] = {}
         super().__init__(*args, **kwargs)
@@ -310,12 +310,12 @@ class TensorRolloutBuffer(RolloutBuffer):
         self.memory.write(remembered)
 
 
-def columns_of(buffer: RolloutBuffer) -> dict[str, Any]:
+def columns_of(buffer: RolloutBuffer) -> dict[str, Arrays]:
     """
     :param buffer: Rollout buffer of any class, on the CPU, which is being filled
     :return: Its arrays, to write into
     """
-    own: dict[str, Any] = getattr(buffer, "arrays", {})
+    own: dict[str, Arrays] = getattr(buffer, "arrays", {})
     return own or {name: getattr(buffer, name) for name in ARRAYS}
 
 
@@ -338,7 +338,7 @@ def knows_indices(buffer_class: object) -> bool:
     return getattr(buffer_class, "get", None) in known
 
 
-def copy_into(target: Any, values: Any) -> None:
+def copy_into(target: Arrays, values: Arrays) -> None:
     """
     :param target: Row of a buffer, a tensor, or an array where the buffer lies on the CPU
     :param values: Its new values, with or without the last dimension of size 1 that scalars have in buffers

@@ -139,7 +139,7 @@ class OverlappedCollection:
         self.callback.on_rollout_end()
         return True
 
-    def _end_step(self, rollout: ShareRollout, step: int, env_actions: np.ndarray) -> list[dict[str, Any]] | None:
+    def _end_step(self, rollout: ShareRollout, step: int, env_actions: np.ndarray) -> list[Info] | None:
         """Let the callbacks see a step, and return its infos; ``None`` if one of them ends the training."""
         infos: list[Info] = [{"TimeLimit.truncated": False} for _ in range(self.env.num_envs)]
         for index, info in rollout.infos.get(step, {}).items():

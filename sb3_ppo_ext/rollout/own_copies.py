@@ -74,7 +74,7 @@ class OwnCopies:
         """
         return observations if self.are_new else map_observations(np.array, observations)
 
-    def of_step(self, result: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+    def of_step(self, result: tuple[Arrays, Arrays, Arrays, Any]) -> tuple[Arrays, Arrays, Arrays, Any]:
         """
         :param result: Observations, rewards, dones and infos
         :return: The same, to be kept but for the infos
@@ -149,7 +149,7 @@ def _can_be_written(observation: VecEnvObs) -> bool:
     return any(isinstance(part, np.ndarray) and part.ndim for part in parts)
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: Arrays, other: Arrays) -> bool:
     if isinstance(other, Mapping):
         return isinstance(one, Mapping) and all(key in one and np.array_equal(one[key], other[key]) for key in other)
     return np.array_equal(one, other)

@@ -78,7 +78,7 @@ class TensorRolloutCollector(RolloutCollector):
         """Function from observations to actions, values and log probabilities."""
         return self.policy
 
-    def _last_tensors(self) -> tuple[Any, th.Tensor]:
+    def _last_tensors(self) -> tuple[Arrays, th.Tensor]:
         """Observations after the last step, and whether they start an episode, as tensors."""
         if self._tensors_after is not None and self._tensors_after.arrays is self._last_obs:
             return self._tensors_after.observations, self._tensors_after.starts
@@ -86,7 +86,7 @@ class TensorRolloutCollector(RolloutCollector):
         last_observations: Arrays = self._last_obs
         return obs_as_tensor(last_observations, self.device), starts
 
-    def _last_inputs(self) -> tuple[Any, th.Tensor]:
+    def _last_inputs(self) -> tuple[Arrays, th.Tensor]:
         """The same, with the observations as the critic reads them."""
         observations, starts = self._last_tensors()
         if self._tensors_after is not None:
@@ -198,7 +198,7 @@ class TensorCollection:
         self.callback.on_rollout_end()
         return True
 
-    def _record(self, step: int, shown: ShownStep, values: th.Tensor, log_probs: th.Tensor) -> tuple[Any, th.Tensor]:
+    def _record(self, step: int, shown: ShownStep, values: th.Tensor, log_probs: th.Tensor) -> tuple[Arrays, th.Tensor]:
         """Record a step with what callbacks have written into its arrays, and return the next observations and starts."""
         model, buffer, dones = self.model, self.buffer, shown.dones.tensors()
         if shown.infos.made:

@@ -41,7 +41,7 @@ class MuonWithAdamW(th.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: list[StateDict],
         lr: float,
         weight_decay: float = 0.0,
         momentum: float = 0.95,
@@ -248,7 +248,7 @@ def clip_gradients(policy: ActorCriticPolicy, max_norm: float) -> dict[str, th.T
     }
 
 
-def adopt_state(policy: ActorCriticPolicy, saved: dict[str, Any], new: Set[str] = frozenset()) -> dict[str, Any]:
+def adopt_state(policy: ActorCriticPolicy, saved: StateDict, new: Set[str] = frozenset()) -> StateDict:
     """
     Convert the saved state of an optimiser to the parameter groups of the policy's optimiser, which keeps its own
     hyperparameters.

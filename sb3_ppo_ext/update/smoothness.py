@@ -7,7 +7,6 @@ Paper: https://arxiv.org/abs/2012.06644
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch as th
 from gymnasium import spaces
@@ -96,7 +95,7 @@ class SpatialSmoothness(ExtraLoss):
         similar = map_observed(self._perturbed, inputs.view.observations)
         return smoothness_loss(location(inputs.distribution), location(inputs.view.get_distribution(similar)))
 
-    def _perturbed(self, observations: Arrays) -> Any:
+    def _perturbed(self, observations: Arrays) -> Arrays:
         if self.keys is None:
             return self._with_noise(observations)
         return {key: self._with_noise(part) if key in self.keys else part for key, part in observations.items()}

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
 
 # Hyperparameters as they are used, and as they are saved
-Hyperparams: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+Hyperparams: TypeAlias = tuple[Kwargs, Kwargs]
 VEC_ENVS: dict[object, type[VecEnv]] = {DummyVecEnv: FastDummyVecEnv, SubprocVecEnv: ParallelVecEnv}
 # The trial that runs in this thread (`--n-jobs`)
 _TRIAL: ContextVar[Any] = ContextVar("trial", default=None)

@@ -131,7 +131,7 @@ def _check_arguments(
     check_number("verbose", verbose, 0, integer=True)
 
 
-def _entry_of(env_id: str | None, policy: object) -> tuple[str, dict[str, Any]]:
+def _entry_of(env_id: str | None, policy: object) -> tuple[str, Kwargs]:
     """Key and values of the entry for an environment."""
     zoo_file = _file_of_the_zoo()
     path, key = find_hyperparams(env_id or "", "" if env_id is None else _entry_point(env_id), zoo_file, policy)
@@ -187,7 +187,7 @@ def _steps(entry: Kwargs, n_envs: int) -> int:
     return n_steps
 
 
-def _normalization(found: Kwargs, leaves_scaled: bool, venv: VecEnv) -> dict[str, Any]:
+def _normalization(found: Kwargs, leaves_scaled: bool, venv: VecEnv) -> Kwargs:
     """Options of the model for ``normalize``, which can leave alone what lies between 0 and 1 already."""
     if find_normalizers(venv):
         return {}
@@ -227,6 +227,6 @@ def presets() -> dict[str, dict[str, object]]:
     return {name: entry for name, entry in {**theirs, **_read(HYPERPARAMS)}.items() if name not in TEMPLATES}
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def _read(path: Path) -> dict[str, Kwargs]:
     yaml = importlib.import_module("yaml")
     return {name: dict(entry) for name, entry in yaml.safe_load(path.read_text(encoding="utf-8")).items()}

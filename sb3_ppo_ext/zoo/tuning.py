@@ -5,7 +5,7 @@ A trial samples a few numbers; one function converts them to hyperparameters, du
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -29,7 +29,7 @@ BOUNDS_COEFS = (0.0, 0.01, 0.1)
 
 def sample_ppo_ext_params(
     trial: "optuna.Trial", n_actions: int, n_envs: int, additional_args: dict[str, object] | None = None
-) -> dict[str, Any]:
+) -> Kwargs:
     """
     Sample PPO's hyperparameters and those of PPOExt: the action distribution (for a ``Box``), the normalization of advantages
     and values, the control of the KL divergence, a decay of the learning rate, a separate learning rate of the critic, the

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch as th
@@ -199,7 +198,7 @@ class NativeActor(DivisibleActor):
         return th.from_numpy(values)
 
 
-def _write_observations(rows: Any, step: int, observations: Arrays) -> None:
+def _write_observations(rows: Arrays, step: int, observations: Arrays) -> None:
     # Called before the environment steps, since it may write the next observations into the same array.
     if isinstance(observations, dict):
         for key, array in observations.items():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch as th
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.distributions import NumpyDistribution
 from sb3_ppo_ext.update.losses import LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
@@ -132,7 +133,7 @@ class MeasuredMinibatches(NamedTuple):
         :return: Concatenated measurements
         """
         columns = zip(*parts, strict=True)
-        arrays: Any = [None if column[0] is None else np.concatenate(column) for column in columns]
+        arrays: Arrays = [None if column[0] is None else np.concatenate(column) for column in columns]
         return cls(*arrays)
 
     def report(self, metrics: Metrics, distribution: NumpyDistribution, config: LossConfig) -> None:

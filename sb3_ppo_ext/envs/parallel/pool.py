@@ -18,13 +18,14 @@ import cloudpickle
 import gymnasium as gym
 from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes
 from sb3_ppo_ext.envs.parallel.flags import RUNG, flags_in
 from sb3_ppo_ext.envs.parallel.shared_arrays import SharedArrays
 from sb3_ppo_ext.envs.parallel.worker import WAKE_UP, Job, Reply, work
 
 # Method of :class:`EnvironmentShare`, its arguments and its keyword arguments
-Command: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
+Command: TypeAlias = tuple[str, tuple[Any, ...], Kwargs]
 # Seconds in which a worker whose main process has gone may close its environments
 GRACE = 2.0
 

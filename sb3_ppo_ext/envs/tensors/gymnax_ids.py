@@ -68,7 +68,7 @@ class GymnaxEnv(gym.Env):
         self.copies = JaxVecEnv(name, env_params, num_envs=1, device="cpu")
         self.observation_space, self.action_space = self.copies.observation_space, self.copies.action_space
 
-    def reset(self, *, seed: int | None = None, options: Kwargs | None = None) -> tuple[Any, Info]:
+    def reset(self, *, seed: int | None = None, options: Kwargs | None = None) -> tuple[Arrays, Info]:
         """
         :param seed: Seed of the random numbers, ``None`` to continue with them
         :param options: Not used
@@ -79,7 +79,7 @@ class GymnaxEnv(gym.Env):
             self.copies.seed(seed)
         return map_tensors(self.copies.reset_tensors(), _first), {}
 
-    def step(self, action: Arrays) -> tuple[Any, float, bool, bool, Info]:
+    def step(self, action: Arrays) -> tuple[Arrays, float, bool, bool, Info]:
         """
         :param action: Action
         :return: Observation, reward, whether the episode has terminated and whether it was cut off, and no infos

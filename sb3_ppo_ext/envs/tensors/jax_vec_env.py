@@ -12,7 +12,7 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_ppo_ext.common.hybrid_actions import map_parts
-from sb3_ppo_ext.common.type_aliases import Arrays
+from sb3_ppo_ext.common.type_aliases import Arrays, JaxEnv, JaxTree
 from sb3_ppo_ext.common.validation import check_device, check_number, check_observation_space, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.envs.tensors.jax_functions import compiled, functions_of, import_jax
@@ -63,8 +63,8 @@ class JaxVecEnv(TensorVecEnv):
 
     def __init__(
         self,
-        env: Any,
-        env_params: Any = None,
+        env: JaxEnv,
+        env_params: JaxEnv = None,
         num_envs: int = 1,
         device: th.device | str = "auto",
         observation_space: spaces.Space | None = None,
@@ -88,7 +88,7 @@ class JaxVecEnv(TensorVecEnv):
         self._jax = jax
         self._reset_all, self._step_all = compiled(functions, num_envs, max_episode_steps, is_finite_horizon)
         self._set_key(int(np.random.SeedSequence().generate_state(1)[0]))
-        self._state: Any = None
+        self._state: JaxTree = None
 
     def _set_key(self, seed: int) -> None:
         with self._jax.default_device(self._jax_device):
@@ -157,7 +157,7 @@ def _known(name: str, space: spaces.Space | None) -> spaces.Space:
     return space
 
 
-def _to_jax(jax: Any, tensor: th.Tensor) -> Any:
+def _to_jax(jax: Any, tensor: th.Tensor) -> JaxTree:
     """Array that shares the memory of the tensor, except of int64, which JAX has not by default."""
     if tensor.device.type == "cpu":
         # Compiled functions take NumPy's arrays in a fraction of the time of DLPack. They have read it when they return.

@@ -85,7 +85,7 @@ def _is_same_device(one: th.device, other: th.device) -> bool:
     return one.type == other.type and (None in (one.index, other.index) or one.index == other.index)
 
 
-def check_tensors(name: str, tensors: Any, space: spaces.Space, num_envs: int, device: th.device) -> None:
+def check_tensors(name: str, tensors: Arrays, space: spaces.Space, num_envs: int, device: th.device) -> None:
     """
     :param name: Name of the tensors
     :param tensors: Tensor, or a dictionary or tuple of tensors if the space is a ``Dict`` or ``Tuple``

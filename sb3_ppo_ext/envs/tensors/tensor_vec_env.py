@@ -157,7 +157,7 @@ class TensorVecEnv(VecEnv, ABC):
         self._lengths.masked_fill_(ended, 0)
         return step
 
-    def _without_graph(self, tensors: Any) -> Arrays:
+    def _without_graph(self, tensors: Arrays) -> Arrays:
         """The tensors without their graph of autograd: no gradient of PPO goes through an environment."""
         if not self._has_warned_of_graph:
             self._has_warned_of_graph = True
@@ -236,7 +236,7 @@ class TensorVecEnv(VecEnv, ABC):
         self._last_observations = observations
         return observations, rewards, terminated | truncated, infos
 
-    def infos(self, step: TensorStep, seen: TensorObs) -> list[dict[str, Any]]:
+    def infos(self, step: TensorStep, seen: TensorObs) -> list[Info]:
         """
         :param step: Step that :meth:`step_tensors` has just returned
         :param seen: Observations before the step, shape ``(n_envs, *obs_shape)``
@@ -372,7 +372,7 @@ def changed_step(env: VecEnv, known: object) -> str | None:
     return next((name for name in names if getattr(type(env), name) is not getattr(known, name) or name in vars(env)), None)
 
 
-def _has_graph(tensors: Any) -> bool:
+def _has_graph(tensors: Arrays) -> bool:
     parts = tensors.values() if isinstance(tensors, Mapping) else (tensors,)
     return any(part is not None and part.requires_grad for part in parts)
 
@@ -392,7 +392,7 @@ def _numbers_on_host(step: TensorStep) -> tuple[np.ndarray, ...]:
     return rewards.astype(np.float32), terminated != 0, truncated != 0, returns, lengths
 
 
-def _rows(arrays: Any, n_rows: int) -> list[Any]:
+def _rows(arrays: Arrays, n_rows: int) -> list[Arrays]:
     """Rows of an array, or dictionaries of the rows of the arrays in a dictionary."""
     if isinstance(arrays, dict):
         return [{key: part[row] for key, part in arrays.items()} for row in range(n_rows)]
