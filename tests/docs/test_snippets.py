@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from sb3_contrib import MaskablePPO, RecurrentPPO
+from support.cases import one_in
 from support.snippets import ROOT, blocks, blocks_in, commands, module_and_arguments, pages, quick_defaults, script
 
 from sb3_ppo_ext import PPOExt
@@ -47,7 +48,7 @@ def test_no_marker_is_without_effect(page):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("page", with_code("python"))
+@pytest.mark.parametrize("page", one_in(3, with_code("python"), "docs/index.md", "docs/checkpoints.md"))
 @pytest.mark.filterwarnings("ignore")
 def test_python(page, tmp_path, monkeypatch, quick_compiler):
     """The Python blocks of a page run, one after the other."""
@@ -145,12 +146,12 @@ def test_blocks_are_found():
     """Markers belong to the block that follows, lines keep their numbers, and lengths of trainings are cut."""
     first, second, third = blocks_in(TEXT)
     assert (first.not_run, second.not_run, third.language) == ("it needs a GPU", "", "bash")
-    assert script([first, second]).splitlines() == ["", "", "", "", "", "n = 512", "", "n += 1  # more", "m = 2_0, 300"]
+    assert script([first, second]).splitlines() == ["", "", "", "", "", "n = 256", "", "n += 1  # more", "m = 2_0, 300"]
     [(line, words)] = commands([first, second, third])
     assert line == 12
     assert module_and_arguments(words) == (
         "rl_zoo3.train",
-        ["--n-trials", "100", "-params", "n:1", "-n", "512", "--n-trials", "2"],
+        ["--n-trials", "100", "-params", "n:1", "-n", "256", "--n-trials", "2"],
     )
     with pytest.raises(ValueError, match="mark its block"):
         module_and_arguments(["pip", "install", "."])

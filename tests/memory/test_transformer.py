@@ -422,10 +422,7 @@ def test_beginning_in_the_middle_of_an_episode():
 
 
 OPTIONS = {
-    "V-trace": dict(vtrace=True, env=dict(length=5)),
-    "segments": dict(priority_alpha=0.6, priority_segment=4),
     "long segments": dict(priority_alpha=0.6, vtrace=True, priority_segment=32),
-    "accumulation": dict(accumulate_grad=3),
     "small batches": dict(batch_size=5),
     "remainder": dict(batch_size=12),
     "large batch": dict(batch_size=64),
