@@ -14,7 +14,8 @@ pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension mod
 
 
 # Options whose values act more here than in the cells of the covering array
-ACTING = ("dual clip", "entropy", "values are clipped", "values are clipped, the worse counts", "stopped by the KL divergence")
+ACTING = ("dual clip", "entropy", "weight decay", "values are clipped", "values are clipped, the worse counts")
+ACTING += ("stopped by the KL divergence", "networks")
 
 
 def test_normalize_each():
