@@ -499,7 +499,7 @@ class Dice(BaseCallback):
         return True
 
 
-@pytest.mark.parametrize("backend", ["eager", "native", "device"])
+@pytest.mark.parametrize("backend", ["eager", "device"])
 def test_global_generator_of_torch(backend, tmp_path):
     """An environment that draws from it continues, though the policy draws from it, too, and callbacks."""
 

@@ -5,10 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from sb3_contrib import MaskablePPO, RecurrentPPO
-from support.cases import one_in
 from support.snippets import ROOT, blocks, blocks_in, commands, module_and_arguments, pages, quick_defaults, script
 
 from sb3_ppo_ext import PPOExt
@@ -23,6 +23,11 @@ OTHER_LANGUAGES = {"bibtex", "text"}
 def with_code(*languages):
     """Pages with a block in one of the languages that is run."""
     return [page for page, found in PAGES.items() if any(b.language in languages and not b.not_run for b in found)]
+
+
+def marks_of(page):
+    """Pages that train for longer are run by ``make test-slow``."""
+    return pytest.mark.slow if Path(page).stem in ("export", "memory", "options", "presets", "tensor_environments") else ()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -48,7 +53,7 @@ def test_no_marker_is_without_effect(page):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("page", one_in(3, with_code("python"), "docs/index.md", "docs/checkpoints.md"))
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in with_code("python")])
 @pytest.mark.filterwarnings("ignore")
 def test_python(page, tmp_path, monkeypatch, quick_compiler):
     """The Python blocks of a page run, one after the other."""

@@ -219,6 +219,7 @@ class NoReward(ToyEnv):
         return observation, 0.0, *rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_entropy_bonus_leads_to_the_uniform_distribution(action_dist):
     """The entropy bonus makes a policy at the bounds, and a narrow one, uniform."""

@@ -111,10 +111,12 @@ def test_training_on_large_returns(backend):
 
 
 def test_default_is_sb3s():
-    """Without the option, the layer is torch's, and with it, the first rollout is the same to the bit."""
+    """Without the option, the layer is torch's, and with it, the first rollout is the same to the bit, and measured."""
     assert type(make().policy.value_net) is nn.Linear
     one, other = (make(normalize_value=on, backend="eager").learn(32) for on in (False, True))
     assert_equal(one.rollout_buffer.values, other.rollout_buffer.values, "values")
+    critic, returns = normalized_value(other.policy), np.asarray(other.rollout_buffer.returns)
+    assert (critic.mean.item(), critic.std.item()) == pytest.approx((returns.mean(), returns.std()), rel=1e-4)
 
 
 def test_images():
