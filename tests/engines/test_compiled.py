@@ -52,6 +52,7 @@ def test_update(quick_compiler):
     check_update(**EVERYTHING)
 
 
+@pytest.mark.slow
 def test_hybrid_update(quick_compiler, recwarn):
     """The distribution of hybrid actions is compiled as one function with the loss."""
     check_update(**MANY["hybrid, Beta"])
@@ -184,7 +185,7 @@ class Hooked(PPOExt):
         return term, {"loss" if self.kind == "taken" else "asymmetry": term}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("traced", marks=pytest.mark.slow), "number", "slope"])
+@pytest.mark.parametrize("kind", ["number", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("traced", "slope"))])
 def test_loss_of_a_subclass(kind, monkeypatch, recwarn, quick_compiler):
     """A subclass's loss equals the reference's; where torch cannot trace it, with a warning; a bad one is refused as usual."""
     monkeypatch.setattr(Hooked, "kind", kind)
