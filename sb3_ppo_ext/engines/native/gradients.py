@@ -1,13 +1,14 @@
 """
-Analytic gradients: the extension module differentiates the networks, the slopes in ``update.losses`` differentiate PPO's
-losses, and autograd differentiates penalties with respect to the outputs of the networks.
+Analytic gradients: the extension module differentiates the networks, and PPO's losses for most action distributions. For the
+others, and with penalties, the slopes in ``update.losses`` differentiate PPO's losses, and autograd differentiates penalties
+with respect to the outputs of the networks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch as th
@@ -15,6 +16,7 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
+from sb3_ppo_ext.engines.native.compiled_loss import compiled_loss
 from sb3_ppo_ext.engines.native.epoch import FlatRollout, MeasuredMinibatches, NativeMinibatches, mean_of_each, normalize_each
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
 from sb3_ppo_ext.update.advantages import standardize
@@ -95,6 +97,7 @@ class AnalyticGradients(GradientSource):
         # No step has more than `step_size` samples.
         split = sizes if config.accumulate_grad == 1 else _split(sizes, config.batch_size)
         self.minibatches = NativeMinibatches(order, samples, split, weights, self.distribution)
+        self.compiled = None if self.penalties else compiled_loss(self.distribution, self.minibatches, self.loss)
         # Parts of draws that are spread over the ranks may be larger than `batch_size`.
         batch_size = config.batch_size if weights is None or not config.ranks.are_several else int(sizes.max())
         try:
@@ -158,8 +161,23 @@ class AnalyticGradients(GradientSource):
         self.native.pack()
         # Auxiliary losses are of the minibatch as a whole.
         parts = [part] if self.penalties else list(blocks(part.start, part.stop))
+        self.minibatches.n += 1
+        if self.compiled is not None:
+            for number, each in enumerate(parts):
+                self._add_compiled(self.compiled, each, size, accumulate or number > 0)
+            return
         described = [self._add_block(each, size, accumulate or number > 0, metrics) for number, each in enumerate(parts)]
         self.minibatches.described.append(described[0] if len(described) == 1 else np.concatenate(described))
+
+    def _add_compiled(self, loss: Any, part: slice, size: int, accumulate: bool) -> None:
+        """Add the gradient of a part of a minibatch, with a loss of the extension module."""
+        samples = self.minibatches.samples
+        outputs, values = self.native.evaluate(samples.features[part])
+        if samples.invalid is not None:
+            mask(outputs, samples.invalid[part])
+        d_outputs, d_values = np.empty_like(outputs), np.empty_like(values)
+        loss.add(part.start, size, outputs, values, d_outputs, d_values, accumulate)
+        self.native.backward(d_outputs, d_values, accumulate)
 
     def _add_block(self, part: slice, size: int, accumulate: bool, metrics: Metrics) -> np.ndarray:
         """
@@ -186,7 +204,7 @@ class AnalyticGradients(GradientSource):
         d_outputs = distribution.gradient(d_log_prob, self.ent_coef * share, accumulate=accumulate)
         if self.penalties:
             inputs = NativeInputs(self, outputs, values, part)
-            m.penalties[len(m.described)] = self._add_penalties(inputs, d_outputs, d_values, share, metrics)
+            m.penalties[m.n - 1] = self._add_penalties(inputs, d_outputs, d_values, share, metrics)
         self.native.backward(d_outputs, d_values, accumulate)
         return described
 
