@@ -195,11 +195,11 @@ static int open_column(Loss *self, int which, PyObject *array)
     return 0;
 }
 
-/* Discrete actions are indices of arrays. */
-static int check_choices(const Loss *self)
+/* Discrete actions are indices of arrays, and their array may have changed. */
+static int check_choices(const Loss *self, long start, long n)
 {
-    const float *action = self->columns[ACTIONS].buf;
-    for (long i = 0; self->family == CATEGORICAL && i < self->n * self->n_actions; i++)
+    const float *action = (float *)self->columns[ACTIONS].buf + start * self->n_actions;
+    for (long i = 0; self->family == CATEGORICAL && i < n * self->n_actions; i++)
         if (!(action[i] >= 0 && action[i] < self->choices[i % self->n_actions])) {
             PyErr_SetString(PyExc_ValueError, "an action of the rollout buffer is none of the choices");
             return -1;
@@ -212,6 +212,10 @@ static int open_loss(Loss *self, const char *family, PyObject *choices, PyObject
 {
     if (find_family(self, family) < 0 || read_choices(self, choices) < 0)
         return -1;
+    if (self->family != CATEGORICAL && self->n_outputs != self->n_actions) {
+        PyErr_SetString(PyExc_ValueError, "such an action has one output");
+        return -1;
+    }
     if (PyTuple_GET_SIZE(columns) != N_COLUMNS) {
         PyErr_Format(PyExc_TypeError, "a loss has %d columns", N_COLUMNS);
         return -1;
@@ -229,7 +233,7 @@ static int open_loss(Loss *self, const char *family, PyObject *choices, PyObject
         PyErr_NoMemory();
         return -1;
     }
-    return check_choices(self);
+    return 0;
 }
 
 static PyObject *loss_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -346,6 +350,7 @@ static PyObject *loss_add(Loss *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "there are not as many samples");
         failed = 1;
     }
+    failed = failed || check_choices(self, start, n) < 0;
     float total = 0;
     if (!failed) {
         const float *outputs = views[0].buf, *values = views[1].buf;

@@ -7,6 +7,7 @@
 #include "adam.h"
 #include "gae.h"
 #include "loss.h"
+#include "normalize.h"
 #include "threads.h"
 
 PyDoc_STRVAR(use_doc, "use(name)\n\nUse an instruction set, one of `available()`; for tests. The fastest one is the default.");
@@ -52,6 +53,7 @@ static int exec_module(PyObject *module)
 
 static PyMethodDef functions[] = {
     {"gae", gae, METH_VARARGS, gae_doc},
+    {"normalize", normalize, METH_VARARGS, normalize_doc},
     {"use", use, METH_O, use_doc},
     {"available", available, METH_NOARGS, available_doc},
     {NULL},
