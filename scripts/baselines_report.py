@@ -83,7 +83,8 @@ def score_after(run: pd.DataFrame, share: float) -> float:
 
 def baseline_lines(tasks: Sequence[str], ours: str, baselines: Sequence[str], scores: Scores) -> list[list[str]]:
     """A line for each baseline of a task, the strongest one marked. What a baseline wins comes first."""
-    won, lost = [], []
+    won: list[list[str]] = []
+    lost: list[list[str]] = []
     for task in tasks:
         compared = {baseline: scores(task, baseline) for baseline in baselines}
         compared = {baseline: pair for baseline, pair in compared.items() if min(map(len, pair))}

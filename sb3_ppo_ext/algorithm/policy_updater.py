@@ -2,12 +2,15 @@
 
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples, Schedule
 
@@ -28,6 +31,7 @@ from sb3_ppo_ext.policies.value_normalization import normalized_value
 from sb3_ppo_ext.rollout.actors import Act, Actor, RolloutConfig
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 from sb3_ppo_ext.rollout.tensor_collector import TensorRolloutCollector
+from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.extra_loss import ExtraLoss
@@ -50,6 +54,8 @@ class PolicyUpdater(ConfiguredPPO, TensorRolloutCollector):
     adaptive_lr: KLAdaptive | None = None
     loss_scale: LossScale | None = None
     n_skipped_updates = 0
+    # Backend of the current rollout and its update, and why others are not, while that cannot change
+    _choice: tuple[str, dict[str, str]] | None = None
 
     def _setup_engine(self) -> None:
         """Refuse a backend that does not support the policy or the options. Engines are created when they are needed."""
@@ -103,7 +109,7 @@ class PolicyUpdater(ConfiguredPPO, TensorRolloutCollector):
 
     def _find_engine(self) -> Engine:
         """Engine for the current backend and policy, which a callback may have changed since ``learn`` has checked them."""
-        backend, reasons = choose_backend(self.backend, self._engine_setup())
+        backend, reasons = self._choice or choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons:
             warnings.warn(f'`backend="eager"` takes over from "{self.backend}": {reasons[self.backend]}', stacklevel=2)
         engine = self._engines.get(backend)
@@ -116,7 +122,18 @@ class PolicyUpdater(ConfiguredPPO, TensorRolloutCollector):
 
     def _collects_tensors(self) -> bool:
         setup = self._engine_setup()
-        return ENGINES[choose_backend(self.backend, setup)[0]].keeps_rollouts_on_device(setup)
+        backend, _ = self._choice or choose_backend(self.backend, setup)
+        return ENGINES[backend].keeps_rollouts_on_device(setup)
+
+    @contextmanager
+    def _engine_is_chosen(self, callback: BaseCallback) -> Iterator[None]:
+        """Choose the backend of a rollout and its update once, if no code of a user runs that might replace what decides."""
+        if not (is_user_class(type(self)) or runs_user_code(callback)):
+            self._choice = choose_backend(self.backend, self._engine_setup())
+        try:
+            yield
+        finally:
+            self._choice = None
 
     def _make_act(self) -> Act:
         return self._find_engine().make_act()

@@ -63,7 +63,7 @@ SHARED = dict(share_features_extractor=True)
 NOT_SAVED = (
     *("_truncations", "_tensors_after", "_samples_latents", "_engines", "_interrupted", "_set_up"),
     *("_own_buffer", "_own_methods", "_device_is_automatic", "ranks", "_shared_rollout", "_before_step"),
-    *("_terminal_watch", "_said"),
+    *("_terminal_watch", "_said", "_choice"),
 )
 COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_episode_num", "_n_updates", "n_skipped_updates")
 # Statistics of the last episodes, and the keys of their numbers
@@ -254,7 +254,7 @@ class SavedState(ConfiguredPPO):
 
     def __getstate__(self) -> StateDict:
         """State without engines, since these use the memory of one policy. Copies and unpickled models create their own."""
-        return {**vars(self), "_engines": {}}
+        return {**vars(self), "_engines": {}, "_choice": None}
 
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
         state_dicts, variables = super()._get_torch_save_params()

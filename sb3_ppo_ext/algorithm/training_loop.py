@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch as th
 from stable_baselines3.common.base_class import maybe_make_env
@@ -59,6 +59,12 @@ class TrainingLoop(SavedState):
     normalizer: Normalizer | None = None
     # State that the next call of `learn` continues from
     _interrupted: TrainingState | None = None
+
+    if TYPE_CHECKING:  # of `PolicyUpdater`
+
+        @contextmanager
+        def _engine_is_chosen(self, callback: BaseCallback) -> Iterator[None]:
+            yield
 
     @classmethod
     def resume(
@@ -129,13 +135,14 @@ class TrainingLoop(SavedState):
             iteration = self._start_iterations(callback, checkpoints)
 
             while self.num_timesteps < total_timesteps:
-                if not self.collect_rollouts(self.env, callback, self.rollout_buffer, n_rollout_steps=self.n_steps):
-                    break
-                iteration += 1
-                self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
-                if log_interval is not None and iteration % log_interval == 0:
-                    self.dump_logs(iteration)
-                self.train()
+                with self._engine_is_chosen(callback):
+                    if not self.collect_rollouts(self.env, callback, self.rollout_buffer, n_rollout_steps=self.n_steps):
+                        break
+                    iteration += 1
+                    self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
+                    if log_interval is not None and iteration % log_interval == 0:
+                        self.dump_logs(iteration)
+                    self.train()
                 if self.normalizer is not None:
                     self.normalizer.end_rollout()
                 for checkpoint in checkpoints:

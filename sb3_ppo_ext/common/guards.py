@@ -104,7 +104,7 @@ def check_outputs(policy: th.nn.Module, outputs: np.ndarray, step: int, num_time
     :param num_timesteps: Number of timesteps trained so far
     :raises NonFinitePolicyError: if the outputs contain NaN or infinity
     """
-    if not _is_output(policy, outputs):
+    if not (_is_surely_finite(outputs) or _is_output(policy, outputs)):
         refuse_policy(policy, step, num_timesteps)
 
 
@@ -137,7 +137,7 @@ def check_actions(actions: np.ndarray) -> None:
 def _is_output(policy: nn.Module, outputs: np.ndarray) -> bool:
     """Whether these are outputs of a policy, not what it returns instead because they are not finite."""
     if outputs.dtype.kind == "f":
-        return _is_surely_finite(outputs) or bool(np.isfinite(outputs).all())
+        return bool(np.isfinite(outputs).all())
     distribution = getattr(policy, "action_dist", None)
     return not (getattr(distribution, "marks_actions", False) and bool((outputs == NO_ACTION).any()))
 

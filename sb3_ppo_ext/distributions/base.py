@@ -175,6 +175,13 @@ class NumpyDistribution(ABC):
         """
         return None
 
+    def compiled(self) -> tuple[str, tuple[int, ...]] | None:
+        """
+        :return: Name of the family, and number of outputs of each action, with which the extension module computes
+            :meth:`log_prob`, :meth:`entropies` and :meth:`gradient`; ``None`` if it does not
+        """
+        return None
+
     @abstractmethod
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         """

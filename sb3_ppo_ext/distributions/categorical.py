@@ -83,6 +83,10 @@ class NumpyCategorical(NumpyDistribution):
     def sampler(self) -> Sampler:
         return largest
 
+    def compiled(self) -> tuple[str, tuple[int, ...]]:
+        assert isinstance(self.distribution, CategoricalDistribution)
+        return "categorical", (int(self.distribution.action_dim),)
+
     # The arrays have shape (n_actions, batch_size): NumPy is fast along the first dimension, but slow along a short last one.
 
     def _probabilities(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

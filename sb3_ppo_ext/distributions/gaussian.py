@@ -77,6 +77,9 @@ class NumpyGaussian(NumpyDistribution):
     def sampler(self) -> Sampler:
         return np.add
 
+    def compiled(self) -> tuple[str, tuple[int, ...]] | None:
+        return ("gaussian", (1,) * len(self.parameter)) if type(self) is NumpyGaussian else None
+
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         self.inverse_std = np.exp(-self.log_stds)
         self.z = (actions - outputs) * self.inverse_std

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch as th
@@ -87,6 +87,9 @@ class Transition(NamedTuple):
 
 class Actor(Protocol):
     """Chooses actions and fills the rollout buffer. With ``backend="eager"``, a policy that is replaced acts at once."""
+
+    # Whether `act` itself refuses outputs of the policy that are not finite
+    checks_outputs: ClassVar[bool] = False
 
     def act(self, policy: ActorCriticPolicy, observations: object, starts: np.ndarray, step: int) -> Action:
         """

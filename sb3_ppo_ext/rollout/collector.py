@@ -28,7 +28,7 @@ from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transi
 from sb3_ppo_ext.rollout.advice import NO_STATISTICS, advice_on, has_monitor, say_once
 from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes
 from sb3_ppo_ext.rollout.overlap import overlapped_collection
-from sb3_ppo_ext.rollout.own_copies import KEPT, OwnCopies, TerminalWatch, kept_of
+from sb3_ppo_ext.rollout.own_copies import OwnCopies, TerminalWatch, kept_of
 from sb3_ppo_ext.rollout.shared_rollout import SharedRollout
 from sb3_ppo_ext.rollout.step_checks import StepChecks
 from sb3_ppo_ext.rollout.user_code import environments_of, is_user_class, runs_user_code
@@ -127,7 +127,8 @@ class RolloutCollector(OnPolicyAlgorithm):
         if (overlapped := overlapped_collection(self, env, callback, actor, n_rollout_steps)) is not None:
             with reset_after_errors(self):
                 return overlapped.run()
-        checks, copies = StepChecks(self), OwnCopies(env)
+        copies, space = OwnCopies(env), self._sample_space
+        checks = StepChecks(self, are_arrays=copies.are_of_sb3)
         self._last_obs, self._last_episode_starts = copies.of(self._last_obs), copies.of(self._last_episode_starts)
         masks = ActionMasks(env, self.action_space, self.action_mask_key) if self.action_masking else None
 
@@ -140,22 +141,20 @@ class RolloutCollector(OnPolicyAlgorithm):
             seen = seen if masks is None else masks.seen(seen, n_steps, self.num_timesteps)
             action = actor.act(self.policy, seen, self._last_episode_starts, n_steps)
             obs_tensor, samples, values, log_probs = action
-            check_outputs(self.policy, samples, n_steps, self.num_timesteps)
+            self._check_samples(actor, samples, n_steps)
             clipped_actions = self._within_bounds(samples)
             actions = clipped_actions if self._samples_latents else samples
-            env_actions = self._actions_for_env(clipped_actions.copy())  # its own, which it may write into
+            env_actions = structured(space, clipped_actions.copy())  # its own, which it may write into
 
             for call in self._before_step:
                 call()
             new_obs, rewards, dones, infos = copies.of_step(checks.checked(env.step(env_actions), n_steps))
-            check_finite(self, "observation", new_obs, n_steps)
-            check_finite(self, "reward", rewards, n_steps)
             self._update_normalizer(new_obs, rewards, dones)
 
             self.num_timesteps += env.num_envs * self.ranks.size
 
             further = actor.further_locals() if masks is None else actor.further_locals() | masks.further_locals(obs_tensor)
-            callback.update_locals({**locals(), **further})
+            callback.update_locals({**locals(), **further} if further else locals())
             if not callback.on_step():
                 return False
 
@@ -196,6 +195,10 @@ class RolloutCollector(OnPolicyAlgorithm):
             is_watched=is_user_class(type(self)) or runs_user_code(callback),
             truncations=self._truncations,
         )
+
+    def _check_samples(self, actor: Actor, samples: np.ndarray, step: int) -> None:
+        if not actor.checks_outputs:
+            check_outputs(self.policy, samples, step, self.num_timesteps)
 
     def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
         """
@@ -264,12 +267,13 @@ class RolloutCollector(OnPolicyAlgorithm):
     def _update_info_buffer(self, infos: list[Info], dones: np.ndarray | None = None) -> None:
         try:
             # Most infos say nothing that is kept.
-            filled = [index for index, info in enumerate(infos) if type(info) is not dict or not KEPT.isdisjoint(info)]
-            kept = [kept_of(infos[index]) for index in filled]
-            super()._update_info_buffer(kept, None if dones is None else dones[filled])
+            filled = [i for i, info in enumerate(infos) if "episode" in info or "is_success" in info or type(info) is not dict]
+            if filled:
+                kept = [kept_of(infos[index]) for index in filled]
+                super()._update_info_buffer(kept, None if dones is None else dones[filled])
             if self._shared_rollout is not None and dones is not None:
                 self._shared_rollout.note(infos, dones)
-        except AttributeError:
+        except (AttributeError, TypeError):
             StepChecks(self, self.rollout_buffer.pos).check_infos(infos)
             raise
         if not self.ep_info_buffer and dones is not None and NO_STATISTICS not in self._said and np.count_nonzero(dones):

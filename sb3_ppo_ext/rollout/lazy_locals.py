@@ -97,7 +97,8 @@ class LazyLocals(dict[str, Any]):
                     super().__setitem__(key, dict.__getitem__(other, key))
             else:
                 super().update(other)
-        super().update(**kwargs)
+        if kwargs:
+            super().update(kwargs)
 
 
 def keep_lazily(callback: BaseCallback) -> None:

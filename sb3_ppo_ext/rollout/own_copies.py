@@ -66,6 +66,8 @@ class OwnCopies:
 
     def __init__(self, env: VecEnv):
         self.are_new = gives_new_arrays(env)
+        # Whether they come as they are from one of SB3's that fills arrays of the right types and shapes
+        self.are_of_sb3 = self.are_new and type(env) in (DummyVecEnv, FastDummyVecEnv)
 
     def of(self, observations: Arrays) -> Arrays:
         """
@@ -79,8 +81,10 @@ class OwnCopies:
         :param result: Observations, rewards, dones and infos
         :return: The same, to be kept but for the infos
         """
+        if self.are_of_sb3:
+            return result
         observations, rewards, dones, infos = result
-        # Rewards are always copied: the values of truncated episodes are added to them, and `VecNormalize` keeps them.
+        # Rewards are copied: the values of truncated episodes are added to them, and `VecNormalize` keeps them.
         return self.of(observations), np.array(rewards), self.of(dones), infos
 
 

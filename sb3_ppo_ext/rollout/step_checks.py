@@ -11,7 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
-from sb3_ppo_ext.common.guards import EnvironmentDataError
+from sb3_ppo_ext.common.guards import EnvironmentDataError, check_finite
 from sb3_ppo_ext.common.type_aliases import Arrays
 
 # Kinds of dtypes that are numbers: floats, integers, Booleans. Complex ones would lose a part.
@@ -25,10 +25,11 @@ class StepChecks:
 
     :param model: Model that is trained in the environment
     :param step: Step of the rollout
+    :param are_arrays: Whether the environment is known to return arrays of the right types and shapes
     """
 
-    def __init__(self, model: OnPolicyAlgorithm, step: int = 0):
-        self.model, self.n_envs, self.step = model, model.n_envs, step
+    def __init__(self, model: OnPolicyAlgorithm, step: int = 0, are_arrays: bool = False):
+        self.model, self.n_envs, self.step, self.are_arrays = model, model.n_envs, step, are_arrays
         # Signature of the last result that was right as it was
         self.accepted: object = None
         self.batch = (self.n_envs,)
@@ -47,8 +48,16 @@ class StepChecks:
         :param result: Result of ``env.step``
         :param step: Step of the rollout
         :return: Observations, rewards as an array of floats, dones as an array of Booleans, and infos
-        :raises EnvironmentDataError: if the result is not of the types and shapes that a ``VecEnv`` returns
+        :raises EnvironmentDataError: if the result is not of the types and shapes that a ``VecEnv`` returns, or if numbers in
+            it are not finite
         """
+        if not self.are_arrays:
+            result = self._of_right_types(result, step)
+        check_finite(self.model, "observation", result[0], step)
+        check_finite(self.model, "reward", result[1], step)
+        return result
+
+    def _of_right_types(self, result: VecEnvStepReturn, step: int) -> VecEnvStepReturn:
         # One comparison at each step; it fails in one way or another for all that is not like a step that was examined.
         try:
             signature = _signature(*result)

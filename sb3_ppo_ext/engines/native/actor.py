@@ -16,7 +16,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.bounds import clipped
-from sb3_ppo_ext.common.guards import check_outputs, refuse_policy
+from sb3_ppo_ext.common.guards import check_outputs, is_finite, refuse_policy
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import stack
 from sb3_ppo_ext.common.type_aliases import Arrays
@@ -40,11 +40,15 @@ class NativeActor(DivisibleActor):
     :param config: Options of the rollout
     """
 
+    checks_outputs = True
+
     def __init__(self, native: NativePolicy, buffer: RolloutBuffer, config: RolloutConfig):
         self.native, self.buffer, self.config, self.is_watched = native, buffer, config, config.is_watched
         self.gamma = 0.0
         # Arrays that are written to at each step
         self.rows = columns_of(buffer)
+        # The observations in them, if these are what the networks read
+        self.inputs = None if config.is_watched else native.inputs_in(self.rows["observations"])
         native.pack()
         native.has_changed()
         # Random numbers of all steps
@@ -52,7 +56,7 @@ class NativeActor(DivisibleActor):
         self._scale_noise(0)
         space = config.action_space
         # Discrete samples have their shape already.
-        self.sample_shape = None if isinstance(space, spaces.Discrete) else (-1, *(space.shape or ()))
+        self.sample_shape = None if isinstance(space, spaces.Discrete) else (buffer.n_envs, *(space.shape or ()))
         # Observations of the last step, already in the buffer
         self.observations: Arrays = None
         # Number of steps with values and log probabilities in the buffer
@@ -65,6 +69,8 @@ class NativeActor(DivisibleActor):
         if not distribution.has_spread():
             refuse_policy(self.native.policy, step, self._num_timesteps(step))
         self.scaled_noise = distribution.scaled(self.noise)
+        # Whether samples are finite where outputs are
+        self.samples_are_finite = isinstance(self.scaled_noise, np.ndarray) and is_finite(self.scaled_noise)
 
     def _num_timesteps(self, step: int) -> int:
         return self.config.num_timesteps + step * self.buffer.n_envs
@@ -79,7 +85,7 @@ class NativeActor(DivisibleActor):
             self.rows = columns_of(self.buffer)
         _write_observations(self.rows["observations"], step, observations)
         self.observations = observations
-        features = native.features(observations)
+        features = native.features(observations) if self.inputs is None else self.inputs[step]
         if not self.is_watched and native.has_changed():
             # Earlier steps are evaluated with the parameters of the policy that made them.
             self._estimate(step)
@@ -89,7 +95,9 @@ class NativeActor(DivisibleActor):
         check_outputs(policy, outputs, step, self._num_timesteps(step))
         noise = native.distribution.scaled(self.noise[step]) if self.is_watched else self.scaled_noise[step]
         samples = native.distribution.sample(outputs, noise)
-        if self.sample_shape is not None:
+        if self.is_watched or not self.samples_are_finite:
+            check_outputs(policy, samples, step, self._num_timesteps(step))
+        if self.sample_shape is not None and samples.shape != self.sample_shape:
             samples = samples.reshape(self.sample_shape)
         if not self.is_watched:
             return Action(None, samples, None, None)
@@ -203,8 +211,10 @@ def _write_observations(rows: Arrays, step: int, observations: Arrays) -> None:
     if isinstance(observations, dict):
         for key, array in observations.items():
             rows[key][step] = array.reshape(rows[key][step].shape)
+    elif observations.shape == rows.shape[1:]:
+        rows[step] = observations
     else:
-        rows[step] = observations.reshape(rows[step].shape)
+        rows[step] = observations.reshape(rows.shape[1:])
 
 
 def _joined(observations: Arrays, steps: slice) -> Arrays:

@@ -69,6 +69,8 @@ class Perceptron:
         self.statistics: tuple[np.ndarray, np.ndarray] | None = None
         if isinstance(last, NormalizedValue):
             self.statistics = last.mean.numpy(), last.std.numpy()
+        # Whether `complete` has something to do
+        self.is_completed = with_latents or self.statistics is not None
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Pairs of each parameter and its gradient"""
@@ -84,9 +86,9 @@ class Perceptron:
         :param features: Features of the observations, float32 of shape ``(n, n_features)``
         :return: Outputs, shape ``(n, n_outputs)``, or outputs and latents, shape ``(n, n_outputs + n_latents)``
         """
-        outputs = self.empty(features)
-        self.network.forward(self.read(features), outputs)
-        return self.complete(outputs)
+        outputs = np.empty((len(features), self.n_outputs), np.float32)
+        self.network.forward(features if self.columns is None else self.read(features), outputs)
+        return self.complete(outputs) if self.is_completed else outputs
 
     def read(self, features: np.ndarray) -> np.ndarray:
         """
@@ -240,6 +242,14 @@ class NativePolicy:
         """:return: Whether PyTorch has modified a parameter in place since the last call"""
         before, self._version = self._version, sum(map(_version_of, self._tensors))
         return before != self._version
+
+    def inputs_in(self, rows: np.ndarray) -> np.ndarray | None:
+        """
+        :param rows: Observations of a rollout in the buffer, shape ``(n_steps, n_envs, *obs_shape)``
+        :return: The same memory, as :meth:`features` of each step; ``None`` if they are not what the networks read
+        """
+        is_read = self.reads_numbers and rows.dtype == np.float32 and rows.flags.c_contiguous
+        return rows.reshape(*rows.shape[:2], -1) if is_read else None
 
     def features(self, observations: Arrays) -> np.ndarray:
         """
