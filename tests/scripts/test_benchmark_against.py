@@ -44,6 +44,7 @@ def test_a_turn_in_a_process():
         assert turn(TINY) > 0
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(not (against.ROOT / ".git").exists() or shutil.which("git") is None, reason="needs the repository")
 def test_check_out(tmp_path):
     """A revision is written with its sources, from which the extension modules are built."""
