@@ -75,7 +75,19 @@ def test_resume(run, zoo_here, tmp_path):
     assert (config, arguments) == tuple((run / ENV / name).read_text() for name in ("config.yml", "args.yml"))
     assert sorted(path.name for path in run.parent.iterdir()) == [f"{ENV}_1"]
     assert sorted(path.name for path in (tmp_path / "tb" / ENV).iterdir()) == ["PPOExt_1"]
+    assert not (run / ENV / "vecnormalize.pkl").exists()
+
+
+def test_resume_with_a_vec_normalize(zoo_here, tmp_path):
+    """So does a run with a second file, for its statistics."""
+    arguments = ["--algo", "ppo_ext", "--seed", "15", "--device", "cpu", *SMALL, *PARAMS[:-1]]
+    zoo_here("train", *arguments, "normalize:dict(epsilon=1e-8)")
+    run = saved(tmp_path, ENV).parent
+    before = results(run)
     assert (run / ENV / "vecnormalize.pkl").exists()
+    interrupted(run)
+    zoo_here("resume", run)
+    assert_equal(before, results(run))
 
 
 def test_trained_agent(run, zoo_here):
@@ -89,12 +101,12 @@ def test_trained_agent(run, zoo_here):
 
 
 def test_resume_of_a_continued_training(run, zoo_here):
-    """Normalisation that came with the agent of ``--trained-agent`` is there again when the training is resumed."""
+    """Statistics that came with the agent of ``--trained-agent`` are there again when the training is resumed."""
     arguments = ["--algo", "ppo_ext", "--seed", "15", "--device", "cpu", *SMALL, *PARAMS[:-1]]
     zoo_here("train", *arguments, "-i", run / f"{ENV}.zip")
     continued = run.with_name(f"{ENV}_2")
     before = results(continued)
-    assert (continued / ENV / "vecnormalize.pkl").exists()
+    assert PPOExt.load(continued / f"{ENV}.zip").normalizer.obs_rms.count > PPOExt.load(run / f"{ENV}.zip").num_timesteps
     interrupted(continued)
     zoo_here("resume", continued)
     assert_equal(before, results(continued))
