@@ -11,6 +11,7 @@ import yaml
 from support.zoo import saved
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.envs import choice_of_vec_env
 from sb3_ppo_ext.zoo.__main__ import main
 from sb3_ppo_ext.zoo.resuming import words_of
 
@@ -125,8 +126,9 @@ def test_hyperparameters_are_those_of_the_run(run, zoo_here):
 
 @pytest.mark.slow
 @pytest.mark.integration
-def test_monitor_files_of_other_processes(zoo_here, tmp_path):
+def test_monitor_files_of_other_processes(zoo_here, tmp_path, monkeypatch):
     """Environments in other processes keep the episodes before the checkpoint, too."""
+    monkeypatch.setattr(choice_of_vec_env, "COST", 0.0)
     arguments = ["--env", "CartPole-v1", "-n", "256", "--save-freq", "64", "--eval-freq", "-1", "--vec-env", "subproc"]
     zoo_here("train", "--algo", "ppo_ext", "--seed", "1", "--device", "cpu", *arguments, *PARAMS[:-1])
     folder = saved(tmp_path, "CartPole-v1").parent
