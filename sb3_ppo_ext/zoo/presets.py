@@ -155,6 +155,10 @@ def _fit_observations(
     Return the function that wraps an environment.
     """
     wrap = wrapper_of("env_wrapper", found.get("env_wrapper"))
+    if wrap is not None and isinstance(source.made, VecEnv):
+        refuse(
+            "env_wrapper", found["env_wrapper"], "it is for single environments, and these are made already; wrap them before"
+        )
     if key not in ("default", "memory", "recurrent"):
         return wrap
     space = source.observation_space(env_kwargs, wrap)

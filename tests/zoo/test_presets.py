@@ -177,6 +177,7 @@ def test_presets():
         ("n_envs='all'", dict(env="CartPole-v1", n_envs="all")),
         ("n_envs=4.*there are 1", dict(env=Observing(SPACES["vector"][0]), n_envs=4)),
         ("env_kwargs=.*made already", dict(env=Observing(SPACES["vector"][0]), env_kwargs={"g": 1})),
+        ("env_wrapper=.*made already", dict(env=DummyVecEnv([lambda: gym.make("CartPole-v1")]), env_wrapper=gym.Wrapper)),
         ("normalize=.*'epsilon'", dict(env="CartPole-v1", normalize="dict(epsilon=1.0)")),
         ("normalize=.*gamma=0.98", dict(env="CartPole-v1", normalize=dict(gamma=0.5))),
         ("normalize='all'", dict(env="CartPole-v1", normalize="all")),
