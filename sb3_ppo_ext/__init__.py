@@ -9,6 +9,7 @@ from sb3_ppo_ext.common.workers import WorkerError
 from sb3_ppo_ext.envs.action_mask_wrapper import ActionMaskWrapper
 from sb3_ppo_ext.envs.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.envs.encode_text import EncodeText
+from sb3_ppo_ext.envs.envpool_vec_env import EnvPoolVecEnv
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.envs.last_reward_wrapper import LastRewardWrapper
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
@@ -39,6 +40,7 @@ __all__ = [
     "CnnTransformerPolicy",
     "DecaySchedule",
     "EncodeText",
+    "EnvPoolVecEnv",
     "FastDummyVecEnv",
     "HParamCallback",
     "HoldThenLinearToZero",

@@ -303,7 +303,10 @@ def _reset_cart_poles(env: Any, mask: np.ndarray) -> tuple[np.ndarray, Info]:
 
 
 def _reset_envpool(env: Any, mask: np.ndarray) -> tuple[object, dict[str, object]]:
-    first, infos = env.reset(np.flatnonzero(mask))
+    # The step after the last one of an episode begins the next one, whatever the action. `reset` would do something else with
+    # Atari's `episodic_life`: the game would begin anew after each life.
+    ended = np.flatnonzero(mask).astype(np.int32)
+    first, _, _, _, infos = env.step(create_empty_array(env.single_action_space, len(ended)), ended)
     indices = infos["env_id"]
 
     def in_rows(part: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ import runpy
 import sys
 
 from sb3_ppo_ext.zoo.entry_checks import one_line_errors
+from sb3_ppo_ext.zoo.envpool_option import take_envpool_option
 from sb3_ppo_ext.zoo.registration import register
 from sb3_ppo_ext.zoo.resuming import arguments_to_resume
 
@@ -39,6 +40,7 @@ def main() -> None:
         with one_line_errors():
             arguments = arguments_to_resume(_folder_to_resume(arguments))
     sys.argv = [f"{sys.argv[0]} {script}", *arguments]
+    take_envpool_option()
     runpy.run_module(SCRIPTS[script], run_name="__main__", alter_sys=True)
 
 

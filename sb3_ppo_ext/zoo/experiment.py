@@ -7,7 +7,8 @@ Each function in ``METHODS`` replaces one of its methods, and gets the Zoo's own
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from pathlib import Path
@@ -16,20 +17,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import gymnasium as gym
 from gymnasium import spaces
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ppo_ext.common.action_masks import ACTION_MASK
 from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_observation_space, refuse
+from sb3_ppo_ext.envs.choice_of_vec_env import choose_vec_env
+from sb3_ppo_ext.envs.envpool_vec_env import ENVPOOL, EnvPoolVecEnv, config_for_wrappers
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.envs.rnd_reward import without_rewards_of_rnd
 from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.envs.tensors.jax_vec_env import JaxVecEnv
-from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
-from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.ppo_ext import PPOExt
-from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.best_trial import write_best_trial
 from sb3_ppo_ext.zoo.distributed_runs import (
     create_log_folder,
@@ -40,23 +40,24 @@ from sb3_ppo_ext.zoo.distributed_runs import (
     share_run,
 )
 from sb3_ppo_ext.zoo.entry_checks import OF_ZOO_SCHEDULES, check_entry, one_line_errors, unreadable_files_as_value_errors
+from sb3_ppo_ext.zoo.environment_counts import with_environments
+from sb3_ppo_ext.zoo.envpool_option import is_envpool_chosen
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 from sb3_ppo_ext.zoo.resuming import (
-    agent_with_statistics,
     create_callbacks,
     find_run,
     keep_monitor_files,
     load_pretrained_agent,
 )
 from sb3_ppo_ext.zoo.run_folder import removed_if_not_begun, resumed_folder
+from sb3_ppo_ext.zoo.run_normalization import TRIAL, maybe_normalize, preprocess_action_noise
 from sb3_ppo_ext.zoo.yaml_entries import (
     DEFAULTS_OF_RECURRENT_PPO,
     OF_RECURRENT_PPO,
     TrialHyperparams,
-    can_be_normalized,
+    environments_of_trial,
     find_hyperparams,
     is_default_file,
-    is_small_image,
     merge_trial,
     normalization_for,
     policy_for,
@@ -71,8 +72,6 @@ if TYPE_CHECKING:
 # Hyperparameters as they are used, and as they are saved
 Hyperparams: TypeAlias = tuple[Kwargs, Kwargs]
 VEC_ENVS: dict[object, type[VecEnv]] = {DummyVecEnv: FastDummyVecEnv, SubprocVecEnv: ParallelVecEnv}
-# The trial that runs in this thread (`--n-jobs`)
-_TRIAL: ContextVar[Any] = ContextVar("trial", default=None)
 # Whether the environments that are being created are for evaluation
 _IS_EVAL: ContextVar[bool] = ContextVar("is_eval", default=False)
 
@@ -84,14 +83,14 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
     resumed reads what it has saved.
     """
     if (folder := resumed_folder()) is not None:
-        saved = read_saved(folder / experiment.env_name / "config.yml")
+        saved = experiment.entry = read_saved(folder / experiment.env_name / "config.yml")  # type: ignore[attr-defined]
         return dict(saved), saved
     env_name, trial_id = experiment.env_name, experiment.trial_id
     _check_trial_is_named(experiment)
     key = _choose_entry(experiment)
     experiment.trial_id = None
     try:
-        with unreadable_files_as_value_errors(experiment.config):
+        with unreadable_files_as_value_errors(experiment.config), _number_of_environments_left_out(experiment):
             hyperparams, saved_hyperparams = theirs()
     finally:
         experiment.env_name, experiment.trial_id = env_name, trial_id
@@ -107,13 +106,32 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         hyperparams = {**DEFAULTS_OF_RECURRENT_PPO, **hyperparams}
         saved_hyperparams = OrderedDict(sorted({**DEFAULTS_OF_RECURRENT_PPO, **saved_hyperparams}.items()))
 
+    given, of_trial = experiment.custom_hyperparams or {}, None
     if trial_id is not None:
         hyperparams = merge_trial(experiment, hyperparams, trial_id)
+        of_trial = environments_of_trial(experiment, trial_id)
+    if found := with_environments(hyperparams, given, of_trial):
+        print(f"With {found['n_envs']} environments: {found}")
+    hyperparams = {**hyperparams, **found}
+    saved_hyperparams = OrderedDict(sorted({**saved_hyperparams, **found}.items()))
+    if trial_id is not None:
         saved_hyperparams = OrderedDict(sorted(hyperparams.items()))
         print(f"Hyperparameters with those of trial {trial_id}:")
         pprint(saved_hyperparams)
     experiment.entry = deepcopy(dict(saved_hyperparams))  # type: ignore[attr-defined]  # for the entry of the best trial
     return hyperparams, saved_hyperparams
+
+
+@contextmanager
+def _number_of_environments_left_out(experiment: "ExperimentManager") -> Iterator[None]:
+    """Let the Zoo read how many environments the entry has, where the user gives another number."""
+    given = experiment.custom_hyperparams
+    if given is not None:
+        experiment.custom_hyperparams = {name: value for name, value in given.items() if name != "n_envs"}
+    try:
+        yield
+    finally:
+        experiment.custom_hyperparams = given
 
 
 def _check_trial_is_named(experiment: "ExperimentManager") -> None:
@@ -218,52 +236,14 @@ def _is_read_by_the_zoo(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def maybe_normalize(theirs: Callable[..., VecEnv], experiment: "ExperimentManager", env: VecEnv, eval_env: bool) -> VecEnv:
-    """
-    Apply ``normalize: true`` only to observations that ``VecNormalize`` can normalize, unless the user says which. In a trial,
-    ``VecNormalize`` gets the sampled discount factor, as in a training run with the ``--trial-id`` of the trial. It is saved
-    atomically. Around environments that step in tensors it does so, too. Statistics are those of the agent whose training is
-    continued, if there is one.
-    """
-    if experiment.normalize and not {"norm_obs", "norm_obs_keys"} & experiment.normalize_kwargs.keys():
-        experiment.normalize_kwargs = {**experiment.normalize_kwargs, **_normalizable(env.observation_space)}
-    agent, experiment.trained_agent = experiment.trained_agent, agent_with_statistics(experiment)
-    try:
-        env, trial = theirs(env, eval_env), _TRIAL.get()
-    finally:
-        experiment.trained_agent = agent
-    if type(env) is VecNormalize and steps_in_tensors(env.venv):
-        env = TensorVecNormalize.of(env)
-    if isinstance(env, VecNormalize) and trial is not None:
-        env.gamma = trial.user_attrs.get("gamma", env.gamma)  # a user's own sampler may leave it out
-    make_atomic([env])
-    if experiment.frame_stack is not None:  # the Zoo's next step
-        _check_stackable(experiment.frame_stack, env.observation_space)
-    return env
-
-
-def _check_stackable(frame_stack: int, space: spaces.Space) -> None:
-    for part in space.values() if isinstance(space, spaces.Dict) else [space]:
-        if not isinstance(part, spaces.Box):
-            remedy = "give `gymnasium.wrappers.FrameStackObservation` as the first `env_wrapper` instead"
-            refuse("frame_stack", frame_stack, f"SB3 stacks observations that are a Box, not {part}; {remedy}")
-
-
-def _normalizable(space: spaces.Space) -> dict[str, object]:
-    """:return: Keyword arguments for ``VecNormalize``, so that it normalizes only the observations that it can"""
-    if isinstance(space, spaces.Dict):
-        # Normalised, an image that is too small for SB3's network is read as a vector, as it is with `ppo`.
-        keys = [key for key, part in space.spaces.items() if can_be_normalized(part) or is_small_image(part)]
-        return {"norm_obs_keys": keys} if keys else {"norm_obs": False}
-    return {} if can_be_normalized(space) else {"norm_obs": False}
-
-
 def create_envs(
     theirs: Callable[..., VecEnv], experiment: "ExperimentManager", n_envs: int, eval_env: bool = False, no_log: bool = False
 ) -> VecEnv:
     """
     Step all copies of an environment of gymnax in one call, in a ``JaxVecEnv``. Evaluation is without intrinsic rewards.
     """
+    if experiment.vec_env_class is ParallelVecEnv and experiment.default_vec_env_cls is None:
+        _choose_class(experiment)
     token = _IS_EVAL.set(eval_env)
     no_log = no_log or launch_of(experiment).rank > 0  # Ranks have no folders of their own.
     try:
@@ -271,6 +251,28 @@ def create_envs(
     finally:
         _IS_EVAL.reset(token)
     return without_rewards_of_rnd(env) if eval_env else env
+
+
+def _choose_class(experiment: "ExperimentManager") -> None:
+    """``--vec-env subproc`` is in one process where several are not faster."""
+
+    def make() -> gym.Env:
+        env = gym.spec(experiment.env_name.gym_id).make(**experiment.env_kwargs)
+        return env if experiment.env_wrapper is None else experiment.env_wrapper(env)
+
+    choice = choose_vec_env(make, experiment.n_envs)
+    if experiment.verbose > 0:
+        print(choice.reason)
+    # Chosen for good: results do not depend on it, but what a checkpoint restores does.
+    experiment.default_vec_env_cls = experiment.vec_env_class = choice.cls
+
+
+def _pooled_copies(experiment: Any, env_fns: list[Any], **kwargs: Any) -> VecEnv:
+    """What stands in for the class of vectorized environments with ``--vec-env envpool``."""
+    env_kwargs = experiment.eval_env_kwargs if _IS_EVAL.get() else experiment.env_kwargs
+    env_id = experiment.env_name.gym_id
+    config = {**config_for_wrappers(env_id, experiment.entry.get("env_wrapper")), **env_kwargs}
+    return EnvPoolVecEnv(env_id, len(env_fns), **config)
 
 
 def _gymnax_copies(experiment: Any, vec_env_class: Any, env_fns: list[Any], **kwargs: Any) -> VecEnv:
@@ -303,7 +305,10 @@ def setup_experiment(theirs: Callable[[], object], experiment: "ExperimentManage
 def _use_fast_environments(experiment: "ExperimentManager") -> None:
     if experiment.default_vec_env_cls is None:  # no class that the user has chosen
         experiment.vec_env_class = VEC_ENVS.get(experiment.vec_env_class, experiment.vec_env_class)
-    if experiment.env_name.gym_id.startswith(GYMNAX_PREFIX):
+    if is_envpool_chosen():
+        experiment.vec_env_class = functools.partial(_pooled_copies, experiment)  # type: ignore[assignment]
+        experiment.args.vec_env = ENVPOOL  # which a run that is resumed reads
+    elif experiment.env_name.gym_id.startswith(GYMNAX_PREFIX):
         copies: Any = functools.partial(_gymnax_copies, experiment, experiment.vec_env_class)
         experiment.vec_env_class = copies
 
@@ -320,14 +325,14 @@ def objective(theirs: Callable[[object], float], experiment: "ExperimentManager"
     trial.set_user_attr("n_timesteps", experiment.n_timesteps)
     trial.set_user_attr("env", experiment.env_name.gym_id)
     experiment.study = trial.study  # type: ignore[attr-defined]  # the Zoo does not keep it
-    token = _TRIAL.set(trial)
+    token = TRIAL.set(trial)
     try:
         return theirs(trial)
     except BadArgumentError as error:
         print(f"Trial {trial.number} is pruned: {error}")
         raise optuna.TrialPruned from error
     finally:
-        _TRIAL.reset(token)
+        TRIAL.reset(token)
 
 
 def hyperparameters_optimization(theirs: Callable[[], None], experiment: "ExperimentManager") -> None:
@@ -379,6 +384,7 @@ METHODS: dict[str, Callable[..., object]] = {
     "create_log_folder": create_log_folder,
     "save_trained_model": save_trained_model,
     "_maybe_normalize": maybe_normalize,
+    "_preprocess_action_noise": preprocess_action_noise,
     "objective": objective,
     "hyperparameters_optimization": hyperparameters_optimization,
 }

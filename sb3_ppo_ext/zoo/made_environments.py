@@ -14,6 +14,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import refuse, unknown_environments_as_value_errors
+from sb3_ppo_ext.envs.envpool_vec_env import check_envpool_id
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.envs.tensors.gymnax_ids import GYMNAX_PREFIX, JaxVecEnv
 
@@ -52,6 +53,16 @@ class Source(NamedTuple):
             return cls(None, env, None)
         refuse("env", env, "give an id, a class, a function that makes an environment, an environment, or a `VecEnv`")
 
+    @classmethod
+    def of_envpool(cls, env_id: Any) -> Source:
+        """
+        :param env_id: Argument of ``make`` for environments of EnvPool
+        :return: The same, without what they are made from
+        :raises ValueError: if EnvPool has no such environment, or is not installed
+        """
+        check_envpool_id(env_id)
+        return cls(env_id, None, None)
+
     def observation_space(self, env_kwargs: Kwargs, wrap: Wrap | None) -> spaces.Space:
         """
         :param env_kwargs: Keyword arguments of the environment
@@ -61,10 +72,26 @@ class Source(NamedTuple):
         if self.make is None:
             space: spaces.Space = (self.made if wrap is None else wrap(self.made)).observation_space
             return space
-        env = self.make(**env_kwargs)
-        env = env if wrap is None else wrap(env)
+        env = self.one(env_kwargs, wrap)
         env.close()
         return env.observation_space
+
+    def one(self, env_kwargs: Kwargs, wrap: Wrap | None) -> gym.Env:
+        """
+        :param env_kwargs: Keyword arguments of the environment
+        :param wrap: Function that wraps an environment, ``None`` for none
+        :return: One of the environments
+        """
+        assert self.make is not None
+        env = self.make(**env_kwargs)
+        return env if wrap is None else wrap(env)
+
+    def steps_in_tensors(self, wrap: Wrap | None) -> bool:
+        """
+        :param wrap: Function that wraps each environment, ``None`` for none
+        :return: Whether all copies step in one call of JAX, which is so unless each of them is wrapped
+        """
+        return wrap is None and str(self.env_id).startswith(GYMNAX_PREFIX)
 
     def environments(
         self, n_envs: int, seed: int | None, vec_env_cls: Any, env_kwargs: Kwargs, wrap: Wrap | None, device: str
@@ -80,7 +107,7 @@ class Source(NamedTuple):
         """
         if isinstance(self.made, VecEnv):
             return self.made
-        if wrap is None and vec_env_cls is None and str(self.env_id).startswith(GYMNAX_PREFIX):
+        if vec_env_cls is None and self.steps_in_tensors(wrap):
             # Another device than the CPU is that of JAX, which may have been installed without CUDA.
             name = str(self.env_id).removeprefix(GYMNAX_PREFIX)
             return JaxVecEnv(name, num_envs=n_envs, device="cpu" if device == "cpu" else "auto", **env_kwargs)

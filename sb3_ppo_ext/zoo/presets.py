@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import warnings
 from pathlib import Path
 from pprint import pprint
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
-from sb3_ppo_ext.common.cores import available_cores
 from sb3_ppo_ext.common.guards import find_normalizers
 from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_number, check_observation_space, check_type, refuse
-from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
+from sb3_ppo_ext.envs.choice_of_vec_env import VecEnvChoice, choose_vec_env
+from sb3_ppo_ext.envs.envpool_vec_env import ENVPOOL, EnvPoolVecEnv, config_for_wrappers, is_atari_game
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.zoo.entry_normalization import options_of
+from sb3_ppo_ext.zoo.environment_counts import check_n_envs, number_of, steps_for
 from sb3_ppo_ext.zoo.made_environments import Source, wrapper_of
 from sb3_ppo_ext.zoo.yaml_entries import (
     DEFAULTS_OF_RECURRENT_PPO,
@@ -33,8 +33,6 @@ from sb3_ppo_ext.zoo.yaml_entries import (
     wrappers_for,
 )
 
-# Fewest steps per environment in a rollout: with fewer, advantages reach over hardly any steps.
-FEWEST_STEPS = 32
 # What an entry says besides the arguments of the model
 OF_ENVIRONMENTS = ("n_envs", "env_kwargs", "env_wrapper", "vec_env_wrapper", "frame_stack")
 OF_ENTRY = (*OF_ENVIRONMENTS, "n_timesteps", "normalize", "callback", "policy")
@@ -44,7 +42,7 @@ def make(
     env: Any,
     n_envs: int | str | None = None,
     seed: int | None = None,
-    vec_env_cls: type[VecEnv] | None = None,
+    vec_env_cls: type[VecEnv] | Literal["envpool"] | None = None,
     env_kwargs: Kwargs | None = None,
     device: str = "auto",
     verbose: int = 0,
@@ -66,9 +64,10 @@ def make(
     :param env: Gymnasium's id, also with the module that registers it, such as ``"package.module:Task-v0"``; a class of
         environments, or a function that makes one; an environment; or vectorised environments, such as a ``TensorVecEnv``
     :param n_envs: Number of environments, at least 1; ``None`` for that of the entry, ``"auto"`` for at least one on each
-        core, in a :class:`~sb3_ppo_ext.ParallelVecEnv` if there are several cores
+        core, in a :class:`~sb3_ppo_ext.ParallelVecEnv` if several processes are faster than one, which is measured
     :param seed: Seed of the model and of the environments; ``None`` for none
-    :param vec_env_cls: Class of the vectorised environments, such as ``ParallelVecEnv``; ``None`` for ``FastDummyVecEnv``
+    :param vec_env_cls: Class of the vectorised environments, such as ``ParallelVecEnv``; ``None`` for ``FastDummyVecEnv``;
+        ``"envpool"`` for the environments with this id in EnvPool, :class:`~sb3_ppo_ext.EnvPoolVecEnv`
     :param env_kwargs: Keyword arguments of the environment
     :param device: Device of the policy, as in SB3
     :param verbose: 1 to print hyperparameters and training logs, 0 for neither
@@ -79,18 +78,25 @@ def make(
     :raises ValueError: if there is no such environment, or an argument is not valid
     """
     _register()
-    source = Source.of(env)
+    source = Source.of_envpool(env) if vec_env_cls == ENVPOOL else Source.of(env)
     _check_arguments(source, n_envs, seed, vec_env_cls, env_kwargs, verbose)
     key, entry = _entry_of(source.env_id, hyperparams.get("policy"))
     found = {**entry, **hyperparams}
     if found.get("callback"):
         refuse("callback", found["callback"], "the model does not keep callbacks; give them to `learn`")
     kwargs = {**(found.get("env_kwargs") or {}), **(env_kwargs or {})}
-    wrap = _fit_observations(found, key, source, kwargs, hyperparams)
-    found["n_envs"], vec_env_cls = _number_of_environments(source, n_envs, entry, vec_env_cls)
-    if "n_steps" not in hyperparams:
-        found["n_steps"] = _steps(entry, found["n_envs"])
     seed = None if seed is None else int(seed)  # Gymnasium takes none of NumPy's.
+    if vec_env_cls == ENVPOOL:
+        n_in_pool = number_of(entry.get("n_envs", 1) if n_envs is None else n_envs, entry.get("n_envs", 1))
+        config = {**config_for_wrappers(env, found.pop("env_wrapper", None)), **kwargs}
+        source, vec_env_cls, kwargs = Source(env, None, EnvPoolVecEnv(env, n_in_pool, seed, **config)), None, {}
+    wrap = _fit_observations(found, key, source, kwargs, hyperparams)
+    found["n_envs"], choice = _number_of_environments(source, n_envs, entry, vec_env_cls, wrap, kwargs)
+    if verbose and choice is not None:
+        print(choice.reason)
+    vec_env_cls = vec_env_cls if choice is None else choice.cls
+    if "n_steps" not in hyperparams:
+        found["n_steps"] = steps_for(entry, found["n_envs"])
     venv = source.environments(found["n_envs"], seed, vec_env_cls, kwargs, wrap, device)
     if found.get("frame_stack") is not None:
         venv = VecFrameStack(venv, found["frame_stack"])
@@ -111,12 +117,12 @@ def _register() -> None:
 
 
 def _check_arguments(
-    source: Source, n_envs: object, seed: object, vec_env_cls: object, env_kwargs: object, verbose: object
+    source: Source, n_envs: Any, seed: object, vec_env_cls: object, env_kwargs: object, verbose: object
 ) -> None:
-    if n_envs is not None and n_envs != "auto":
-        check_number("n_envs", n_envs, 1, integer=True)
-    if vec_env_cls is not None and not (isinstance(vec_env_cls, type) and issubclass(vec_env_cls, VecEnv)):
-        refuse("vec_env_cls", vec_env_cls, "give a class of vectorised environments, such as `ParallelVecEnv`")
+    if n_envs is not None:
+        check_n_envs(n_envs)
+    if vec_env_cls not in (None, ENVPOOL) and not (isinstance(vec_env_cls, type) and issubclass(vec_env_cls, VecEnv)):
+        refuse("vec_env_cls", vec_env_cls, 'give a class of vectorised environments, such as `ParallelVecEnv`, or "envpool"')
     if env_kwargs is not None:
         check_type("env_kwargs", env_kwargs, dict, "give a dictionary")
     if source.made is not None:
@@ -140,6 +146,8 @@ def _entry_of(env_id: str | None, policy: object) -> tuple[str, Kwargs]:
 
 
 def _entry_point(env_id: str) -> str:
+    if env_id not in gym.registry and importlib.util.find_spec("envpool") is not None:
+        return "AtariEnv" if is_atari_game(env_id) else ENVPOOL
     return str(gym.spec(env_id).entry_point)
 
 
@@ -151,6 +159,10 @@ def _fit_observations(
     Return the function that wraps an environment.
     """
     wrap = wrapper_of("env_wrapper", found.get("env_wrapper"))
+    if wrap is not None and isinstance(source.made, VecEnv):
+        refuse(
+            "env_wrapper", found["env_wrapper"], "it is for single environments, and these are made already; wrap them before"
+        )
     if key not in ("default", "memory", "recurrent"):
         return wrap
     space = source.observation_space(env_kwargs, wrap)
@@ -165,26 +177,17 @@ def _fit_observations(
     return wrap
 
 
-def _number_of_environments(source: Source, n_envs: Any, entry: Kwargs, vec_env_cls: Any) -> tuple[int, Any]:
+def _number_of_environments(
+    source: Source, n_envs: Any, entry: Kwargs, vec_env_cls: Any, wrap: Any, env_kwargs: Kwargs
+) -> tuple[int, VecEnvChoice | None]:
+    """Number of environments, and their class if it is chosen here."""
     if source.made is not None:
-        return getattr(source.made, "num_envs", 1), vec_env_cls
-    if n_envs == "auto":
-        cores = available_cores()
-        return max(entry.get("n_envs", 1), cores), ParallelVecEnv if vec_env_cls is None and cores > 1 else vec_env_cls
-    return int(entry.get("n_envs", 1) if n_envs is None else n_envs), vec_env_cls
-
-
-def _steps(entry: Kwargs, n_envs: int) -> int:
-    """Number of steps of a rollout with which an update has as many samples as the entry says."""
-    n_samples = entry.get("n_steps", 2048) * entry.get("n_envs", 1)
-    n_steps = int(max(n_samples // n_envs, min(FEWEST_STEPS, entry.get("n_steps", 2048))))
-    if n_steps * n_envs != n_samples:
-        warnings.warn(
-            f"`n_envs={n_envs}`: the preset has {n_samples} samples per update, and this one {n_steps * n_envs}, "
-            f"{n_steps} steps of each environment. Give `n_steps` for another number.",
-            stacklevel=3,
-        )
-    return n_steps
+        return getattr(source.made, "num_envs", 1), None
+    own = entry.get("n_envs", 1)
+    number = number_of(own if n_envs is None else n_envs, own)
+    if n_envs != "auto" or vec_env_cls is not None or source.steps_in_tensors(wrap):
+        return number, None
+    return number, choose_vec_env(lambda: source.one(env_kwargs, wrap), number)
 
 
 def _normalization(found: Kwargs, leaves_scaled: bool, venv: VecEnv) -> Kwargs:

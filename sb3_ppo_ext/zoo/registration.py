@@ -1,8 +1,11 @@
 """Registration of ``ppo_ext`` as an algorithm of RL Zoo: the extensions of the Zoo's modules."""
 
+import builtins
 import functools
 import importlib
 import importlib.util
+import keyword
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -14,12 +17,16 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext.envs.rnd_reward import without_rewards_of_rnd
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.zoo.entry_checks import CommandError
+from sb3_ppo_ext.zoo.envpool_option import take_envpool_option
 from sb3_ppo_ext.zoo.experiment import METHODS
 from sb3_ppo_ext.zoo.resuming import NAMES
 from sb3_ppo_ext.zoo.tuning import convert_ppo_ext_params, sample_ppo_ext_params
 
 if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
+
+# Words of YAML in Python
+OF_YAML = {"true": "True", "false": "False", "null": "None"}
 
 
 def register() -> None:
@@ -44,6 +51,8 @@ def extend(module: ModuleType) -> None:
 def _add_algorithm(utils: Any) -> None:
     # It registers the environments of gymnax, without importing JAX. All scripts import this module of the Zoo.
     importlib.import_module("sb3_ppo_ext.envs.tensors.gymnax_ids")
+    if set(NAMES) & set(sys.argv):
+        take_envpool_option()
     for name in NAMES:
         utils.ALGOS.setdefault(name, PPOExt)
     if not hasattr(utils.create_test_env, "for_ppo_ext"):
@@ -67,7 +76,10 @@ def _add_experiment(exp_manager: ModuleType) -> None:
 
 
 def _explain_values(store_dict: Any) -> None:
-    """Let a value of ``-params`` and the like that is no Python code end a command of ``ppo_ext`` with one line."""
+    """
+    Let a word in ``-params`` and the like need no quotes in a command of ``ppo_ext``, and let another value that is no Python
+    code end it with one line.
+    """
     theirs = store_dict.__call__
     if hasattr(theirs, "for_ppo_ext"):
         return
@@ -76,11 +88,12 @@ def _explain_values(store_dict: Any) -> None:
     def call(
         self: Any, parser: ArgumentParser, namespace: Namespace, values: list[str], option_string: str | None = None
     ) -> None:
+        if not set(NAMES) & set(sys.argv):
+            return theirs(self, parser, namespace, values, option_string)
+        values = [_with_quotes(value, vars(sys.modules["rl_zoo3.utils"])) for value in values]
         try:
             theirs(self, parser, namespace, values, option_string)
         except (NameError, SyntaxError) as error:
-            if not set(NAMES) & set(sys.argv):
-                raise
             part = str(getattr(error, "name", None) or getattr(error, "text", None) or "")
             name, _, code = next((value for value in values if part in value), values[0]).partition(":")
             quoted = f"""a string needs quotes that the shell passes on: {option_string} "{name}:'{code}'\""""
@@ -88,6 +101,17 @@ def _explain_values(store_dict: Any) -> None:
 
     call.for_ppo_ext = True  # type: ignore[attr-defined]  # replaced only once
     store_dict.__call__ = call
+
+
+def _with_quotes(value: str, known: dict[str, Any]) -> str:
+    """``name:code``, where a word that Python does not know, such as ``auto`` or ``lin_0.001``, becomes a string."""
+    name, colon, code = value.partition(":")
+    if not re.fullmatch(r"[A-Za-z][\w.]*", code) or keyword.iskeyword(code):
+        return value
+    first = code.partition(".")[0]
+    if first in known or hasattr(builtins, first):
+        return value
+    return f"{name}{colon}{OF_YAML.get(code, repr(code))}"
 
 
 EXTENSIONS = {

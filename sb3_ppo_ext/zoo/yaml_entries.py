@@ -186,6 +186,16 @@ def merge_trial(experiment: "ExperimentManager", hyperparams: dict[str, object],
     return dict(merged)
 
 
+def environments_of_trial(experiment: "ExperimentManager", trial_id: int) -> int | None:
+    """
+    :param experiment: Experiment with the study
+    :param trial_id: Number of the trial
+    :return: Number of environments with which the trial was sampled; ``None`` if a user's own sampler does not say it
+    """
+    params = experiment.load_trial(experiment.storage or "", experiment.study_name or "", trial_id, convert=False)
+    return params.get("n_envs")
+
+
 def _check_task(experiment: "ExperimentManager", storage: Any, trial_id: int) -> None:
     """Say that a trial was of another task; it may be meant."""
     import optuna

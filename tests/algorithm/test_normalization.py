@@ -462,6 +462,16 @@ def test_bad_statistics(source, message):
         make().load_vec_normalize(VecNormalize(make_toys()))
 
 
+def test_missing_statistics_of_a_part():
+    """Of a dictionary, the part without statistics is named."""
+    model = make("MultiInputPolicy", make_toys(observation_space=VECTORS), **BOTH)
+    keys = list(model.normalizer.norm_obs_keys)
+    assert len(keys) > 1
+    source = VecNormalize(make_toys(observation_space=VECTORS), norm_obs_keys=keys[:1])
+    with pytest.raises(ValueError, match=f"no statistics 'obs_rms.{keys[1]}'"):
+        model.load_vec_normalize(source)
+
+
 def test_statistics_of_a_refused_rollout():
     """After an observation that is not finite, the statistics are those before the rollout."""
     model = make(**BOTH).learn(32)

@@ -211,7 +211,8 @@ def test_tensors_are_refused():
 # EnvPool knows its classes by their modules.
 class LikeEnvPool(gym.vector.VectorEnv):
     """
-    As EnvPool's environments of Gymnasium's kind: they are reset by the numbers of copies, and then return as many rows.
+    As EnvPool's environments of Gymnasium's kind: some copies step by their numbers, and it then returns as many rows. A step
+    after the end of an episode begins the next one.
     Copy ``i`` ends after ``3 + i`` steps. Observations are a dictionary if ``is_dict``, as those of dm_control.
     """
 
@@ -229,16 +230,19 @@ class LikeEnvPool(gym.vector.VectorEnv):
         time = self.time[indices, None].copy()
         return {"time": time, "twice": 2 * time} if self.is_dict else time
 
-    def reset(self, indices=None, *, seed=None, options=None):
-        indices = np.arange(self.num_envs) if indices is None else indices
-        self.time[indices] = 0
+    def reset(self, *, seed=None, options=None):
+        self.time[:] = 0
+        self.ended = np.zeros(self.num_envs, bool)
+        indices = np.arange(self.num_envs)
         return self.observe(indices), {"env_id": indices}
 
-    def step(self, actions):
-        self.time += 1
-        ended = self.time >= 3 + np.arange(self.num_envs)
-        everything = np.arange(self.num_envs)
-        return self.observe(everything), np.ones(self.num_envs), ended, np.zeros_like(ended), {"env_id": everything}
+    def step(self, actions, env_id=None):
+        indices = np.arange(self.num_envs) if env_id is None else env_id
+        assert len(actions) == len(indices)
+        self.time[indices] = np.where(self.ended[indices], 0, self.time[indices] + 1)
+        self.ended = self.time >= 3 + np.arange(self.num_envs)
+        ended = self.ended[indices]
+        return self.observe(indices), np.ones(len(indices)), ended, np.zeros_like(ended), {"env_id": indices}
 
 
 @pytest.mark.parametrize("is_dict", [False, True])

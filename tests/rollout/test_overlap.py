@@ -32,6 +32,7 @@ from support.vec_envs import FORK, Slow, Talkative, assert_same, interrupted, no
 
 from sb3_ppo_ext import ActionMaskWrapper, ParallelVecEnv, PPOExt, TrainingCheckpoint, WorkerError
 from sb3_ppo_ext.engines.native import extension
+from sb3_ppo_ext.envs import choice_of_vec_env
 from sb3_ppo_ext.rollout import overlap
 
 pytestmark = [
@@ -521,8 +522,9 @@ def test_bad_argument():
         ParallelVecEnv([ToyEnv] * 2, overlap=1)
 
 
-def test_the_zoo(train_here, collected):
+def test_the_zoo(train_here, collected, monkeypatch):
     """In RL Zoo, with its callbacks for evaluations and checkpoints, rollouts overlap."""
+    monkeypatch.setattr(choice_of_vec_env, "COST", 0.0)
     train_here(
         *("--env", "CartPole-v1", "-n", "256", "--vec-env", "subproc", "--eval-freq", "16", "--eval-episodes", "1"),
         *("--save-freq", "32", "-params", "n_envs:4", "n_steps:32"),

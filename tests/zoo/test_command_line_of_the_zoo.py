@@ -13,8 +13,9 @@ from rl_zoo3 import utils
 from support.zoo import manager
 
 from sb3_ppo_ext.zoo.entry_checks import CommandError
-from sb3_ppo_ext.zoo.experiment import _normalizable, _say_what_repeats
+from sb3_ppo_ext.zoo.experiment import _say_what_repeats
 from sb3_ppo_ext.zoo.registration import register
+from sb3_ppo_ext.zoo.run_normalization import _normalizable
 
 
 @pytest.mark.parametrize("given", [dict(study_name="s"), dict(storage="study.log"), dict(study_name="s", storage="study.log")])
@@ -31,14 +32,18 @@ def parsed(*values):
 
 
 def test_strings_without_quotes(monkeypatch):
-    """The message names the value that is no Python code, and how it is quoted; other algorithms have the Zoo's error."""
+    """Words need no quotes; another value that is no Python code is named. Other algorithms have the Zoo's error."""
     register()
     assert parsed("n_steps:8", "policy:'MlpPolicy'") == {"n_steps": 8, "policy": "MlpPolicy"}
     monkeypatch.setattr(sys, "argv", ["train", "--algo", "ppo_ext"])
-    with pytest.raises(CommandError, match=r"`policy:MlpLstmPolicy` is no Python code .*\"policy:'MlpLstmPolicy'\""):
-        parsed("n_steps:8", "policy:MlpLstmPolicy")
-    with pytest.raises(CommandError, match="is no Python code"):
-        parsed("n_steps:8 9")
+    words = ["n_envs:auto", "policy:MlpLstmPolicy", "env_wrapper:gymnasium.wrappers.FlattenObservation", "lr:lin_0.001"]
+    values = ["auto", "MlpLstmPolicy", "gymnasium.wrappers.FlattenObservation", "lin_0.001"]
+    assert list(parsed(*words).values()) == values
+    code = {"a": True, "b": False, "c": None, "d": 3e-4, "e": "x", "f": {"g": 1}, "h": False, "i": float}
+    assert parsed("a:true", "b:False", "c:None", "d:3e-4", "e:'x'", "f:dict(g=1)", "h:false", "i:float") == code
+    for value in ("n_steps:8 9", "policy:Mlp-Policy", "policy:"):
+        with pytest.raises(CommandError, match=r"is no Python code .*a string needs quotes"):
+            parsed("n_steps:8", value)
     monkeypatch.setattr(sys, "argv", ["train", "--algo", "ppo"])
     with pytest.raises(NameError):
         parsed("policy:MlpLstmPolicy")

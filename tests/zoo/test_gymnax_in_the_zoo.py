@@ -29,14 +29,29 @@ def test_commands(tmp_path):
 
 @pytest.mark.slow
 def test_normalised(tmp_path, train_here, enjoy_here):
-    """With `normalize`, the statistics are saved in SB3's format and read by `enjoy` and a training that goes on."""
+    """With `normalize`, the model has the statistics, which `enjoy` and a training that goes on read."""
     train_here("--env", "gymnax/Pendulum-v1", "-n", "256", "-params", *SMALL, "normalize:True", "--eval-freq", "128")
+    path = zoo.saved(tmp_path, PENDULUM)
+    count = PPOExt.load(path).normalizer.obs_rms.count
+    assert count == pytest.approx(260, abs=1)
+    assert "Mean reward" in enjoy_here("gymnax/Pendulum-v1", 300)
+    train_here("--env", "gymnax/Pendulum-v1", "-n", "128", "-i", path, "-params", *SMALL, "normalize:True")
+    again = zoo.saved(tmp_path, PENDULUM)
+    assert again != path
+    assert PPOExt.load(again).normalizer.obs_rms.count == pytest.approx(count + 132, abs=5)
+
+
+@pytest.mark.slow
+def test_normalised_by_a_wrapper(tmp_path, train_here, enjoy_here):
+    """The file of a `VecNormalize` is in SB3's format, and read by `enjoy` and a training that goes on."""
+    normalize = "normalize:dict(epsilon=1e-8)"  # a setting that the model does not have
+    train_here("--env", "gymnax/Pendulum-v1", "-n", "256", "-params", *SMALL, normalize)
     path = zoo.saved(tmp_path, PENDULUM)
     pickled = path.parent / PENDULUM / "vecnormalize.pkl"
     count = VecNormalize.load(pickled, DummyVecEnv([lambda: gym.make("Pendulum-v1")])).obs_rms.count
     assert count == pytest.approx(260, abs=1)
     assert "Mean reward" in enjoy_here("gymnax/Pendulum-v1", 300)
-    train_here("--env", "gymnax/Pendulum-v1", "-n", "128", "-i", path, "-params", *SMALL, "normalize:True")
+    train_here("--env", "gymnax/Pendulum-v1", "-n", "128", "-i", path, "-params", *SMALL, normalize)
     again = zoo.saved(tmp_path, PENDULUM).parent / PENDULUM / "vecnormalize.pkl"
     assert again != pickled
     assert TensorVecNormalize.load(again, JaxVecEnv("Pendulum-v1")).obs_rms.count == pytest.approx(count + 132, abs=5)
@@ -54,7 +69,8 @@ def test_environments(tmp_path):
     env = environment(tmp_path)
     assert type(env) is JaxVecEnv
     assert env.num_envs == 4
-    env = environment(tmp_path, normalize=True, env_kwargs={"env_params": {"max_steps_in_episode": 7}})
+    normalize = dict(epsilon=1e-8)  # a setting that the model does not have
+    env = environment(tmp_path, normalize=normalize, env_kwargs={"env_params": {"max_steps_in_episode": 7}})
     assert type(env) is TensorVecNormalize
     env.reset()
     for _ in range(7):

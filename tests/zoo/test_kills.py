@@ -25,7 +25,7 @@ ENV, FOLDER = "Pendulum-v1", "logs/ppo_ext/Pendulum-v1_1"
 # A file is written every few milliseconds, so that many kills fall into the middle of one.
 ARGUMENTS = ["--algo", "ppo_ext", "--env", ENV, "--seed", "15", "--device", "cpu", "--num-threads", "1", "--verbose", "0"]
 ARGUMENTS += ["--save-freq", "256", "--eval-freq", "512", "--eval-episodes", "1"]
-PARAMS = ["-params", "n_envs:2", "n_steps:64", "batch_size:64", "n_epochs:2", "normalize:True"]
+PARAMS = ["-params", "n_envs:2", "n_steps:64", "batch_size:64", "n_epochs:2", "normalize:dict(epsilon=1e-8)"]
 KILLS, SEED = int(os.environ.get("KILLS", 5)), int(os.environ.get("KILL_SEED", 0))
 
 

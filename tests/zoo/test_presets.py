@@ -13,6 +13,8 @@ from support.zoo import manager, saved
 from torch import nn
 
 from sb3_ppo_ext import FastDummyVecEnv, MlpTransformerPolicy, ParallelVecEnv, PPOExt, TorchVecEnv, make, presets
+from sb3_ppo_ext.envs import choice_of_vec_env
+from sb3_ppo_ext.zoo import environment_counts
 from sb3_ppo_ext.zoo import presets as zoo_presets
 from sb3_ppo_ext.zoo.yaml_entries import policy_for
 
@@ -130,7 +132,7 @@ def test_the_zoo_chooses_the_policy(tmp_path):
     arguments = dict(env_id="Observing-dict-v0", folder=tmp_path, eval_freq=-1)
     model, hyperparams = manager(**arguments, hyperparams=dict(n_steps=8)).setup_experiment()
     assert hyperparams["policy"] == "MultiInputPolicy"
-    assert type(model.policy) is model.policy_aliases["MultiInputPolicy"]
+    assert isinstance(model.policy, model.policy_aliases["MultiInputPolicy"])
     given = dict(n_steps=8, policy="MultiInputTransformerPolicy")
     _, hyperparams = manager(**arguments, hyperparams=given).setup_experiment()
     assert hyperparams["policy"] == "MultiInputTransformerPolicy"
@@ -175,6 +177,7 @@ def test_presets():
         ("n_envs='all'", dict(env="CartPole-v1", n_envs="all")),
         ("n_envs=4.*there are 1", dict(env=Observing(SPACES["vector"][0]), n_envs=4)),
         ("env_kwargs=.*made already", dict(env=Observing(SPACES["vector"][0]), env_kwargs={"g": 1})),
+        ("env_wrapper=.*made already", dict(env=DummyVecEnv([lambda: gym.make("CartPole-v1")]), env_wrapper=gym.Wrapper)),
         ("normalize=.*'epsilon'", dict(env="CartPole-v1", normalize="dict(epsilon=1.0)")),
         ("normalize=.*gamma=0.98", dict(env="CartPole-v1", normalize=dict(gamma=0.5))),
         ("normalize='all'", dict(env="CartPole-v1", normalize="all")),
@@ -277,7 +280,9 @@ def test_numbers_of_environments_that_change_the_samples(n_envs, n_steps):
 @pytest.mark.integration
 def test_all_cores(cores, n_envs, kind, monkeypatch):
     """With "auto", there is an environment on each core."""
-    monkeypatch.setattr(zoo_presets, "available_cores", lambda: cores)
+    for module in (environment_counts, choice_of_vec_env):
+        monkeypatch.setattr(module, "available_cores", lambda: cores)
+    monkeypatch.setattr(choice_of_vec_env, "COST", 0.0)
     model, env = make(observing, n_envs="auto", device="cpu")
     env.close()
     assert (type(env), env.num_envs, model.n_steps * model.n_envs) == (kind, n_envs, 2048)

@@ -198,7 +198,9 @@ def test_normalization_has_the_sampled_discount(tmp_path, monkeypatch):
             raise ValueError("pruned")
 
     monkeypatch.setitem(sys.modules["rl_zoo3.utils"].ALGOS, "ppo_ext", Spy)
-    experiment = manager(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=2000)
+    arguments = dict(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=2000)
+    # With a setting that the model does not have, there is a `VecNormalize`.
+    experiment = manager(**arguments, hyperparams=dict(normalize=dict(epsilon=1e-8)))
     experiment.setup_experiment()
     optuna.create_study(sampler=RandomSampler(0)).optimize(experiment.objective, n_trials=4, n_jobs=2)
     assert len({gamma for gamma, _ in seen}) == 4

@@ -24,7 +24,6 @@ from rl_zoo3.exp_manager import ExperimentManager
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from rl_zoo3.utils import SimpleLinearSchedule, get_hf_trained_models
 from stable_baselines3 import PPO
-from stable_baselines3.common.vec_env import VecNormalize
 from support.parity import assert_equal
 from support.zoo import MODULE, RL_ZOO3, config, manager, run, saved, train
 
@@ -420,14 +419,10 @@ def test_default_entry(env_id, policy, norm_obs, tmp_path):
     arguments = dict(env_id=env_id, folder=tmp_path, eval_freq=-1, n_timesteps=64)
     experiment = manager(**arguments, hyperparams=dict(policy=policy, n_steps=8, n_envs=2))
     model, _ = experiment.setup_experiment()
-    env = model.get_vec_normalize_env()
-    assert env.norm_reward
-    if isinstance(norm_obs, list):
-        assert (env.norm_obs, env.norm_obs_keys) == (True, norm_obs)
-    else:
-        assert env.norm_obs == norm_obs
+    assert model.get_vec_normalize_env() is None
+    assert (model.normalize_obs, model.normalize_reward) == (norm_obs, True)
     assert (model.adaptive_lr_kl, model.n_epochs) == (0.01, 10)
-    assert model.gamma == env.gamma == 0.9925
+    assert model.gamma == 0.9925
     assert model.gae_lambda == 0.97
     model.learn(32)
 
@@ -437,8 +432,8 @@ def test_users_say_what_is_normalized(tmp_path):
     experiment = manager(
         env_id="Acrobot-v1", folder=tmp_path, hyperparams=dict(normalize="dict(norm_obs=False, clip_reward=5.0)")
     )
-    env = experiment.setup_experiment()[0].get_vec_normalize_env()
-    assert (env.norm_obs, env.clip_reward) == (False, 5.0)
+    model, _ = experiment.setup_experiment()
+    assert (model.normalize_obs, model.clip_reward) == (False, 5.0)
 
 
 # Entries that are not for a single environment
@@ -604,8 +599,7 @@ def test_enjoy_loads_with_custom_objects(trained):
     assert all(th.isfinite(parameter).all() for parameter in model.policy.parameters())
 
 
-def test_vec_normalize_statistics_are_saved(tmp_path, train_here):
-    """The statistics lie beside the zip, and count the observations of the training."""
+def test_statistics_are_saved(tmp_path, train_here):
+    """The statistics lie in the zip, and count the observations of the training."""
     train_here("--env", "MountainCarContinuous-v0", "-n", "100")
-    path = saved(tmp_path, "MountainCarContinuous-v0").parent / "MountainCarContinuous-v0" / "vecnormalize.pkl"
-    assert VecNormalize.load(str(path), PPOExt("MlpPolicy", "MountainCarContinuous-v0").env).obs_rms.count > 100
+    assert PPOExt.load(saved(tmp_path, "MountainCarContinuous-v0")).normalizer.obs_rms.count > 100

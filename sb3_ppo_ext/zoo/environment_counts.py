@@ -1,0 +1,78 @@
+"""The number of environments is free: an entry says how many samples an update has, and other numbers keep that."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from sb3_ppo_ext.common.cores import available_cores
+from sb3_ppo_ext.common.validation import check_number, refuse
+
+# Fewest steps per environment in a rollout: with fewer, advantages reach over hardly any steps.
+FEWEST_STEPS = 32
+# Default of the model
+DEFAULT_STEPS = 2048
+
+
+def check_n_envs(n_envs: Any) -> None:
+    """
+    :param n_envs: Number of environments
+    :raises ValueError: if it is neither a number of at least 1 nor ``"auto"``
+    """
+    if isinstance(n_envs, str) and n_envs != "auto":
+        refuse("n_envs", n_envs, 'give a number of at least 1, or "auto" for at least one environment on each core')
+    if n_envs != "auto":
+        check_number("n_envs", n_envs, 1, integer=True)
+
+
+def number_of(n_envs: Any, of_entry: Any) -> int:
+    """
+    :param n_envs: Number of environments, or ``"auto"`` for that of the entry, but at least one on each core
+    :param of_entry: That of the entry, which may be ``"auto"`` as well
+    :return: Number of environments
+    """
+    least = 1 if of_entry == "auto" else int(of_entry)
+    return max(least, available_cores()) if n_envs == "auto" else int(n_envs)
+
+
+def steps_for(entry: Mapping[str, Any], n_envs: int, stacklevel: int = 3) -> int:
+    """
+    Say so if it cannot be kept.
+
+    :param entry: Entry with ``n_steps`` and ``n_envs``
+    :param n_envs: Number of environments
+    :param stacklevel: Whose line the warning names
+    :return: Number of steps of a rollout with which an update has as many samples as the entry says
+    """
+    own_steps = entry.get("n_steps", DEFAULT_STEPS)
+    n_samples = own_steps * entry.get("n_envs", 1)
+    n_steps = int(max(n_samples // n_envs, min(FEWEST_STEPS, own_steps)))
+    if n_steps * n_envs != n_samples:
+        warnings.warn(
+            f"`n_envs={n_envs}`: the preset has {n_samples} samples per update, and this one {n_steps * n_envs}, "
+            f"{n_steps} steps of each environment. Give `n_steps` for another number.",
+            stacklevel=stacklevel,
+        )
+    return n_steps
+
+
+def with_environments(hyperparams: Mapping[str, Any], given: Mapping[str, Any], of_trial: int | None = None) -> dict[str, Any]:
+    """
+    :param hyperparams: Hyperparameters of an entry
+    :param given: Hyperparameters that the user gives, such as another ``n_envs``
+    :param of_trial: Number of environments of the trial that ``n_steps`` is from, ``None`` if it is from the entry
+    :return: Hyperparameters that replace those of the entry: ``n_envs`` as a number, and ``n_steps`` unless it is given
+    :raises ValueError: if a number is not valid
+    """
+    own = hyperparams.get("n_envs", 1) if of_trial is None else of_trial
+    wanted = given.get("n_envs", own)
+    for n_envs in (own, wanted):
+        check_n_envs(n_envs)
+    if "n_envs" not in given and of_trial is None and own != "auto":
+        return {}
+    n_envs = number_of(wanted, own)
+    if own == "auto" or n_envs == own or "n_steps" in given:
+        return {"n_envs": n_envs}
+    check_number("n_steps", hyperparams.get("n_steps", DEFAULT_STEPS), 1, integer=True)
+    return {"n_envs": n_envs, "n_steps": steps_for({**hyperparams, "n_envs": own}, n_envs)}
