@@ -223,7 +223,8 @@ def assert_acts_as_predict(model, file, n_steps):
 
 @pytest.mark.parametrize("suffix", [".onnx", pytest.param(".pt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", one_in(12, CASES, "transformer, last action and reward", "GRU", "masks, normalised", "images, channels last")
+    "name",
+    one_in(len(CASES), CASES, "transformer, last action and reward", "GRU", "masks, normalised", "images, channels last"),
 )
 def test_acts_as_predict(name, suffix, exported):
     """From raw observations of an environment, through several episodes, a file acts as `predict` does."""
