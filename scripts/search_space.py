@@ -53,8 +53,15 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "SB3's defaults + VecNormalize": {"policy": "MlpPolicy", "normalize": True},
     "default": {**entries("ppo_ext")["default"]},
 }
+# What the screening favours
+_SCREENED = {"n_envs": 16, "normalize_freq": "rollout", "advantage_norm": "rollout", "betas": (0.9, 0.9)}
+_MINIBATCH = {"advantage_norm": "minibatch"}
 # Candidates for the race: levels that differ from the first ones, and those that differ again where actions are discrete
-CANDIDATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+CANDIDATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "screened": (_SCREENED, _MINIBATCH),
+    "screened, LayerNorm": ({**_SCREENED, "net_type": "layer_norm", "activation_fn": "nn.ReLU"}, _MINIBATCH),
+    "screened, KL": ({**_SCREENED, "rule": "threshold", "kl": 0.01}, _MINIBATCH),
+}
 # After so many seeds, the better half of the candidates goes on.
 HALVED_AFTER = (1, 3)
 

@@ -205,8 +205,10 @@ def test_short_runs_want_a_folder_of_their_own(monkeypatch, capsys):
 
 
 @pytest.mark.integration
-def test_search_goes_on(tmp_path, capsys):
+def test_search_goes_on(tmp_path, monkeypatch):
     """Only what is missing is run, and a run gives the same score alone as after another one."""
+    for module in (search_space, search_report):
+        monkeypatch.setattr(module, "CANDIDATES", {})
     path = tmp_path / search_default.FILE
     search = search_default.Search(1, 1, ("CartPole-v1",), 600)
     assert search_default.run_some(search, path, 2) == 2
@@ -217,6 +219,17 @@ def test_search_goes_on(tmp_path, capsys):
     assert search_default.run_some(search, path) == 2
     assert search_default.run_some(search, path) == 0
     assert json.loads(search_default.read(path)["levels"].dropna().item())["rule"] in search_space.LEVERS["rule"]
+
+
+def test_candidates():
+    """They have levels that are sampled, and no two are the same."""
+    for task in ("CartPole-v1", "Pendulum-v1"):
+        jobs = [search_space.SearchJob(name, task, 1000) for name in search_space.CANDIDATES]
+        assert len({job.digest() for job in jobs}) == len(jobs)
+        for job in jobs:
+            levels = job.levels()
+            assert levels.keys() == search_space.LEVERS.keys()
+            assert all(level in search_space.LEVERS[lever] for lever, level in levels.items())
 
 
 def test_levels_are_accepted():
