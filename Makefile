@@ -2,6 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CSRC := $(wildcard sb3_ppo_ext/*/csrc/*.[ch] sb3_ppo_ext/*/*/csrc/*.[ch])
+# Modules are compiled once: environments are installed without bytecode, and tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Two test processes on two cores: more threads in each would only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist loadgroup
 

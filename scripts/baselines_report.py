@@ -82,8 +82,9 @@ def score_after(run: pd.DataFrame, share: float) -> float:
 
 
 def baseline_lines(tasks: Sequence[str], ours: str, baselines: Sequence[str], scores: Scores) -> list[list[str]]:
-    """A line for each baseline of a task, the strongest one marked."""
-    lines = []
+    """A line for each baseline of a task, the strongest one marked. What a baseline wins comes first."""
+    won: list[list[str]] = []
+    lost: list[list[str]] = []
     for task in tasks:
         compared = {baseline: scores(task, baseline) for baseline in baselines}
         compared = {baseline: pair for baseline, pair in compared.items() if min(map(len, pair))}
@@ -91,8 +92,9 @@ def baseline_lines(tasks: Sequence[str], ours: str, baselines: Sequence[str], sc
         for baseline, (one, other) in compared.items():
             name = f"**{baseline}**" if baseline == strongest else baseline
             better = f"{probability_of_improvement(one, other):.2f}"
+            lines = won if other.mean() > one.mean() else lost
             lines.append([task, name, with_spread(other), with_spread(one), better, p_value_text(p_value(one, other))])
-    return lines
+    return won + lost
 
 
 def p_value(one: np.ndarray, other: np.ndarray) -> float:

@@ -9,6 +9,9 @@ of the machine at that time. The script prints the median of the ratios over all
 Run it: python scripts/benchmark_speed.py (about 20 minutes; `--parts`, `--rounds`)
 It writes docs/performance/benchmark.json and benchmark.svg. With `--markdown` it measures nothing and prints the tables of
 docs/performance.md from benchmark.json.
+
+With `--against REVISION`, it compares the working tree, whose modules must be built, with that revision in the four
+configurations, prints which of them has become slower beyond the interval, and then fails (a few minutes).
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import benchmark_against as against
 import benchmark_profile as profile
 import gymnasium as gym
 import numpy as np
@@ -399,6 +403,18 @@ def startup(repeats: int = 5) -> dict[str, Any]:
     return {what: {label: min(values) for label, values in of.items()} for what, of in found.items()}
 
 
+def compare_with(revision: str, rounds: int) -> list[str]:
+    """The configurations in which the working tree is slower than a revision."""
+    cases = {name: {key: value for key, value in vars(setting).items() if key != "wrapper"} for name, setting in MAIN.items()}
+    slower = []
+    with against.trainers_against(revision) as turns:
+        for name, times in against.compare(cases, turns, rounds):
+            result = ratios(times, against.REVISION)
+            show("main", name, result)
+            slower += [name] if against.is_slower(result[against.TREE]) else []
+    return slower
+
+
 # Report
 
 
@@ -448,9 +464,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="number of turns of each contender (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=OUT, help="output folder (default: docs/performance)")
     parser.add_argument("--markdown", action="store_true", help="print the tables of docs/performance.md without measuring")
+    parser.add_argument("--against", metavar="REVISION", help="compare the working tree with a revision, and write nothing")
     arguments = parser.parse_args()
     th.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if arguments.against is not None:
+        slower = compare_with(arguments.against, arguments.rounds)
+        sys.exit(f"slower than {arguments.against}: {', '.join(slower)}" if slower else 0)
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "benchmark.json"
     results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}

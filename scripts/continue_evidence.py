@@ -15,7 +15,6 @@ import search_default
 import torch as th
 from default_split import DEVELOPMENT
 from returns_suites import BASELINES, BASELINES_BY_SB3, ROBOTS, Job
-from search_space import schedule
 
 # Seeds of the published table of the robots, and how many of them each arm has. TRPO takes several times as long as others.
 # What SB3 computes shows that its scores are those of the same hyperparameters computed by PPOExt.
@@ -38,14 +37,12 @@ def baselines() -> list[Job]:
     ]
 
 
-def continue_search(folder: Path, n_configurations: int) -> int:
+def continue_search(folder: Path) -> int:
     """
     :param folder: Folder of the results
-    :param n_configurations: Number of sampled configurations
     :return: Number of runs: as many as there are tasks at most
     """
-    jobs = schedule(n_configurations, list(DEVELOPMENT))
-    return search_default.run_some(jobs, folder / search_default.FILE, len(DEVELOPMENT))
+    return search_default.run_some(search_default.Search(), folder / search_default.FILE, len(DEVELOPMENT))
 
 
 def continue_baselines(folder: Path) -> int:
@@ -61,7 +58,6 @@ def continue_baselines(folder: Path) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configurations", type=int, default=400, help="number of sampled ones (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("benchmark"), help="folder of the results (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="turns of the search that come before any baseline")
     return parser.parse_args()
@@ -74,10 +70,10 @@ def main() -> None:
     th.set_num_threads(1)
     print(f"process {os.getpid()}, results in {arguments.out.resolve()}", flush=True)
     for _ in range(arguments.first):
-        continue_search(arguments.out, arguments.configurations)
+        continue_search(arguments.out)
     last = [1, 1]
     for turn in cycle((0, 1)):
-        last[turn] = continue_baselines(arguments.out) if turn else continue_search(arguments.out, arguments.configurations)
+        last[turn] = continue_baselines(arguments.out) if turn else continue_search(arguments.out)
         if not any(last):
             return
 

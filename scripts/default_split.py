@@ -1,7 +1,7 @@
 """
 The tasks on which the entry `default` is chosen, and those that choose nothing. Not a script.
 
-The tasks of ``DEVELOPMENT`` are run by `search_default.py`. Their budgets are short, so that many configurations can be run.
+The tasks of ``DEVELOPMENT`` are run by `search_default.py`. Their budgets are short, so that many runs are affordable.
 """
 
 # Tasks that the project knows, with both kinds of actions
@@ -10,8 +10,8 @@ DEVELOPMENT = {
     "Acrobot-v1": 50_000,
     "MountainCar-v0": 100_000,
     "LunarLander-v3": 100_000,
-    "MinAtar/Breakout-v1": 150_000,
-    "MinAtar/SpaceInvaders-v1": 150_000,
+    "MinAtar/Breakout-v1": 100_000,
+    "MinAtar/SpaceInvaders-v1": 60_000,
     "Pendulum-v1": 100_000,
     "MountainCarContinuous-v0": 30_000,
     "LunarLanderContinuous-v3": 100_000,

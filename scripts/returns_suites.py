@@ -77,7 +77,7 @@ class Arm:
     """
     :param algo: Name of the algorithm in the Zoo
     :param source: ``"ppo"``, ``"ppo_lstm"``, ``"trpo"`` or ``"ppo_ext"``, whose file has the entries, ``"ablation"`` for the
-        entries in benchmark/ablation.yml, or ``"sb3"`` for SB3's defaults
+        entries in benchmark/ablation.yml, or ``"sb3"`` for SB3's defaults, as for tasks of which the Zoo has no entry
     :param key: Key of the entry, if it is the same for each task
     :param words: Further words of the command
     :param changes: Hyperparameters that differ from the entry
@@ -144,7 +144,7 @@ OTHER_LOG_STD_INIT = {
 # Numbers of steps of the tasks, and arms. The baseline is the first arm, and ours the second. A third one
 # is the baseline as SB3 computes it, of which the tables have the scores alone.
 SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
-    "presets": (CLASSIC, {"ppo": Arm("ppo", "ppo"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
+    "presets": (CLASSIC, {"ppo": Arm("ppo", "ppo"), "ppo_ext": Arm("ppo_ext", "ppo_ext"), **BASELINES, **BASELINES_BY_SB3}),
     "default": (CONTROL, DEFAULT_ARMS | WITH_VEC_NORMALIZE),
     "unseen": (
         UNSEEN,
@@ -164,7 +164,7 @@ SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
             **BASELINES_BY_SB3,
         },
     ),
-    "discrete": (DISCRETE, PRESETS_AND_PPO),
+    "discrete": (DISCRETE, PRESETS_AND_PPO | BASELINES | BASELINES_BY_SB3),
     "memory": (MEMORY, {"ppo_lstm": Arm("ppo_lstm", "ppo_lstm"), "ppo_ext": Arm("ppo_ext", "ppo_ext")}),
     "robots": (ROBOTS, PRESETS_AND_PPO | BASELINES | BASELINES_BY_SB3),
     "ablation": (
@@ -238,7 +238,7 @@ class Job:
 
     def entry(self) -> dict[str, Any]:
         arm = SUITES[self.suite][1][self.arm]
-        if arm.source == "sb3" or (arm.source == "ppo" and of_package(self.task, PACKAGES)):
+        if arm.source == "sb3" or (arm.source in {"ppo", "trpo"} and of_package(self.task, PACKAGES)):
             listed = {"policy": POLICIES.get(self.task, "MlpPolicy")}
         else:
             listed = entries(arm.source)[arm.key or self._key(arm.source)]

@@ -1,9 +1,10 @@
 """
-A random search for the entry `default`, on the tasks in `default_split.py`.
+A search for the entry `default`, on the tasks in `default_split.py`, in two phases.
 
-Each sampled configuration has a random level of every lever in `search_space.py`, and runs once on each task. A lever is
-judged by the mean over the configurations that have a level of it, not at one point (https://arxiv.org/abs/2412.07165). SB3's
-defaults, with and without ``VecNormalize``, and today's `default` are run with several seeds.
+First, a screening: each run is on one task, and has a random level of every lever in `search_space.py`. A lever is judged by
+the mean over all runs that have a level of it, not at one point (https://arxiv.org/abs/2412.07165). Then, a race: candidates,
+SB3's defaults with and without ``VecNormalize``, and today's `default` run on all tasks, with a further seed in each round.
+The better half of the candidates goes on.
 
 Run it: python scripts/search_default.py (hours; it needs RL Zoo, MuJoCo, Box2D and MinAtar)
 It writes benchmark/search.csv.xz after each run and continues where it was interrupted. `--report` writes benchmark/search.md
@@ -11,10 +12,12 @@ of the existing runs.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 import time
-from itertools import islice
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,8 @@ import pandas as pd
 import torch as th
 from benchmark_returns import make_experiment, refuse_without_extension
 from default_split import DEVELOPMENT
-from search_report import report
-from search_space import SearchJob, schedule
+from search_report import racers, report
+from search_space import SearchJob, race_jobs, sampled_jobs
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecEnv, sync_envs_normalization
@@ -34,6 +37,8 @@ N_EPISODES = 10
 BEFORE_LAST = 0.9
 OUT = Path("benchmark")
 FILE = "search.csv.xz"
+N_SAMPLED, N_ROUNDS = 240, 10
+COLUMNS = ["configuration", "task", "seed", "digest", "engine", "timesteps", "score", "cpu_seconds", "levels"]
 
 
 class Evaluations(BaseCallback):
@@ -91,13 +96,14 @@ def run(job: SearchJob) -> dict[str, Any]:
         for envs in (model.env, evaluations.envs):
             envs.close()
     names = {"configuration": job.configuration, "task": job.task, "seed": job.seed, "digest": job.digest(), "engine": engine}
-    return {**names, "timesteps": job.timesteps, "score": score, "cpu_seconds": round(seconds, 2)}
+    levels = {"levels": json.dumps(job.levels())} if job.levels() else {}
+    return {**names, "timesteps": job.timesteps, "score": score, "cpu_seconds": round(seconds, 2), **levels}
 
 
 def read(path: Path) -> pd.DataFrame:
     text = {"configuration": str, "digest": str}
-    columns = ["configuration", "task", "seed", "digest", "engine", "timesteps", "score", "cpu_seconds"]
-    return pd.read_csv(path, dtype=text) if path.exists() else pd.DataFrame(columns=columns)
+    rows = pd.read_csv(path, dtype=text) if path.exists() else pd.DataFrame()
+    return rows.reindex(columns=COLUMNS)
 
 
 def write(path: Path, rows: pd.DataFrame) -> None:
@@ -109,26 +115,57 @@ def write(path: Path, rows: pd.DataFrame) -> None:
 
 
 def key(row: Any) -> tuple[str, str, int, str]:
-    return row.configuration, row.task, int(row.seed), row.digest() if isinstance(row, SearchJob) else row.digest
-
-
-def missing(jobs: list[SearchJob], path: Path) -> list[SearchJob]:
-    """:return: The jobs that have no row yet"""
-    done = {key(row) for row in read(path).itertuples()}
-    return [job for job in jobs if key(job) not in done]
-
-
-def run_some(jobs: list[SearchJob], path: Path, n_runs: int | None = None) -> int:
     """
-    Run jobs that are not done yet, and write the row of each as soon as it is done.
+    :param row: A job, or a row of a run
+    :return: What is the same for both. A row of a sampled run holds its levels, and stays valid when others are sampled later.
+    """
+    digest = row.digest() if isinstance(row, SearchJob) else row.digest
+    return row.configuration, row.task, int(row.seed), "" if row.configuration.isdecimal() else digest
 
-    :param jobs: All jobs
+
+@dataclass(frozen=True)
+class Search:
+    """
+    All runs of the search, in the order in which they are computed.
+
+    :param n_sampled: Number of sampled runs, which come first
+    :param n_rounds: Number of rounds of the race, which follow
+    :param tasks: Names of the tasks
+    :param limit: Largest number of steps of a run
+    """
+
+    n_sampled: int = N_SAMPLED
+    n_rounds: int = N_ROUNDS
+    tasks: tuple[str, ...] = tuple(DEVELOPMENT)
+    limit: int | None = None
+
+    def jobs(self, rows: pd.DataFrame) -> Iterator[SearchJob]:
+        """
+        :param rows: Rows of the runs that are done: they decide who is left in a round of the race
+        :return: The runs
+        """
+        tasks = list(self.tasks)
+        yield from sampled_jobs(self.n_sampled, tasks, self.limit)
+        for number in range(self.n_rounds):
+            yield from race_jobs(number, racers(rows, number), tasks, self.limit)
+
+    def next_job(self, rows: pd.DataFrame) -> SearchJob | None:
+        """:return: The first run that has no row yet, ``None`` if there is none"""
+        done = {key(row) for row in rows.itertuples()}
+        return next((job for job in self.jobs(rows) if key(job) not in done), None)
+
+
+def run_some(search: Search, path: Path, n_runs: int | None = None) -> int:
+    """
+    Run what is not done yet, and write the row of each run as soon as it is done.
+
+    :param search: All runs
     :param path: File of the rows
     :param n_runs: Number of runs at most; ``None`` for all
     :return: Number of runs
     """
-    todo = list(islice(missing(jobs, path), n_runs))
-    for job in todo:
+    n_done = 0
+    while n_done != n_runs and (job := search.next_job(read(path))) is not None:
         row = run(job)
         old = read(path)
         same = (old["configuration"] == job.configuration) & (old["task"] == job.task) & (old["seed"] == job.seed)
@@ -136,12 +173,14 @@ def run_some(jobs: list[SearchJob], path: Path, n_runs: int | None = None) -> in
         write(path, new if old[~same].empty else pd.concat([old[~same], new], ignore_index=True))
         text = f"{row['score']:.1f} in {row['cpu_seconds']:.0f} s of CPU time, {row['engine']}"
         print(f"{job.configuration}, {job.task}, seed {job.seed}: {text}", flush=True)
-    return len(todo)
+        n_done += 1
+    return n_done
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configurations", type=int, default=200, help="number of sampled ones (default: %(default)s)")
+    parser.add_argument("--sampled", type=int, default=N_SAMPLED, help="number of sampled runs (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=N_ROUNDS, help="number of rounds of the race (default: %(default)s)")
     parser.add_argument("--tasks", nargs="+", choices=DEVELOPMENT, default=list(DEVELOPMENT), help="(default: all)")
     parser.add_argument("--timesteps", type=int, help="of each run at most (default: no limit)")
     parser.add_argument("--runs", type=int, help="number of runs at most (default: all that are missing)")
@@ -159,8 +198,8 @@ def main() -> None:
     if not arguments.report:
         refuse_without_extension()
         th.set_num_threads(1)
-        jobs = schedule(arguments.configurations, arguments.tasks, arguments.timesteps)
-        run_some(jobs, path, arguments.runs)
+        search = Search(arguments.sampled, arguments.rounds, tuple(arguments.tasks), arguments.timesteps)
+        run_some(search, path, arguments.runs)
     rows = read(path)
     if rows.empty:
         sys.exit(f"{path} has no runs yet")

@@ -1,10 +1,11 @@
 """
-Tables of `search_default.py`. Not a script.
+Tables of `search_default.py`, and who is left in its race. Not a script.
 
 Scores of different tasks are compared by rank: that of a run is the share of the other runs of its task that it beats, where
-ties count half. A configuration's rank is the mean over the tasks; one half is average.
+ties count half; one half is average. Sampled runs are ranked among themselves, and so are those of the race.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,10 @@ import numpy as np
 import pandas as pd
 from default_split import DEVELOPMENT, DISCRETE
 from returns_report import BOOTSTRAPS, mean_improvement, table, with_interval, with_spread
-from search_space import ACTIVE, CONTINUOUS_ONLY, LEVERS, REFERENCES, sample
+from search_space import ACTIVE, CANDIDATES, CONTINUOUS_ONLY, DISCRETE_ONLY, FIRST_SEED, HALVED_AFTER, LEVERS, REFERENCES
 
 KINDS = {"all tasks": set(DEVELOPMENT), "discrete": DISCRETE, "continuous": set(DEVELOPMENT) - DISCRETE}
 BASELINES = list(REFERENCES)[:2]
-# Sampled configurations in the table of the best ones
-N_BEST = 10
 
 
 def ranked(rows: pd.DataFrame) -> pd.DataFrame:
@@ -41,58 +40,91 @@ def ranks_of(rows: pd.DataFrame, tasks: set[str]) -> pd.Series:
     return runs.reindex(columns=sorted(tasks)).dropna().mean(axis=1)
 
 
-def sampled_ranks(rows: pd.DataFrame, tasks: set[str]) -> pd.Series:
-    """:return: The same for the sampled configurations, ranked among themselves"""
-    return ranks_of(ranked(rows[~rows["configuration"].isin(list(REFERENCES))]), tasks)
-
-
-def effects(ranks: pd.Series, lever: str) -> dict[Any, tuple[float, np.ndarray, int]]:
+def sampled(rows: pd.DataFrame) -> pd.DataFrame:
     """
-    :param ranks: Mean rank by number of the configuration
+    :param rows: Rows of runs
+    :return: The ranked rows of the sampled ones, with a column for each lever, which has the level as text
+    """
+    rows = ranked(rows[rows["levels"].notna() & rows["configuration"].str.isdecimal()]).reset_index(drop=True)
+    levels = [json.loads(text) for text in rows["levels"]]
+    return rows.assign(**{lever: [_text(of.get(lever)) for of in levels] for lever in LEVERS})
+
+
+def _text(level: Any) -> str:
+    """The same for a level in `search_space.py` and in a file, where a tuple is a list"""
+    return str(tuple(level)) if isinstance(level, list) else str(level)
+
+
+def effects(rows: pd.DataFrame, lever: str) -> dict[Any, tuple[float, np.ndarray, int]]:
+    """
+    :param rows: Sampled rows, see :func:`sampled`
     :param lever: Name of a lever
     :return: For each further level, the difference of the mean rank to that of the first level, its interval from a bootstrap
-        over the configurations of each level, and the number of configurations with that level
+        over the runs of each level, and the number of runs with that level
     """
     rng = np.random.default_rng(0)
-    levels = {number: sample(int(number)) for number in ranks.index}
     needed, accepted = ACTIVE.get(lever, (lever, set(LEVERS[lever])))
-    groups = {
-        level: np.array([ranks[number] for number, of in levels.items() if of[lever] == level and of[needed] in accepted])
-        for level in LEVERS[lever]
-    }
+    rows = rows[rows[needed].isin(list(map(_text, accepted)))]
+    groups = {level: rows["rank"][rows[lever] == _text(level)].to_numpy() for level in LEVERS[lever]}
     first = groups[LEVERS[lever][0]]
     result = {}
     for level in LEVERS[lever][1:]:
         values = groups[level]
         if min(len(first), len(values)) > 1:
-            draws = [_resampled(values, rng) - _resampled(first, rng) for _ in range(BOOTSTRAPS)]
+            draws = _resampled(values, rng) - _resampled(first, rng)
             result[level] = float(values.mean() - first.mean()), np.percentile(draws, [2.5, 97.5]), len(values)
     return result
 
 
-def _resampled(values: np.ndarray, rng: np.random.Generator) -> float:
-    return float(rng.choice(values, len(values)).mean())
+def _resampled(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Means of as many values, drawn with replacement, shape ``(n_bootstraps,)``"""
+    return rng.choice(values, (BOOTSTRAPS, len(values))).mean(axis=1)
 
 
 def effect_lines(rows: pd.DataFrame) -> list[list[str]]:
     """A line for each level of each lever, except for the first ones."""
-    found = {kind: sampled_ranks(rows, tasks) for kind, tasks in KINDS.items()}
+    of_kind = {kind: rows[rows["task"].isin(tasks)] for kind, tasks in KINDS.items()}
     lines = []
     for lever, (first, *others) in LEVERS.items():
-        by_kind = {kind: effects(ranks, lever) for kind, ranks in found.items()}
+        by_kind = {kind: effects(of_kind[kind], lever) for kind in KINDS if _acts(lever, kind)}
         for level in others:
-            cells = [_cell(by_kind[kind].get(level), kind, lever) for kind in KINDS]
-            n_configurations = by_kind["all tasks"].get(level, (0, 0, 0))[2]
-            lines.append([lever, str(first), str(level), str(n_configurations), *cells])
+            cells = [_cell(by_kind.get(kind, {}).get(level)) for kind in KINDS]
+            lines.append([lever, str(first), str(level), *cells])
     return lines
 
 
-def _cell(effect: tuple[float, np.ndarray, int] | None, kind: str, lever: str) -> str:
-    if effect is None or (lever in CONTINUOUS_ONLY and kind != "continuous"):
+def _acts(lever: str, kind: str) -> bool:
+    """Whether a lever is sampled for all tasks of a kind."""
+    only = {**dict.fromkeys(CONTINUOUS_ONLY, "continuous"), **dict.fromkeys(DISCRETE_ONLY, "discrete")}
+    return kind == only.get(lever, kind)
+
+
+def _cell(effect: tuple[float, np.ndarray, int] | None) -> str:
+    if effect is None:
         return "-"
-    point, (low, high), _ = effect
+    point, (low, high), count = effect
     text = f"{point:+.2f} ({low:+.2f} to {high:+.2f})"
-    return f"**{text}**" if low > 0 or high < 0 else text
+    return (f"**{text}**" if low > 0 or high < 0 else text) + f", {count}"
+
+
+def of_race(rows: pd.DataFrame) -> pd.DataFrame:
+    """:return: The ranked rows of candidates and references"""
+    return ranked(rows[rows["configuration"].isin([*CANDIDATES, *REFERENCES])])
+
+
+def racers(rows: pd.DataFrame, number: int) -> list[str]:
+    """
+    :param rows: Rows of the runs that are done
+    :param number: Number of a round of the race
+    :return: Names of the candidates that run in it: all at first; after some rounds, the better half goes on
+    """
+    left = list(CANDIDATES)
+    for n_rounds in HALVED_AFTER:
+        if n_rounds <= number:
+            before = rows[rows["configuration"].isin([*left, *REFERENCES]) & (rows["seed"] < FIRST_SEED + n_rounds)]
+            ranks = ranks_of(ranked(before), set(before["task"]))
+            left = sorted(left, key=lambda name: -ranks.get(name, 0.0))[: (len(left) + 1) // 2]
+    return left
 
 
 def scores_of(rows: pd.DataFrame, configuration: str, task: str) -> np.ndarray:
@@ -101,14 +133,12 @@ def scores_of(rows: pd.DataFrame, configuration: str, task: str) -> np.ndarray:
 
 def configuration_lines(rows: pd.DataFrame, tasks: set[str]) -> list[list[str]]:
     """
-    The references and the best sampled configurations that have runs of all tasks, with the probability that a run of theirs
-    is better than one of SB3's defaults, without and with ``VecNormalize``.
+    The candidates and references that have runs of all tasks, with the probability that a run of theirs is better than one of
+    SB3's defaults, without and with ``VecNormalize``.
     """
-    ranks = ranks_of(ranked(rows), tasks).sort_values(ascending=False)
-    sampled = [name for name in ranks.index if name not in REFERENCES]
-    shown = [name for name in ranks.index if name in REFERENCES or name in sampled[:N_BEST]]
+    ranks = ranks_of(rows, tasks).sort_values(ascending=False)
     lines = []
-    for name in shown:
+    for name in ranks.index:
         n_runs = int(rows[(rows["configuration"] == name)].groupby("task").size().min())
         cells = [
             _better(rows, name, baseline, tasks) if baseline in ranks and baseline != name else "-" for baseline in BASELINES
@@ -123,11 +153,11 @@ def _better(rows: pd.DataFrame, name: str, baseline: str, tasks: set[str]) -> st
 
 
 def task_lines(rows: pd.DataFrame) -> list[list[str]]:
-    """Scores of the references on each task, and of the best sampled configuration of the task."""
+    """Scores of references and candidates on each task, and of the best sampled run."""
     lines = []
     for task, timesteps in DEVELOPMENT.items():
-        cells = [scores_of(rows, name, task) for name in REFERENCES]
-        others = rows[(rows["task"] == task) & ~rows["configuration"].isin(list(REFERENCES))].sort_values("score")
+        cells = [scores_of(rows, name, task) for name in (*REFERENCES, *CANDIDATES)]
+        others = rows[(rows["task"] == task) & rows["configuration"].str.isdecimal()].sort_values("score")
         best = "-" if others.empty else f"{others['score'].iloc[-1]:.1f} ({others['configuration'].iloc[-1]})"
         lines.append([task, f"{timesteps / 1000:.0f}k", *(with_spread(cell) if len(cell) else "-" for cell in cells), best])
     return lines
@@ -140,22 +170,22 @@ def report(rows: pd.DataFrame, folder: Path) -> None:
     :param rows: Rows of runs
     :param folder: Folder of the page
     """
-    parts = [
-        "## References",
-        table(["task", "steps", *REFERENCES, "best sampled run"], task_lines(rows)),
-        *_configuration_parts(rows),
-    ]
-    if len(sampled_ranks(rows, set(DEVELOPMENT))) > 1:
-        parts += ["## Levers", table(["lever", "from", "to", "configurations", *KINDS], effect_lines(rows))]
+    parts = _race_parts(of_race(rows))
+    screened = sampled(rows)
+    if len(screened) > 1:
+        title = f"## Levers, from {len(screened)} runs"
+        parts += [title, table(["lever", "from", "to", *KINDS], effect_lines(screened))]
+    header = ["task", "steps", *REFERENCES, *CANDIDATES, "best sampled run"]
+    parts += ["## Scores", table(header, task_lines(rows))]
     text = "\n\n".join(parts)
     print(f"\n{text}", flush=True)
-    (folder / "search.md").write_text(f"# Table: random search for the default\n\n{text}\n")
+    (folder / "search.md").write_text(f"# Table: search for the default\n\n{text}\n")
 
 
-def _configuration_parts(rows: pd.DataFrame) -> list[str]:
+def _race_parts(rows: pd.DataFrame) -> list[str]:
     header = ["configuration", "runs of a task", "rank", *(f"P(better than {name})" for name in BASELINES)]
     parts = []
     for kind, tasks in KINDS.items():
         if len(lines := configuration_lines(rows, tasks)) > 1:
-            parts += [f"## Configurations, {kind}", table(header, lines)]
+            parts += [f"## Race, {kind}", table(header, lines)]
     return parts

@@ -9,68 +9,81 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from default_split import DEVELOPMENT
+from default_split import DEVELOPMENT, DISCRETE
 from returns_suites import FITTED, entries
 
 # Seeds of the search; no published run has one of them.
 FIRST_SEED = 1000
-# Levels of each lever. The first one is that of SB3's defaults or of today's `default`; the others are compared with it.
+# Levels of each lever. The first one is near SB3's defaults or today's `default`; the others are compared with it.
+# `scale` says what is normalised besides the observations: the rewards, or the targets of the critic.
 # `rule` says what sets the learning rate: `rate` itself, or the KL divergence, with `rate` as its first value and `kl` as its
 # target; `decay` acts on the rate or on the target.
 LEVERS: dict[str, tuple[Any, ...]] = {
-    "normalize_obs": (True, False),
-    "normalize_reward": (True, False),
-    "normalize_value": (False, True),
+    "scale": ("reward", "value"),
+    "normalize_freq": ("step", "rollout"),
     "rule": ("rate", "threshold", "proportional"),
     "decay": ("constant", "hold", "lin"),
     "rate": (3e-4, 1e-3),
     "kl": (0.01, 0.02),
     "betas": ((0.9, 0.999), (0.9, 0.9), (0.99, 0.99)),
     "critic_rate": (None, 1e-3),
-    "n_envs": (2, 8, 32),
+    "n_envs": (2, 8, 16, 64),
     "rollout": (2048, 1024, 4096),
     "batch_size": (64, 256),
     "n_epochs": (10, 4),
     "gamma": (0.99, 0.98, 0.995),
     "gae_lambda": (0.95, 0.9, 0.98),
     "clip_range": (0.2, 0.1, 0.3),
-    "ent_coef": (0.0, 0.01),
+    "advantage_norm": ("minibatch", "rollout"),
     "vtrace": (False, True),
-    "log_std_init": (0.0, -1.0),
-    "net_type": ("mlp", "layer_norm", "simba"),
+    "ent_coef": (0.0, 0.01),
+    "log_std_init": (0.0, -0.5, -1.0),
+    "net_type": ("mlp", "layer_norm"),
     "activation_fn": ("nn.Tanh", "nn.ReLU"),
 }
+FIRST_LEVELS = {name: levels[0] for name, levels in LEVERS.items()}
 # Levers that change nothing for some levels of another one
 ACTIVE = {"kl": ("rule", {"threshold", "proportional"})}
-# Levers that act on tasks with continuous actions only
+# Levers that are sampled for one kind of actions only; the other one has their first level.
 CONTINUOUS_ONLY = {"log_std_init"}
+DISCRETE_ONLY = {"ent_coef"}
 # Configurations at fixed points, with more seeds than the sampled ones have
 REFERENCES: dict[str, dict[str, Any]] = {
     "SB3's defaults": {"policy": "MlpPolicy"},
     "SB3's defaults + VecNormalize": {"policy": "MlpPolicy", "normalize": True},
     "default": {**entries("ppo_ext")["default"]},
 }
+# Candidates for the race: levels that differ from the first ones, and those that differ again where actions are discrete
+CANDIDATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+# After so many seeds, the better half of the candidates goes on.
+HALVED_AFTER = (1, 3)
 
 
-def sample(number: int) -> dict[str, Any]:
+def sample(number: int, task: str) -> dict[str, Any]:
     """
-    :param number: Number of a configuration
+    :param number: Number of a run
+    :param task: Name of its task
     :return: Its level of each lever: each one is drawn on its own, and all are equally likely
     """
     rng = np.random.default_rng([FIRST_SEED, number])
-    return {name: levels[rng.integers(len(levels))] for name, levels in LEVERS.items()}
+    drawn = {name: levels[rng.integers(len(levels))] for name, levels in LEVERS.items()}
+    fixed = CONTINUOUS_ONLY if task in DISCRETE else DISCRETE_ONLY
+    return {**drawn, **{name: FIRST_LEVELS[name] for name in fixed}}
 
 
-def entry_of(levels: Mapping[str, Any]) -> dict[str, Any]:
+def entry_of(levels: Mapping[str, Any], task: str) -> dict[str, Any]:
     """
     :param levels: Level of each lever
+    :param task: Name of the task. The observations of MinAtar, which are only zeros and ones, are not normalised.
     :return: An entry in RL Zoo's format
     """
-    same = ("n_envs", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "normalize_value", "vtrace")
+    same = ("n_envs", "batch_size", "n_epochs", "gamma", "gae_lambda", "clip_range", "ent_coef", "vtrace", "advantage_norm")
     entry = {"policy": "MlpPolicy", **{name: levels[name] for name in same}}
     entry["n_steps"] = levels["rollout"] // levels["n_envs"]
-    if levels["normalize_obs"] or levels["normalize_reward"]:
-        entry["normalize"] = f"dict(norm_obs={levels['normalize_obs']}, norm_reward={levels['normalize_reward']})"
+    entry["normalize_obs"] = not task.startswith("MinAtar/")
+    entry["normalize_reward" if levels["scale"] == "reward" else "normalize_value"] = True
+    if entry["normalize_obs"] or levels["scale"] == "reward":
+        entry["normalize_freq"] = levels["normalize_freq"]
     if levels["critic_rate"] is not None:
         entry["critic_learning_rate"] = levels["critic_rate"]
     return {**entry, **_rate(levels), "policy_kwargs": _policy_kwargs(levels)}
@@ -107,7 +120,7 @@ class SearchJob:
     """
     One run of the search.
 
-    :param configuration: A name of ``REFERENCES``, or the number of a sampled configuration
+    :param configuration: A name of ``REFERENCES`` or ``CANDIDATES``, or the number of a sampled run
     :param task: Name of the task
     :param seed: Seed
     :param limit: Largest number of steps
@@ -122,12 +135,21 @@ class SearchJob:
     def timesteps(self) -> int:
         return min(DEVELOPMENT[self.task], self.limit or DEVELOPMENT[self.task])
 
+    def levels(self) -> dict[str, Any] | None:
+        """:return: Level of each lever, ``None`` for a reference"""
+        if self.configuration in REFERENCES:
+            return None
+        if self.configuration.isdecimal():
+            return sample(int(self.configuration), self.task)
+        everywhere, discrete = CANDIDATES[self.configuration]
+        return {**FIRST_LEVELS, **everywhere, **(discrete if self.task in DISCRETE else {})}
+
     def entry(self) -> dict[str, Any]:
         """The entry of the configuration, fitted to the observations of the task."""
-        known = REFERENCES.get(self.configuration)
-        entry = dict(entry_of(sample(int(self.configuration))) if known is None else known)
-        if "normalize" in entry and self.task.startswith("MinAtar/"):
-            entry["normalize"] = _without_observations(entry["normalize"])
+        levels = self.levels()
+        entry = dict(REFERENCES[self.configuration]) if levels is None else entry_of(levels, self.task)
+        if entry.get("normalize") is True and self.task.startswith("MinAtar/"):
+            entry["normalize"] = FITTED["MinAtar/"]["normalize"]
         return {**entry, "n_timesteps": self.timesteps}
 
     def digest(self) -> str:
@@ -135,30 +157,22 @@ class SearchJob:
         return hashlib.sha256(json.dumps(self.entry(), sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _without_observations(normalize: bool | str) -> str:
-    """As the Zoo's `default` for these observations, which are only zeros and ones."""
-    if normalize is True:
-        return FITTED["MinAtar/"]["normalize"]
-    return str(normalize).replace("norm_obs=True", "norm_obs=False")
-
-
-def schedule(n_configurations: int, tasks: list[str], limit: int | None = None) -> list[SearchJob]:
+def sampled_jobs(n_runs: int, tasks: list[str], limit: int | None = None) -> list[SearchJob]:
     """
-    All runs, in the order in which they are computed: a seed of each reference, and then four sampled configurations and
-    another seed of the references in turns. A sampled configuration has one seed, which no other one has.
-
-    :param n_configurations: Number of sampled configurations
+    :param n_runs: Number of runs
     :param tasks: Names of the tasks
     :param limit: Largest number of steps
-    :return: The runs
+    :return: Sampled runs, on the tasks in turns. Each one has levels and a seed of its own.
     """
+    return [SearchJob(str(number), tasks[number % len(tasks)], FIRST_SEED + number, limit) for number in range(n_runs)]
 
-    def references(number: int) -> list[SearchJob]:
-        return [SearchJob(name, task, FIRST_SEED + number, limit) for task in tasks for name in REFERENCES]
 
-    jobs = references(0)
-    for number in range(n_configurations):
-        jobs += [SearchJob(str(number), task, FIRST_SEED + number, limit) for task in tasks]
-        if number % 4 == 3:
-            jobs += references(1 + number // 4)
-    return jobs
+def race_jobs(number: int, racers: list[str], tasks: list[str], limit: int | None = None) -> list[SearchJob]:
+    """
+    :param number: Number of a round
+    :param racers: Names of the candidates that are left
+    :param tasks: Names of the tasks
+    :param limit: Largest number of steps
+    :return: A run of each candidate and of each reference on each task, with a seed that the round before did not have
+    """
+    return [SearchJob(name, task, FIRST_SEED + number, limit) for task in tasks for name in (*racers, *REFERENCES)]

@@ -1,6 +1,7 @@
 """What all tests share. Plain helpers, such as toy environments, are in `tests/support`."""
 
 import functools
+import gc
 import os
 import platform
 import random
@@ -54,8 +55,8 @@ def _integration_is_marked(request, monkeypatch):
 
 @pytest.fixture
 def quick_compiler(monkeypatch):
-    """`torch.compile` does everything but the C++ at the end, which takes most of the time."""
-    monkeypatch.setattr(th, "compile", functools.partial(th.compile, backend="aot_eager"))
+    """`torch.compile` traces, and runs what it has traced: gradients and C++ take most of the time."""
+    monkeypatch.setattr(th, "compile", functools.partial(th.compile, backend="eager"))
 
 
 @pytest.fixture
@@ -101,7 +102,9 @@ def trained(tmp_path_factory):
 
 
 def pytest_collection_finish(session):
-    """Autograd counts the devices when it is first used, which another test may do."""
+    """What is there before the first test stays, and is not looked through by each garbage collection."""
+    gc.freeze()
+    # Autograd counts the devices when it is first used, which another test may do.
     if any("sim" in getattr(item, "fixturenames", ()) for item in session.items):
         from support.simulated_device import load
 

@@ -1,7 +1,12 @@
-"""Importing or constructing changes nothing outside. That imports go one way is checked by import-linter in `make lint`."""
+"""
+Importing or constructing changes nothing outside, classes are small, and types say something. That imports go one way is
+checked by import-linter in `make lint`.
+"""
 
+import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from functools import cached_property
@@ -110,3 +115,34 @@ def test_everything_public_has_a_docstring():
         name = path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
         for qualname, value in public_objects(importlib.import_module(name)):
             assert inspect.getdoc(value), f"{name}: {qualname}"
+
+
+def lines_of_code(node, text):
+    """Lines of a class without docstrings, comments and blank lines."""
+    documented = [each.body[0] for each in ast.walk(node) if isinstance(each, DOCUMENTED) and ast.get_docstring(each)]
+    docs = {line for each in documented for line in range(each.lineno, each.end_lineno + 1)}
+    numbered = enumerate(text.splitlines()[node.lineno - 1 : node.end_lineno], node.lineno)
+    return sum(number not in docs and bool(re.match(r"\s*[^\s#]", line)) for number, line in numbered)
+
+
+DOCUMENTED = (ast.ClassDef, ast.FunctionDef)
+
+
+def test_classes_are_small():
+    """No class has more than 300 lines of code."""
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            assert not isinstance(node, ast.ClassDef) or lines_of_code(node, text) <= 300, f"{path}: {node.name}"
+
+
+def test_any_is_rare():
+    """`Any` is for what nobody knows: at most 20 in 1,000 lines, imports included, and its names are in one file."""
+    texts = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    n_any, n_lines = sum(len(ANY.findall(text)) for text in texts.values()), sum(text.count("\n") for text in texts.values())
+    assert n_any <= 0.02 * n_lines, (n_any, n_lines)
+    named = [path.name for path, text in texts.items() if re.search(r": TypeAlias = Any$", text, re.MULTILINE)]
+    assert set(named) == {"type_aliases.py", "loop.py"}
+
+
+ANY = re.compile(r"\bAny\b")

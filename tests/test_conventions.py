@@ -6,6 +6,8 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 MODULES = sorted(TESTS.rglob("test_*.py"))
@@ -28,6 +30,14 @@ def defined_tests(tree):
 @cache
 def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.xdist_group("conventions")
+def test_groups_stay_together(request):
+    """One process has the tests that share what is made once: pytest-xdist tells their group by the end of their names."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("needs `--dist loadgroup`")
+    assert request.node.nodeid.endswith("@conventions")
 
 
 def test_no_test_imports_another_test():

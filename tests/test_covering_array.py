@@ -33,9 +33,7 @@ def trained_as_reference(cell, device="cpu"):
     model = make(cell, device).learn(32)
     if cell["engine"] in ("eager", "native") or "amp_dtype" in cell:  # The others are reproduced by the reference.
         assert_equal(bits(make(cell, device).learn(32)), bits(model), "a second training")
-    # Recurrent policies in tensor environments agree to less: see `test_recurrent_policies_in_tensor_environments`.
-    is_loose = cell["policy"] in ("lstm", "gru") and cell["env"] == "tensors"
-    if "amp_dtype" not in cell and not is_loose:
+    if "amp_dtype" not in cell:
         assert_same_results(*with_reference(cell, model), rtol=tolerance(cell))
     return model
 

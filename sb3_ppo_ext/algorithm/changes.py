@@ -1,13 +1,12 @@
 """Detection of options that have been changed between two calls of ``learn``."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch as th
 
 
-def remembered(value: Any) -> Any:
+def remembered(value: object) -> object:
     """
     :param value: Value of an option
     :return: The same value, with copies of dictionaries and lists, which may be changed in place
@@ -17,7 +16,7 @@ def remembered(value: Any) -> Any:
     return [remembered(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(one: object, other: object) -> bool:
     """
     :param one: Value that :func:`remembered` has returned
     :param other: Current value of the same option

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch as th
@@ -13,6 +11,9 @@ from torch import nn
 # Number of parameters above which a policy is taken to be faster on a GPU, although each step of the environments waits for
 # it. It is that of two layers with 1024 inputs and outputs.
 WIDE = 2 * 1024**2
+# Number of products of a parameter and a sample in a minibatch above which updates are taken to be faster on a GPU, although
+# the native engine needs less time around them. `scripts/predict_device.py` predicts it.
+MUCH = 10**9
 
 # Backends that use the extension module in C
 OF_CPU = ("native", "fused")
@@ -28,12 +29,14 @@ class Situation(NamedTuple):
     :param env: Vectorised environment, ``None`` if there is none
     :param is_native: Whether the native engine would compute the policy on the CPU
     :param backend: Backend that the user has chosen
+    :param batch_size: Size of a minibatch
     """
 
     policy: nn.Module
     env: Any
     is_native: bool
     backend: str = "auto"
+    batch_size: int = 64
 
 
 class DeviceChoice(NamedTuple):
@@ -63,17 +66,6 @@ def choose_device(situation: Situation) -> DeviceChoice:
     return DeviceChoice(rule.device(situation), rule.reason)
 
 
-@contextmanager
-def without_device_line() -> Iterator[None]:
-    """Leave out the line in which SB3 prints the device, before it can be known."""
-    printed = io.StringIO()
-    try:
-        with redirect_stdout(printed):
-            yield
-    finally:
-        print(printed.getvalue().replace("Using cpu device\n", "", 1), end="")
-
-
 def _steps_on_device(situation: Situation) -> bool:
     # A wrapper forwards all attributes, but steps in arrays.
     return hasattr(type(situation.env), "step_tensors") and _device_of_steps(situation).type != "cpu"
@@ -89,7 +81,15 @@ def _has_convolutions(situation: Situation) -> bool:
 
 
 def _is_wide(situation: Situation) -> bool:
-    return sum(parameter.numel() for parameter in situation.policy.parameters()) > WIDE
+    return _n_parameters(situation) > WIDE
+
+
+def _computes_much(situation: Situation) -> bool:
+    return _n_parameters(situation) * situation.batch_size > MUCH
+
+
+def _n_parameters(situation: Situation) -> int:
+    return sum(parameter.numel() for parameter in situation.policy.parameters())
 
 
 # The first one that applies counts.
@@ -100,6 +100,7 @@ RULES = (
     _Rule(lambda situation: situation.backend == "device", lambda situation: _CUDA, '`backend` is "device"'),
     _Rule(_has_convolutions, lambda situation: _CUDA, "the policy reads images"),
     _Rule(_is_wide, lambda situation: _CUDA, "the policy has wide layers"),
+    _Rule(_computes_much, lambda situation: _CUDA, "its minibatches are large"),
     _Rule(lambda situation: situation.is_native, lambda situation: _CPU, "the native engine computes this policy there"),
     _Rule(lambda situation: True, lambda situation: _CPU, "a GPU would be slower for such a small policy"),
 )

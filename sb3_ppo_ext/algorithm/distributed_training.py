@@ -28,6 +28,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 from sb3_ppo_ext.common.guards import normalizers_of
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks, connect
 from sb3_ppo_ext.distributed.statistics import share_statistics, unshare_statistics
@@ -42,7 +43,7 @@ OF_FIRST_RANK = (EvalCallback, CheckpointCallback, ProgressBarCallback)
 
 
 @contextmanager
-def training_of(model: Any, **arguments: Any) -> Iterator[Ranks]:
+def training_of(model: Any, **arguments: object) -> Iterator[Ranks]:
     """
     Connect the ranks for a call of ``learn``.
 
@@ -83,7 +84,7 @@ def _silence(model: Any) -> None:
 # What the ranks agree on
 
 
-def _settings(model: Any) -> dict[str, Any]:
+def _settings(model: Any) -> Kwargs:
     env = model.env
     settings = {name: _plain(getattr(model, row.attribute)) for name, row in ALL_OPTIONS.items() if name not in OF_RANK}
     settings["stats_window_size"] = model._stats_window_size
@@ -97,7 +98,7 @@ def _settings(model: Any) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """A description that is the same in all processes."""
     if callable(value) and not isinstance(value, type):
         try:

@@ -1,7 +1,5 @@
 """The hyperparameters of a model as numbers and strings, for TensorBoard, Weights & Biases and the like."""
 
-from typing import Any
-
 import numpy as np
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
@@ -35,7 +33,7 @@ def hyperparameters(model: BaseAlgorithm) -> dict[str, bool | int | float | str 
     }
 
 
-def _plain(value: Any) -> bool | int | float | str | None:
+def _plain(value: object) -> bool | int | float | str | None:
     value = as_in_yaml(value)
     if isinstance(value, np.generic):
         value = value.item()

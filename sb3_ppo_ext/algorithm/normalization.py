@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -16,6 +15,7 @@ from sb3_ppo_ext.common.guards import find_normalizers, normalized_parts
 from sb3_ppo_ext.common.pickles import read_pickled
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.envs.normalizer import Normalizer, normalized_keys
+from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.policies.normalized_observations import NormalizedObservationsMixin
@@ -40,7 +40,7 @@ class Normalization(PolicyUpdater):
 
     def _share_normalizer(self) -> None:
         """Let the policy normalise what ``predict`` gets with the statistics of the model."""
-        policy: Any = getattr(self, "policy", None)
+        policy = getattr(self, "policy", None)
         if self.normalizer is not None and self.normalizer.norm_obs and isinstance(policy, NormalizedObservationsMixin):
             policy.normalizer = self.normalizer
 
@@ -58,8 +58,8 @@ class Normalization(PolicyUpdater):
     def _place_normalizer(self) -> None:
         """Keep the statistics where the steps of the environments are."""
         if self.normalizer is not None and self.env is not None:
-            env: Any = self.env
-            self.normalizer.place(env.device if steps_in_tensors(env) else None)
+            env = self.env
+            self.normalizer.place(env.device if isinstance(env, TensorVecEnv) and steps_in_tensors(env) else None)
 
     @property
     def _normalized_parts(self) -> list[str]:
@@ -90,7 +90,7 @@ class Normalization(PolicyUpdater):
         :raises ValueError: if the model does not normalise, or the statistics do not fit it
         """
         normalizer = self._own_normalizer("load_vec_normalize")
-        source: Any = vec_normalize
+        source = vec_normalize
         if isinstance(source, str | os.PathLike):
             source = read_pickled("vec_normalize", str(source), VecNormalize)
         normalizer.take("vec_normalize", source)
@@ -124,7 +124,7 @@ class Normalization(PolicyUpdater):
         return self.normalizer
 
 
-class _Spaces(gym.Env[Any, Any]):
+class _Spaces(gym.Env):
     """An environment that has nothing but spaces."""
 
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space):

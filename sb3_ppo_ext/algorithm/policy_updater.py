@@ -2,13 +2,15 @@
 
 import time
 import warnings
-from dataclasses import fields
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples, Schedule
 
@@ -17,18 +19,19 @@ from sb3_ppo_ext.common.guards import normalizers_of
 from sb3_ppo_ext.common.hybrid_actions import boxes_of, split_boxes
 from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_constant, value_of
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.memory.recurrent_policies import RecurrentPolicyMixin
-from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
+from sb3_ppo_ext.options import ConfiguredPPO
+from sb3_ppo_ext.options.arguments import has_single_step
 from sb3_ppo_ext.policies.mixed_precision import LossScale
 from sb3_ppo_ext.policies.value_normalization import normalized_value
 from sb3_ppo_ext.rollout.actors import Act, Actor, RolloutConfig
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 from sb3_ppo_ext.rollout.tensor_collector import TensorRolloutCollector
+from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.extra_loss import ExtraLoss
@@ -40,18 +43,10 @@ from sb3_ppo_ext.update.minibatch_loss import ExtraActorLoss
 from sb3_ppo_ext.update.report import action_statistics, further_metrics, on_host, sb3_metrics, statistics_over
 from sb3_ppo_ext.update.rollout_data import Rollout
 
-# Options that are passed to an update unchanged
-OF_UPDATE = {field.name for field in fields(UpdateConfig)} & (ALL_OPTIONS.keys() | {"verbose", "num_timesteps"})
 
-
-class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
+class PolicyUpdater(ConfiguredPPO, TensorRolloutCollector):
     """An on-policy algorithm that updates its policy with the options of PPOExt, on the engine of ``backend``."""
 
-    batch_size: int
-    n_epochs: int
-    clip_range: Any
-    clip_range_vf: Any
-    ent_coef: Any
     critic_lr_schedule: Schedule | None
     # State of options that adapt during the training
     advantage_normalizer: AdvantageNormalizer | None = None
@@ -59,6 +54,8 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
     adaptive_lr: KLAdaptive | None = None
     loss_scale: LossScale | None = None
     n_skipped_updates = 0
+    # Backend of the current rollout and its update, and why others are not, while that cannot change
+    _choice: tuple[str, dict[str, str]] | None = None
 
     def _setup_engine(self) -> None:
         """Refuse a backend that does not support the policy or the options. Engines are created when they are needed."""
@@ -112,7 +109,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
 
     def _find_engine(self) -> Engine:
         """Engine for the current backend and policy, which a callback may have changed since ``learn`` has checked them."""
-        backend, reasons = choose_backend(self.backend, self._engine_setup())
+        backend, reasons = self._choice or choose_backend(self.backend, self._engine_setup())
         if self.backend in reasons:
             warnings.warn(f'`backend="eager"` takes over from "{self.backend}": {reasons[self.backend]}', stacklevel=2)
         engine = self._engines.get(backend)
@@ -125,7 +122,18 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
 
     def _collects_tensors(self) -> bool:
         setup = self._engine_setup()
-        return ENGINES[choose_backend(self.backend, setup)[0]].keeps_rollouts_on_device(setup)
+        backend, _ = self._choice or choose_backend(self.backend, setup)
+        return ENGINES[backend].keeps_rollouts_on_device(setup)
+
+    @contextmanager
+    def _engine_is_chosen(self, callback: BaseCallback) -> Iterator[None]:
+        """Choose the backend of a rollout and its update once, if no code of a user runs that might replace what decides."""
+        if not (is_user_class(type(self)) or runs_user_code(callback)):
+            self._choice = choose_backend(self.backend, self._engine_setup())
+        try:
+            yield
+        finally:
+            self._choice = None
 
     def _make_act(self) -> Act:
         return self._find_engine().make_act()
@@ -145,17 +153,9 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
             self._n_updates += result.n_epochs
             self.n_skipped_updates += result.n_skipped
         self._log_update(config, result)
-        if not self._has_single_step:  # Its divergence is 0 up to rounding.
+        if not has_single_step(self):  # Its divergence is 0 up to rounding.
             self._adapt(result.metrics)
         self.logger.record("time/update_seconds", time.perf_counter() - start)
-
-    @property
-    def _has_single_step(self) -> bool:
-        """Whether an update has one step of the optimiser, before which the policy has not moved."""
-        if self.env is None or self.n_epochs > 1:
-            return False
-        size = find_launch(self.distributed).size
-        return self.batch_size * self.accumulate_grad >= self.env.num_envs * self.n_steps * size
 
     def _adapt(self, metrics: Metrics) -> None:
         """Change the coefficient and the learning rate that adapt to the KL divergence of an update."""
@@ -178,19 +178,32 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
     def _update_config(self) -> UpdateConfig:
         """Configuration of an update with the current values of the options."""
         progress = self._current_progress_remaining
-        done = 1 - progress
-        given = {name: getattr(self, name) for name in OF_UPDATE}
-        given |= {
-            "loss": self._loss_config(progress),
-            "priority_beta": self.priority_beta + (1 - self.priority_beta) * done,
-            "discrete_actions": isinstance(self.action_space, spaces.Discrete),
-            "samples_latents": self._samples_latents,
-            "extra_actor_loss": self._extra_actor_loss(),
-            "loss_scale": self.loss_scale,
-            "batch_size": self.batch_size // self.ranks.size,
-            "ranks": self.ranks,
-        }
-        return UpdateConfig(**given)
+        return UpdateConfig(
+            loss=self._loss_config(progress),
+            n_epochs=self.n_epochs,
+            batch_size=self.batch_size // self.ranks.size,
+            accumulate_grad=self.accumulate_grad,
+            normalize_advantage=self.normalize_advantage,
+            advantage_norm=self.advantage_norm,
+            max_grad_norm=self.max_grad_norm,
+            target_kl=self.target_kl,
+            max_clip_fraction=self.max_clip_fraction,
+            bad_gradients=self.bad_gradients,
+            native_threads=self.native_threads,
+            vtrace=self.vtrace,
+            vtrace_rho=self.vtrace_rho,
+            vtrace_c=self.vtrace_c,
+            priority_alpha=self.priority_alpha,
+            priority_beta=self.priority_beta + (1 - self.priority_beta) * (1 - progress),
+            priority_segment=self.priority_segment,
+            discrete_actions=isinstance(self.action_space, spaces.Discrete),
+            samples_latents=self._samples_latents,
+            extra_actor_loss=self._extra_actor_loss(),
+            loss_scale=self.loss_scale,
+            num_timesteps=self.num_timesteps,
+            verbose=self.verbose,
+            ranks=self.ranks,
+        )
 
     def _loss_config(self, progress: float) -> LossConfig:
         coefficients = {name: value_of(getattr(self, loss.coef), progress) for name, loss in PENALTIES.items()}
@@ -259,7 +272,7 @@ class PolicyUpdater(PPOExtOptions, TensorRolloutCollector):
 
     def _options_to_log(self, config: UpdateConfig, result: UpdateResult) -> dict[str, Any]:
         """Current values of options that change during the training, counters and adapted statistics."""
-        logged: dict[str, Any] = {}
+        logged: dict[str, object] = {}
         if not is_constant(self.ent_coef):
             logged["train/ent_coef"] = config.loss.ent_coef
         if "kl" in config.loss.penalties:

@@ -1,6 +1,5 @@
 """Saving and loading of PPOExt."""
 
-import inspect
 import io
 import sys
 import warnings
@@ -11,7 +10,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.save_util import recursive_getattr
 from stable_baselines3.common.type_aliases import GymEnv, TensorDict
 
@@ -30,10 +28,12 @@ from sb3_ppo_ext.common.saved_models import (
     refused_if_damaged,
     with_plain_attributes,
 )
+from sb3_ppo_ext.common.type_aliases import Kwargs, StateDict
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
 from sb3_ppo_ext.memory.policies import MlpTransformerPolicy
 from sb3_ppo_ext.memory.saved_parameters import check_sharing, missing_sinks, shares_transformer
-from sb3_ppo_ext.options import ALL_OPTIONS, PPOExtOptions
+from sb3_ppo_ext.options import ALL_OPTIONS, ConfiguredPPO
+from sb3_ppo_ext.options.constructor import option_names
 from sb3_ppo_ext.policies.actor_critic import (
     check_parameters_are_of,
     fixes_std,
@@ -63,14 +63,14 @@ SHARED = dict(share_features_extractor=True)
 NOT_SAVED = (
     *("_truncations", "_tensors_after", "_samples_latents", "_engines", "_interrupted", "_set_up"),
     *("_own_buffer", "_own_methods", "_device_is_automatic", "ranks", "_shared_rollout", "_before_step"),
-    *("_terminal_watch", "_said"),
+    *("_terminal_watch", "_said", "_choice"),
 )
 COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_episode_num", "_n_updates", "n_skipped_updates")
 # Statistics of the last episodes, and the keys of their numbers
 STATISTICS = {"ep_info_buffer": ("r", "l"), "ep_success_buffer": ()}
 
 
-class SavedState(PPOExtOptions, OnPolicyAlgorithm):
+class SavedState(ConfiguredPPO):
     """An on-policy algorithm with PPOExt's options. Its zips have SB3's format and include the state of adaptive options."""
 
     def save(self, path: SavedModel, exclude: Iterable[str] | None = None, include: Iterable[str] | None = None) -> None:
@@ -107,7 +107,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         path: SavedModel,
         env: GymEnv | None = None,
         device: th.device | str = "auto",
-        custom_objects: dict[str, Any] | None = None,
+        custom_objects: Kwargs | None = None,
         print_system_info: bool = False,
         force_reset: bool = True,
         *,
@@ -198,7 +198,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
             a ``RuntimeError``, too, unless only their names do not match)
         """
         if isinstance(load_path_or_dict, dict):
-            parameters: dict[str, Any] = dict(load_path_or_dict)
+            parameters: StateDict = dict(load_path_or_dict)
         else:
             saved = read_model(load_path_or_dict, self.policy_aliases.values())
             with refused_if_damaged(saved.name):
@@ -214,7 +214,7 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
                 f"The parameters do not fit this model, which was not changed ({type(error).__name__}: {error})."
             ) from error
 
-    def _set_parameters(self, parameters: dict[str, Any], exact_match: bool, device: th.device | str) -> None:
+    def _set_parameters(self, parameters: StateDict, exact_match: bool, device: th.device | str) -> None:
         check_parameters_are_of(parameters.get("policy", {}), self.action_dist)
         check_sharing(self.policy, parameters.get("policy", {}), "policy.optimizer" in parameters)
         if "policy" in parameters and not self.normalize_value:
@@ -237,12 +237,12 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
             keep_counts_on_host(self.policy.optimizer)
             check_step(self.policy.optimizer)
 
-    def _restore(self, states: dict[str, Any]) -> None:
+    def _restore(self, states: StateDict) -> None:
         for name, state in states.items():
             part = recursive_getattr(self, name)
             getattr(part, "_orig_mod", part).load_state_dict(state)
 
-    def get_parameters(self) -> dict[str, dict[str, Any]]:
+    def get_parameters(self) -> dict[str, dict[str, object]]:
         """
         Return the parameters of the agent. This includes parameters from different networks, e.g.
         critics (value functions) and policies (pi functions).
@@ -252,9 +252,9 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         # A callback may have set a learning rate of NumPy's type, which could be saved, but not be loaded.
         return {name: python_numbers(state) for name, state in super().get_parameters().items()}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """State without engines, since these use the memory of one policy. Copies and unpickled models create their own."""
-        return {**vars(self), "_engines": {}}
+        return {**vars(self), "_engines": {}, "_choice": None}
 
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
         state_dicts, variables = super()._get_torch_save_params()
@@ -264,16 +264,14 @@ class SavedState(PPOExtOptions, OnPolicyAlgorithm):
         return [*super()._excluded_save_params(), *LEARNED, *NOT_SAVED]
 
 
-def _read_objects(saved: ModelFile, given: dict[str, Any], trusted: bool) -> dict[str, Any]:
+def _read_objects(saved: ModelFile, given: dict[str, object], trusted: bool) -> dict[str, object]:
     """Attributes that SB3 cannot read, or is not to unpickle."""
     if trusted:
         return read_renamed({name: value for name, value in saved.data.items() if name not in given})
     return saved.without_pickles(given)
 
 
-def _action_dist_and_policy_kwargs(
-    saved: ModelFile, objects: dict[str, Any], given: Any
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _action_dist_and_policy_kwargs(saved: ModelFile, objects: Kwargs, given: Kwargs | None) -> tuple[Kwargs, Kwargs | None]:
     """
     Options and ``policy_kwargs`` that replace those of a zip. In zips of SB3's algorithms with our policies, the action
     distribution is part of ``policy_kwargs``; it is moved to the options. ``policy_kwargs`` given to ``load`` are accepted if
@@ -288,15 +286,15 @@ def _action_dist_and_policy_kwargs(
     if given is None and not saved.data.get("policy_kwargs", {}).keys() & names:
         return {}, None
     policy_kwargs = _policy_kwargs(saved, objects)
-    named: dict[str, Any] = {name: policy_kwargs.pop(name) for name in policy_kwargs.keys() & names}
+    named: Kwargs = {name: policy_kwargs.pop(name) for name in policy_kwargs.keys() & names}
     return named, given if fixes_std(policy_kwargs, given) else policy_kwargs
 
 
-def _policy_kwargs(saved: ModelFile, objects: dict[str, Any]) -> dict[str, Any]:
+def _policy_kwargs(saved: ModelFile, objects: Kwargs) -> Kwargs:
     return dict(objects["policy_kwargs"] if "policy_kwargs" in objects else read_attribute(saved.data, "policy_kwargs", {}))
 
 
-def _leaves_out_sharing(saved: ModelFile, objects: dict[str, Any], state: Mapping[str, th.Tensor]) -> bool:
+def _leaves_out_sharing(saved: ModelFile, objects: Kwargs, state: Mapping[str, th.Tensor]) -> bool:
     """
     :param saved: Content of the zip
     :param objects: Attributes that replace those in the zip
@@ -311,13 +309,13 @@ def _leaves_out_sharing(saved: ModelFile, objects: dict[str, Any], state: Mappin
     return getattr(policy_class, "__init__", None) is MlpTransformerPolicy.__init__
 
 
-def _check_kept(zip_name: str, name: str, value: Any, kept: Any, remedy: str) -> None:
+def _check_kept(zip_name: str, name: str, value: object, kept: object, remedy: str) -> None:
     """Refuse to change an option that decides which parameters a policy has, or what it observes."""
     if value != kept:
         refuse(name, value, f"{zip_name} was saved with `{name}={kept}`, which `load` cannot change; {remedy}")
 
 
-def _check_policy(model: SavedState, given: Mapping[str, Any]) -> None:
+def _check_policy(model: SavedState, given: Mapping[str, object]) -> None:
     """Refuse another policy than that of the zip, which SB3 would ignore."""
     policy = given.get("policy", model.policy_class)
     named = model.policy_aliases.get(policy) if isinstance(policy, str) else policy
@@ -346,7 +344,7 @@ def _check_statistics(model: SavedState) -> None:
                 refuse(name, each, "give numbers")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Environments give arrays and tensors with one number as well, of which SB3 takes the mean."""
     if isinstance(value, th.Tensor):
         return value.numel() == 1 and not value.is_complex()
@@ -355,7 +353,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number | np.bool_)
 
 
-def _check_form(name: str, state: Any, own: Any) -> None:
+def _check_form(name: str, state: object, own: object) -> None:
     """Refuse a state that has not the same keys and lengths as the learner's own, or has anything but finite numbers."""
     if isinstance(own, dict):
         if not isinstance(state, dict) or state.keys() != own.keys():
@@ -371,32 +369,21 @@ def _check_form(name: str, state: Any, own: Any) -> None:
         _check_float64(name, state)
 
 
-def _check_float64(name: str, value: Any) -> None:
+def _check_float64(name: str, value: object) -> None:
     """Refuse what is not a finite number; averages of squares may be larger than the options of a model."""
     largest = sys.float_info.max
     check_number(name, value, -largest, largest, infinite=True)
 
 
-def option_names(algorithm: type[SavedState]) -> set[str]:
-    """
-    :param algorithm: ``PPOExt`` or a subclass, which may pass keyword arguments on to its parents
-    :return: Names of all arguments of the constructors of the class and its parents
-    """
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    classes = [cls for cls in algorithm.__mro__ if issubclass(cls, SavedState) and cls.__init__ is not SavedState.__init__]
-    parameters: Iterable[inspect.Parameter] = (p for c in classes for p in inspect.signature(c.__init__).parameters.values())
-    return {p.name for p in parameters if p.kind in kinds} - {"self"}
-
-
 class _OfTheClass(classmethod):
     """A class method that makes a new model, and says so if it is called on a model, which stays as it is."""
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         method = super().__get__(None, type(instance) if owner is None else owner)
         return method if instance is None else partial(_warned, method)
 
 
-def _warned(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _warned(method: Callable[..., object], *args: object, **kwargs: object) -> object:
     warnings.warn(
         "`load` is a class method: it returns a new model, and leaves this one as it is. Write `model = PPOExt.load(path)`, "
         "or `model.set_parameters(path)` to change this one.",

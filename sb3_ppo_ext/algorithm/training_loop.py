@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch as th
 from stable_baselines3.common.base_class import maybe_make_env
@@ -17,6 +17,7 @@ from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint, trai
 from sb3_ppo_ext.checkpoints.training_state import CheckpointPath, TrainingState, check_ranks, read_checkpoint_of_rank
 from sb3_ppo_ext.common.guards import normalizers_of
 from sb3_ppo_ext.common.schedules import is_constant
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks, connect
@@ -28,7 +29,7 @@ from sb3_ppo_ext.rollout.lazy_locals import LazyLocals
 SelfTrainingLoop = TypeVar("SelfTrainingLoop", bound="TrainingLoop")
 
 
-def check_learn(total_timesteps: Any, callback: Any, log_interval: Any) -> None:
+def check_learn(total_timesteps: float, callback: object, log_interval: int | None) -> None:
     """
     Check arguments of ``learn``.
 
@@ -59,13 +60,19 @@ class TrainingLoop(SavedState):
     # State that the next call of `learn` continues from
     _interrupted: TrainingState | None = None
 
+    if TYPE_CHECKING:  # of `PolicyUpdater`
+
+        @contextmanager
+        def _engine_is_chosen(self, callback: BaseCallback) -> Iterator[None]:
+            yield
+
     @classmethod
     def resume(
         cls: type[SelfTrainingLoop],
         path: CheckpointPath,
         env: GymEnv | str,
         device: th.device | str = "auto",
-        custom_objects: dict[str, Any] | None = None,
+        custom_objects: Kwargs | None = None,
         print_system_info: bool = False,
         **kwargs: Any,
     ) -> SelfTrainingLoop:
@@ -128,13 +135,14 @@ class TrainingLoop(SavedState):
             iteration = self._start_iterations(callback, checkpoints)
 
             while self.num_timesteps < total_timesteps:
-                if not self.collect_rollouts(self.env, callback, self.rollout_buffer, n_rollout_steps=self.n_steps):
-                    break
-                iteration += 1
-                self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
-                if log_interval is not None and iteration % log_interval == 0:
-                    self.dump_logs(iteration)
-                self.train()
+                with self._engine_is_chosen(callback):
+                    if not self.collect_rollouts(self.env, callback, self.rollout_buffer, n_rollout_steps=self.n_steps):
+                        break
+                    iteration += 1
+                    self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
+                    if log_interval is not None and iteration % log_interval == 0:
+                        self.dump_logs(iteration)
+                    self.train()
                 if self.normalizer is not None:
                     self.normalizer.end_rollout()
                 for checkpoint in checkpoints:

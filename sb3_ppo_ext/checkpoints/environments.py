@@ -50,8 +50,8 @@ class Step(NamedTuple):
     """
 
     actions: np.ndarray
-    outcome: tuple[Any, np.ndarray, np.ndarray]
-    generators: dict[str, Any] | None = None
+    outcome: tuple[object, np.ndarray, np.ndarray]
+    generators: dict[str, object] | None = None
     statistics: list[FixedMeanStd] | None = None
 
 
@@ -115,7 +115,7 @@ class FirstSteps:
         return reason_not_to_restore(self.env, self.state, self.steps, self.model)
 
 
-def state_of(env: VecEnv, model: Any = None) -> bytes:
+def state_of(env: VecEnv, model: object = None) -> bytes:
     """
     :param env: Environments of a training run
     :param model: Model of the training, to which they may refer
@@ -128,7 +128,7 @@ def _object_state(targets: list[Any], model: Any) -> ObjectState:
     return ObjectState(targets, classes_of(targets), model=model)
 
 
-def essentials(target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
+def essentials(target: object, key: Key, attributes: dict[str, object]) -> dict[str, object]:
     """A selection of what lasts over a reset: generators, and running statistics such as those of ``VecNormalize``."""
     if isinstance(target, VecNormalize | RNDReward):
         # What they wrap may be something else than before.
@@ -189,7 +189,7 @@ def _output_of(env: VecEnv) -> str | None:
     return None
 
 
-def _difference(env: VecEnv, state: bytes, steps: list[Step], model: Any) -> str | None:
+def _difference(env: VecEnv, state: bytes, steps: list[Step], model: object) -> str | None:
     for each in stateful_objects(env):
         if isinstance(each, Monitor):
             each.allow_early_resets = True
@@ -232,18 +232,19 @@ def _copied(env: VecEnv, model: Any) -> VecEnv:
     return targets_copied[0]
 
 
-def _is_made_anew(target: Any) -> bool:
+def _is_made_anew(target: object) -> bool:
     return isinstance(target, gym.Env) and not isinstance(target, gym.Wrapper) and is_ez_pickle(target)
 
 
-def _opaque_copied(target: Any, originals: ObjectState, copies: ObjectState) -> dict[str, Any]:
+def _opaque_copied(target: object, originals: ObjectState, copies: ObjectState) -> dict[str, Any]:
     """Copies of the attributes that are not part of the state."""
     transparent = originals.transparent(target)
     # The description of the class that some wrappers of vectorized environments keep
     described = {"class_attributes"} & vars(target).keys()
     opaque = {name: _without_writers(getattr(target, name)) for name in sorted(vars(target).keys() - transparent - described)}
     try:
-        return {name: getattr(target, name) for name in described} | originals.copied(opaque, copies)
+        copied: Any = originals.copied(opaque, copies)
+        return {name: getattr(target, name) for name in described} | copied
     except Exception:
         for name, value in opaque.items():
             try:

@@ -3,21 +3,22 @@
 import contextlib
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch as th
 
+from sb3_ppo_ext.common.type_aliases import StateDict
 
-def generator_states() -> dict[str, Any]:
+
+def generator_states() -> dict[str, object]:
     """:return: States of the global generators, those of CUDA where it is in use"""
-    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": th.get_rng_state()}
+    states: dict[str, object] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": th.get_rng_state()}
     if th.cuda.is_available() and th.cuda.is_initialized():
         states["cuda"] = th.cuda.get_rng_state_all()
     return states
 
 
-def set_generator_states(states: dict[str, Any]) -> None:
+def set_generator_states(states: StateDict) -> None:
     """
     :param states: States from :func:`generator_states`. Those of CUDA are set on as many devices as there are
     """

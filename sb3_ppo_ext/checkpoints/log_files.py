@@ -12,6 +12,7 @@ from stable_baselines3.common.logger import CSVOutputFormat, Logger, TensorBoard
 from stable_baselines3.common.monitor import ResultsWriter
 
 from sb3_ppo_ext.checkpoints.object_state import attributes_of
+from sb3_ppo_ext.common.type_aliases import StateDict
 
 
 class LogFiles:
@@ -27,7 +28,7 @@ class LogFiles:
         values = [value for each in targets for value in attributes_of(each).values()]
         self.writers = [value for value in values if isinstance(value, ResultsWriter)]
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> StateDict:
         """:return: Contents of the text files, columns of CSV files, and values that wait for the next row"""
         return {
             "folder": self.logger.get_dir(),
@@ -36,7 +37,7 @@ class LogFiles:
             "columns": [list(output.keys) for output in self._csv_files()],
         }
 
-    def write(self, saved: dict[str, Any], num_timesteps: int) -> None:
+    def write(self, saved: StateDict, num_timesteps: int) -> None:
         """
         :param saved: What :meth:`read` returned
         :param num_timesteps: Number of time steps at the checkpoint; TensorBoard does not show what was logged later
@@ -52,11 +53,11 @@ class LogFiles:
             if isinstance(output, TensorBoardOutputFormat):
                 _hide_later_events(output, num_timesteps)
 
-    def _files(self) -> dict[tuple[str, str, int], Any]:
+    def _files(self) -> dict[tuple[str, str, int], object]:
         """Open text files by the class that writes them, their name without the folder, and a number."""
         owners = [*self.logger.output_formats, *self.writers]
         files = [(owner, getattr(owner, "file", None) or getattr(owner, "file_handler", None)) for owner in owners]
-        named: dict[tuple[str, str, int], Any] = {}
+        named: dict[tuple[str, str, int], object] = {}
         for owner, file in files:
             path = getattr(file, "name", None)
             if isinstance(path, str) and os.path.isfile(path):

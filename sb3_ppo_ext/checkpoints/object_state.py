@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import cloudpickle
 import gymnasium as gym
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.checkpoints.simulators import Simulator, simulator_of
@@ -24,9 +25,9 @@ from sb3_ppo_ext.common.user_code import is_known_module
 
 # Number of a group of objects, class of an object, and its number among the objects of this class in the group
 Key: TypeAlias = tuple[int, str, int]
-Attributes: TypeAlias = dict[Key, dict[str, Any]]
+Attributes: TypeAlias = dict[Key, dict[str, object]]
 # Selects the attributes to save from an object, its key and its attributes
-Selection: TypeAlias = Callable[[Any, Key, dict[str, Any]], dict[str, Any]]
+Selection: TypeAlias = Callable[[object, Key, dict[str, object]], dict[str, object]]
 
 # Objects whose attributes are saved one by one
 STATEFUL = (gym.Env, gym.vector.VectorEnv, VecEnv, BaseCallback)
@@ -34,15 +35,15 @@ STATEFUL = (gym.Env, gym.vector.VectorEnv, VecEnv, BaseCallback)
 OF_TRAINING = {"model", "locals", "globals", "parent"}
 
 
-def stateful_objects(*roots: Any) -> list[Any]:
+def stateful_objects(*roots: object) -> list[Any]:
     """
     :param roots: Environments or callbacks
     :return: These and all environments, wrappers and callbacks that they hold, each once, in an order that depends on the
         structure alone
     """
-    found: dict[int, Any] = {}
+    found: dict[int, object] = {}
 
-    def visit(value: Any) -> None:
+    def visit(value: object) -> None:
         if isinstance(value, STATEFUL) and id(value) not in found:
             found[id(value)] = value
             for attribute in attributes_of(value).values():
@@ -54,13 +55,13 @@ def stateful_objects(*roots: Any) -> list[Any]:
     return list(found.values())
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _parts(value: object) -> Iterable[object]:
     if isinstance(value, list | tuple):
         return value
     return value.values() if isinstance(value, Mapping) else (value,)
 
 
-def classes_of(targets: list[Any]) -> list[type]:
+def classes_of(targets: list[object]) -> list[type]:
     """
     :param targets: Objects, as :func:`stateful_objects` returns them
     :return: Their classes and parents that users have written, each once. Objects may share state in their attributes
@@ -70,7 +71,7 @@ def classes_of(targets: list[Any]) -> list[type]:
     return [cls for cls in classes if not is_known_module(cls.__module__) and cls.__module__.split(".")[0] != "gymnasium"]
 
 
-def attributes_of(target: Any) -> dict[str, Any]:
+def attributes_of(target: object) -> dict[str, object]:
     """
     :param target: Environment, wrapper, callback, or a class
     :return: Attributes that belong to it, not to the training; those of a class that hold data
@@ -83,11 +84,11 @@ def attributes_of(target: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(target).items() if name not in left_out}
 
 
-def _is_code(value: Any) -> bool:
+def _is_code(value: object) -> bool:
     return callable(value) or hasattr(value, "__get__")
 
 
-def all_attributes(target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
+def all_attributes(target: object, key: Key, attributes: dict[str, object]) -> dict[str, object]:
     """A :data:`Selection` of everything."""
     return attributes
 
@@ -101,15 +102,15 @@ class ObjectState:
     :param model: Model of the training, which is not part of the state; ``None`` if the objects do not refer to it
     """
 
-    def __init__(self, *groups: list[Any], model: Any = None):
-        self.targets: dict[Key, Any] = {}
+    def __init__(self, *groups: list[Any], model: OnPolicyAlgorithm | None = None):
+        self.targets: dict[Key, object] = {}
         numbers: Counter[tuple[int, str]] = Counter()
         for number, target in ((number, target) for number, group in enumerate(groups) for target in group):
             cls = target if isinstance(target, type) else type(target)
             name = f"{cls.__module__}.{cls.__qualname__}"
             self.targets[number, name, numbers[number, name]] = target
             numbers[number, name] += 1
-        self.named: dict[Any, Any] = {
+        self.named: dict[object, object] = {
             ("object", key): target for key, target in self.targets.items() if not isinstance(target, type)
         }
         if model is not None:
@@ -145,7 +146,7 @@ class ObjectState:
             if key in self.targets and (simulator := _selected_simulator(select, self.targets[key], key, name)) is not None:
                 simulator.write(content)
 
-    def transparent(self, target: Any) -> set[str]:
+    def transparent(self, target: object) -> set[str]:
         """
         :param target: One of the objects
         :return: Names of its attributes that can be pickled, without simulators
@@ -162,23 +163,23 @@ class ObjectState:
         if set(saved) != self.targets.keys():
             raise ValueError(f"they are {_listed(self.targets)} now, and were {_listed(saved)} at the checkpoint")
 
-    def copied(self, value: Any, copies: ObjectState) -> Any:
+    def copied(self, value: object, copies: ObjectState) -> object:
         """
-        :param value: Any value. Functions are copied with the variables that they have enclosed
+        :param value: A value. Functions are copied with the variables that they have enclosed
         :param copies: Copies of the objects
         :return: Copy of the value, which shares no connection or state with it, and refers to the copies of the objects
         :raises Exception: if it cannot be copied
         """
         return _unpickled(_pickled(value, {id(each): name for name, each in self.named.items()}, _Copier), copies._find)
 
-    def _find(self, name: Any) -> Any:
+    def _find(self, name: Any) -> object:
         if name[0] != "own":
             return self.named.get(name)
         key, attribute = name[1]
         return getattr(self.targets.get(key), attribute, None)
 
 
-def _parts_of_model(model: Any) -> Iterator[tuple[str, Any]]:
+def _parts_of_model(model: OnPolicyAlgorithm) -> Iterator[tuple[str, object]]:
     """Parts that other objects may refer to, and that are never replaced by what is unpickled."""
     yield "", model
     for name in ("rollout_buffer", "logger", "ep_info_buffer", "ep_success_buffer"):
@@ -188,7 +189,7 @@ def _parts_of_model(model: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f"policy.{name}", part) for name, part in model.policy.named_modules())
 
 
-def _set_attributes(target: Any, attributes: dict[str, Any]) -> None:
+def _set_attributes(target: object, attributes: dict[str, object]) -> None:
     if isinstance(target, type):
         for name, value in attributes.items():
             setattr(target, name, value)
@@ -200,7 +201,7 @@ def _listed(keys: Iterable[Key]) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for _, name, _ in keys}))
 
 
-def _selected_simulator(select: Selection, target: Any, key: Key, name: str) -> Simulator | None:
+def _selected_simulator(select: Selection, target: object, key: Key, name: str) -> Simulator | None:
     value = getattr(target, name)
     return simulator_of(value) if name in select(target, key, {name: value}) else None
 
@@ -211,9 +212,9 @@ def _simulators(attributes: Attributes) -> dict[tuple[Key, str], Simulator]:
     return {place: simulator for place, simulator in found.items() if simulator is not None}
 
 
-def is_ez_pickle(value: Any) -> bool:
+def is_ez_pickle(value: object) -> bool:
     """
-    :param value: Any object
+    :param value: An object
     :return: Whether it pickles the arguments of its constructor instead of its state, as ``EzPickle`` of Gym and Gymnasium
     """
     return any(cls.__name__ == "EzPickle" for cls in type(value).__mro__)
@@ -222,9 +223,9 @@ def is_ez_pickle(value: Any) -> bool:
 class _Named:
     """Pickles some objects by their names, and refuses those that would lose their state without an error."""
 
-    names: dict[int, Any]
+    names: dict[int, object]
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> object:
         return self.names.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
@@ -250,13 +251,13 @@ class _Copier(_Named, cloudpickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    find: Callable[[Any], Any]
+    find: Callable[[object], object]
 
-    def persistent_load(self, name: Any) -> Any:
+    def persistent_load(self, name: object) -> object:
         return self.find(name)
 
 
-def _pickled(value: Any, names: dict[int, Any], cls: Any = _Pickler) -> bytes:
+def _pickled(value: object, names: dict[int, object], cls: Any = _Pickler) -> bytes:
     file = io.BytesIO()
     pickler = cls(file, protocol=5)
     pickler.names = names
@@ -264,18 +265,18 @@ def _pickled(value: Any, names: dict[int, Any], cls: Any = _Pickler) -> bytes:
     return file.getvalue()
 
 
-def _unpickled(pickled: bytes, find: Callable[[Any], Any]) -> Any:
+def _unpickled(pickled: bytes, find: Callable[[object], object]) -> Any:
     unpickler = _Unpickler(io.BytesIO(pickled))
     unpickler.find = find
     return unpickler.load()
 
 
-def _without_opaque(attributes: Attributes, names: dict[int, Any]) -> Attributes:
+def _without_opaque(attributes: Attributes, names: dict[int, object]) -> Attributes:
     """The attributes that can be pickled."""
     return {key: _each_pickled(each, names)[0] for key, each in attributes.items()}
 
 
-def _each_pickled(attributes: dict[str, Any], names: dict[int, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _each_pickled(attributes: dict[str, object], names: dict[int, object]) -> tuple[dict[str, object], dict[str, bytes]]:
     """Those attributes that can be pickled, and what each is pickled as."""
     pickled: dict[str, bytes] = {}
     for name, value in attributes.items():
@@ -303,7 +304,7 @@ class Changes:
         }
 
     # A method, because a callback with a callable attribute counts as one that calls code of the user.
-    def select(self, target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
+    def select(self, target: object, key: Key, attributes: dict[str, object]) -> dict[str, object]:
         """A :data:`Selection` of these attributes, and of all attributes of other objects."""
         if key not in self.before:
             return attributes

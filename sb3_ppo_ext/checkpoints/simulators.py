@@ -57,7 +57,7 @@ class _MujocoModel:
             raise ValueError("the model of the simulator is another one")
 
 
-def _copy_values(target: Any, source: Any) -> None:
+def _copy_values(target: object, source: object) -> None:
     for name in dir(target):
         value = None if name.startswith("_") else getattr(target, name)
         if isinstance(value, np.ndarray) and value.flags.writeable:
@@ -87,7 +87,7 @@ SIMULATORS: dict[tuple[str, str], type[Simulator]] = {
 }
 
 
-def simulator_of(value: Any) -> Simulator | None:
+def simulator_of(value: object) -> Simulator | None:
     """
     :param value: Attribute of an environment
     :return: Access to its state if it is an object of a simulator, else ``None``

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import warnings
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from stable_baselines3.common.callbacks import BaseCallback
 
@@ -158,5 +158,5 @@ def training_checkpoints(callback: BaseCallback) -> list[TrainingCheckpoint]:
     :param callback: All callbacks of a training run
     :return: Those among them that write checkpoints
     """
-    found: list[Any] = [each for each in stateful_objects(callback) if isinstance(each, TrainingCheckpoint)]
+    found: list[TrainingCheckpoint] = [each for each in stateful_objects(callback) if isinstance(each, TrainingCheckpoint)]
     return found

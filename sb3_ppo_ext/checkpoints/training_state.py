@@ -36,6 +36,7 @@ from sb3_ppo_ext.checkpoints.object_state import (
 )
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.distributed.ranks import Ranks
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 from sb3_ppo_ext.rollout.user_code import is_user_class
@@ -77,15 +78,15 @@ class TrainingState(NamedTuple):
 
     iteration: int
     seconds: float
-    counters: dict[str, Any]
-    strides: Any
-    generators: dict[str, Any]
+    counters: StateDict
+    strides: object
+    generators: dict[str, object]
     environments: list[Key]
     objects: bytes
-    logs: dict[str, Any]
-    memory: Any
+    logs: StateDict
+    memory: object
     why_reset: str | None
-    returns: Any = None
+    returns: object = None
 
     @classmethod
     def of(cls, model: Any, callback: BaseCallback, iteration: int, select: Selection, why_reset: str | None) -> TrainingState:
@@ -215,7 +216,7 @@ def objects_of(model: Any, callback: BaseCallback) -> ObjectState:
 def _without_episodes(select: Selection) -> Selection:
     """A selection of what lasts over a reset of environments, and of the same attributes of other objects."""
 
-    def selected(target: Any, key: Key, attributes: dict[str, Any]) -> dict[str, Any]:
+    def selected(target: object, key: Key, attributes: dict[str, object]) -> dict[str, object]:
         is_environment = isinstance(target, STATEFUL) and not isinstance(target, BaseCallback)
         return (essentials if is_environment else select)(target, key, attributes)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch as th
 from gymnasium import spaces
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import refuse
 
 # Keys of an observation to which a mask is added: an observation that is no dictionary, and the mask
@@ -16,7 +18,7 @@ MASKABLE = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 METHOD = "action_masks"
 
 
-def choices_of(action_space: Any) -> list[int]:
+def choices_of(action_space: spaces.Space) -> list[int]:
     """
     :param action_space: Action space
     :return: Number of choices of each action: one action of a ``Discrete`` space, one of each dimension of others, two choices
@@ -32,7 +34,7 @@ def choices_of(action_space: Any) -> list[int]:
     raise TypeError(f"{action_space} has no actions that could be masked")
 
 
-def with_mask(observation_space: spaces.Space, action_space: Any) -> spaces.Dict:
+def with_mask(observation_space: spaces.Space, action_space: spaces.Space) -> spaces.Dict:
     """
     :param observation_space: Observation space
     :param action_space: Action space
@@ -59,7 +61,7 @@ def without_mask(observation_space: Any, key: str) -> spaces.Space:
     return parts[OBSERVATION] if parts.keys() == {OBSERVATION} else spaces.Dict(parts)
 
 
-def add_mask(observations: Any, masks: Any) -> dict[str, Any]:
+def add_mask(observations: object, masks: np.ndarray | th.Tensor) -> dict[str, Arrays]:
     """
     :param observations: Observations, an array or a dictionary of arrays
     :param masks: Masks of the actions
@@ -69,7 +71,7 @@ def add_mask(observations: Any, masks: Any) -> dict[str, Any]:
     return {**parts, ACTION_MASK: masks}
 
 
-def parts_without_mask(observations: dict[str, Any], key: str) -> Any:
+def parts_without_mask(observations: dict[str, Arrays], key: str) -> Arrays:
     """
     :param observations: Observations with a mask
     :param key: Key of the mask

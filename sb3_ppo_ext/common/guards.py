@@ -4,8 +4,8 @@ says where the value was found, and the model is left unchanged.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
+from torch import nn
 
 from sb3_ppo_ext.common.reward_errors import describe_bad_reward
 from sb3_ppo_ext.common.workers import WorkerError, raise_if_worker_died, worker_deaths_noticed
@@ -61,7 +62,7 @@ def refuse_gradient(policy: th.nn.Module, terms: dict[str, float], epoch: int, n
     )
 
 
-def check_finite(model: OnPolicyAlgorithm, what: str, data: Any, step: int, env_index: int | None = None) -> None:
+def check_finite(model: OnPolicyAlgorithm, what: str, data: object, step: int, env_index: int | None = None) -> None:
     """
     Check that data returned by the environment are finite, also in float32, in which policies read them.
 
@@ -103,7 +104,7 @@ def check_outputs(policy: th.nn.Module, outputs: np.ndarray, step: int, num_time
     :param num_timesteps: Number of timesteps trained so far
     :raises NonFinitePolicyError: if the outputs contain NaN or infinity
     """
-    if not _is_output(policy, outputs):
+    if not (_is_surely_finite(outputs) or _is_output(policy, outputs)):
         refuse_policy(policy, step, num_timesteps)
 
 
@@ -133,10 +134,10 @@ def check_actions(actions: np.ndarray) -> None:
         )
 
 
-def _is_output(policy: Any, outputs: np.ndarray) -> bool:
+def _is_output(policy: nn.Module, outputs: np.ndarray) -> bool:
     """Whether these are outputs of a policy, not what it returns instead because they are not finite."""
     if outputs.dtype.kind == "f":
-        return _is_surely_finite(outputs) or bool(np.isfinite(outputs).all())
+        return bool(np.isfinite(outputs).all())
     distribution = getattr(policy, "action_dist", None)
     return not (getattr(distribution, "marks_actions", False) and bool((outputs == NO_ACTION).any()))
 
@@ -172,7 +173,7 @@ def is_finite(data: np.ndarray) -> bool:
     return _is_surely_finite(data) or find_non_finite(data) is None
 
 
-def _is_surely_finite(data: Any) -> bool:
+def _is_surely_finite(data: object) -> bool:
     """Quick check of a float array, three times as fast as the full check, because it runs at every step."""
     if type(data) is not np.ndarray or data.dtype.kind != "f":
         return False
@@ -180,7 +181,7 @@ def _is_surely_finite(data: Any) -> bool:
 
 
 @contextmanager
-def reset_after_errors(model: Any) -> Iterator[None]:
+def reset_after_errors(model: OnPolicyAlgorithm) -> Iterator[None]:
     """
     After an error or Ctrl-C in a rollout whose environments are ahead of the model, or behind it: without a last observation,
     ``learn`` resets them.
@@ -195,11 +196,12 @@ def reset_after_errors(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def restored_if_refused(model: OnPolicyAlgorithm) -> Iterator[None]:
+def restored_if_refused(model: OnPolicyAlgorithm, further_envs: Sequence[VecEnv] = ()) -> Iterator[None]:
     """
     Context manager that restores the model if one of the checks of a rollout fails.
 
     :param model: Model with the timestep counter, the episode statistics and the ``VecNormalize`` statistics to restore
+    :param further_envs: Environments whose workers may die as well, such as those of an ``EvalCallback``
     :raises NonFinitePolicyError: if torch refuses the parameters of an action distribution
     :raises WorkerError: if a process of the environment has died
     """
@@ -208,7 +210,7 @@ def restored_if_refused(model: OnPolicyAlgorithm) -> Iterator[None]:
     # `obs_rms` exists only with `norm_obs`.
     statistics = [{k: _copied(v) for k, v in vars(n).items() if k in ("obs_rms", "ret_rms")} for n in normalizers]
     try:
-        with _errors_explained(model):
+        with _errors_explained(model, [model.env, *further_envs]):
             yield
     except (EnvironmentDataError, NonFinitePolicyError, WorkerError):
         vars(model).update(before)
@@ -228,13 +230,16 @@ def _copied(statistics: Any) -> Any:
 
 
 @contextmanager
-def _errors_explained(model: OnPolicyAlgorithm) -> Iterator[None]:
+def _errors_explained(model: OnPolicyAlgorithm, envs: Sequence[VecEnv | None]) -> Iterator[None]:
     """Name the worker of a broken pipe, a reward that is no number, and parameters of a distribution that torch refuses."""
     try:
-        with worker_deaths_noticed(model.env):
+        with ExitStack() as stack:
+            for env in envs:
+                stack.enter_context(worker_deaths_noticed(env))
             yield
     except (EOFError, OSError) as error:
-        raise_if_worker_died(model.env, error)
+        for env in envs:
+            raise_if_worker_died(env, error)
         raise
     except (TypeError, ValueError) as error:
         if not isinstance(error, EnvironmentDataError) and (wrong := describe_bad_reward(error)) is not None:
@@ -261,7 +266,7 @@ def find_normalizers(env: VecEnv | None) -> list[VecNormalize]:
     return normalizers
 
 
-def normalizers_of(model: Any) -> list[Any]:
+def normalizers_of(model: OnPolicyAlgorithm) -> list[Any]:
     """
     :param model: Model, with or without environments
     :return: What normalises for it and has running statistics: the ``VecNormalize`` wrappers of its environments, or the
@@ -280,7 +285,7 @@ def normalized_parts(env: VecEnv | None) -> list[str]:
     return sorted({key for each in normalizers for key in each.norm_obs_keys or [""]})
 
 
-def find_non_finite(data: Any, batched: bool = True) -> tuple[int, str] | None:
+def find_non_finite(data: object, batched: bool = True) -> tuple[int, str] | None:
     """
     :param data: Array of shape ``(n_envs, ...)``, or a dictionary of such arrays
     :param batched: Whether the data have the first dimension, over environments

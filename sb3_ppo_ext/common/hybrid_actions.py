@@ -6,6 +6,7 @@ dictionaries and tuples; they are converted here alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from gymnasium import spaces
 
 from sb3_ppo_ext.common.guards import check_actions
 from sb3_ppo_ext.common.observations import dtype_of
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import refuse
 
 
@@ -52,9 +54,9 @@ class FlatActionSpace(spaces.Box):
             ends[kind] = columns[-1].stop
         return columns
 
-    def _kinds(self) -> list[tuple[spaces.Space, Any]]:
+    def _kinds(self) -> list[tuple[spaces.Space, EllipsisType | tuple[EllipsisType, slice]]]:
         ends = self.n_continuous, self.n_continuous + len(self.n_values)
-        kinds: list[tuple[spaces.Space, Any]] = []
+        kinds: list[tuple[spaces.Space, slice]] = []
         if self.n_continuous:
             kinds.append((spaces.Box(self.low[: ends[0]], self.high[: ends[0]]), slice(0, ends[0])))
         if self.n_values:
@@ -63,7 +65,7 @@ class FlatActionSpace(spaces.Box):
             kinds.append((spaces.MultiBinary(self.n_binary), slice(ends[1], None)))
         return [(kind, (..., columns)) for kind, columns in kinds]
 
-    def structured(self, vectors: np.ndarray) -> Any:
+    def structured(self, vectors: np.ndarray) -> Arrays:
         """
         :param vectors: Vectors within the bounds, shape ``(n, n_columns)``, or a single one, shape ``(n_columns,)``
         :return: List of n actions as environments take them, with the shapes and dtypes of their spaces, or a single action
@@ -75,7 +77,7 @@ class FlatActionSpace(spaces.Box):
         actions = [_assembled(self._frame, iter(each)) for each in zip(*arrays, strict=True)]
         return actions if vectors.ndim == 2 else actions[0]
 
-    def batched(self, vectors: th.Tensor) -> Any:
+    def batched(self, vectors: th.Tensor) -> Arrays:
         """
         :param vectors: Vectors within the bounds, shape ``(n, n_columns)``
         :return: Actions as environments that step in tensors take them: a dictionary or tuple of tensors, each of shape
@@ -84,7 +86,7 @@ class FlatActionSpace(spaces.Box):
         pairs = zip(self.parts, self.columns, strict=True)
         return _assembled(self._frame, (_tensor_of(part, vectors[:, columns]) for part, columns in pairs))
 
-    def flattened(self, actions: Any) -> np.ndarray:
+    def flattened(self, actions: Arrays) -> np.ndarray:
         """
         Inverse of :meth:`structured` and :meth:`batched`.
 
@@ -107,7 +109,7 @@ class FlatActionSpace(spaces.Box):
             refuse("actions", actions, f"give actions of {self.structure}")
         return vectors
 
-    def _arrays_of(self, actions: Any) -> list[np.ndarray]:
+    def _arrays_of(self, actions: object) -> list[np.ndarray]:
         """One array for each part, shape ``(n, ...)``."""
         if not isinstance(actions, list):
             return [_on_host(part) for part in disassembled(self.structure, actions)]
@@ -164,7 +166,7 @@ def boxes_of(space: spaces.Space | None) -> list[spaces.Box]:
     return [part for part in parts_of(space) if isinstance(part, spaces.Box)]
 
 
-def kinds_of(space: spaces.Space) -> list[tuple[spaces.Space, Any]]:
+def kinds_of(space: spaces.Space) -> list[tuple[spaces.Space, EllipsisType | tuple[EllipsisType, slice]]]:
     """
     :param space: Space of what a policy samples
     :return: For vectors of hybrid actions up to three spaces, a ``Box``, a ``MultiDiscrete`` and a ``MultiBinary``, each with
@@ -181,7 +183,7 @@ def size_of(part: spaces.Space) -> int:
     return int(np.prod(part.shape or ()))
 
 
-def _frame_of(space: spaces.Space) -> Any:
+def _frame_of(space: spaces.Space) -> object:
     """
     Keys of a ``Dict``, or ``None`` for a ``Tuple``, and the frames of its parts; ``None`` for a part. At each step, this is
     faster to read than the space.
@@ -199,7 +201,7 @@ def _assembled(frame: Any, values: Iterator[Any]) -> Any:
     return tuple(parts) if keys is None else dict(zip(keys, parts, strict=True))
 
 
-def disassembled(space: spaces.Space, action: Any) -> Iterator[Any]:
+def disassembled(space: spaces.Space, action: Arrays) -> Iterator[Any]:
     """
     :param space: Action space
     :param action: Values in dictionaries and tuples, as the space says
@@ -218,7 +220,7 @@ def disassembled(space: spaces.Space, action: Any) -> Iterator[Any]:
         yield action
 
 
-def map_parts(function: Callable[[Any], Any], action: Any) -> Any:
+def map_parts(function: Callable[[Any], Any], action: Arrays) -> Any:
     """
     :param function: Function of one part
     :param action: Values in dictionaries and tuples
@@ -231,7 +233,7 @@ def map_parts(function: Callable[[Any], Any], action: Any) -> Any:
     return function(action)
 
 
-def structured(space: spaces.Space, actions: np.ndarray) -> Any:
+def structured(space: spaces.Space, actions: np.ndarray) -> Arrays:
     """
     :param space: Space of what a policy samples
     :param actions: Actions within the bounds, of one environment or of several
@@ -240,7 +242,7 @@ def structured(space: spaces.Space, actions: np.ndarray) -> Any:
     return space.structured(actions) if isinstance(space, FlatActionSpace) else actions
 
 
-def split_boxes(space: spaces.Space, values: Any) -> tuple[Any, Any]:
+def split_boxes(space: spaces.Space, values: Arrays) -> tuple[Arrays, Arrays]:
     """
     :param space: Space of what a policy samples
     :param values: Array or tensor of shape ``(..., *action_shape)``
@@ -251,7 +253,7 @@ def split_boxes(space: spaces.Space, values: Any) -> tuple[Any, Any]:
     return values[..., : space.n_continuous], values[..., space.n_continuous :]
 
 
-def joined(boxes: Any, others: Any) -> Any:
+def joined(boxes: Any, others: Any) -> Arrays:
     """
     Inverse of :func:`split_boxes`.
 
@@ -266,14 +268,14 @@ def joined(boxes: Any, others: Any) -> Any:
     return np.concatenate([boxes, others], axis=-1)
 
 
-def _values_of(part: Any) -> list[int]:
+def _values_of(part: object) -> list[int]:
     """Number of values of each categorical column. Python's integers, since NumPy's cannot be compiled."""
     if isinstance(part, spaces.Discrete):
         return [int(part.n)]
     return [int(n) for n in part.nvec] if isinstance(part, spaces.MultiDiscrete) else []
 
 
-def _bounds_of(part: Any) -> tuple[Any, Any]:
+def _bounds_of(part: spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(part, spaces.Box):
         return part.low.flatten(), part.high.flatten()
     return 0, 1 if isinstance(part, spaces.MultiBinary) else np.array(_values_of(part)) - 1
@@ -289,5 +291,5 @@ def _tensor_of(part: Any, columns: th.Tensor) -> th.Tensor:
     return columns.reshape(len(columns), *part.shape).to(dtype_of(part))
 
 
-def _on_host(value: Any) -> np.ndarray:
+def _on_host(value: np.ndarray | th.Tensor) -> np.ndarray:
     return value.detach().cpu().numpy() if isinstance(value, th.Tensor) else np.asarray(value)

@@ -9,10 +9,13 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
+from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 
-def map_observations(function: Callable[..., Any], *observations: Any) -> Any:
+
+def map_observations(function: Callable[..., Any], *observations: Arrays) -> Arrays:
     """
     Apply a function to observations, key by key if they are dictionaries.
 
@@ -34,7 +37,7 @@ def takes_channels_last(*extractors: nn.Module) -> bool:
     return all(type(part) in (NatureCNN, FlattenExtractor, nn.Flatten) for part in parts)
 
 
-def in_channels_last(images: Any) -> Any:
+def in_channels_last(images: object) -> object:
     """
     Convert images to the channels-last memory format, which makes convolutions faster on the CPU.
 
@@ -46,7 +49,7 @@ def in_channels_last(images: Any) -> Any:
     return images.contiguous(memory_format=th.channels_last)
 
 
-def images_in_channels_last(observations: Any) -> Any:
+def images_in_channels_last(observations: PyTorchObs) -> PyTorchObs:
     """
     :param observations: Tensor or dictionary of tensors
     :return: The same, with images as :func:`in_channels_last` returns them
@@ -54,7 +57,7 @@ def images_in_channels_last(observations: Any) -> Any:
     return map_observations(in_channels_last, observations)
 
 
-def stack(observations: Sequence[Any]) -> Any:
+def stack(observations: Sequence[np.ndarray | dict[str, np.ndarray]]) -> Arrays:
     """
     :param observations: Observations of single environments
     :return: Batch of these observations, with a new first dimension

@@ -63,7 +63,7 @@ def python_numbers(value: Any) -> Any:
     Replace NumPy's numbers by Python's, which JSON and PyTorch's reader of state dictionaries know, and the lists and
     dictionaries of OmegaConf (Hydra) by Python's.
 
-    :param value: Any value
+    :param value: A value
     :return: The value with its numbers and containers replaced, also inside lists, tuples and dictionaries, which are then
         new; the same object if there are none
     """
@@ -98,7 +98,7 @@ def to_plain(value: Any) -> Any:
     return {"schedule": [_name(type(value), _SCHEDULES, value), to_plain(dict(vars(value)))]}
 
 
-def to_plain_or_culprit(value: Any) -> Any:
+def to_plain_or_culprit(value: object) -> object:
     """
     :param value: Attribute of a model
     :return: Result of :func:`to_plain`, or the name of the class that is not known, which :func:`from_plain` refuses
@@ -132,7 +132,7 @@ def from_plain(plain: Any) -> Any:
     return _KINDS[name].from_plain(content)
 
 
-def _name(known: type, public: dict[str, tuple[str, ...]], value: Any = None) -> str:
+def _name(known: type, public: dict[str, tuple[str, ...]], value: object = None) -> str:
     for module, names in public.items():
         if known.__name__ in names and getattr(sys.modules.get(module), known.__name__, None) is known:
             return f"{module}.{known.__name__}"
@@ -161,7 +161,7 @@ def _dictionary(pairs: Any) -> dict[Any, Any]:
     return {from_plain(key): from_plain(value) for key, value in pairs}
 
 
-def _array_to_plain(array: Any) -> list[Any]:
+def _array_to_plain(array: np.ndarray) -> list[object]:
     if array.dtype.hasobject:
         raise NotPlainError("numpy.ndarray of objects")
     return [array.dtype.str, list(array.shape), base64.b64encode(array.tobytes()).decode()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from numbers import Real
-from typing import Any
 
 import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv
@@ -39,7 +38,7 @@ def describe_bad_reward(error: Exception, where: str = "an environment") -> str 
     return None
 
 
-def _remedy(reward: Any) -> str:
+def _remedy(reward: object) -> str:
     if not isinstance(reward, np.ndarray | list | tuple) or np.size(reward) == 0:
         return "return one from `step`, 0.0 where there is none"
     around = "around the environment, inside of all other wrappers"

@@ -17,6 +17,7 @@ from stable_baselines3.common.save_util import json_to_data, open_path
 from stable_baselines3.common.utils import get_device
 
 from sb3_ppo_ext.common.plain_data import NotPlainError, from_plain, to_plain_or_culprit
+from sb3_ppo_ext.common.type_aliases import Kwargs, StateDict
 from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.common.zips import checked_tensors, read_members, with_members, zipped
 
@@ -92,7 +93,7 @@ class ModelFile:
         """:return: Names of the attributes that are pickled"""
         return {name for name, value in self.data.items() if _is_pickled(value)}
 
-    def without_pickles(self, given: Iterable[str]) -> dict[str, Any]:
+    def without_pickles(self, given: Iterable[str]) -> dict[str, object]:
         """
         :param given: Names of attributes that the user gives instead
         :return: All other attributes that are pickled, read from their plain form
@@ -123,7 +124,7 @@ class ModelFile:
         data = {name: None if name in names else value for name, value in self.data.items()}
         return io.BytesIO(zipped({_DATA: json.dumps(data).encode(), **self.others}))
 
-    def states(self, device: th.device | str) -> dict[str, Any]:
+    def states(self, device: th.device | str) -> StateDict:
         """
         :param device: Device of the tensors
         :return: State dictionaries by name, read without executing code
@@ -206,7 +207,7 @@ def refused_if_damaged(name: str) -> contextlib.AbstractContextManager[None]:
     return refused(f"{name} is not a whole model zip", "copy it again, or load an earlier checkpoint.")
 
 
-def with_plain_attributes(file: io.BytesIO, attributes: Mapping[str, Any]) -> bytes:
+def with_plain_attributes(file: io.BytesIO, attributes: Mapping[str, object]) -> bytes:
     """
     :param file: Zip of a model, written by SB3
     :param attributes: Attributes of the model, by name
@@ -224,7 +225,7 @@ class _OnlyForPPOExt:
     def __init__(self, why: str):
         self.why = why
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return refuse_other_algorithms, (self.why,)
 
 
@@ -255,11 +256,11 @@ def only_for_ppo_ext(content: bytes, why: str) -> bytes:
     return zipped({**members, _DATA: json.dumps(data, indent=4).encode()})
 
 
-def _is_pickled(value: Any) -> bool:
+def _is_pickled(value: object) -> bool:
     return isinstance(value, dict) and _PICKLED in value
 
 
-def read_attribute(saved: dict[str, Any], name: str, default: Any = None) -> Any:
+def read_attribute(saved: Kwargs, name: str, default: Any = None) -> Any:
     """
     :param saved: Saved attributes, as in :class:`ModelFile`
     :param name: Name of the attribute
@@ -276,7 +277,7 @@ class _Unpickler(pickle.Unpickler):
     place of those of RecurrentPPO and MaskablePPO.
     """
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) in _OF_CONTRIB:
             return super().find_class("sb3_ppo_ext", _OF_CONTRIB[module, name])
         if module == _MASKED_BUFFERS:
@@ -289,14 +290,14 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class("sb3_ppo_ext", name)
 
 
-def read_renamed(saved: dict[str, Any]) -> dict[str, Any]:
+def read_renamed(saved: dict[str, object]) -> dict[str, object]:
     """
     Read saved attributes that refer to classes or values by names of an earlier version, of RecurrentPPO or of MaskablePPO.
 
     :param saved: Saved attributes, as in :class:`ModelFile`
     :return: Attributes that have changed, to be passed as ``custom_objects`` to SB3's ``load``
     """
-    renamed: dict[str, Any] = {}
+    renamed: dict[str, object] = {}
     for name, value in saved.items():
         pickled = base64.b64decode(value.get(_PICKLED, "")) if isinstance(value, dict) else b""
         # The current `__module__` of public classes is the package itself.
@@ -308,7 +309,7 @@ def read_renamed(saved: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def _algorithm(data: dict[str, Any], own_modules: set[str]) -> str:
+def _algorithm(data: dict[str, object], own_modules: set[str]) -> str:
     for attribute, algorithm in _ALGORITHM_OF_ATTRIBUTE.items():
         if attribute in data:
             return algorithm

@@ -7,6 +7,7 @@ import numpy as np
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
 
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.common.validation import BadArgumentError, check_number, described, refuse
 
 ScheduleLike: TypeAlias = float | str | Schedule
@@ -44,7 +45,7 @@ def check_schedule(name: str, schedule: Schedule, infinite: bool = False) -> Non
     """
     remedy = "give a function of the remaining progress (from 1 to 0) that returns a number of at least 0"
     try:
-        returned: Any = schedule(1.0)
+        returned = schedule(1.0)
         value = math.nan if isinstance(returned, str | bytes) else float(returned)
     except (NameError, AttributeError):
         return  # It may read the model, which does not exist yet.
@@ -255,11 +256,11 @@ class KLAdaptive:
         low, high = self.bounds
         return min(max(value, low), high)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """:return: Current and initial value"""
         return {"initial": self.initial, "value": self.value}
 
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state: StateDict, strict: bool = True) -> None:
         """
         :param state: State from :meth:`state_dict`; ignored if its initial value differs, since the user has then chosen a
             new one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 # Packages whose code does what this package expects: for instance, their callbacks do not read values or log probabilities
 # during a rollout, and do not change parameters. Modules of users may have the names of others in the standard library.
@@ -20,7 +19,7 @@ def is_known_module(module: str) -> bool:
     return module.split(".")[0] in _PACKAGES
 
 
-def is_replaced(part: Any, name: str) -> bool:
+def is_replaced(part: object, name: str) -> bool:
     """
     :param part: Object
     :param name: Name of one of its methods
@@ -30,7 +29,7 @@ def is_replaced(part: Any, name: str) -> bool:
     return name in vars(part) or of_class is None or is_of_user(of_class)
 
 
-def has_method_of(part: Any, name: str, *classes: type) -> bool:
+def has_method_of(part: object, name: str, *classes: type) -> bool:
     """
     :param part: Object
     :param name: Name of a method
@@ -40,7 +39,7 @@ def has_method_of(part: Any, name: str, *classes: type) -> bool:
     return not is_replaced(part, name) and getattr(type(part), name) in [getattr(cls, name) for cls in classes]
 
 
-def hidden_methods(part: Any, names: Iterable[str]) -> list[str]:
+def hidden_methods(part: object, names: Iterable[str]) -> list[str]:
     """
     :param part: Object
     :param names: Names of methods
@@ -49,7 +48,7 @@ def hidden_methods(part: Any, names: Iterable[str]) -> list[str]:
     return [name for name in names if name in vars(part)]
 
 
-def replaced_method(names: Iterable[str], *parts: Any) -> str | None:
+def replaced_method(names: Iterable[str], *parts: object) -> str | None:
     """
     :param names: Names of methods, which not all objects have
     :param parts: Objects
@@ -62,7 +61,7 @@ def replaced_method(names: Iterable[str], *parts: Any) -> str | None:
     return None
 
 
-def is_of_user(function: Any) -> bool:
+def is_of_user(function: object) -> bool:
     """
     :param function: Function, or another object in the place of a method
     :return: Whether it is a user's, or a wrapper of or around such a function

@@ -14,6 +14,8 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
+
 # Numbers are computed with in float32, and arrays have sizes in int64.
 LARGEST_NUMBER, LARGEST_INTEGER = float(np.finfo(np.float32).max), int(np.iinfo(np.int64).max)
 # A larger layer fits into no memory, and deeper networks are made by nobody.
@@ -56,7 +58,7 @@ def refuse(name: str, value: object, remedy: str) -> NoReturn:
 
 def described(value: object) -> str:
     """
-    :param value: Any value
+    :param value: A value
     :return: Its ``repr``, shortened; its type if it has none, as integers of more than 4300 digits have none
     """
     try:
@@ -162,7 +164,7 @@ def _interval(low: float, high: float, open_low: bool, open_high: bool) -> str:
     return f"between {least} and {most}"
 
 
-def check_sizes(sizes: Mapping[str, Any]) -> None:
+def check_sizes(sizes: Kwargs) -> None:
     """
     :param sizes: Sizes of the layers of a network by name, and their number as ``n_layers``
     :raises BadArgumentError: if one of them is not an integer of at least 1, or is absurd
@@ -239,7 +241,7 @@ def check_kwargs(name: str, kwargs: Any, function: Callable[..., Any], given: It
         check_known_options(kwargs, keywords - set(given), f"`{name}`")
 
 
-def keywords_of(function: Callable[..., Any]) -> set[str] | None:
+def keywords_of(function: Callable[..., object]) -> set[str] | None:
     """
     :param function: Function or class; classes of this package pass other keyword arguments on to their parents
     :return: Names of the keyword arguments that it takes, ``None`` if it may take any
@@ -389,7 +391,7 @@ def _check_actions(where: str, space: spaces.Space) -> None:
     _check_content(where, space, "TransformAction")
 
 
-def _check_content(where: str, space: Any, wrapper: str) -> None:
+def _check_content(where: str, space: spaces.Space, wrapper: str) -> None:
     """Refuse spaces without any number, and integers that do not begin at 0, which SB3 would read as if they did."""
     if 0 in (space.shape or ()):
         raise UnsupportedSpaceError(f"{where} has no number in it (its shape is {space.shape}): leave it out, or give it one.")

@@ -64,12 +64,19 @@ def are_equal(ones: Sequence[th.Tensor], others: Sequence[th.Tensor]) -> bool:
     :param others: Other tensors
     :return: Whether all values are equal, and types, shapes and devices with them
     """
-    return len(ones) == len(others) and all(map(_is_equal, ones, others))
+    if [_kind(one) for one in ones] != [_kind(other) for other in others]:
+        return False
+    on_device = [(one == other).all() for one, other in zip(ones, others, strict=True) if one.device.type != "cpu"]
+    if on_device and not th.stack(on_device).all():  # read at once
+        return False
+    return all(_is_equal(one, other) for one, other in zip(ones, others, strict=True) if one.device.type == "cpu")
+
+
+def _kind(tensor: th.Tensor) -> tuple[th.dtype, th.Size, th.device]:
+    return tensor.dtype, tensor.shape, tensor.device
 
 
 def _is_equal(one: th.Tensor, other: th.Tensor) -> bool:
-    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
-        return False
-    if one.numel() >= LARGE and one.device.type == "cpu" and one.dtype in (th.float32, th.float64):
+    if one.numel() >= LARGE and one.dtype in (th.float32, th.float64):
         return bool((one.detach().numpy() == other.detach().numpy()).all())
     return th.equal(one, other)

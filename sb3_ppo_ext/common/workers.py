@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnvWrapper
@@ -22,7 +23,7 @@ class WorkerError(RuntimeError):
     """A process of a vectorised environment has died, has raised an error, or has not answered in time."""
 
 
-def raise_if_worker_died(env: Any, error: Exception) -> None:
+def raise_if_worker_died(env: object, error: Exception) -> None:
     """
     Name the workers that have died, if that is why a command to a vectorised environment failed. SB3's ``SubprocVecEnv`` would
     then wait forever in ``close`` for an answer, so that it is closed here.
@@ -50,7 +51,7 @@ def raise_if_worker_died(env: Any, error: Exception) -> None:
 
 
 @contextmanager
-def worker_deaths_noticed(env: Any) -> Iterator[None]:
+def worker_deaths_noticed(env: object) -> Iterator[None]:
     """
     Let commands to SB3's ``SubprocVecEnv`` fail if the worker that has to answer has died, within the context. Forked workers
     have copies of the pipes of those that were forked later, so that a death does not close these, and SB3 would wait forever.
@@ -73,7 +74,7 @@ def worker_deaths_noticed(env: Any) -> Iterator[None]:
 class _WatchedPipe:
     """A pipe to a worker, which answers until the worker has ended."""
 
-    def __init__(self, connection: Connection, process: Any):
+    def __init__(self, connection: Connection, process: BaseProcess):
         self.connection, self.process = connection, process
         # `wait` would register both at each step, which takes as long as to receive.
         self.poller = select.poll()
@@ -87,7 +88,7 @@ class _WatchedPipe:
             raise EOFError
         return self.connection.recv()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.connection, name)
 
 
@@ -98,7 +99,7 @@ def _end(env: SubprocVecEnv) -> None:
     env.closed, env.waiting = True, False
 
 
-def end_processes(processes: Sequence[Any], grace: float = 0.0) -> None:
+def end_processes(processes: Sequence[BaseProcess], grace: float = 0.0) -> None:
     """
     End processes by SIGTERM, and by SIGKILL those that ignore it, as processes do that were forked while pygame had a window.
 

@@ -24,7 +24,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TIMEOUT = 1800.0
 
 
-def on_one_machine(group: Any, size: int) -> bool:
+def on_one_machine(group: object, size: int) -> bool:
     """
     :param group: Process group
     :param size: Number of ranks
@@ -34,7 +34,7 @@ def on_one_machine(group: Any, size: int) -> bool:
     if module is not None and os.access(FOLDER, os.W_OK) and BOOT_ID.exists():
         # Containers of one machine have the same boot id, but perhaps not the same shared memory.
         own = BOOT_ID.read_text(), os.stat(FOLDER).st_dev, os.readlink("/proc/self/ns/ipc"), os.readlink("/proc/self/ns/mnt")
-    found: list[Any] = [None] * size
+    found: list[object] = [None] * size
     dist.all_gather_object(found, own, group=group)
     return own is not None and all(each == own for each in found)
 
@@ -74,7 +74,7 @@ class SharedSum:
         """
         self._exchange("mean", 4 + sum([array.nbytes for array in arrays]), arrays, weight)
 
-    def _exchange(self, name: str, n_bytes: int, *args: Any) -> None:
+    def _exchange(self, name: str, n_bytes: int, *args: object) -> None:
         if n_bytes > self.capacity:
             self._allocate(max(1 << 16, 2 * n_bytes))
         try:

@@ -10,6 +10,8 @@ import torch as th
 from stable_baselines3.common.distributions import Distribution
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import Arrays
+
 # Action that `get_actions(deterministic=True)` returns
 DeterministicAction = Literal["mean", "mode"]
 # Function from outputs and noise to samples
@@ -88,17 +90,17 @@ class BoundedDistribution(Distribution):
             closer to a bound than 1 % of the width
         """
 
-    def actions_from_params(self, *args: Any, deterministic: bool = False) -> th.Tensor:
+    def actions_from_params(self, *args: object, deterministic: bool = False) -> th.Tensor:
         return self.proba_distribution(*args).get_actions(deterministic)
 
-    def log_prob_from_params(self, *args: Any) -> tuple[th.Tensor, th.Tensor]:
+    def log_prob_from_params(self, *args: object) -> tuple[th.Tensor, th.Tensor]:
         latents = self.actions_from_params(*args)
         return latents, self.log_prob(latents)
 
 
-def bounded_part(distribution: Any) -> BoundedDistribution | None:
+def bounded_part(distribution: object) -> BoundedDistribution | None:
     """
-    :param distribution: Any distribution
+    :param distribution: A distribution
     :return: What samples latents: the distribution itself if it is bounded, or that of the ``Box`` parts of a hybrid one,
         whose columns come first; ``None`` if nothing does
     """
@@ -126,7 +128,7 @@ class NumpyDistribution(ABC):
         self.d_log_std: Any = None if log_std is None else np.zeros_like(self.parameter)
 
     @classmethod
-    def why_not(cls, distribution: Any) -> str | None:
+    def why_not(cls, distribution: Distribution) -> str | None:
         """
         :param distribution: Distribution of this family
         :return: Reason why it has no NumPy implementation, ``None`` if it has one
@@ -140,7 +142,7 @@ class NumpyDistribution(ABC):
         """:return: Whether PyTorch accepts the standard deviations that do not depend on observations: those greater than 0"""
         return True
 
-    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> Any:
+    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> Arrays:
         """
         :param n_steps: Number of steps of the rollout
         :param n_envs: Number of environments
@@ -150,7 +152,7 @@ class NumpyDistribution(ABC):
         """
         return [None] * n_steps
 
-    def scaled(self, noise: Any) -> Any:
+    def scaled(self, noise: Arrays) -> Arrays:
         """
         :param noise: Random numbers from :meth:`noise`
         :return: Noise that :meth:`sample` takes, scaled by the current parameters
@@ -158,7 +160,7 @@ class NumpyDistribution(ABC):
         return noise
 
     @abstractmethod
-    def sample(self, outputs: np.ndarray, noise: Any) -> np.ndarray:
+    def sample(self, outputs: np.ndarray, noise: Arrays) -> np.ndarray:
         """
         :param outputs: Outputs of the output layer, shape ``(n_envs, n_outputs)``
         :param noise: Noise of this step, from :meth:`scaled`
@@ -170,6 +172,13 @@ class NumpyDistribution(ABC):
         """
         :return: :meth:`sample` as a function that computes each row by itself, and can be pickled; ``None`` if samples depend
             on the parameters of the policy or on further random numbers
+        """
+        return None
+
+    def compiled(self) -> tuple[str, tuple[int, ...]] | None:
+        """
+        :return: Name of the family, and number of outputs of each action, with which the extension module computes
+            :meth:`log_prob`, :meth:`entropies` and :meth:`gradient`; ``None`` if it does not
         """
         return None
 
@@ -201,7 +210,7 @@ class NumpyDistribution(ABC):
         :return: Entropies in nats, shape ``(batch_size,)``
         """
         with th.no_grad():
-            entropies: Any = self._restored(described).entropy()
+            entropies = self._restored(described).entropy()
             return entropies.numpy()
 
     def parameters(self, described: np.ndarray) -> th.Tensor | None:

@@ -1,18 +1,18 @@
 """SB3's distribution over the actions of a ``MultiBinary`` space (``BernoulliDistribution``)."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch as th
 from stable_baselines3.common.distributions import BernoulliDistribution
 from torch.distributions import Bernoulli
-from torch.distributions import kl_divergence as torch_kl_divergence
+from torch.nn.functional import softplus
 
 from sb3_ppo_ext.distributions.head import Head, Noise
 
 SelfBernoulli = TypeVar("SelfBernoulli", bound="BernoulliOnDevice")
 
 
-def parameters(distribution: Any) -> th.Tensor:
+def parameters(distribution: BernoulliDistribution) -> th.Tensor:
     """
     :param distribution: Bernoulli distribution
     :return: Logits of a 1, shape ``(batch_size, action_dim)``
@@ -20,7 +20,7 @@ def parameters(distribution: Any) -> th.Tensor:
     return distribution.distribution.logits
 
 
-def location(distribution: Any) -> th.Tensor:
+def location(distribution: BernoulliDistribution) -> th.Tensor:
     """
     :param distribution: Bernoulli distribution
     :return: Probabilities of a 1 minus those of a 0, shape ``(batch_size, action_dim)``
@@ -28,13 +28,17 @@ def location(distribution: Any) -> th.Tensor:
     return 2 * distribution.distribution.probs - 1
 
 
-def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+def kl_divergence(old: th.Tensor, new: BernoulliDistribution) -> th.Tensor:
     """
     :param old: :func:`parameters` of a Bernoulli distribution, shape ``(batch_size, action_dim)``
     :param new: Bernoulli distribution for the same observations
     :return: KL(old || new) in nats, shape ``(batch_size,)``
     """
-    return torch_kl_divergence(Bernoulli(logits=old, validate_args=False), new.distribution).sum(dim=1)
+    logits: th.Tensor = new.distribution.logits
+    # PyTorch's function has an indexed assignment, which no CUDA graph can capture.
+    of_ones = th.sigmoid(old) * (softplus(-logits) - softplus(-old))
+    of_zeros = th.sigmoid(-old) * (softplus(logits) - softplus(old))
+    return (of_ones + of_zeros).sum(dim=1)
 
 
 class BernoulliOnDevice(BernoulliDistribution):

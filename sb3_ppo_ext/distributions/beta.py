@@ -2,7 +2,7 @@
 
 import copy
 import math
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch as th
@@ -264,7 +264,7 @@ class BetaHead(Head):
     last one is taken.
     """
 
-    def _distribution(self, outputs: th.Tensor) -> Any:
+    def _distribution(self, outputs: th.Tensor) -> BoundedBetaDistribution:
         # ONNX Runtime has no softplus in float64. A copy, since nothing of the graph must stay in the distribution.
         return copy.copy(self.distribution).of_excess(F.softplus(outputs).double(), th.float32)
 

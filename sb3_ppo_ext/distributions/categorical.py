@@ -1,10 +1,10 @@
 """SB3's distribution over the actions of a ``Discrete`` space (``CategoricalDistribution``)."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.distributions import CategoricalDistribution
+from stable_baselines3.common.distributions import CategoricalDistribution, Distribution
 from torch.distributions import Categorical
 
 from sb3_ppo_ext.common.guards import NO_ACTION
@@ -14,7 +14,7 @@ from sb3_ppo_ext.distributions.head import Head, Noise
 SelfCategorical = TypeVar("SelfCategorical", bound="CategoricalOnDevice")
 
 
-def parameters(distribution: Any) -> th.Tensor:
+def parameters(distribution: CategoricalDistribution) -> th.Tensor:
     """
     :param distribution: Categorical distribution
     :return: Normalised logits, shape ``(batch_size, n_actions)``
@@ -22,7 +22,7 @@ def parameters(distribution: Any) -> th.Tensor:
     return distribution.distribution.logits
 
 
-def location(distribution: Any) -> th.Tensor:
+def location(distribution: CategoricalDistribution) -> th.Tensor:
     """
     :param distribution: Categorical distribution
     :return: Probabilities, shape ``(batch_size, n_actions)``
@@ -30,7 +30,7 @@ def location(distribution: Any) -> th.Tensor:
     return distribution.distribution.probs
 
 
-def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+def kl_divergence(old: th.Tensor, new: CategoricalDistribution) -> th.Tensor:
     """
     :param old: :func:`parameters` of a categorical distribution, shape ``(batch_size, n_actions)``
     :param new: Categorical distribution for the same observations
@@ -67,7 +67,7 @@ class NumpyCategorical(NumpyDistribution):
     known: type[CategoricalDistribution] = CategoricalDistribution
 
     @classmethod
-    def why_not(cls, distribution: Any) -> str | None:
+    def why_not(cls, distribution: Distribution) -> str | None:
         # SB3's `log_prob` takes actions of shape `(batch_size,)`, those of the buffer have one more dimension.
         return (
             None if type(distribution) is cls.known else f"{type(distribution).__name__} is not SB3's categorical distribution"
@@ -82,6 +82,10 @@ class NumpyCategorical(NumpyDistribution):
 
     def sampler(self) -> Sampler:
         return largest
+
+    def compiled(self) -> tuple[str, tuple[int, ...]]:
+        assert isinstance(self.distribution, CategoricalDistribution)
+        return "categorical", (int(self.distribution.action_dim),)
 
     # The arrays have shape (n_actions, batch_size): NumPy is fast along the first dimension, but slow along a short last one.
 
@@ -136,7 +140,7 @@ class CategoricalOnDevice(CategoricalDistribution):
 class CategoricalHead(Head):
     """Categorical distributions of one or more choices, masked or not: the largest logit, with Gumbel noise for samples."""
 
-    def __init__(self, distribution: Any, log_std: Any = None, n_latents: int = 0):
+    def __init__(self, distribution: CategoricalDistribution, log_std: th.Tensor | None = None, n_latents: int = 0):
         super().__init__(distribution, log_std, n_latents)
         dims = getattr(distribution, "action_dims", None)
         self.n_choices = [int(distribution.action_dim)] if dims is None else [int(n) for n in dims]

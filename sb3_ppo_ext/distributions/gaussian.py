@@ -23,7 +23,7 @@ def unsquashed_mean(distribution: Any) -> th.Tensor:
     return distribution.distribution.mean
 
 
-def location(distribution: Any) -> th.Tensor:
+def location(distribution: DiagGaussianDistribution) -> th.Tensor:
     """
     :param distribution: Gaussian that is not squashed
     :return: Mean actions, shape ``(batch_size, action_dim)``
@@ -39,7 +39,7 @@ def parameters(distribution: Any) -> th.Tensor:
     return th.cat([distribution.distribution.mean, distribution.distribution.stddev], dim=1)
 
 
-def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+def kl_divergence(old: th.Tensor, new: DiagGaussianDistribution) -> th.Tensor:
     """
     KL(old || new). Squashing does not change it, because the Jacobian cancels.
 
@@ -76,6 +76,9 @@ class NumpyGaussian(NumpyDistribution):
 
     def sampler(self) -> Sampler:
         return np.add
+
+    def compiled(self) -> tuple[str, tuple[int, ...]] | None:
+        return ("gaussian", (1,) * len(self.parameter)) if type(self) is NumpyGaussian else None
 
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         self.inverse_std = np.exp(-self.log_stds)

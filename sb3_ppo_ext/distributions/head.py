@@ -37,7 +37,7 @@ class Head(nn.Module):
 
     log_std: th.Tensor
 
-    def __init__(self, distribution: Any, log_std: Any = None, n_latents: int = 0):
+    def __init__(self, distribution: Any, log_std: th.Tensor | None = None, n_latents: int = 0):
         super().__init__()
         # A copy: what is computed here must not stay in the policy.
         self.distribution = copy.copy(distribution)

@@ -19,6 +19,7 @@ from stable_baselines3.common.distributions import (
 from torch import nn
 
 from sb3_ppo_ext.common.guards import NO_ACTION
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.distributions.base import NumpyDistribution
 from sb3_ppo_ext.distributions.categorical import NumpyCategorical
 from sb3_ppo_ext.distributions.head import Head, Noise
@@ -62,7 +63,7 @@ class HybridDistribution(Distribution):
         self.action_dim = sum(self.n_actions)
 
     @property
-    def continuous(self) -> Any:
+    def continuous(self) -> Distribution | None:
         """Distribution of the ``Box`` parts, ``None`` if there are none."""
         return self.distributions[0] if self._has_boxes else None
 
@@ -141,7 +142,7 @@ class HybridDistribution(Distribution):
     def actions_from_params(self, *args: Any, deterministic: bool = False) -> th.Tensor:
         return self.proba_distribution(*args).get_actions(deterministic)
 
-    def log_prob_from_params(self, *args: Any) -> tuple[th.Tensor, th.Tensor]:
+    def log_prob_from_params(self, *args: object) -> tuple[th.Tensor, th.Tensor]:
         actions = self.actions_from_params(*args)
         return actions, self.log_prob(actions)
 
@@ -159,7 +160,7 @@ def _as_floats(distribution: Distribution, actions: th.Tensor) -> th.Tensor:
     return floats.masked_fill(actions == NO_ACTION, th.nan) if hasattr(distribution, "marks_actions") else floats
 
 
-def parameters(distribution: Any) -> th.Tensor:
+def parameters(distribution: HybridDistribution) -> th.Tensor:
     """
     :param distribution: Hybrid distribution
     :return: Parameters of its parts, one after the other, shape ``(batch_size, n)``
@@ -172,7 +173,7 @@ def _parameters_of_parts(distribution: HybridDistribution) -> list[th.Tensor]:
     return [part.family.parameters(each) for part, each in pairs]
 
 
-def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+def kl_divergence(old: th.Tensor, new: HybridDistribution) -> th.Tensor:
     """
     :param old: :func:`parameters` of a hybrid distribution with the same parts, shape ``(batch_size, n)``
     :param new: Hybrid distribution for the same observations
@@ -185,7 +186,7 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     return reduce(add, [part.family.kl_divergence(split.to(own.dtype), each) for part, split, own, each in parts])
 
 
-def location(distribution: Any) -> th.Tensor:
+def location(distribution: HybridDistribution) -> th.Tensor:
     """
     :param distribution: Hybrid distribution
     :return: Deterministic actions of all parts as numbers with a gradient, one part after the other, shape ``(batch_size, n)``
@@ -194,7 +195,7 @@ def location(distribution: Any) -> th.Tensor:
     return th.cat([part.family.location(each) for part, each in pairs], dim=1)
 
 
-def unsquashed_mean(distribution: Any) -> th.Tensor:
+def unsquashed_mean(distribution: HybridDistribution) -> th.Tensor:
     """
     :param distribution: Hybrid distribution
     :return: Mean of the ``Box`` parts before any squashing, shape ``(batch_size, n)``
@@ -229,10 +230,10 @@ class NumpyHybrid(NumpyDistribution):
         pairs = zip(self.parts, self.outputs, strict=True)
         return _NoiseOfParts([part.noise(n_steps, n_envs, own.stop - own.start) for part, own in pairs])
 
-    def scaled(self, noise: Any) -> Any:
+    def scaled(self, noise: Arrays) -> Arrays:
         return _NoiseOfParts([part.scaled(each) for part, each in zip(self.parts, noise.parts, strict=True)])
 
-    def sample(self, outputs: np.ndarray, noise: Any) -> np.ndarray:
+    def sample(self, outputs: np.ndarray, noise: Arrays) -> np.ndarray:
         parts = zip(self.parts, self.outputs, noise.parts, strict=True)
         samples = [part.sample(outputs[:, own], each) for part, own, each in parts]
         return np.concatenate([each.reshape(len(outputs), -1).astype(np.float32) for each in samples], axis=1)
@@ -248,7 +249,7 @@ class NumpyHybrid(NumpyDistribution):
 
     def entropies(self, described: np.ndarray) -> np.ndarray:
         pairs = zip(self.parts, self.descriptions, strict=True)
-        entropies: np.ndarray = reduce(add, [part.entropies(described[:, own]) for part, own in pairs])
+        entropies = reduce(add, [part.entropies(described[:, own]) for part, own in pairs])
         return entropies
 
     def parameters(self, described: np.ndarray) -> th.Tensor | None:
@@ -295,7 +296,7 @@ def _slices(sizes: Iterator[int]) -> list[slice]:
 class HybridHead(Head):
     """Independent parts."""
 
-    def __init__(self, distribution: Any, log_std: Any = None, n_latents: int = 0):
+    def __init__(self, distribution: HybridDistribution, log_std: th.Tensor | None = None, n_latents: int = 0):
         super().__init__(distribution)
         pairs = list(zip(distribution.parts, distribution.distributions, strict=True))
         self.heads = nn.ModuleList(

@@ -8,7 +8,7 @@ Paper: https://arxiv.org/abs/2006.14171
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch as th
 from gymnasium import spaces
@@ -88,7 +88,7 @@ class MaskedMultiCategoricalDistribution(MaskedDistribution, MultiCategoricalDis
         return MultiCategoricalDistribution(self.action_dims)
 
 
-def make_masked_distribution(action_space: Any) -> MaskedDistribution:
+def make_masked_distribution(action_space: spaces.Space) -> MaskedDistribution:
     """
     :param action_space: ``Discrete``, ``MultiDiscrete`` or ``MultiBinary`` space
     :return: Its action distribution with masks
@@ -117,7 +117,7 @@ class MaskedMultiCategoricalOnDevice(MaskedMultiCategoricalDistribution, MultiCa
     validate_args = False
 
 
-def masked_outputs(distribution: Any, outputs: th.Tensor, masks: th.Tensor) -> th.Tensor:
+def masked_outputs(distribution: object, outputs: th.Tensor, masks: th.Tensor) -> th.Tensor:
     """
     :param distribution: Action distribution with masks
     :param outputs: Outputs of the output layer, shape ``(batch_size, n_choices)``

@@ -3,7 +3,7 @@ SB3's distribution over the actions of a ``MultiDiscrete`` space (``MultiCategor
 distribution for each dimension.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch as th
 from stable_baselines3.common.distributions import MultiCategoricalDistribution
@@ -14,7 +14,7 @@ from sb3_ppo_ext.distributions.categorical import divergence, log_prob_or_nan, m
 SelfMultiCategorical = TypeVar("SelfMultiCategorical", bound="MultiCategoricalOnDevice")
 
 
-def parameters(distribution: Any) -> th.Tensor:
+def parameters(distribution: MultiCategoricalDistribution) -> th.Tensor:
     """
     :param distribution: Multi-categorical distribution
     :return: Normalised logits, dimension after dimension, shape ``(batch_size, sum(action_dims))``
@@ -22,7 +22,7 @@ def parameters(distribution: Any) -> th.Tensor:
     return th.cat([part.logits for part in distribution.distribution], dim=1)
 
 
-def location(distribution: Any) -> th.Tensor:
+def location(distribution: MultiCategoricalDistribution) -> th.Tensor:
     """
     :param distribution: Multi-categorical distribution
     :return: Probabilities, dimension after dimension, shape ``(batch_size, sum(action_dims))``
@@ -30,7 +30,7 @@ def location(distribution: Any) -> th.Tensor:
     return th.cat([part.probs for part in distribution.distribution], dim=1)
 
 
-def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+def kl_divergence(old: th.Tensor, new: MultiCategoricalDistribution) -> th.Tensor:
     """
     :param old: :func:`parameters` of a multi-categorical distribution, shape ``(batch_size, sum(action_dims))``
     :param new: Multi-categorical distribution for the same observations

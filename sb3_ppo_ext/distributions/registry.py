@@ -233,9 +233,9 @@ def hybrid_distribution(
     return HybridDistribution(parts)
 
 
-def family_of(distribution: Any) -> DistributionFamily | None:
+def family_of(distribution: object) -> DistributionFamily | None:
     """
-    :param distribution: Any distribution
+    :param distribution: A distribution
     :return: Family of its class, or else of the nearest base class; ``None`` if none of them has a row
     """
     for parent in type(distribution).__mro__:
@@ -244,7 +244,7 @@ def family_of(distribution: Any) -> DistributionFamily | None:
     return None
 
 
-def parameters(distribution: Any) -> th.Tensor | None:
+def parameters(distribution: Distribution) -> th.Tensor | None:
     """
     :param distribution: Distribution for a batch of observations
     :return: Parameters that define it, shape ``(batch_size, n)``: logits, means and standard deviations, or alpha and beta;
@@ -254,7 +254,7 @@ def parameters(distribution: Any) -> th.Tensor | None:
     return None if family is None or family.parameters is None else family.parameters(distribution)
 
 
-def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
+def kl_divergence(old: th.Tensor, new: Distribution) -> th.Tensor:
     """
     KL(old || new), exact and differentiable in the new distribution.
 
@@ -269,7 +269,7 @@ def kl_divergence(old: th.Tensor, new: Any) -> th.Tensor:
     return family.kl_divergence(old, new)
 
 
-def unsquashed_mean(distribution: Any) -> th.Tensor:
+def unsquashed_mean(distribution: object) -> th.Tensor:
     """
     :param distribution: Gaussian, squashed or not
     :return: Mean before any squashing, shape ``(batch_size, action_dim)``
@@ -281,7 +281,7 @@ def unsquashed_mean(distribution: Any) -> th.Tensor:
     return family.unsquashed_mean(distribution)
 
 
-def location(distribution: Any) -> th.Tensor:
+def location(distribution: Distribution) -> th.Tensor:
     """
     :param distribution: Distribution for a batch of observations
     :return: Its deterministic action as numbers with a gradient, shape ``(batch_size, n)``: the mean of actions in a ``Box``,
@@ -312,7 +312,7 @@ def numpy_distribution(
     return family.numpy_class(distribution, log_std)
 
 
-def why_not_numpy(distribution: Any) -> str | None:
+def why_not_numpy(distribution: Distribution) -> str | None:
     """
     :param distribution: Action distribution of the policy
     :return: Reason why :func:`numpy_distribution` does not support it, ``None`` if it does
@@ -325,7 +325,7 @@ def why_not_numpy(distribution: Any) -> str | None:
     return None if family is None else family.numpy_class.why_not(distribution)
 
 
-def on_device(distribution: Any, device: th.device) -> Any:
+def on_device(distribution: Distribution, device: th.device) -> Distribution:
     """
     SB3's distributions let PyTorch validate their arguments, which waits for the GPU three times for each call of a policy,
     and ``torch.multinomial`` waits as well. Those of :attr:`DistributionFamily.on_device` compute the same bit for bit and

@@ -23,7 +23,7 @@ __all__ = ["NumpyStateDependentNoise", "kl_divergence", "parameters", "unsquashe
 SelfStateDependentNoise = TypeVar("SelfStateDependentNoise", bound="StateDependentNoiseOnDevice")
 
 
-def location(distribution: Any) -> th.Tensor:
+def location(distribution: StateDependentNoiseDistribution) -> th.Tensor:
     """
     :param distribution: Distribution of gSDE
     :return: Deterministic actions, shape ``(batch_size, action_dim)``: the means, or their tanh with ``squash_output``
@@ -70,7 +70,7 @@ class NumpyStateDependentNoise(NumpyDistribution):
             actions = means + self.distribution.get_noise(th.from_numpy(latents)).numpy()
         return actions if self.distribution.bijector is None else np.tanh(actions)
 
-    def make(self, outputs: th.Tensor, log_std: th.Tensor | None = None) -> Distribution:
+    def make(self, outputs: th.Tensor, log_std: Any = None) -> Distribution:
         means, latents = self._split(outputs)
         own: Any = self.log_std if log_std is None else log_std
         return self.distribution.proba_distribution(means, own, latents)
@@ -136,7 +136,7 @@ class StateDependentNoiseHead(Head):
 
     std: th.Tensor
 
-    def __init__(self, distribution: Any, log_std: Any = None, n_latents: int = 0):
+    def __init__(self, distribution: StateDependentNoiseDistribution, log_std: Any = None, n_latents: int = 0):
         super().__init__(distribution, log_std, n_latents)
         self.register_buffer("std", distribution.get_std(log_std).detach().clone())
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.distributions import BernoulliDistribution, Distribution, MultiCategoricalDistribution
 from torch import nn
 
 from sb3_ppo_ext.distributions.base import NumpyDistribution
@@ -26,6 +26,14 @@ class TorchFallback(NumpyDistribution):
     def sample(self, outputs: np.ndarray, noise: None) -> np.ndarray:
         with th.no_grad():
             return self.make(th.from_numpy(outputs)).sample().numpy()
+
+    def compiled(self) -> tuple[str, tuple[int, ...]] | None:
+        distribution: Any = self.distribution
+        if type(distribution) is MultiCategoricalDistribution:
+            return "categorical", tuple(map(int, distribution.action_dims))
+        if type(distribution) is BernoulliDistribution:
+            return "bernoulli", (1,) * int(distribution.action_dims)
+        return None
 
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         self.outputs = th.from_numpy(outputs).requires_grad_()

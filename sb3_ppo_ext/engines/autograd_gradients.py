@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.type_aliases import PyTorchObs
 
 from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
 from sb3_ppo_ext.update.advantages import normalize, standardize
@@ -92,7 +93,7 @@ class AutogradGradients(GradientSource):
         differentiate: Differentiate,
         config: UpdateConfig,
         estimates: Estimates,
-        prepare: Callable[[Any], Any] | None = None,
+        prepare: Callable[[PyTorchObs], PyTorchObs] | None = None,
     ):
         self.differentiate, self.config, self.estimates, self.prepare = differentiate, config, estimates, prepare
 

@@ -16,14 +16,19 @@ from gymnasium import spaces
 from stable_baselines3.common.distributions import MultiCategoricalDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
+from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 from torch.func import functional_call, grad_and_value
 
+from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.user_code import has_method_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.autograd_gradients import BackwardLoss
 from sb3_ppo_ext.engines.engine import has_gradient_hooks
 from sb3_ppo_ext.engines.optimizer_steps import GradientMemory
+from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
+from sb3_ppo_ext.memory.windows import Sequences
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, evaluator
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.extra_loss import PolicyView
@@ -77,7 +82,8 @@ class CompiledLoss:
         with _without_validation():
             self.differentiate: Any = th.compile(_own(_loss_and_gradients), fullgraph=True, options=options)
         # Space of preprocessed observations, which need no more preprocessing; `None` if the policy overrides preprocessing
-        self.preprocessed_space = _preprocessed(policy.observation_space) if _preprocesses_as_sb3(policy) else None
+        is_known = _preprocesses_as_sb3(policy, TransformerPolicyMixin)
+        self.preprocessed_space = _preprocessed(policy.observation_space) if is_known else None
         if isinstance(policy.action_dist, MultiCategoricalDistribution):
             # NumPy integers cannot be traced.
             policy.action_dist.action_dims = [int(n) for n in policy.action_dist.action_dims]
@@ -101,7 +107,7 @@ class CompiledAct:
             with _without_validation():
                 self.forward = th.compile(_own(_act), fullgraph=True, options=options)
 
-    def __call__(self, observations: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+    def __call__(self, observations: Arrays) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
         """
         :param observations: Observations on the device, shape ``(n_envs, *obs_shape)``
         :return: Actions, values and log probabilities
@@ -111,7 +117,7 @@ class CompiledAct:
             return self.policy.forward(observations)
         if self.reuses_memory:
             th.compiler.cudagraph_mark_step_begin()
-        preprocessed = preprocess_obs(observations, policy.observation_space, policy.normalize_images)
+        preprocessed = _preprocess(policy, observations)
         try:
             with _without_validation():
                 outputs = self.forward(policy, preprocessed, self.space)
@@ -162,14 +168,13 @@ class CompiledBackward:
         compiled, config = self.compiled, self.config
         if compiled.reuses_memory:
             th.compiler.cudagraph_mark_step_begin()
-        preprocessed: Any = None
+        preprocessed = None
         if compiled.preprocessed_space is not None:
             # Outside the compiled function, since SB3's preprocessing uses NumPy, which cannot be traced.
             policy = compiled.policy
             both = (minibatch.data.observations, minibatch.next_observations)
-            space, scales = policy.observation_space, policy.normalize_images
             preprocessed = (
-                *(None if part is None else preprocess_obs(part, space, scales) for part in both),
+                *(None if part is None else _preprocess(policy, part) for part in both),
                 compiled.preprocessed_space,
             )
         with th.no_grad():
@@ -204,7 +209,7 @@ class _LossModule(nn.Module):
         self,
         config: LossConfig,
         minibatch: Minibatch,
-        preprocessed: Any,
+        preprocessed: Arrays,
         discrete_actions: bool,
         extra: ExtraActorLoss | None,
     ) -> tuple[th.Tensor, dict[str, th.Tensor]]:
@@ -218,11 +223,11 @@ class _LossModule(nn.Module):
         return results
 
     def _of_preprocessed(
-        self, continues: th.Tensor | None, observations: Any, next_observations: Any, space: spaces.Space[Any]
+        self, continues: th.Tensor | None, observations: PyTorchObs, next_observations: PyTorchObs, space: spaces.Space[object]
     ) -> PolicyView:
         """The policy for preprocessed observations."""
 
-        def of_preprocessed(function: Callable[..., Any], *arguments: Any) -> Any:
+        def of_preprocessed(function: Callable[..., Any], *arguments: Any) -> Arrays:
             policy = self.policy
             before = policy.observation_space, policy.normalize_images
             policy.observation_space, policy.normalize_images = space, False
@@ -239,7 +244,9 @@ class _LossModule(nn.Module):
         )
 
 
-def _act(policy: ActorCriticPolicy, preprocessed: Any, space: spaces.Space[Any]) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
+def _act(
+    policy: ActorCriticPolicy, preprocessed: Arrays, space: spaces.Space[object]
+) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
     """``forward`` of a policy for preprocessed observations."""
     distribution = policy.action_dist
     before = policy.observation_space, policy.normalize_images
@@ -251,7 +258,7 @@ def _act(policy: ActorCriticPolicy, preprocessed: Any, space: spaces.Space[Any])
     return actions, values, log_probs
 
 
-def _loss_and_gradients(module: _LossModule, *inputs: Any) -> tuple[list[th.Tensor], Measured]:
+def _loss_and_gradients(module: _LossModule, *inputs: object) -> tuple[list[th.Tensor], Measured]:
     learned: dict[str, th.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def loss(parameters: dict[str, th.Tensor]) -> tuple[th.Tensor, dict[str, th.Tensor]]:
@@ -263,12 +270,22 @@ def _loss_and_gradients(module: _LossModule, *inputs: Any) -> tuple[list[th.Tens
     return list(gradients.values()), _split(measured)
 
 
-def _preprocesses_as_sb3(policy: ActorCriticPolicy) -> bool:
-    known = (ActorCriticPolicy, ActionDistributionMixin)
+def _preprocess(policy: ActorCriticPolicy, observations: Any) -> Any:
+    """Preprocessed observations, or sequences of them."""
+    if isinstance(observations, Sequences):
+        flat = map_observations(lambda part: part.flatten(0, 1), observations.observations)
+        shape = observations.episodes.shape
+        parts = map_observations(lambda part: part.unflatten(0, shape), _preprocess(policy, flat))
+        return observations._replace(observations=parts)
+    return preprocess_obs(observations, policy.observation_space, policy.normalize_images)
+
+
+def _preprocesses_as_sb3(policy: ActorCriticPolicy, *further: type) -> bool:
+    known = (ActorCriticPolicy, ActionDistributionMixin, *further)
     return all(has_method_of(policy, name, *known) for name in ("evaluate_actions", "extract_features"))
 
 
-def _preprocessed(space: spaces.Space[Any]) -> spaces.Space[Any]:
+def _preprocessed(space: spaces.Space[object]) -> spaces.Space[object]:
     """Space of vectors that need no preprocessing, also for each key of a dictionary. Shapes do not matter."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _preprocessed(part) for key, part in space.spaces.items()})
@@ -282,7 +299,7 @@ def _split(measured: dict[str, th.Tensor]) -> Measured:
     return tuple(scalars), th.stack(list(scalars.values())), vectors
 
 
-def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+def _own(function: Callable[..., object]) -> Callable[..., Any]:
     """
     Copy of the function with its own code object and name. Torch caches compiled code by code object and dynamic shapes by
     name; with a shared function, the variants of all models would count towards one recompilation limit.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.engines.optimizer_steps import GradientMemory, Reached, adam_states, is_plain_adam
 from sb3_ppo_ext.update.loop import Stepper
 from sb3_ppo_ext.update.optimizers import clip_gradients, critic_parameters
@@ -126,7 +127,7 @@ class MaskedStepper(Stepper):
 class AdamGroup(NamedTuple):
     """A parameter group of Adam: its options, parameters, gradients, and averages of the gradients and of their squares."""
 
-    options: dict[str, Any]
+    options: Kwargs
     learned: list[th.Tensor]
     gradients: list[th.Tensor]
     means: list[th.Tensor]

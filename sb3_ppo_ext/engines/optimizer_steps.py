@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.common.user_code import replaced_method
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.update.config import UpdateConfig
@@ -221,7 +221,7 @@ def can_fuse_steps(policy: ActorCriticPolicy, memory: GradientMemory, config: Up
     return config.max_clip_fraction is None and FusedAdamStepper.takes(policy.optimizer, memory)
 
 
-def adam_states(optimizer: th.optim.Optimizer, parameters: Sequence[th.Tensor]) -> list[dict[str, Any]]:
+def adam_states(optimizer: th.optim.Optimizer, parameters: Sequence[th.Tensor]) -> list[StateDict]:
     """
     :param optimizer: Adam or AdamW of torch
     :param parameters: Parameters of the optimiser

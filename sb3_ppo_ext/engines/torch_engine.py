@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.type_aliases import PyTorchObs
 
 from sb3_ppo_ext.common.observations import images_in_channels_last, takes_channels_last
 from sb3_ppo_ext.common.user_code import is_replaced
@@ -93,7 +94,7 @@ class TorchEngine(Engine):
             return BackwardLoss(self.policy, config)
         return CompiledBackward(self.compiled, config, memory)
 
-    def _prepare(self) -> Callable[[Any], Any] | None:
+    def _prepare(self) -> Callable[[PyTorchObs], PyTorchObs] | None:
         """Function that brings the observations of a minibatch into the form that is evaluated."""
         if self.steps == "torch":
             return padded if self.policy.device.type == "cpu" else None
@@ -163,7 +164,7 @@ def _is_elsewhere(setup: Setup) -> bool:
     return setup.has_tensor_env or setup.policy.device.type != "cpu"
 
 
-def image_layout(policy: ActorCriticPolicy) -> Callable[[Any], Any] | None:
+def image_layout(policy: ActorCriticPolicy) -> Callable[[PyTorchObs], PyTorchObs] | None:
     """
     :param policy: Policy that is updated
     :return: Function that brings the images of a minibatch into the memory format in which convolutions are fastest, ``None``

@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 
 from sb3_ppo_ext.common.action_masks import ACTION_MASK, MASKABLE, METHOD, add_mask, with_mask
+from sb3_ppo_ext.common.type_aliases import Arrays, Info, Kwargs
 from sb3_ppo_ext.common.validation import refuse
 
 
@@ -28,7 +29,7 @@ class ActionMaskWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
 
     KEY = ACTION_MASK
 
-    def __init__(self, env: gym.Env[Any, Any]):
+    def __init__(self, env: gym.Env):
         gym.utils.RecordConstructorArgs.__init__(self)
         super().__init__(env)
         if not env.has_wrapper_attr(METHOD):
@@ -42,7 +43,7 @@ class ActionMaskWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
         self.observation_space = with_mask(env.observation_space, env.action_space)
         (self._n_choices,) = self.observation_space[self.KEY].shape or (0,)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Kwargs | None = None) -> tuple[Arrays, Info]:
         """
         :param seed: Seed of the environment
         :param options: Options of the environment
@@ -51,7 +52,7 @@ class ActionMaskWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
         observation, info = self.env.reset(seed=seed, options=options)
         return self._masked(observation), info
 
-    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+    def step(self, action: Arrays) -> tuple[Arrays, SupportsFloat, bool, bool, Info]:
         """
         :param action: Action
         :return: Observation with the mask, and reward, terminated, truncated and info as they are
@@ -59,7 +60,7 @@ class ActionMaskWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
         observation, reward, terminated, truncated, info = self.env.step(action)
         return self._masked(observation), reward, terminated, truncated, info
 
-    def _masked(self, observation: Any) -> dict[str, Any]:
+    def _masked(self, observation: object) -> dict[str, object]:
         mask = np.array(self.env.get_wrapper_attr(METHOD)(), np.int8)
         if mask.size != self._n_choices:
             refuse(METHOD, mask.shape, f"give {self._n_choices} numbers, one for each choice of each action")

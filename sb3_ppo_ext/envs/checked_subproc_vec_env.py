@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy, deepcopy
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,6 +21,7 @@ from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 from stable_baselines3.common.vec_env.subproc_vec_env import _worker
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import check_number, refuse
 from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes
 
@@ -74,7 +76,7 @@ class CheckedSubprocVecEnv(SubprocVecEnv):
         self.processes.append(process)
         self.remotes.append(_Remote(self, len(self.remotes), remote, process))
 
-    def call_in_workers(self, function: Callable[..., Any], args_per_worker: Iterable[tuple[Any, ...]]) -> list[Any]:
+    def call_in_workers(self, function: Callable[..., object], args_per_worker: Iterable[tuple[object, ...]]) -> list[object]:
         """
         Call a function in each worker.
 
@@ -120,7 +122,7 @@ class _Raised(NamedTuple):
 class _Remote:
     """The pipe to a worker, with the methods of a ``Connection`` that SB3 calls."""
 
-    def __init__(self, env: CheckedSubprocVecEnv, index: int, connection: Connection, process: Any):
+    def __init__(self, env: CheckedSubprocVecEnv, index: int, connection: Connection, process: BaseProcess):
         self.env, self.index, self.connection, self.process = env, index, connection, process
         # Number of commands without an answer, more than 0 at the next command if the main process was interrupted
         self.n_due, self.deadline = 0, 0.0
@@ -133,7 +135,7 @@ class _Remote:
             self.poll.register(connection.fileno(), select.POLLIN)
             self.poll.register(process.sentinel, select.POLLIN)
 
-    def send(self, command: tuple[str, Any]) -> None:
+    def send(self, command: tuple[str, object]) -> None:
         """Send a command, after the answers to earlier ones have been discarded."""
         if self.env.closed:
             raise WorkerError("The workers have ended: the environment was closed, or a worker has failed.")
@@ -206,12 +208,12 @@ def _work(connection: Connection, copies: list[Connection], env_fn: CloudpickleW
 class _LastObservationCopied(gym.Wrapper[Any, Any, Any, Any]):
     """Copies the last observation of an episode, since the reset may write the next one into the same array."""
 
-    def step(self, action: Any) -> Any:
+    def step(self, action: Arrays) -> Any:
         """:return: What the environment returns"""
         observation, reward, terminated, truncated, info = self.env.step(action)
         return deepcopy(observation) if terminated or truncated else observation, reward, terminated, truncated, copy(info)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # Of the environment, except for what a wrapper has itself
         super().__setattr__(name, value) if name in WRAPPER_STATE else setattr(self.env, name, value)
 
@@ -248,7 +250,7 @@ class _Worker:
             function, args = data
             self.connection.send(function(self.env, *args))
 
-    def send(self, answer: Any) -> None:
+    def send(self, answer: object) -> None:
         """Send the answer to a command."""
         self.connection.send(answer)
 

@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import check_number, is_text, refuse
 
 
@@ -28,7 +29,7 @@ class EncodeText(gym.ObservationWrapper[Any, Any, Any], gym.utils.RecordConstruc
     :raises ValueError: if no part of the observations is a string
     """
 
-    def __init__(self, env: gym.Env[Any, Any], n_words: int = 32, n_codes: int = 64):
+    def __init__(self, env: gym.Env, n_words: int = 32, n_codes: int = 64):
         gym.utils.RecordConstructorArgs.__init__(self, n_words=n_words, n_codes=n_codes)
         super().__init__(env)
         check_number("n_words", n_words, 1, integer=True)
@@ -42,7 +43,7 @@ class EncodeText(gym.ObservationWrapper[Any, Any, Any], gym.utils.RecordConstruc
         if isinstance(space, spaces.Dict):
             self.observation_space = spaces.Dict({**space.spaces, **dict.fromkeys(self._keys, encoded)})
 
-    def observation(self, observation: Any) -> Any:
+    def observation(self, observation: Arrays) -> Any:
         """
         :param observation: Observation of the environment
         :return: The same observation with numbers instead of strings

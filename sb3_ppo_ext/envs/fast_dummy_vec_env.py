@@ -6,7 +6,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy, deepcopy
-from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -16,6 +15,7 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_ppo_ext.common.guards import EnvironmentDataError
 from sb3_ppo_ext.common.reward_errors import describe_bad_reward
+from sb3_ppo_ext.common.type_aliases import Arrays
 
 # Types of values that nobody can change
 IMMUTABLE = frozenset((bool, int, float, str, bytes, type(None), np.bool_, np.float32, np.float64, np.int32, np.int64))
@@ -42,7 +42,7 @@ class FastDummyVecEnv(DummyVecEnv):
         self.buf_infos = [info if len(info) == 1 else detached(info) for info in self.step_envs(self.actions)]
         return self._obs_from_buf(), self.buf_rews.copy(), self.buf_dones.copy(), self.buf_infos
 
-    def step_envs(self, actions: Any) -> list[dict[str, Any]]:
+    def step_envs(self, actions: Arrays) -> list[dict[str, object]]:
         """
         Step all environments, and write observations, rewards and ends of episodes into the buffers.
 
@@ -72,7 +72,7 @@ class FastDummyVecEnv(DummyVecEnv):
             self._save_obs(index, observation)
         return infos
 
-    def _save_obs(self, env_idx: int, obs: Any) -> None:
+    def _save_obs(self, env_idx: int, obs: Arrays) -> None:
         for key, buffer, shape in self._buffers:
             part = obs if key is None else obs[key]
             if (type(part) is not np.ndarray or part.shape != shape) and math.prod(np.shape(part)) != math.prod(shape):
@@ -88,7 +88,7 @@ class FastDummyVecEnv(DummyVecEnv):
         return dict_to_obs(self.observation_space, OrderedDict((key, buffer.copy()) for key, buffer, _ in self._buffers))
 
 
-def detached(info: dict[str, Any]) -> dict[str, Any]:
+def detached(info: dict[str, object]) -> dict[str, object]:
     """
     :param info: Info of a step
     :return: The info, without objects that the environment may still change

@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from sb3_ppo_ext.common.type_aliases import Arrays, Info, Kwargs
 from sb3_ppo_ext.common.validation import refuse
 
 
@@ -25,14 +26,14 @@ class LastRewardWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
 
     KEY = "last_reward"
 
-    def __init__(self, env: gym.Env[Any, Any]):
+    def __init__(self, env: gym.Env):
         gym.utils.RecordConstructorArgs.__init__(self)
         super().__init__(env)
         space = env.observation_space
         self._is_vector = isinstance(space, spaces.Box) and len(space.shape) == 1
         self.observation_space = self._longer(space) if self._is_vector else self._with_key(space)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Kwargs | None = None) -> tuple[Arrays, Info]:
         """
         :param seed: Seed of the environment
         :param options: Options of the environment
@@ -41,7 +42,7 @@ class LastRewardWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
         observation, info = self.env.reset(seed=seed, options=options)
         return self._joined(observation, 0.0), info
 
-    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+    def step(self, action: Arrays) -> tuple[Arrays, SupportsFloat, bool, bool, Info]:
         """
         :param action: Action
         :return: Observation with the reward of this step, and reward, terminated, truncated and info as they are
@@ -61,7 +62,7 @@ class LastRewardWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstru
             refuse("env", self.env, f"its observations have the key {self.KEY!r} already, so that no wrapper is needed")
         return spaces.Dict({**parts, self.KEY: spaces.Box(-np.inf, np.inf, (1,), np.float32)})
 
-    def _joined(self, observation: Any, reward: SupportsFloat) -> Any:
+    def _joined(self, observation: Arrays, reward: SupportsFloat) -> Arrays:
         if self._is_vector:
             return np.append(observation, float(reward)).astype(self.observation_space.dtype)
         parts = observation if isinstance(self.env.observation_space, spaces.Dict) else {"obs": observation}

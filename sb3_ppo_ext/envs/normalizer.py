@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -10,9 +10,12 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.running_mean_std import RunningMeanStd
+from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_ppo_ext.common.action_masks import OBSERVATION
+from sb3_ppo_ext.common.type_aliases import Arrays, StateDict
 from sb3_ppo_ext.common.validation import check_type, refuse
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorMeanStd
 
@@ -93,10 +96,10 @@ class Normalizer:
             self.obs_rms = made[""] if self.norm_obs_keys is None else made
         self.ret_rms = RunningMeanStd(shape=())
         #: Discounted returns of the running episodes, shape ``(n_envs,)``
-        self.returns: Any = None
+        self.returns: Arrays = None
         self.by_rollout, self._has_seen_rollout = by_rollout, False
         # Observations and returns of the steps of this rollout, if the statistics do not change in it
-        self._rows: list[tuple[Any, Any]] = []
+        self._rows: list[tuple[object, object]] = []
 
     @property
     def is_frozen(self) -> bool:
@@ -119,7 +122,7 @@ class Normalizer:
             returns = self.returns.cpu().numpy() if isinstance(self.returns, th.Tensor) else self.returns
             self.returns = returns if device is None else th.as_tensor(returns, dtype=th.float64, device=device)
 
-    def reset(self, observations: Any) -> None:
+    def reset(self, observations: Arrays) -> None:
         """
         Take part in a reset of all environments.
 
@@ -129,7 +132,7 @@ class Normalizer:
         if not self.is_frozen:
             self._update_observations(self._parts(observations))
 
-    def step(self, observations: Any, rewards: Any, dones: Any, gamma: float) -> None:
+    def step(self, observations: Arrays, rewards: Arrays, dones: Arrays, gamma: float) -> None:
         """
         Take part in a step of all environments.
 
@@ -171,7 +174,7 @@ class Normalizer:
 
     # What reads them
 
-    def observations(self, observations: Any) -> Any:
+    def observations(self, observations: Arrays) -> Arrays:
         """
         :param observations: Observations as the environments return them, one or several, in arrays or tensors; parts of
             dictionaries may be missing
@@ -183,7 +186,7 @@ class Normalizer:
         new = {key: self._normalize_obs(part, self._statistics(key)) for key, part in parts.items()}
         return {**observations, **new} if isinstance(observations, Mapping) else new[""]
 
-    def rewards(self, rewards: Any) -> Any:
+    def rewards(self, rewards: Arrays) -> Arrays:
         """
         :param rewards: Rewards as the environments return them, shape ``(n_envs,)``
         :return: A copy in float32, normalised if they are to be
@@ -196,7 +199,7 @@ class Normalizer:
             rewards = np.clip(rewards / np.sqrt(self.ret_rms.var + self.epsilon), -self.clip_reward, self.clip_reward)
         return rewards.astype(np.float32)
 
-    def _normalize_obs(self, part: Any, statistics: Any) -> Any:
+    def _normalize_obs(self, part: np.ndarray | th.Tensor, statistics: RunningMeanStd) -> Arrays:
         if isinstance(part, th.Tensor):
             if isinstance(statistics, TensorMeanStd) and statistics._mean.device == part.device:
                 return statistics.normalized(part, self.epsilon, self.clip_obs)
@@ -207,10 +210,10 @@ class Normalizer:
 
     # Parts of the observations
 
-    def _statistics(self, key: str) -> Any:
+    def _statistics(self, key: str) -> RunningMeanStd:
         return self.obs_rms[key] if self.norm_obs_keys is not None else self.obs_rms
 
-    def _parts(self, observations: Any) -> dict[str, Any]:
+    def _parts(self, observations: VecEnvObs | PyTorchObs) -> dict[str, Arrays]:
         """Parts that are normalised, by the keys of the result of :meth:`observations`."""
         if not self.norm_obs:
             return {}
@@ -219,7 +222,7 @@ class Normalizer:
         keys = [OBSERVATION] if self.norm_obs_keys is None else self.norm_obs_keys  # The first beside masks
         return {key: observations[key] for key in keys if key in observations}
 
-    def _update_observations(self, parts: Mapping[str, Any]) -> None:
+    def _update_observations(self, parts: Mapping[str, object]) -> None:
         for key, part in parts.items():
             _update(self._statistics(key), part)
 
@@ -233,13 +236,13 @@ class Normalizer:
 
     # As plain data, and as `VecNormalize`
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """
         :return: Statistics as lists of numbers
         """
         return {name: _as_lists(container[key]) for name, container, key in self._places()}
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state: StateDict, strict: bool = True) -> None:
         """
         :param state: What :meth:`state_dict` of a normalizer of the same observations has returned
         :param strict: For symmetry with PyTorch's modules
@@ -252,7 +255,7 @@ class Normalizer:
             statistics.count = float(saved["count"][0])
         self._has_seen_rollout = float(self.ret_rms.count) >= 1
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> StateDict:
         """
         :return: Settings and statistics as plain data for :meth:`from_plain`
         """
@@ -316,18 +319,18 @@ def _as_lists(statistics: Any) -> dict[str, list[float]]:
     return {name: np.ravel(part).astype(float).tolist() for name, part in dict(mean=mean, var=var, count=count).items()}
 
 
-def _update(statistics: Any, rows: Any) -> None:
+def _update(statistics: RunningMeanStd, rows: Arrays) -> None:
     if isinstance(statistics, TensorMeanStd):
         statistics.update_tensor(th.as_tensor(rows, device=statistics._mean.device))
     else:
         statistics.update(rows)
 
 
-def _zeros_like(rewards: Any) -> Any:
+def _zeros_like(rewards: np.ndarray | th.Tensor) -> np.ndarray | th.Tensor:
     return th.zeros_like(rewards, dtype=th.float64) if isinstance(rewards, th.Tensor) else np.zeros(len(rewards))
 
 
-def _without(returns: Any, dones: Any) -> Any:
+def _without(returns: Arrays, dones: Arrays) -> Arrays:
     """Returns with zeros at the ends of episodes."""
     if isinstance(returns, th.Tensor):
         return returns.masked_fill_(dones, 0)  # An index of booleans would wait for the device.
@@ -335,13 +338,13 @@ def _without(returns: Any, dones: Any) -> Any:
     return returns
 
 
-def _map(function: Any, parts: Mapping[str, Any]) -> dict[str, Any]:
+def _map(function: Callable[..., object], parts: Mapping[str, Arrays]) -> dict[str, Arrays]:
     return {key: function(part) for key, part in parts.items()}
 
 
-def _copied(part: Any) -> Any:
+def _copied(part: Arrays) -> Arrays:
     return part.clone() if isinstance(part, th.Tensor) else np.array(part)
 
 
-def _joined(parts: Any) -> Any:
+def _joined(parts: Arrays) -> Arrays:
     return th.cat(list(parts)) if isinstance(parts[0], th.Tensor) else np.concatenate(parts)

@@ -6,7 +6,6 @@ import itertools
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch as th
@@ -19,6 +18,7 @@ from torch import nn
 
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.pickles import read_pickled
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import check_number, check_sizes, check_type, refuse
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 
@@ -127,7 +127,7 @@ class RNDReward(VecEnvWrapper):
         ]
         return observations, (rewards + self.coef * intrinsic).astype(np.float32), dones, infos
 
-    def _next_observations(self, observations: Any, dones: np.ndarray, infos: Any) -> np.ndarray:
+    def _next_observations(self, observations: VecEnvObs, dones: np.ndarray, infos: list[Info]) -> np.ndarray:
         """Observations after the step as vectors, those of the old episode where one has ended, shape ``(n_envs, size)``."""
         flat = self._flat(observations)
         for index in np.flatnonzero(dones):
@@ -137,9 +137,9 @@ class RNDReward(VecEnvWrapper):
                 flat[index] = self._flat(batch if isinstance(terminal, dict) else batch[""])[0]
         return flat
 
-    def _flat(self, observations: Any) -> np.ndarray:
+    def _flat(self, observations: VecEnvObs) -> np.ndarray:
         by_key = _by_key(observations)
-        vectors: list[Any] = [
+        vectors: list[Arrays] = [
             preprocess_obs(th.as_tensor(np.array(by_key[key])), space, normalize_images=False)
             for key, space in self.parts.items()
         ]
@@ -189,14 +189,14 @@ class RNDReward(VecEnvWrapper):
 
     # Files
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """
         :return: Everything but the environments, and what depends on their number
         """
         left_out = ("venv", "class_attributes", "returns", "seen", "num_envs", "reset_infos", "_seeds", "_options")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """
         Restore everything but the environments; :meth:`set_venv` must follow.
 
@@ -245,7 +245,7 @@ def without_rewards_of_rnd(env: VecEnv) -> VecEnv:
     :param env: Environments for evaluation, with their wrappers
     :return: The same environments, with the rewards that they have without :class:`RNDReward`
     """
-    wrapped: Any = env
+    wrapped = env
     while isinstance(wrapped, VecEnvWrapper):
         if isinstance(wrapped, RNDReward):
             wrapped.training = False
@@ -253,7 +253,7 @@ def without_rewards_of_rnd(env: VecEnv) -> VecEnv:
     return env
 
 
-def _by_key(observations: Any) -> dict[str, Any]:
+def _by_key(observations: VecEnvObs) -> dict[str, Arrays]:
     return observations if isinstance(observations, dict) else {"": observations}
 
 

@@ -16,6 +16,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import refuse
 
 PartialReset = Callable[[Any, np.ndarray], tuple[Any, Any]]
@@ -67,11 +68,11 @@ class VectorEnvAdapter(VecEnv):
         self._reset_options()
         return _copied(observations)
 
-    def step_async(self, actions: Any) -> None:
+    def step_async(self, actions: Arrays) -> None:
         space = self.action_space
         if isinstance(space, spaces.Dict | spaces.Tuple):
             # Gymnasium takes one dictionary or tuple of arrays.
-            arrays: Any = create_empty_array(space, self.num_envs)
+            arrays: Arrays = create_empty_array(space, self.num_envs)
             actions = concatenate(space, actions, arrays)
         self.actions = actions
 
@@ -91,7 +92,7 @@ class VectorEnvAdapter(VecEnv):
         return observations, rewards.astype(np.float32), dones, infos
 
     def _begin_episodes(
-        self, observations: Any, dones: np.ndarray, final: Any, final_info: Any, infos: list[dict[str, Any]]
+        self, observations: VecEnvObs, dones: np.ndarray, final: Arrays, final_info: Any, infos: list[Info]
     ) -> Any:
         """First observations of new episodes where an episode ended. Terminal observations are put into the infos."""
         ended = np.flatnonzero(dones).tolist()
@@ -112,11 +113,11 @@ class VectorEnvAdapter(VecEnv):
             infos[index]["terminal_observation"] = _copied(_at(final, index))
         return observations
 
-    def _split(self, arrays: Any) -> list[dict[str, Any]]:
+    def _split(self, arrays: Arrays) -> list[Info]:
         """Split Gymnasium's info dictionary of arrays and masks into one dictionary for each copy, if it is one."""
         if not isinstance(arrays, dict):
             return list(arrays)  # of `DictInfoToList`
-        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        infos: list[Info] = [{} for _ in range(self.num_envs)]
         for key, values in arrays.items():
             mask = arrays.get(f"_{key}")
             if key.startswith("_") and key[1:] in arrays:
@@ -147,7 +148,7 @@ class VectorEnvAdapter(VecEnv):
             values = [getattr(self.venv.unwrapped, attr_name)] * self.num_envs
         return [values[index] for index in self._get_indices(indices)]
 
-    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+    def set_attr(self, attr_name: str, value: object, indices: VecEnvIndices = None) -> None:
         if isinstance(self.venv.unwrapped, SyncVectorEnv | AsyncVectorEnv):
             values = list(self.venv.unwrapped.get_attr(attr_name))
             for index in self._get_indices(indices):
@@ -157,8 +158,8 @@ class VectorEnvAdapter(VecEnv):
             setattr(self.venv.unwrapped, attr_name, value)
 
     def env_method(
-        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
-    ) -> list[Any]:
+        self, method_name: str, *method_args: object, indices: VecEnvIndices = None, **method_kwargs: object
+    ) -> list[object]:
         if isinstance(self.venv.unwrapped, SyncVectorEnv | AsyncVectorEnv) and indices is None:
             return list(self.venv.unwrapped.call(method_name, *method_args, **method_kwargs))
         raise NotImplementedError(
@@ -171,7 +172,7 @@ class VectorEnvAdapter(VecEnv):
         return [False for _ in self._get_indices(indices)]
 
 
-def _autoreset_mode(venv: Any) -> AutoresetMode:
+def _autoreset_mode(venv: object) -> AutoresetMode:
     if not isinstance(venv, VectorEnv):
         refuse("venv", venv, "it is not a `gymnasium.vector.VectorEnv`; single environments go into a `DummyVecEnv`")
     mode = venv.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
@@ -182,7 +183,7 @@ def _takes_seeds(venv: VectorEnv) -> bool:
     return isinstance(venv.unwrapped, SyncVectorEnv | AsyncVectorEnv)
 
 
-def _wrappers_of(venv: Any) -> Iterator[VectorWrapper]:
+def _wrappers_of(venv: object) -> Iterator[VectorWrapper]:
     """Wrappers around a vectorised environment, the outermost one first."""
     while isinstance(venv, VectorWrapper):
         yield venv
@@ -248,11 +249,11 @@ def _check_wrapper(wrapper: VectorWrapper, mode: AutoresetMode) -> None:
         refuse("venv", wrapper, f"`{own}` of {type(wrapper).__name__} may not support that some copies are reset; {remedy}")
 
 
-def _is_of_gymnasium(function: Any) -> bool:
+def _is_of_gymnasium(function: object) -> bool:
     return str(function.__module__).split(".")[0] == "gymnasium"
 
 
-def _is_envpool(venv: Any) -> bool:
+def _is_envpool(venv: object) -> bool:
     # EnvPool creates its classes with a metaclass, so that only a parent class may be from its modules.
     return any(cls.__module__.split(".")[0] == "envpool" for cls in type(venv).__mro__)
 
@@ -270,22 +271,22 @@ class _MaskOptions(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         return key == "reset_mask"
 
-    def __missing__(self, key: str) -> Any:
+    def __missing__(self, key: str) -> object:
         return self.pop(key)
 
-    def pop(self, key: Any, *default: Any) -> Any:
+    def pop(self, key: Any, *default: object) -> Any:
         return self.mask if key == "reset_mask" else super().pop(key, *default)
 
     def __reduce__(self) -> Any:
         return dict, ()
 
 
-def _reset_masked(env: Any, mask: np.ndarray) -> tuple[Any, Any]:
+def _reset_masked(env: Any, mask: np.ndarray) -> tuple[object, object]:
     result: tuple[Any, Any] = env.reset(options=_MaskOptions(mask))
     return result
 
 
-def _taken(infos: Any, key: str) -> Any:
+def _taken(infos: Info, key: str) -> Arrays:
     """Remove an entry from the infos of all copies."""
     if isinstance(infos, dict):
         infos.pop(f"_{key}", None)
@@ -293,7 +294,7 @@ def _taken(infos: Any, key: str) -> Any:
     return [info.pop(key, None) for info in infos]
 
 
-def _reset_cart_poles(env: Any, mask: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+def _reset_cart_poles(env: Any, mask: np.ndarray) -> tuple[np.ndarray, Info]:
     # The same as its next step would do
     env.state[:, mask] = env.np_random.uniform(low=env.low, high=env.high, size=(4, mask.sum()))
     env.steps[mask] = 0
@@ -316,19 +317,19 @@ def _reset_envpool(env: Any, mask: np.ndarray) -> tuple[Any, dict[str, Any]]:
     return map_observations(in_rows, first), {}
 
 
-def _copied(observations: Any) -> Any:
+def _copied(observations: VecEnvObs) -> Arrays:
     if isinstance(observations, dict):
         return {key: np.array(part) for key, part in observations.items()}
     return np.array(observations)
 
 
-def _at(observations: Any, index: int) -> Any:
+def _at(observations: VecEnvObs, index: int) -> Arrays:
     if isinstance(observations, dict):
         return {key: part[index] for key, part in observations.items()}
     return observations[index]
 
 
-def _merged(observations: Any, first: Any, mask: np.ndarray) -> Any:
+def _merged(observations: Arrays, first: Arrays, mask: np.ndarray) -> Arrays:
     if isinstance(observations, dict):
         return {key: _merged(part, first[key], mask) for key, part in observations.items()}
     return np.where(mask.reshape(-1, *[1] * (observations.ndim - 1)), first, observations)

@@ -7,7 +7,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sb3_ppo_ext.common.validation import refuse
 
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         zip_file, statistics = _find(given.run, given.load_best)
         output = given.output or zip_file.with_name("policy.onnx")
         # The class is in a module above this one.
-        algorithm: Any = importlib.import_module("sb3_ppo_ext").PPOExt
+        algorithm = importlib.import_module("sb3_ppo_ext").PPOExt
         model = algorithm.load(zip_file, device="cpu", trusted=given.trusted)
         model.export(output, not given.stochastic, statistics, channels_last=given.channels_last)
     except (ValueError, ImportError) as error:

@@ -11,6 +11,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
+from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.vec_env import VecNormalize
 from torch import nn
 
@@ -131,7 +132,7 @@ class Actor(nn.Module):
     def _more_inputs(self) -> list[Port]:
         return []
 
-    def normalization_of(self, key: str) -> Any:
+    def normalization_of(self, key: str) -> nn.Module | None:
         """
         :param key: Key of a part of the observations
         :return: Its :class:`Normalization`, ``None`` if it has none
@@ -168,13 +169,13 @@ class Actor(nn.Module):
         normalize = self.normalization_of(key)
         return values if normalize is None else normalize(values)
 
-    def _features(self, observations: Any) -> th.Tensor:
+    def _features(self, observations: PyTorchObs) -> th.Tensor:
         policy, extractor = self.policy, self.policy.pi_features_extractor
         if isinstance(policy, ObservationKeysMixin):
             return policy.features_of(observations, extractor)
         return BasePolicy.extract_features(policy, observations, extractor)
 
-    def _latents(self, observations: Any, inputs: Iterator[th.Tensor]) -> tuple[th.Tensor, Any]:
+    def _latents(self, observations: PyTorchObs, inputs: Iterator[th.Tensor]) -> tuple[th.Tensor, Any]:
         """Inputs of the output layer, and the state after the step."""
         return self.policy.mlp_extractor.forward_actor(self._features(observations)), ()
 
@@ -218,7 +219,7 @@ class RecurrentActor(Actor):
     def _more_inputs(self) -> list[Port]:
         return [Port("episode_start", "episode_start", ())]
 
-    def _latents(self, observations: Any, inputs: Iterator[th.Tensor]) -> tuple[th.Tensor, Any]:
+    def _latents(self, observations: PyTorchObs, inputs: Iterator[th.Tensor]) -> tuple[th.Tensor, Any]:
         state = tuple(next(inputs) for _ in self._state_ports())
         before = without_memory(state, next(inputs))
         latents, after = step(self.policy.lstm_actor, self._features(observations), before)
@@ -250,7 +251,7 @@ class TransformerActor(Actor):
         rewards = [Port("last_reward", "last_reward", ())] if self.policy.use_last_reward else []
         return [Port("episode_start", "episode_start", ()), *rewards]
 
-    def _latents(self, observations: Any, inputs: Iterator[th.Tensor]) -> tuple[th.Tensor, Any]:
+    def _latents(self, observations: PyTorchObs, inputs: Iterator[th.Tensor]) -> tuple[th.Tensor, Any]:
         state = [next(inputs) for _ in self._state_ports()]
         goes_on = (1.0 - next(inputs)).unsqueeze(1)
         parts = [self._features(observations)]
@@ -278,7 +279,9 @@ class TransformerActor(Actor):
         return th.cat(parts, dim=1)
 
 
-def make_actor(policy: Any, normalizer: VecNormalize | None, deterministic: bool, transposed: Iterable[str] = ()) -> Actor:
+def make_actor(
+    policy: nn.Module, normalizer: VecNormalize | None, deterministic: bool, transposed: Iterable[str] = ()
+) -> Actor:
     """
     :param policy: Policy of this package
     :param normalizer: ``VecNormalize`` with the statistics of the observations, ``None`` for none
@@ -302,7 +305,7 @@ def make_actor(policy: Any, normalizer: VecNormalize | None, deterministic: bool
     return actor
 
 
-def _action_port(name: str, space: Any) -> Port:
+def _action_port(name: str, space: spaces.Space) -> Port:
     bounds = (space.low, space.high) if isinstance(space, spaces.Box) else None
     return Port(name, "action", space.shape or (), _dtype_of(space), bounds=bounds)
 
@@ -339,7 +342,7 @@ def _torch_dtype(space: spaces.Space) -> th.dtype:
     return dtype
 
 
-def _names(space: spaces.Space, path: str) -> Any:
+def _names(space: spaces.Space, path: str) -> object:
     """Names of the parts of a hybrid action space, in its structure: ``"action.gripper"``, ``"action.0"``."""
     if isinstance(space, spaces.Dict):
         return {key: _names(part, f"{path}.{key}") for key, part in space.spaces.items()}

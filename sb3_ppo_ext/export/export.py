@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,18 @@ from stable_baselines3.common.preprocessing import is_image_space, is_image_spac
 from stable_baselines3.common.vec_env import VecNormalize, VecTransposeImage, unwrap_vec_wrapper
 from torch import nn
 
+from sb3_ppo_ext.algorithm.changed_options import ChangedOptions
 from sb3_ppo_ext.common.action_masks import choices_of
 from sb3_ppo_ext.common.atomic_files import write_whole
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, disassembled
 from sb3_ppo_ext.common.pickles import read_pickled
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_type, refuse
 from sb3_ppo_ext.distributions import family_of
+from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.export.actor import PLAIN, Actor, make_actor
 from sb3_ppo_ext.export.ports import Port, described_space, to_tensors
+from sb3_ppo_ext.options import ConfiguredPPO
 
 # Suffixes of the formats
 ONNX, PROGRAMS = ".onnx", (".pt", ".pt2")
@@ -46,7 +51,7 @@ Run = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 
 def export_actor(
-    model: Any,
+    model: ChangedOptions,
     path: str | Path,
     deterministic: bool = True,
     vec_normalize: VecNormalize | str | Path | None = None,
@@ -95,7 +100,7 @@ def _without_critic(policy: Any) -> Any:
     return actor.requires_grad_(False)
 
 
-def _path_of(path: Any) -> Path:
+def _path_of(path: str | os.PathLike[str]) -> Path:
     check_type("path", path, (str, Path), 'give the path of a file, such as "policy.onnx"')
     path = Path(path)
     if path.suffix not in (ONNX, *PROGRAMS):
@@ -118,7 +123,7 @@ def _require(path: Path) -> Callable[[bytes], Run]:
     return _run_onnx
 
 
-def _normalizer_of(model: Any, given: Any) -> Any:
+def _normalizer_of(model: ConfiguredPPO, given: VecNormalize | str | Path | None) -> Any:
     own = getattr(model.policy, "normalizer", None)
     if own is not None:
         if given is not None:
@@ -158,7 +163,7 @@ def _transposed(model: Any, channels_last: bool | None) -> list[str]:
     return [key for key, part in parts.items() if is_image_space(part) and is_image_space_channels_first(part)]
 
 
-def _metadata(model: Any, actor: Actor, normalizer: Any) -> dict[str, Any]:
+def _metadata(model: ChangedOptions, actor: Actor, normalizer: VecNormalize | Normalizer | None) -> dict[str, object]:
     policy = model.policy
     family = family_of(policy.action_dist)
     try:
@@ -182,7 +187,7 @@ def _metadata(model: Any, actor: Actor, normalizer: Any) -> dict[str, Any]:
 # Files
 
 
-def _captured(actor: Actor, path: Path, metadata: dict[str, Any]) -> bytes:
+def _captured(actor: Actor, path: Path, metadata: dict[str, object]) -> bytes:
     inputs, outputs = actor.inputs(), actor.outputs()
     generator = np.random.default_rng(0)
     example = to_tensors([_example(port, 2, generator, actor) for port in inputs])
@@ -217,7 +222,7 @@ def _name_batch(graph: Any, batch_dim: int) -> None:
                 dim.dim_param = "batch"
 
 
-def _program_file(program: Any, metadata: dict[str, Any]) -> bytes:
+def _program_file(program: th.export.ExportedProgram, metadata: Kwargs) -> bytes:
     file = io.BytesIO()
     th.export.save(program, file, extra_files={METADATA: json.dumps(metadata)})
     return file.getvalue()
@@ -239,7 +244,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _onnx_runtime() -> Any:
+def _onnx_runtime() -> ModuleType:
     """ONNX Runtime; if it is imported here, then without the telemetry, threads and database with which it comes."""
     name = "ORT_DISABLE_TELEMETRY"
     before = os.environ.get(name)
@@ -263,14 +268,14 @@ def _run_program(content: bytes) -> Run:
     return _run_module(th.export.load(io.BytesIO(content)).module())
 
 
-def _run_module(module: Any) -> Run:
+def _run_module(module: nn.Module) -> Run:
     return lambda arrays: [each.numpy() for each in module(*to_tensors(arrays))]
 
 
 # Comparison
 
 
-def _compare_with_predict(actor: Actor, normalizer: Any, run: Run) -> None:
+def _compare_with_predict(actor: Actor, normalizer: VecNormalize | Normalizer | None, run: Run) -> None:
     """Compare the actions of deterministic actors, from one step to the next, until the first ones are forgotten."""
     generator = np.random.default_rng(1)
     states = [port for port in actor.inputs() if port.role == "state"]
@@ -294,7 +299,9 @@ def _compare_with_predict(actor: Actor, normalizer: Any, run: Run) -> None:
                 state, carried["last_reward"] = state.with_rewards(rewards), rewards
 
 
-def _predict(normalizer: Any, actor: Actor, inputs: dict[str, np.ndarray], state: Any) -> tuple[list[Any], Any]:
+def _predict(
+    normalizer: Any, actor: Actor, inputs: dict[str, np.ndarray], state: tuple[np.ndarray, ...] | None
+) -> tuple[list[Any], Any]:
     """Actions of ``predict``, one array for each part, and the next state."""
     observations = _normalized(normalizer, {key: inputs[key] for key in actor.parts})
     starts = inputs["episode_start"].astype(bool) if "episode_start" in inputs else None
@@ -345,7 +352,7 @@ def _compare_with_module(actor: Actor, run: Run) -> None:
                 )
 
 
-def _example(port: Port, n: int, generator: Any, actor: Actor) -> np.ndarray:
+def _example(port: Port, n: int, generator: np.random.Generator, actor: Actor) -> np.ndarray:
     """Values of an input for a comparison."""
     if port.role in ("normal_noise", "uniform_noise"):
         return port.noise(n, generator)
@@ -355,7 +362,7 @@ def _example(port: Port, n: int, generator: Any, actor: Actor) -> np.ndarray:
         return generator.standard_normal(port.batch_shape(n)).astype(np.float32)
     if port.name == actor.mask_key:
         return _example_of_masks(port, n, generator, actor)
-    own = actor.normalization_of(port.name)
+    own: Any = actor.normalization_of(port.name)
     if own is not None and port.dtype == "float32":
         # Some of them are clipped.
         numbers = generator.standard_normal((n, *own.mean.shape)) * generator.choice([1.0, 20.0], (n, *own.mean.shape))
@@ -369,7 +376,7 @@ def _example(port: Port, n: int, generator: Any, actor: Actor) -> np.ndarray:
     return np.ascontiguousarray(values).astype(port.dtype)
 
 
-def _example_of_masks(port: Port, n: int, generator: Any, actor: Actor) -> np.ndarray:
+def _example_of_masks(port: Port, n: int, generator: np.random.Generator, actor: Actor) -> np.ndarray:
     """Masks with at least one valid choice of each action."""
     masks = (generator.random((n, int(np.prod(port.shape)))) < 0.5).astype(port.dtype)
     first = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch as th
@@ -60,9 +60,9 @@ class Port:
         # From the open interval: the logarithms of both ends are needed.
         return generator.uniform(1e-7, 1 - 1e-7, self.batch_shape(n)).astype(np.float32)
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """:return: Description for the metadata of the file"""
-        shape: list[Any] = [int(size) for size in self.shape]
+        shape: list[object] = [int(size) for size in self.shape]
         shape.insert(self.batch_dim, "batch")
         return {"name": self.name, "role": self.role, "shape": shape, "dtype": self.dtype}
 
@@ -75,7 +75,7 @@ def to_tensors(arrays: list[np.ndarray]) -> tuple[th.Tensor, ...]:
     return tuple(th.from_numpy(np.ascontiguousarray(array)) for array in arrays)
 
 
-def described_space(space: Any) -> dict[str, Any]:
+def described_space(space: spaces.Space) -> dict[str, object]:
     """
     :param space: Observation space or action space
     :return: Its kind and numbers, which JSON can represent
@@ -85,7 +85,7 @@ def described_space(space: Any) -> dict[str, Any]:
         return {**kind, "parts": {key: described_space(part) for key, part in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
         return {**kind, "parts": [described_space(part) for part in space.spaces]}
-    own: dict[str, Any] = {**kind, "shape": list(space.shape or ()), "dtype": str(np.dtype(space.dtype))}
+    own: dict[str, object] = {**kind, "shape": list(space.shape or ()), "dtype": str(np.dtype(space.dtype))}
     if isinstance(space, spaces.Box):
         # JSON has no infinity; images have too many numbers.
         for name, bound in (("low", space.low), ("high", space.high)):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
-from typing import Any
 
 from sb3_ppo_ext.common.validation import described
 from sb3_ppo_ext.hub.settings import as_code, as_text
@@ -66,7 +65,7 @@ class Card:
 
     env_id: str
     policy: str
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     environment: str
     num_timesteps: int
     total_timesteps: int
@@ -164,7 +163,7 @@ model.learn({self.total_timesteps:_})
         return "\n".join(["## Versions", "", "| package | version |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)])
 
 
-def _argument(name: str, value: Any) -> str:
+def _argument(name: str, value: object) -> str:
     """Argument of the constructor, or a comment if there is no code for the value."""
     try:
         return f"{name}={as_code(value)},"

@@ -24,6 +24,7 @@ from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize, unwrap_vec_normalize
 
 from sb3_ppo_ext.common.saved_models import refused
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import (
     BadArgumentError,
     check_dictionary,
@@ -53,7 +54,7 @@ def save_folder(
     *,
     env: GymEnv | str | None = None,
     env_id: str | None = None,
-    env_kwargs: dict[str, Any] | None = None,
+    env_kwargs: Kwargs | None = None,
     runs: str | Path | Iterable[str | Path] = (),
     command: str | None = None,
     n_eval_episodes: int = 20,
@@ -178,7 +179,7 @@ class _Evaluated(NamedTuple):
     is_ours: bool
 
 
-def _evaluated_environment(model: PPOExt, env: Any, env_id: str | None, env_kwargs: Any, seed: int | None) -> _Evaluated:
+def _evaluated_environment(model: PPOExt, env: object, env_id: str | None, env_kwargs: Any, seed: int | None) -> _Evaluated:
     training = model.get_env()
     if env is None:
         if env_id is None and training is None:
@@ -192,7 +193,7 @@ def _evaluated_environment(model: PPOExt, env: Any, env_id: str | None, env_kwar
     return _Evaluated(model._wrap_env(made, verbose=0, monitor_wrapper=False), of_training or own, made is not env)
 
 
-def _vectorised(env: Any, env_kwargs: dict[str, Any] | None = None, seed: int | None = None) -> VecEnv:
+def _vectorised(env: object, env_kwargs: Kwargs | None = None, seed: int | None = None) -> VecEnv:
     if isinstance(env, str):
         with unknown_environments_as_value_errors(env):
             return make_vec_env(env, n_envs=1, seed=seed, env_kwargs=env_kwargs)
@@ -211,7 +212,7 @@ def _id_of(env: VecEnv | None) -> str:
         refuse("env_id", None, "the environment has no id of Gymnasium; name it")
 
 
-def _kwargs_of(env: VecEnv | None) -> dict[str, Any]:
+def _kwargs_of(env: VecEnv | None) -> dict[str, object]:
     """Keyword arguments of an environment that differ from those of its id, without the mode of rendering."""
     try:
         (spec,) = env.get_attr("spec", indices=[0])  # type: ignore[union-attr]
@@ -274,7 +275,7 @@ def _run_folders(runs: str | Path | Iterable[str | Path]) -> list[Path]:
     return [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
 
 
-def _write_json(path: Path, content: Any) -> None:
+def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -310,7 +311,7 @@ def _plot(runs: list[Path], seed: int | None) -> tuple[Any, list[tuple[int | Non
     return plot_runs(runs), found
 
 
-def _arguments_of(run: Path) -> dict[str, Any]:
+def _arguments_of(run: Path) -> Kwargs:
     """Arguments of the Zoo's command that has made a run."""
     from sb3_ppo_ext.zoo.yaml_entries import read_saved
 
@@ -324,7 +325,7 @@ def _seed_of(run: Path) -> int | None:
     return seed if isinstance(seed, int) and seed >= 0 else None
 
 
-def _checked_kwargs(env_kwargs: Any) -> dict[str, Any]:
+def _checked_kwargs(env_kwargs: Any) -> Kwargs:
     check_dictionary("env_kwargs", env_kwargs)
     try:
         json.dumps(env_kwargs)
@@ -333,7 +334,7 @@ def _checked_kwargs(env_kwargs: Any) -> dict[str, Any]:
     return dict(env_kwargs)
 
 
-def _config(card: Card, env_kwargs: Any, is_normalized: bool) -> dict[str, Any]:
+def _config(card: Card, env_kwargs: object, is_normalized: bool) -> dict[str, object]:
     return {
         "algo": ALGO,
         "env_id": card.env_id,

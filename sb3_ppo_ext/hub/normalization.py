@@ -6,6 +6,7 @@ from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_ppo_ext.common.plain_data import from_plain, to_plain
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
 
@@ -40,13 +41,13 @@ def normalized(env: VecEnv, plain: Any) -> VecNormalize:
     return made
 
 
-def _plain(statistics: Any) -> dict[str, Any]:
+def _plain(statistics: RunningMeanStd) -> dict[str, object]:
     if isinstance(statistics, dict):
         return {"keys": {key: _plain(part) for key, part in statistics.items()}}
     return {"mean": statistics.mean, "var": statistics.var, "count": statistics.count}
 
 
-def _statistics(saved: dict[str, Any]) -> Any:
+def _statistics(saved: StateDict) -> Any:
     if "keys" in saved:
         return {key: _statistics(part) for key, part in saved["keys"].items()}
     made = RunningMeanStd(shape=saved["mean"].shape)

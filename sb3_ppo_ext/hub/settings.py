@@ -9,6 +9,7 @@ from typing import Any
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecMonitor, VecNormalize, VecTransposeImage
 
 from sb3_ppo_ext.common.schedules import as_in_yaml
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import described
 from sb3_ppo_ext.options.values import NotCodeError, class_name, shown
 from sb3_ppo_ext.ppo_ext import PPOExt
@@ -19,7 +20,7 @@ _LEFT_OUT = {"self", "policy", "env", "device", "verbose", "tensorboard_log", "s
 _PACKAGES = ("sb3_ppo_ext", "stable_baselines3", "sb3_contrib")
 
 
-def options_of(model: PPOExt) -> dict[str, Any]:
+def options_of(model: PPOExt) -> Kwargs:
     """
     :param model: Model
     :return: Its options that differ from their defaults; schedules are numbers or strings where these exist
@@ -31,7 +32,7 @@ def options_of(model: PPOExt) -> dict[str, Any]:
 
 
 def environment_code(
-    env_id: str, n_envs: int, seed: int | None, env_kwargs: Mapping[str, Any], normalization: VecNormalize | None
+    env_id: str, n_envs: int, seed: int | None, env_kwargs: Mapping[str, object], normalization: VecNormalize | None
 ) -> str:
     """
     :param env_id: Id of the environment
@@ -87,7 +88,7 @@ def _wrappers_of(env: VecEnv | None) -> list[str]:
         return vectorised[::-1]
 
 
-def as_code(value: Any) -> str:
+def as_code(value: object) -> str:
     """
     :param value: Value of an option
     :return: Value as Python code where ``nn`` and ``th`` are known
@@ -105,7 +106,7 @@ def as_code(value: Any) -> str:
     return class_name(value) if code.startswith("<") else code
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """
     :param value: Value of an option
     :return: Value as Python code, or the name or a short form of what has no code

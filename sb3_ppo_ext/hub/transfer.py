@@ -59,7 +59,7 @@ def load_from_hub(
     filename: str | None = None,
     revision: str | None = None,
     token: str | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[PPOExt, VecEnv | None]:
     """
     Download a model from the Hugging Face Hub. Nothing of its files is executed, unless they are trusted.
@@ -84,7 +84,7 @@ def load_from_hub(
     return load_folder(folder, env, trusted=trusted, filename=filename, **kwargs)
 
 
-def _upload(hub: Any, folder: Path, repo_id: str, private: bool, token: str | None, commit_message: str) -> str:
+def _upload(hub: ModuleType, folder: Path, repo_id: str, private: bool, token: str | None, commit_message: str) -> str:
     api = hub.HfApi(token=token)
     address = api.create_repo(repo_id, private=private, exist_ok=True)
     api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message)

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.type_aliases import PyTorchObs
+from torch import nn
 
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.validation import refuse
@@ -31,7 +33,7 @@ class RolloutRows(NamedTuple):
 
     n_steps: int
     n_envs: int
-    observations: Any
+    observations: PyTorchObs
     starts: th.Tensor
     device: th.device
 
@@ -45,7 +47,7 @@ class Stepper(ABC):
     """Evaluates a history-based policy step by step while a rollout is collected."""
 
     @abstractmethod
-    def __call__(self, policy: Any, observations: Any, starts: Any, step: int) -> Output:
+    def __call__(self, policy: nn.Module, observations: object, starts: object, step: int) -> Output:
         """
         :param policy: Current policy
         :param observations: Observations of the step on the device, which are also in the buffer
@@ -54,7 +56,7 @@ class Stepper(ABC):
         :return: Actions, values and log probabilities, as ``forward`` of SB3's policies returns them
         """
 
-    def further_locals(self) -> dict[str, Any]:
+    def further_locals(self) -> dict[str, object]:
         """:return: Further variables that callbacks find in their ``locals``, by name"""
         return {}
 
@@ -82,7 +84,7 @@ class RolloutMemory(ABC):
         self.rows = rows
 
     @abstractmethod
-    def kept(self) -> list[tuple[Any, int]]:
+    def kept(self) -> list[tuple[PyTorchObs | None, int]]:
         """:return: Tensors of which the next rollout needs the last rows, and how many of them; ``None`` for missing ones"""
 
     def keep_last(self, pos: int) -> None:
@@ -108,7 +110,7 @@ class RolloutMemory(ABC):
             None if rows is None else map_observations(lambda part, n=n: on_host(part, n), rows) for rows, n in self.kept()
         ]
 
-    def write(self, remembered: list[Any]) -> None:
+    def write(self, remembered: list[object]) -> None:
         """
         :param remembered: What the next rollout needs, from :meth:`read`
         """
@@ -132,7 +134,7 @@ class RolloutMemory(ABC):
         :param step: Step of the rollout whose observations have been stored
         """
 
-    def note_outcome(self, policy: Any, step: int, actions: Any, rewards: Any) -> None:  # noqa: B027
+    def note_outcome(self, policy: nn.Module, step: int, actions: object, rewards: object) -> None:  # noqa: B027
         """
         :param policy: Policy that has acted
         :param step: Step of the rollout
@@ -172,7 +174,7 @@ class RolloutMemory(ABC):
         """
 
     @abstractmethod
-    def after(self, rows: th.Tensor, observations: Any, starts: th.Tensor) -> Any:
+    def after(self, rows: th.Tensor, observations: PyTorchObs, starts: th.Tensor) -> Any:
         """
         :param rows: Positions of steps in the flattened rollout, ``step * n_envs + environment``, shape ``(n,)``
         :param observations: Observations that follow these steps, on the device, shape ``(n, *obs_shape)``
@@ -204,7 +206,7 @@ class HistoryPolicy(ActionDistributionMixin):
         return self.unscale_action(actions) if self.squash_output else np.clip(actions, space.low, space.high)
 
 
-def episode_starts_of(episode_start: Any, n_envs: int) -> np.ndarray:
+def episode_starts_of(episode_start: object, n_envs: int) -> np.ndarray:
     """
     :param episode_start: Argument of ``predict``, ``None`` if no episode has begun
     :param n_envs: Number of environments

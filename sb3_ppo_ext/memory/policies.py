@@ -17,11 +17,13 @@ from stable_baselines3.common.policies import (
 from stable_baselines3.common.preprocessing import get_flattened_obs_dim, preprocess_obs
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from torch import nn
 
 from sb3_ppo_ext.common.bounds import bounds_on_device, middle_and_half
 from sb3_ppo_ext.common.hybrid_actions import kinds_of, structured
 from sb3_ppo_ext.common.observations import in_channels_last, map_observations, takes_channels_last
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, check_sizes, check_type, refuse
 from sb3_ppo_ext.common.weight_watch import are_equal, copies, tensors_of
 from sb3_ppo_ext.memory.history import HistoryPolicy, episode_starts_of
@@ -44,10 +46,10 @@ class KnownSteps:
     def __init__(self, cache: Cache, weights: Sequence[th.Tensor]):
         self.cache, self.weights = cache, weights
 
-    def __deepcopy__(self, memo: Any) -> KnownSteps:
+    def __deepcopy__(self, memo: object) -> KnownSteps:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(None), ()
 
 
@@ -67,7 +69,7 @@ class Memory(NamedTuple):
     :param known_steps: What has been computed of these observations, ``None`` to compute it anew
     """
 
-    observations: Any
+    observations: PyTorchObs
     known: np.ndarray
     starts: np.ndarray
     last_actions: np.ndarray | None
@@ -136,7 +138,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         use_last_reward: bool = False,
         **kwargs: Any,
     ):
-        sizes: dict[str, Any] = dict(context_length=context_length, d_model=d_model, n_heads=n_heads, n_layers=n_layers)
+        sizes: Kwargs = dict(context_length=context_length, d_model=d_model, n_heads=n_heads, n_layers=n_layers)
         sizes |= dict(n_stacked=n_stacked) | ({} if ffn_dim is None else dict(ffn_dim=ffn_dim))
         check_sizes(sizes)
         flags = dict(gate=gate, use_last_action=use_last_action, use_last_reward=use_last_reward)
@@ -144,7 +146,7 @@ class TransformerPolicyMixin(HistoryPolicy):
             check_type(name, flag, (bool, np.bool_), "give True or False")
         if d_model % n_heads != 0:
             refuse("d_model", d_model, f"it must be a multiple of n_heads={n_heads}")
-        self.memory_kwargs: dict[str, Any] = {**sizes, "ffn_dim": ffn_dim, **flags}
+        self.memory_kwargs: Kwargs = {**sizes, "ffn_dim": ffn_dim, **flags}
         self.context_length = context_length
         self.use_last_action, self.use_last_reward = use_last_action, use_last_reward
         super().__init__(*args, **kwargs)
@@ -168,7 +170,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         kinds = kinds_of(self.action_space) if self.use_last_action else []
         return sum(get_flattened_obs_dim(kind) for kind, _ in kinds)
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         return {**super()._get_constructor_parameters(), **self.memory_kwargs}
 
     def make_memory(self) -> WindowMemory:
@@ -192,12 +194,12 @@ class TransformerPolicyMixin(HistoryPolicy):
             parts.append(sequences.last_rewards.unsqueeze(-1).masked_fill(begins, 0.0))
         return th.cat(parts, dim=-1)
 
-    def _extract(self, observations: Any, extractor: nn.Module) -> th.Tensor:
+    def _extract(self, observations: PyTorchObs, extractor: nn.Module) -> th.Tensor:
         """Features of single observations, in chunks where no gradient is needed: intermediate results of images are large."""
         n = len(next(iter(observations.values()))) if isinstance(observations, dict) else len(observations)
         size = n if th.is_grad_enabled() else MAX_IMAGES
         features: list[Any] = []
-        layout: Any = in_channels_last if takes_channels_last(extractor) else th.Tensor.contiguous
+        layout = in_channels_last if takes_channels_last(extractor) else th.Tensor.contiguous
         for start in range(0, max(n, 1), max(size, 1)):
             some = map_observations(lambda part, start=start: layout(part[start : start + size]), observations)
             features.append(self.features_of(some, extractor))
@@ -233,14 +235,14 @@ class TransformerPolicyMixin(HistoryPolicy):
             )
         return transformer(self.inputs(sequences, extractor), sequences.episodes).flatten(0, 1)
 
-    def _masks_of(self, obs: Any) -> th.Tensor:
+    def _masks_of(self, obs: object) -> th.Tensor:
         if not isinstance(obs, Sequences):
             return super()._masks_of(obs)
         masks = super()._masks_of(obs.observations)
         n_before = 0 if masks.shape[1] == 1 else self.context_length - 1
         return masks[:, n_before:].flatten(0, 1)
 
-    def extract_features(self, obs: Any, features_extractor: Any = None) -> Any:
+    def extract_features(self, obs: Arrays, features_extractor: BaseFeaturesExtractor | None = None) -> Any:
         """
         :param obs: Sequences of observations
         :param features_extractor: Not used: actor and critic use their own
@@ -252,7 +254,7 @@ class TransformerPolicyMixin(HistoryPolicy):
             return of_actor
         return of_actor, self._features(obs, self.vf_features_extractor, self.vf_transformer)
 
-    def get_distribution(self, obs: Any) -> Distribution:
+    def get_distribution(self, obs: PyTorchObs) -> Distribution:
         """
         :param obs: Sequences of observations
         :return: Action distribution of the samples
@@ -261,7 +263,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         features = self._features(obs, self.pi_features_extractor, self.pi_transformer)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(features))
 
-    def predict_values(self, obs: Any) -> th.Tensor:
+    def predict_values(self, obs: PyTorchObs) -> th.Tensor:
         """
         :param obs: Sequences of observations
         :return: Estimated values of the samples, shape ``(n_samples, 1)``
@@ -332,7 +334,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         memory = self._forget_oldest(memory, actions)
         return structured(self.action_space, actions if is_vectorized else actions.squeeze(axis=0)), memory
 
-    def _empty_memory(self, now: Any, n_envs: int) -> Memory:
+    def _empty_memory(self, now: VecEnvObs, n_envs: int) -> Memory:
         n_before = self.context_length - 1
         return Memory(
             map_observations(lambda part: np.zeros((n_envs, n_before, *part.shape[2:]), part.dtype), now),
@@ -342,7 +344,7 @@ class TransformerPolicyMixin(HistoryPolicy):
             np.zeros((n_envs, self.context_length), np.float32) if self.use_last_reward else None,
         )
 
-    def _check_memory(self, state: Any, n_envs: int, begins: np.ndarray) -> None:
+    def _check_memory(self, state: object, n_envs: int, begins: np.ndarray) -> None:
         if not isinstance(state, Memory):
             refuse("state", type(state).__name__, "give the state that `predict` has returned, or None in the first call")
         if len(state.known) != n_envs:
@@ -413,7 +415,7 @@ def _episodes(memory: Memory) -> np.ndarray:
     return memory.known.astype(np.int64)
 
 
-def _append(memory: Memory, observations: Any, begins: np.ndarray) -> Memory:
+def _append(memory: Memory, observations: object, begins: np.ndarray) -> Memory:
     """The memory with the current observations; where one begins an episode, the earlier ones are no longer known."""
     return memory._replace(
         observations=map_observations(lambda *parts: np.concatenate(parts, axis=1), memory.observations, observations),

@@ -9,6 +9,7 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from sb3_ppo_ext.memory import gru
 
@@ -51,7 +52,7 @@ class RecurrentSequences(NamedTuple):
     plan: Plan | None = None
 
 
-def padded(observations: Any) -> Any:
+def padded(observations: PyTorchObs) -> PyTorchObs:
     """
     :param observations: Observations of a minibatch
     :return: The same, to be computed as RecurrentPPO does if they are sequences
@@ -227,7 +228,7 @@ def over_padded(network: nn.RNNBase, features: th.Tensor, n_sequences: int, has_
     return outputs.transpose(0, 1).flatten(0, 1)
 
 
-def _call(network: nn.RNNBase, inputs: Any, state: State) -> tuple[Any, State]:
+def _call(network: nn.RNNBase, inputs: th.Tensor | PackedSequence, state: State) -> tuple[Any, State]:
     if isinstance(network, nn.LSTM):
         outputs, after = network(inputs, state)
         return outputs, after

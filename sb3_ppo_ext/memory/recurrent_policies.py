@@ -10,15 +10,17 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
     ActorCriticPolicy,
+    BasePolicy,
     MultiInputActorCriticPolicy,
 )
-from stable_baselines3.common.type_aliases import Schedule
+from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
 from sb3_ppo_ext.common.hybrid_actions import structured
 from sb3_ppo_ext.common.observations import images_in_channels_last, map_observations, takes_channels_last
 from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.saved_models import OF_RECURRENT_PPO
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import (
     BadArgumentError,
     check_choice,
@@ -88,7 +90,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         n_lstm_layers: int = 1,
         shared_lstm: bool = False,
         enable_critic_lstm: bool = True,
-        lstm_kwargs: dict[str, Any] | None = None,
+        lstm_kwargs: Kwargs | None = None,
         rnn: Rnn = "lstm",
         **kwargs: Any,
     ):
@@ -145,16 +147,16 @@ class RecurrentPolicyMixin(HistoryPolicy):
         n_networks = 1 + (self.lstm_critic is not None)
         return StateMemory((n_networks, self.n_states, self.n_lstm_layers, self.lstm_hidden_size))
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         names = ("lstm_hidden_size", "n_lstm_layers", "shared_lstm", "enable_critic_lstm", "lstm_kwargs", "rnn")
         return {**super()._get_constructor_parameters(), **{name: getattr(self, name) for name in names}}
 
-    def _actor_arguments(self) -> dict[str, Any]:
+    def _actor_arguments(self) -> Kwargs:
         return {**super()._actor_arguments(), "shared_lstm": True, "enable_critic_lstm": False}
 
     # From sequences to latents
 
-    def _extract(self, observations: Any) -> Latents:
+    def _extract(self, observations: PyTorchObs) -> Latents:
         """Features for actor and critic of single observations, shape ``(n, features_dim)``."""
         of_actor = self.features_of(observations, self.pi_features_extractor)
         if self.share_features_extractor:
@@ -180,10 +182,10 @@ class RecurrentPolicyMixin(HistoryPolicy):
             return over_windows(network, features, sequences.plan, state)
         return step(network, features, state)[0]
 
-    def _masks_of(self, obs: Any) -> th.Tensor:
+    def _masks_of(self, obs: object) -> th.Tensor:
         return super()._masks_of(obs.observations if isinstance(obs, RecurrentSequences) else obs)
 
-    def _planned(self, sequences: Any) -> RecurrentSequences:
+    def _planned(self, sequences: object) -> RecurrentSequences:
         """The sequences with a plan, if one is needed."""
         if not isinstance(sequences, RecurrentSequences):
             raise BadArgumentError(
@@ -196,7 +198,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         rows_of_call = ROWS_OF_CALL + PRODUCTS_OF_CALL / (size * (size + self.features_dim))
         return sequences._replace(plan=Plan.of(sequences.lengths, rows_of_call, self.device))
 
-    def _packed(self, sequences: Any) -> RecurrentSequences:
+    def _packed(self, sequences: object) -> RecurrentSequences:
         """The sequences without padding, which serves only to add up what RecurrentPPO adds up in the same order."""
         planned = self._planned(sequences)
         return self._planned(planned._replace(is_padded=False)) if planned.is_padded else planned
@@ -213,7 +215,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         log_prob = distribution.log_prob(samples)
         return self.value_net(latents[1]), log_prob, distribution.entropy()
 
-    def evaluate_samples(self, obs: Any, samples: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
+    def evaluate_samples(self, obs: object, samples: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
         """
         :param obs: Sequences
         :param samples: Samples of the policy, shape ``(n_samples, action_dim)``
@@ -250,7 +252,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         assert log_prob is not None
         return values, log_prob, entropy
 
-    def get_distribution(self, obs: Any) -> Distribution:
+    def get_distribution(self, obs: Arrays) -> Distribution:
         """
         :param obs: Sequences
         :return: Action distribution of the samples
@@ -261,7 +263,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         self.use_masks(sequences)
         return self._get_action_dist_from_latent(self.mlp_extractor.forward_actor(latent_pi))
 
-    def predict_values(self, obs: Any) -> th.Tensor:
+    def predict_values(self, obs: object) -> th.Tensor:
         """
         :param obs: Sequences
         :return: Estimated values of the samples, shape ``(n_samples, 1)``
@@ -274,7 +276,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
     # Step by step
 
     def forward(  # type: ignore[override]
-        self, obs: Any, lstm_states: RecurrentStates, episode_starts: th.Tensor, deterministic: bool = False
+        self, obs: Arrays, lstm_states: RecurrentStates, episode_starts: th.Tensor, deterministic: bool = False
     ) -> tuple[th.Tensor, th.Tensor, th.Tensor, RecurrentStates]:
         """
         Act for one step, with the arguments of RecurrentPPO's policies.
@@ -307,7 +309,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         state: tuple[np.ndarray, ...] | None = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
-    ) -> tuple[Any, tuple[np.ndarray, ...] | None]:
+    ) -> tuple[Arrays, tuple[np.ndarray, ...] | None]:
         """
         Get the policy's action from an observation and the state of the actor's network.
 
@@ -336,7 +338,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         chosen = structured(self.action_space, actions if is_vectorized else actions.squeeze(axis=0))
         return chosen, tuple(part.cpu().numpy() for part in after)
 
-    def _state_of(self, state: Any, n_envs: int) -> State:
+    def _state_of(self, state: tuple[np.ndarray, ...] | None, n_envs: int) -> State:
         """State of the actor's network from an argument of ``predict``."""
         n_layers, _, n_units = self.lstm_hidden_state_shape
         shape = (n_layers, n_envs, n_units)
@@ -360,7 +362,7 @@ def with_own_recurrence(policy_class: Any) -> Any:
     return names.get(_our_name(policy_class), policy_class)
 
 
-def check_recurrence(policy_class: Any) -> None:
+def check_recurrence(policy_class: type[BasePolicy]) -> None:
     """
     :param policy_class: Policy class
     :raises ValueError: if it inherits a class of RecurrentPPO, whose methods have other arguments
@@ -372,7 +374,7 @@ def check_recurrence(policy_class: Any) -> None:
             )
 
 
-def _our_name(policy_class: Any) -> Any:
+def _our_name(policy_class: type) -> Any:
     return OF_RECURRENT_PPO.get((getattr(policy_class, "__module__", ""), getattr(policy_class, "__name__", "")))
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch as th
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 
 
-def missing_sinks(names: Iterable[str], state: Mapping[str, Any]) -> set[str]:
+def missing_sinks(names: Iterable[str], state: StateDict) -> set[str]:
     """
     :param names: Names of the parameters of a policy
     :param state: Saved parameters, by name

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch as th
+from stable_baselines3.common.type_aliases import PyTorchObs
+from torch import nn
 
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.validation import refuse
@@ -43,7 +44,7 @@ class StateMemory(RolloutMemory):
         # Before each step and after the last one, shape (n_steps + 1, n_networks, n_states, n_layers, n_envs, n_units)
         self.states = th.zeros((rows.n_steps + 1, *before, rows.n_envs, n_units), device=rows.device)
 
-    def kept(self) -> list[tuple[Any, int]]:
+    def kept(self) -> list[tuple[PyTorchObs | None, int]]:
         """:return: States, of which the last ones are those before the next rollout"""
         self._starts = None
         self._take_back()
@@ -144,7 +145,7 @@ class StateMemory(RolloutMemory):
             self._states_of(first_steps, of),
         )
 
-    def after(self, rows: th.Tensor, observations: Any, starts: th.Tensor) -> RecurrentSequences:
+    def after(self, rows: th.Tensor, observations: PyTorchObs, starts: th.Tensor) -> RecurrentSequences:
         """
         :param rows: Positions of steps in the flattened rollout, ``step * n_envs + environment``, shape ``(n,)``
         :param observations: Observations that follow these steps, on the device, shape ``(n, *obs_shape)``
@@ -180,7 +181,7 @@ class RecurrentSteps(Stepper):
         self.states = memory.states_at(0)
         self.starts: th.Tensor | None = None
 
-    def __call__(self, policy: Any, observations: Any, starts: Any, step: int) -> Output:
+    def __call__(self, policy: nn.Module, observations: object, starts: object, step: int) -> Output:
         """
         :param policy: Current policy
         :param observations: Observations of the step on the device
@@ -193,6 +194,6 @@ class RecurrentSteps(Stepper):
         self.memory.keep_states(step + 1, self.states)
         return actions, values, log_probs
 
-    def further_locals(self) -> dict[str, Any]:
+    def further_locals(self) -> dict[str, object]:
         """:return: States after the step and starts of episodes, with the names of RecurrentPPO"""
         return {"lstm_states": self.states, "episode_starts": self.starts}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from typing import Any
 
 import torch as th
 from torch import nn
@@ -111,7 +110,7 @@ class Block(nn.Module):
         for last in (self.out,) if self.ffn is None else (self.out, self.ffn[-1]):
             nn.init.orthogonal_(last.weight, gain=0.1)  # type: ignore[arg-type]
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object) -> None:
         if f"{prefix}distance_scores" in state_dict:
             state_dict.setdefault(f"{prefix}sink_scores", th.full_like(self.sink_scores, self.NO_SINK))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

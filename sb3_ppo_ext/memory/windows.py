@@ -10,6 +10,7 @@ import torch as th
 from stable_baselines3.common.type_aliases import PyTorchObs
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.memory.context_watch import ContextWatch
 from sb3_ppo_ext.memory.history import Output, RolloutMemory, RolloutRows, Stepper, permutation
@@ -80,7 +81,7 @@ class WindowMemory(RolloutMemory):
         if self.keeps_rewards:
             self.last_rewards = th.zeros((n_rows + 1, n_envs), device=device)
 
-    def kept(self) -> list[tuple[Any, int]]:
+    def kept(self) -> list[tuple[PyTorchObs | None, int]]:
         """:return: Tensors with the steps before the rollout, and how many of their rows precede it"""
         one_more = self.n_before + 1
         of_observations = [(part, self.n_before) for part in (self.rows.observations, self.rows.starts, self.episodes)]
@@ -110,7 +111,7 @@ class WindowMemory(RolloutMemory):
         # Rows that have not been filled (-1) belong to another episode than this one, even if it does not begin at this step.
         self.episodes[row] = self.episodes[row - 1].clamp(min=0) + (self.rows.starts[row] > 0)
 
-    def note_outcome(self, policy: Any, step: int, actions: Any, rewards: Any) -> None:
+    def note_outcome(self, policy: Any, step: int, actions: Arrays, rewards: Arrays) -> None:
         """
         Store the actions and rewards of a step, which are the last ones at the next step.
 
@@ -189,7 +190,7 @@ class WindowMemory(RolloutMemory):
             some = slice(first, first + size)
             yield self._sequences(lambda rows, some=some: rows[step : step + self.n_before, some].transpose(0, 1))
 
-    def after(self, rows: th.Tensor, observations: Any, starts: th.Tensor) -> Sequences:
+    def after(self, rows: th.Tensor, observations: Arrays, starts: th.Tensor) -> Sequences:
         """
         :param rows: Positions of steps in the flattened rollout, ``step * n_envs + environment``, shape ``(n,)``
         :param observations: Observations that follow these steps, on the device, shape ``(n, *obs_shape)``
@@ -233,7 +234,7 @@ class CachedSteps(Stepper):
         self.weights = WeightWatch(by_value=is_watched)
         self.caches: list[Cache] = []
 
-    def __call__(self, policy: Any, observations: Any, starts: Any, step: int) -> Output:
+    def __call__(self, policy: Any, observations: object, starts: object, step: int) -> Output:
         """
         :param policy: Current policy
         :param observations: Observations of the step, which are in the buffer
@@ -264,7 +265,7 @@ class CachedSteps(Stepper):
         return caches
 
 
-def segment_length(observations: Any) -> int:
+def segment_length(observations: object) -> int:
     """
     :param observations: Observations of a rollout, shape ``(n_steps, n_envs, *obs_shape)``
     :return: Largest number of consecutive steps that are drawn together
@@ -281,7 +282,7 @@ def joined(one: Sequences, other: Sequences) -> Sequences:
     :return: Sequences of all these steps
     """
 
-    def join(*parts: Any) -> Any:
+    def join(*parts: Arrays) -> Arrays:
         return None if parts[0] is None else map_observations(lambda *tensors: th.cat(tensors, dim=1), *parts)
 
     return Sequences(*(join(*parts) for parts in zip(one, other, strict=True)))

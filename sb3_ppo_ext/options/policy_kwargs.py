@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.user_code import is_known_module
 from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, check_sizes, check_type, described, refuse
 from sb3_ppo_ext.options.values import Accepted, Dictionary, Flag, Optional
@@ -27,7 +29,7 @@ POLICY_NAMES = "give `MultiInputPolicy` for a `Dict`, `CnnPolicy` for images, `M
 class Architecture(Accepted):
     """Sizes of the hidden layers: a list, or a dictionary of lists with the keys ``pi`` and ``vf``."""
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], dict):
             value = value[0]  # the form before SB3 1.8, which it still takes
         if not isinstance(value, Mapping):
@@ -38,7 +40,7 @@ class Architecture(Accepted):
                 refuse(f"{name}[{key!r}]", sizes, 'the keys are "pi" for the actor and "vf" for the critic')
             self._check_sizes(f"{name}[{key!r}]", sizes)
 
-    def _check_sizes(self, name: str, sizes: Any) -> None:
+    def _check_sizes(self, name: str, sizes: object) -> None:
         remedy = "give the sizes of the hidden layers, such as [64, 64] or dict(pi=[64, 64], vf=[64, 64])"
         if not isinstance(sizes, list | tuple) and not (isinstance(sizes, np.ndarray) and sizes.ndim == 1):
             refuse(name, sizes, remedy)
@@ -78,7 +80,7 @@ class Factory(Accepted):
     parent: type
     remedy: str
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         is_other_class = isinstance(value, type) and not issubclass(value, self.parent)
         if not callable(value) or is_other_class or isinstance(value, self.parent):
             refuse(name, value, self.remedy)
@@ -100,7 +102,7 @@ KEYWORDS: dict[str, Accepted] = {
 }
 
 
-def check_policy(policy: Any) -> None:
+def check_policy(policy: object) -> None:
     """
     :param policy: Policy that was given to the algorithm, a name or a class
     :raises ValueError: if it is neither, or the policy of another algorithm
@@ -110,7 +112,7 @@ def check_policy(policy: Any) -> None:
         refuse("policy", policy, f"give a name or a class that inherits `sb3_ppo_ext.MlpPolicy`; {POLICY_NAMES}")
 
 
-def check_policy_kwargs(policy_class: Any, policy_kwargs: Mapping[str, Any], makes_optimizer: bool) -> None:
+def check_policy_kwargs(policy_class: type[BasePolicy], policy_kwargs: Kwargs, makes_optimizer: bool) -> None:
     """
     Check the values of the keywords of SB3's policies. Those of policies of other packages are not checked.
 
@@ -135,7 +137,7 @@ def check_policy_kwargs(policy_class: Any, policy_kwargs: Mapping[str, Any], mak
         check_sizes({name: kwargs[name] for name in kwargs.keys() & {"features_dim", "cnn_output_dim"}})
 
 
-def is_known(policy_class: Any) -> bool:
+def is_known(policy_class: type) -> bool:
     """
     :param policy_class: Policy class
     :return: Whether neither the class nor a parent is a user's, so that keywords mean what SB3 documents
@@ -143,7 +145,7 @@ def is_known(policy_class: Any) -> bool:
     return all(is_known_module(cls.__module__) for cls in policy_class.__mro__)
 
 
-def _argument(name: str, policy_class: Any, policy_kwargs: Mapping[str, Any]) -> Any:
+def _argument(name: str, policy_class: Any, policy_kwargs: Mapping[str, object]) -> Any:
     """An argument of the policy class, or its default."""
     if name in policy_kwargs:
         return policy_kwargs[name]
@@ -151,7 +153,7 @@ def _argument(name: str, policy_class: Any, policy_kwargs: Mapping[str, Any]) ->
     return next(parameters[name].default for parameters in signatures if name in parameters)
 
 
-def _check_optimizer(policy_kwargs: Mapping[str, Any]) -> None:
+def _check_optimizer(policy_kwargs: Kwargs) -> None:
     """Make the optimiser for two parameters, which is the only way to know whether its arguments are valid."""
     factory, kwargs = policy_kwargs.get("optimizer_class", th.optim.Adam), policy_kwargs.get("optimizer_kwargs") or {}
     if "lr" in kwargs:
@@ -168,7 +170,7 @@ def _check_optimizer(policy_kwargs: Mapping[str, Any]) -> None:
         refuse("optimizer_class", factory, remedy)
 
 
-def check_observations(policy_class: Any, policy_kwargs: Mapping[str, Any], space: spaces.Space) -> None:
+def check_observations(policy_class: type, policy_kwargs: Kwargs, space: spaces.Space) -> None:
     """
     Check that the features extractor of the policy can read the observations, if it is one of SB3's.
 
@@ -194,7 +196,7 @@ def check_observations(policy_class: Any, policy_kwargs: Mapping[str, Any], spac
         _check_images(name, space, normalized)
 
 
-def _space_of_readers(policy_class: Any, policy_kwargs: Mapping[str, Any], space: Any) -> spaces.Space:
+def _space_of_readers(policy_class: type[BasePolicy], policy_kwargs: Kwargs, space: Any) -> spaces.Space:
     """Space of what actor or critic read."""
     keys = tuple(policy_kwargs.get(name) for name in KEYS)
     if not issubclass(policy_class, ObservationKeysMixin) or keys == (None, None):

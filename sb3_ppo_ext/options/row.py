@@ -1,15 +1,20 @@
-"""Rows of the table of options, and how they are read from a dataclass."""
+"""Rows of the table of options, and the options that they make with the arguments of the constructor."""
 
+from __future__ import annotations
+
+import inspect
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from sb3_ppo_ext.common.schedules import is_constant
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.options.values import Accepted, Choice, Flag, Optional, shown
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from sb3_ppo_ext.options.constructor import ConfiguredPPO
 
 
 @dataclass(frozen=True)
@@ -23,11 +28,11 @@ class When:
     """
 
     text: str
-    holds: Callable[[Any], bool]
-    example: Mapping[str, Any] = field(default_factory=dict)
+    holds: Callable[[ConfiguredPPO], bool]
+    example: Mapping[str, object] = field(default_factory=dict)
 
 
-def equals(name: str, value: Any) -> When:
+def equals(name: str, value: object) -> When:
     """
     :param name: Name of an option
     :param value: Value of this option
@@ -36,7 +41,7 @@ def equals(name: str, value: Any) -> When:
     return When(f"`{name}={shown(value)}`", lambda model: getattr(model, name) == value, {name: value})
 
 
-def differs(name: str, value: Any, example: Any) -> When:
+def differs(name: str, value: object, example: object) -> When:
     """
     :param name: Name of an option
     :param value: Value of this option
@@ -52,7 +57,7 @@ def has_schedule(name: str) -> When:
     :return: Condition that the option is a schedule, not a number
     """
 
-    def holds(model: Any) -> bool:
+    def holds(model: ConfiguredPPO) -> bool:
         value = getattr(model, name)
         return value is not None and not is_constant(value)
 
@@ -83,7 +88,7 @@ class Need:
     """
 
     name: str
-    value: Any = None
+    value: object = None
 
     def described(self) -> str:
         """:return: Needed option in Markdown"""
@@ -108,41 +113,80 @@ READ = Change()
 
 
 @dataclass(frozen=True)
-class Option:
+class Row:
     """
-    One row of the table.
+    What the constructor does not say of an option.
 
-    :param name: Name of the argument of the constructor
-    :param default: Default of this argument
-    :param accepted: Accepted values
     :param group: Title of its section in the reference
-    :param doc: One sentence in Markdown; the ``:param`` line of the constructor starts with it
-    :param examples: Values other than the default
+    :param accepted: Accepted values; ``None`` to derive them from the type of the argument, a ``Literal`` or ``bool``
+    :param example: Value other than the default; not needed where all accepted values can be listed
     :param needs: Other option that it needs to have an effect, ``None`` if there is none
     :param conflicts: Conditions that it cannot be combined with
     :param change: What happens when it has been changed between two calls of ``learn``
+    :param attribute: Name of the attribute of the model, ``None`` for the name of the option
+    """
+
+    group: str
+    accepted: Accepted | None = None
+    example: object = None
+    needs: Need | None = None
+    conflicts: tuple[Conflict, ...] = ()
+    change: Change = READ
+    attribute: str | None = None
+
+
+@dataclass(frozen=True)
+class Option:
+    """
+    An option, as the constructor and its row in the table describe it.
+
+    :param name: Name of the argument of the constructor
+    :param default: Default of this argument
+    :param doc: First sentence of its ``:param`` line, in Markdown
+    :param is_own: Whether it is one of PPOExt's, which are keyword-only, not one of SB3's PPO
+    :param accepted: Accepted values
+    :param examples: Values other than the default
     :param attribute: Name of the attribute of the model
+    :param row: What the constructor does not say
     """
 
     name: str
-    default: Any
-    accepted: Accepted
-    group: str
+    default: object
     doc: str
-    examples: tuple[Any, ...]
-    needs: Need | None
-    conflicts: tuple[Conflict, ...]
-    change: Change
+    is_own: bool
+    accepted: Accepted
+    examples: tuple[object, ...]
     attribute: str
+    row: Row
 
-    def check(self, model: Any) -> None:
+    @property
+    def group(self) -> str:
+        """Title of its section in the reference."""
+        return self.row.group
+
+    @property
+    def needs(self) -> Need | None:
+        """Other option that it needs to have an effect, ``None`` if there is none."""
+        return self.row.needs
+
+    @property
+    def conflicts(self) -> tuple[Conflict, ...]:
+        """Conditions that it cannot be combined with."""
+        return self.row.conflicts
+
+    @property
+    def change(self) -> Change:
+        """What happens when it has been changed between two calls of ``learn``."""
+        return self.row.change
+
+    def check(self, model: ConfiguredPPO) -> None:
         """
         :param model: Model that has the option as an attribute
         :raises ValueError: if the value of the option is not accepted
         """
         self.accepted.check(self.name, getattr(model, self.attribute))
 
-    def check_conflicts(self, model: Any) -> None:
+    def check_conflicts(self, model: ConfiguredPPO) -> None:
         """
         :param model: Model that has all options as attributes
         :raises ValueError: if the option is not at its default, and the model meets the condition of one of its conflicts
@@ -158,55 +202,42 @@ class Option:
 class _Attributes(dict[str, Any]):
     """The attributes of an object as a dictionary."""
 
-    def __init__(self, of: Any):
+    def __init__(self, of: object):
         super().__init__()
         self.of = of
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         return getattr(self.of, name)
 
 
-def option(
-    default: T,
-    doc: str,
-    *,
-    group: str,
-    accepted: Accepted | None = None,
-    example: Any = None,
-    needs: Need | None = None,
-    conflicts: tuple[Conflict, ...] = (),
-    change: Change = READ,
-    attribute: str | None = None,
-) -> T:
+def options_of(constructor: Callable[..., None], rows: Mapping[str, Row]) -> dict[str, Option]:
     """
-    Make a field of a dataclass a row of the table. The parameters are those of :class:`Option`.
-
-    :param accepted: Accepted values; ``None`` to derive them from the type of the field, a ``Literal`` or ``bool``
-    :param example: Value other than the default; not needed where all accepted values can be listed
-    :param attribute: Name of the attribute of the model; ``None`` for the name of the field
+    :param constructor: Constructor whose arguments are the options, with a ``:param`` line for each
+    :param rows: Row of each option
+    :return: Options in the order of the constructor
     """
-    metadata = dict(accepted=accepted, group=group, doc=doc, example=example)
-    metadata |= dict(needs=needs, conflicts=conflicts, change=change, attribute=attribute)
-    return field(default=default, metadata=metadata)
+    parameters, sentences = inspect.signature(constructor).parameters, _sentences(constructor)
+    return {
+        name: _option(parameter, sentences.get(name, ""), rows[name])  # `python -OO` has no docstrings
+        for name, parameter in parameters.items()
+        if name in rows or parameter.kind == parameter.KEYWORD_ONLY
+    }
 
 
-def rows_of(table: type) -> dict[str, Option]:
-    """
-    :param table: Dataclass with fields made by :func:`option`
-    :return: Rows of the table, by name
-    """
-    types, rows = get_type_hints(table), {}
-    for each in fields(table):
-        metadata = dict(each.metadata)
-        accepted = _accepted(types[each.name], metadata.pop("accepted"))
-        example = metadata.pop("example")
-        examples = tuple(value for value in accepted.all() if value != each.default) if example is None else (example,)
-        metadata["attribute"] = metadata["attribute"] or each.name
-        rows[each.name] = Option(each.name, each.default, accepted, examples=examples, **metadata)
-    return rows
+def _option(parameter: inspect.Parameter, doc: str, row: Row) -> Option:
+    name, default, accepted = parameter.name, parameter.default, _accepted(parameter.annotation, row.accepted)
+    examples = tuple(value for value in accepted.all() if value != default) if row.example is None else (row.example,)
+    is_own = parameter.kind == parameter.KEYWORD_ONLY
+    return Option(name, default, doc, is_own, accepted, examples, row.attribute or name, row)
 
 
-def _accepted(kind: Any, accepted: Accepted | None) -> Accepted:
+def _sentences(function: Callable[..., object]) -> dict[str, str]:
+    """First sentence of each ``:param`` line, in Markdown."""
+    lines = re.findall(r"^:param (\w+): (.*(?:\n +.*)*)", inspect.getdoc(function) or "", re.MULTILINE)
+    return {name: " ".join(text.split()).replace("``", "`").split(". ")[0].removesuffix(".") for name, text in lines}
+
+
+def _accepted(kind: object, accepted: Accepted | None) -> Accepted:
     if accepted is None:
         accepted = Flag() if kind is bool else Choice(get_args(kind))
     is_union = get_origin(kind) in (Union, UnionType)

@@ -1,40 +1,32 @@
 """Checks of all options of a model: the rows of the table, and conditions that depend on more than the options."""
 
-import os
 import warnings
-from collections.abc import Container, Mapping
-from typing import Any, Protocol
+from collections.abc import Container
 
-import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.policies import BasePolicy
 
 from sb3_ppo_ext.common.action_masks import MASKABLE
 from sb3_ppo_ext.common.hybrid_actions import is_hybrid
 from sb3_ppo_ext.common.plain_data import python_numbers
 from sb3_ppo_ext.common.validation import (
-    check_device,
-    check_dictionary,
     check_kwargs,
     check_number,
-    check_type,
     described,
     keywords_of,
     refuse,
 )
-from sb3_ppo_ext.distributed.launch import Distributed, find_launch
+from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.recurrent_policies import check_recurrence, with_own_recurrence
-from sb3_ppo_ext.options.policy_kwargs import check_policy, check_policy_kwargs
+from sb3_ppo_ext.options.arguments import check_logging
+from sb3_ppo_ext.options.constructor import ConfiguredPPO
+from sb3_ppo_ext.options.policy_kwargs import check_policy_kwargs
 from sb3_ppo_ext.options.row import Option
 from sb3_ppo_ext.options.table import (
     ALL_OPTIONS,
-    ActionDist,
-    AdvantageNorm,
-    DeterministicAction,
-    OptimizerName,
     draws_its_own_minibatches,
 )
 from sb3_ppo_ext.policies.action_masking import check_mask_key
@@ -45,42 +37,14 @@ from sb3_ppo_ext.policies.actor_critic import (
     with_action_distributions,
     with_own_masking,
 )
-from sb3_ppo_ext.policies.distribution_checks import check_action_distribution, check_exploration
+from sb3_ppo_ext.policies.distribution_checks import check_action_distribution
 from sb3_ppo_ext.update.extra_losses import reads_next
 
 # Arguments that have no row in the table
 _FURTHER_NUMBERS = ("sde_sample_freq", "verbose", "rollout_buffer_kwargs")
 
 
-class ConfiguredModel(Protocol):
-    """Attributes of a ``PPOExt`` that are read here, in addition to those of the rows."""
-
-    action_dist: ActionDist
-    action_masking: bool
-    action_mask_key: str | None
-    auxiliary_losses: dict[str, Any] | None
-    deterministic_action: DeterministicAction
-    advantage_norm: AdvantageNorm
-    accumulate_grad: int
-    priority_alpha: float
-    distributed: Distributed
-    n_steps: int
-    batch_size: int
-    normalize_advantage: bool
-    normalize_value: bool
-    optimizer: OptimizerName
-    use_sde: bool
-    sde_sample_freq: int
-    tensorboard_log: str | None
-    verbose: int
-    env: VecEnv | None
-    policy_class: Any
-    policy_kwargs: dict[str, Any]
-    rollout_buffer_class: type[RolloutBuffer] | None
-    rollout_buffer_kwargs: dict[str, Any]
-
-
-def convert_options(model: ConfiguredModel) -> None:
+def convert_options(model: ConfiguredPPO) -> None:
     """
     Replace NumPy's numbers in the options of a model by Python's, so that what is saved can be read, and the policies of
     RecurrentPPO by ours.
@@ -94,26 +58,7 @@ def convert_options(model: ConfiguredModel) -> None:
         model.policy_class = with_own_masking(model.policy_class)
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """
-    Check the arguments that SB3's constructor reads, before it does.
-
-    :param arguments: Arguments of the constructor of ``PPOExt``, by name
-    :raises ValueError: if one of them is not valid
-    """
-    check_policy(arguments["policy"])
-    check_device(arguments["device"])
-    check_logging(arguments["tensorboard_log"], arguments["verbose"])
-    ALL_OPTIONS["use_sde"].accepted.check("use_sde", arguments["use_sde"])
-    if arguments["use_sde"]:
-        check_exploration(arguments["use_sde"], getattr(arguments["env"], "action_space", None))
-    if arguments["rollout_buffer_kwargs"] is not None:
-        check_dictionary("rollout_buffer_kwargs", arguments["rollout_buffer_kwargs"])
-    if arguments["env"] is None and arguments["_init_setup_model"]:
-        refuse("env", None, "give an environment, or the id of one")
-
-
-def check_options(model: ConfiguredModel, changed: Container[str] | None = None) -> None:
+def check_options(model: ConfiguredPPO, changed: Container[str] | None = None) -> None:
     """
     Check every option of a model, and that the options can be combined.
 
@@ -139,7 +84,7 @@ def check_options(model: ConfiguredModel, changed: Container[str] | None = None)
             _warn_without_need(option, model)
 
 
-def _warn_without_need(option: Option, model: ConfiguredModel) -> None:
+def _warn_without_need(option: Option, model: ConfiguredPPO) -> None:
     """Warn if the option has no effect, since the one that it needs is off."""
     value, need = getattr(model, option.attribute), option.needs
     if need is None or (tuple(value) if isinstance(value, list) else value) == option.default:
@@ -152,17 +97,7 @@ def _warn_without_need(option: Option, model: ConfiguredModel) -> None:
     warnings.warn(f"`{option.name}={described(value)}` has no effect without {need.described()}: {remedy}.", stacklevel=2)
 
 
-def check_logging(tensorboard_log: Any, verbose: Any) -> None:
-    """
-    :param tensorboard_log: Folder for TensorBoard, ``None`` for no such log
-    :param verbose: Verbosity level
-    :raises ValueError: if one of them is of another type
-    """
-    check_type("tensorboard_log", tensorboard_log, (str, os.PathLike, type(None)), "give the path of a folder, or None")
-    check_type("verbose", verbose, (int, float, np.number, np.bool_), "give 0, 1 or 2")
-
-
-def _check_minibatches(model: ConfiguredModel) -> None:
+def _check_minibatches(model: ConfiguredPPO) -> None:
     if not model.normalize_advantage:
         return
     remedy = "with `normalize_advantage` the standard deviation of the advantages needs at least 2 samples"
@@ -172,12 +107,12 @@ def _check_minibatches(model: ConfiguredModel) -> None:
         refuse("n_steps", model.n_steps, f"{remedy}, and n_envs={model.env.num_envs}; raise one of the two")
 
 
-def _check_losses(model: ConfiguredModel) -> None:
+def _check_losses(model: ConfiguredPPO) -> None:
     if model.n_steps == 1 and reads_next(model.auxiliary_losses):
         refuse("auxiliary_losses", model.auxiliary_losses, "with `n_steps=1`, no step follows another; raise it to 2 or more")
 
 
-def _check_masks(model: ConfiguredModel) -> None:
+def _check_masks(model: ConfiguredPPO) -> None:
     spaces_of_model = [getattr(model, f"{name}_space", None) for name in ("observation", "action")]
     if not model.action_masking or None in spaces_of_model or not isinstance(spaces_of_model[1], MASKABLE):
         return
@@ -188,7 +123,7 @@ def _check_masks(model: ConfiguredModel) -> None:
         refuse("action_masking", True, remedy)
 
 
-def _check_ranks(model: ConfiguredModel) -> None:
+def _check_ranks(model: ConfiguredPPO) -> None:
     n_ranks = find_launch(model.distributed).size
     if n_ranks == 1:
         return
@@ -203,7 +138,7 @@ def _check_ranks(model: ConfiguredModel) -> None:
         refuse("rollout_buffer_class", model.rollout_buffer_class, f'{remedy}; give None, or `distributed="off"`')
 
 
-def _check_policy(model: ConfiguredModel) -> None:
+def _check_policy(model: ConfiguredPPO) -> None:
     for name in ("action_dist", "deterministic_action", "action_mask_key", "normalize_value"):
         if name in model.policy_kwargs:
             remedy = "it is an argument of the algorithm, so that tuning cannot drop it; give it there, not in `policy_kwargs`"
@@ -235,7 +170,7 @@ def _check_policy(model: ConfiguredModel) -> None:
     check_policy_kwargs(policy_class, model.policy_kwargs, makes_optimizer=model.optimizer == "adam")
 
 
-def _check_keywords(model: ConfiguredModel, policy_class: Any) -> None:
+def _check_keywords(model: ConfiguredPPO, policy_class: type) -> None:
     given = {name: value for name, value in model.policy_kwargs.items() if name in OWN_KEYWORDS}
     if model.action_dist != "gaussian":
         given["action_dist"] = model.action_dist
@@ -251,7 +186,7 @@ def _check_keywords(model: ConfiguredModel, policy_class: Any) -> None:
             refuse(name, value, f"{policy_class.__name__} {remedy}")
 
 
-def _knows(policy_class: Any, keyword: str) -> bool:
+def _knows(policy_class: type[BasePolicy], keyword: str) -> bool:
     keywords = keywords_of(policy_class)
     if keywords is None:
         own = ("action_dist", "action_mask_key", "normalize_value")
@@ -259,11 +194,11 @@ def _knows(policy_class: Any, keyword: str) -> bool:
     return keyword in keywords
 
 
-def _check_buffer(model: ConfiguredModel) -> None:
+def _check_buffer(model: ConfiguredPPO) -> None:
     adds_masks = model.action_masking and model.action_mask_key is None
     has_dicts = adds_masks or isinstance(getattr(model, "observation_space", None), spaces.Dict)
-    usual: Any = DictRolloutBuffer if has_dicts else RolloutBuffer
-    buffer_class: Any = usual if model.rollout_buffer_class is None else model.rollout_buffer_class
+    usual = DictRolloutBuffer if has_dicts else RolloutBuffer
+    buffer_class = usual if model.rollout_buffer_class is None else model.rollout_buffer_class
     _check_buffer_class(buffer_class, usual)
     given_to_buffer = ("buffer_size", "observation_space", "action_space", "device", "gamma", "gae_lambda", "n_envs")
     check_kwargs("rollout_buffer_kwargs", model.rollout_buffer_kwargs or {}, buffer_class, given_to_buffer)
@@ -273,7 +208,7 @@ def _check_buffer(model: ConfiguredModel) -> None:
         refuse("rollout_buffer_class", buffer_class, remedy)
 
 
-def _check_buffer_class(buffer_class: Any, usual: type[RolloutBuffer]) -> None:
+def _check_buffer_class(buffer_class: object, usual: type[RolloutBuffer]) -> None:
     remedy = f"give a class that inherits SB3's `{usual.__name__}`, or None"
     needed = ("add", "get", "reset", "compute_returns_and_advantage")
     is_class = isinstance(buffer_class, type)

@@ -14,7 +14,7 @@ from sb3_ppo_ext.common.validation import check_choice, check_dictionary, check_
 from sb3_ppo_ext.update.extra_losses import EXTRA_LOSSES, check_extra_losses
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """
     :param value: Value of an option
     :return: Value as Python code, with double quotes
@@ -26,7 +26,7 @@ class NotCodeError(ValueError):
     """A value cannot be written as a Python expression."""
 
 
-def class_name(value: Any) -> str:
+def class_name(value: object) -> str:
     """
     :param value: Class of ``torch.nn`` or ``torch.optim``
     :return: Its name where ``nn`` and ``th`` are known
@@ -43,7 +43,7 @@ class Accepted(ABC):
     """The values that an option accepts."""
 
     @abstractmethod
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         """
         :param name: Name of the option
         :param value: Value of the option
@@ -54,7 +54,7 @@ class Accepted(ABC):
     def alternatives(self) -> tuple[str, ...]:
         """:return: Kinds of accepted values, in Markdown"""
 
-    def all(self) -> tuple[Any, ...]:
+    def all(self) -> tuple[object, ...]:
         """:return: Every accepted value if they can be listed, otherwise an empty tuple"""
         return ()
 
@@ -79,7 +79,7 @@ class Number(Accepted):
     infinite: bool = False
     integer: bool = False
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         check_number(name, value, self.low, self.high, self.open_low, self.integer, self.infinite, self.open_high)
 
     def alternatives(self) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ class Choice(Accepted):
 
     choices: tuple[str, ...]
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         check_choice(name, value, self.choices)
 
     def alternatives(self) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ class Flag(Accepted):
 
     as_sb3: bool = False
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         kinds = (bool, np.bool_, int, type(None)) if self.as_sb3 else (bool, np.bool_)
         check_type(name, value, kinds, "give True or False")
 
@@ -158,7 +158,7 @@ class Flag(Accepted):
 class FlagOrKeys(Accepted):
     """True or False, or a list of keys of observations."""
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         remedy = "give True or False, or a list of keys of `Dict` observations"
         check_type(name, value, (bool, np.bool_, list, tuple), remedy)
         if isinstance(value, list | tuple) and not (value and all(isinstance(key, str) for key in value)):
@@ -199,7 +199,7 @@ class Text(Accepted):
 
     remedy: str
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         check_type(name, value, str, self.remedy)
 
     def alternatives(self) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ class Text(Accepted):
 class Dictionary(Accepted):
     """Dictionaries."""
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         check_dictionary(name, value)
 
     def alternatives(self) -> tuple[str, ...]:
@@ -221,7 +221,7 @@ class Dictionary(Accepted):
 class Losses(Accepted):
     """Losses of the policy, by name: coefficients, or dictionaries with ``coef`` and keyword arguments."""
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         check_extra_losses(name, value)
 
     def alternatives(self) -> tuple[str, ...]:
@@ -238,7 +238,7 @@ class Optional(Accepted):
 
     accepted: Accepted
 
-    def check(self, name: str, value: Any) -> None:
+    def check(self, name: str, value: object) -> None:
         if value is not None:
             self.accepted.check(name, value)
 

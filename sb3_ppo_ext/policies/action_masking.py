@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 
 from sb3_ppo_ext.common.action_masks import OBSERVATION, choices_of
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions.masked import MaskedDistribution, make_masked_distribution
 from sb3_ppo_ext.policies.observation_keys import KEYWORDS, ObservationKeysMixin, select
@@ -49,10 +52,10 @@ class ActionMaskingMixin(ObservationKeysMixin):
     def _not_read(self) -> tuple[str, ...]:
         return () if self.action_mask_key is None else (self.action_mask_key,)
 
-    def _as_read(self, parts: Any) -> Any:
+    def _as_read(self, parts: Arrays) -> Any:
         return parts[OBSERVATION] if self._has_one_part else parts
 
-    def use_masks(self, obs: Any) -> None:
+    def use_masks(self, obs: object) -> None:
         """
         Mask the next action distribution.
 
@@ -62,7 +65,7 @@ class ActionMaskingMixin(ObservationKeysMixin):
             masks = self._masks_of(obs)
             self.action_dist.masks = masks.reshape(len(masks), -1) != 0
 
-    def _masks_of(self, obs: Any) -> th.Tensor:
+    def _masks_of(self, obs: Arrays) -> th.Tensor:
         """Masks of the actions that the policy is asked for, shape ``(n_samples, n_choices)``."""
         key: Any = self.action_mask_key
         masks: th.Tensor = select("action distribution", obs, [key])[key]
@@ -77,7 +80,7 @@ class ActionMaskingMixin(ObservationKeysMixin):
         self.use_masks(obs)
         return super().forward(obs, deterministic)
 
-    def get_distribution(self, obs: PyTorchObs) -> Any:
+    def get_distribution(self, obs: PyTorchObs) -> Distribution:
         """
         :param obs: Observations
         :return: Action distribution of these observations
@@ -85,12 +88,14 @@ class ActionMaskingMixin(ObservationKeysMixin):
         self.use_masks(obs)
         return super().get_distribution(obs)
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         given = {} if self.action_mask_key is None else {"action_mask_key": self.action_mask_key}
         return {**super()._get_constructor_parameters(), **given}
 
 
-def masked_observation(policy: Any, observation: Any, masks: Any, in_observation: bool) -> dict[str, Any]:
+def masked_observation(
+    policy: BasePolicy, observation: Arrays, masks: np.ndarray | None, in_observation: bool
+) -> dict[str, Arrays]:
     """
     :param policy: Policy with masks
     :param observation: Observation as ``predict`` takes it
@@ -102,7 +107,7 @@ def masked_observation(policy: Any, observation: Any, masks: Any, in_observation
     if masks is None and in_observation:
         return observation
     choices = choices_of(policy.action_space)
-    parts: Any = observation if isinstance(observation, Mapping) else {OBSERVATION: observation}
+    parts: Arrays = observation if isinstance(observation, Mapping) else {OBSERVATION: observation}
     first = np.asarray(next(iter(parts.values())))
     batch = (len(first),) if policy.is_vectorized_observation(dict(parts)) else ()
     if masks is None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.distributions import BernoulliDistribution
+from stable_baselines3.common.distributions import BernoulliDistribution, Distribution
 from stable_baselines3.common.policies import (
     ActorCriticCnnPolicy,
     ActorCriticPolicy,
@@ -29,6 +29,7 @@ from sb3_ppo_ext.common.hybrid_actions import (
     structured,
 )
 from sb3_ppo_ext.common.saved_models import OF_MASKABLE_PPO
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs, StateDict
 from sb3_ppo_ext.common.user_code import has_method_of
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions.base import DeterministicAction, bounded_part
@@ -171,7 +172,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
         """Whether :meth:`unscale_action` must turn the policy's samples into actions."""
         return self._family.is_bounded or super().squash_output
 
-    def _get_action_dist_from_latent(self, latent_pi: th.Tensor) -> Any:
+    def _get_action_dist_from_latent(self, latent_pi: th.Tensor) -> Distribution:
         if self.action_dist_name == DEFAULT and not isinstance(self.action_space, FlatActionSpace):
             return super()._get_action_dist_from_latent(latent_pi)
         own = (self.log_std,) if hasattr(self, "log_std") else ()
@@ -183,7 +184,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
         state: tuple[np.ndarray, ...] | None = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
-    ) -> tuple[Any, tuple[np.ndarray, ...] | None]:
+    ) -> tuple[Arrays, tuple[np.ndarray, ...] | None]:
         """
         Get the policy action from an observation (and optional hidden state).
 
@@ -262,7 +263,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
             remedy = f"""`action_dist="{self.action_dist_name}"` evaluates latents from {low:g} to {high:g}"""
             refuse("actions", f"{smallest:g} to {largest:g}", f"{remedy}; give actions to `policy.evaluate_env_actions`")
 
-    def evaluate_env_actions(self, obs: PyTorchObs, actions: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
+    def evaluate_env_actions(self, obs: PyTorchObs, actions: object) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
         """
         Evaluate actions as environments get them, for instance those of an expert (behaviour cloning), with gradients.
 
@@ -320,12 +321,12 @@ class ActionDistributionMixin(ActionMaskingMixin):
             self.log_std.data.copy_(configured)
         return results
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object) -> None:
         if (old := f"{prefix}{_OLD_MARK}{self.action_dist_name}") in state_dict:
             state_dict[f"{prefix}{_MARK}{self.action_dist_name}"] = state_dict.pop(old)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _action_distribution_keywords(self) -> dict[str, Any]:
+    def _action_distribution_keywords(self) -> Kwargs:
         return {
             "action_dist": self.action_dist_name,
             "deterministic_action": self.deterministic_action,
@@ -333,7 +334,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
             "learn_std": self.learn_std,
         }
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         space = self.action_space
         # SB3 leaves out `share_features_extractor`.
         return {
@@ -394,7 +395,7 @@ def evaluator(policy: ActorCriticPolicy) -> Any:
     :param policy: Policy that is updated
     :return: Its ``evaluate_actions``, without the check of the samples unless it is overridden
     """
-    own: Any = getattr(policy.evaluate_actions, "__func__", None)
+    own = getattr(policy.evaluate_actions, "__func__", None)
     return policy.evaluate_samples if own is ActionDistributionMixin.evaluate_actions else policy.evaluate_actions
 
 
@@ -417,7 +418,7 @@ _WITH_ACTION_DISTRIBUTIONS: dict[type, type[ActorCriticPolicy]] = {
 }
 
 
-def check_parameters_are_of(state_dict: Mapping[str, Any], action_dist: str) -> None:
+def check_parameters_are_of(state_dict: StateDict, action_dist: str) -> None:
     """
     Refuse the parameters of another action distribution: those of a Gaussian would fit a squashed Gaussian, but mean something
     else.
@@ -454,7 +455,7 @@ def with_own_masking(policy_class: Any) -> Any:
     return names.get(_name_for_maskable(policy_class), policy_class)
 
 
-def check_masking(policy_class: Any, action_masking: bool) -> None:
+def check_masking(policy_class: type[BasePolicy], action_masking: bool) -> None:
     """
     :param policy_class: Policy class
     :param action_masking: Whether actions are masked
@@ -466,11 +467,11 @@ def check_masking(policy_class: Any, action_masking: bool) -> None:
             refuse("policy", policy_class, f"it is of MaskablePPO ({parent.__name__}); {remedy}")
 
 
-def _name_for_maskable(policy_class: Any) -> Any:
+def _name_for_maskable(policy_class: type) -> Any:
     return OF_MASKABLE_PPO.get((getattr(policy_class, "__module__", ""), getattr(policy_class, "__name__", "")))
 
 
-def fixes_std(saved: Mapping[str, Any], given: Any) -> bool:
+def fixes_std(saved: Mapping[str, object], given: object) -> bool:
     """
     :param saved: ``policy_kwargs`` of a zip
     :param given: ``policy_kwargs`` that it is to be loaded with

@@ -1,7 +1,7 @@
 """Which action distribution goes with which action space and with which other keywords of a policy."""
 
 import warnings
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import torch as th
@@ -70,7 +70,7 @@ def check_exploration(use_sde: bool, action_space: spaces.Space | None) -> None:
         refuse("use_sde", use_sde, f"it is for an action space that is a Box, not for parts of {action_space}; give False")
 
 
-def _check_goes_with(name: str, value: Any, default: Any, action_space: spaces.Space | None, use_sde: bool) -> None:
+def _check_goes_with(name: str, value: object, default: object, action_space: spaces.Space | None, use_sde: bool) -> None:
     """Checks for every option that changes SB3's Gaussian."""
     if isinstance(default, bool):
         check_type(name, value, (bool, np.bool_), "give True or False")
@@ -82,7 +82,7 @@ def _check_goes_with(name: str, value: Any, default: Any, action_space: spaces.S
         refuse(name, value, remedy)
 
 
-def _check_bounds(name: str, value: Any, space: spaces.Box, dtype: type = np.float64) -> None:
+def _check_bounds(name: str, value: object, space: spaces.Box, dtype: type = np.float64) -> None:
     with np.errstate(over="ignore"):
         bounds: np.ndarray = np.array([space.low, space.high]).astype(dtype)
     if not np.isfinite(bounds).all():

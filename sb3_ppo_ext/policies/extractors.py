@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch as th
 from gymnasium import spaces
@@ -11,6 +10,7 @@ from stable_baselines3.common.preprocessing import get_flattened_obs_dim
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import check_sizes, refuse
 
 
@@ -99,7 +99,7 @@ class TransformerExtractor(BaseFeaturesExtractor):
         """
         return self
 
-    def forward(self, observations: Any) -> th.Tensor:
+    def forward(self, observations: Arrays) -> th.Tensor:
         """
         :param observations: Observations as SB3 preprocesses them, a tensor or a dictionary of tensors
         :return: Features, shape ``(batch_size, d_model)``

@@ -34,7 +34,7 @@ class Autocast:
         self.dtype = dtype
         self.contexts: list[th.autocast] = []
 
-    def enter(self, module: nn.Module, inputs: Any) -> None:
+    def enter(self, module: nn.Module, inputs: object) -> None:
         """
         :param module: Module that is about to compute
         :param inputs: Its inputs
@@ -44,7 +44,7 @@ class Autocast:
         context.__enter__()
         self.contexts.append(context)
 
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, inputs: object, output: Any) -> Any:
         """
         :param module: Module that has computed, or failed
         :param inputs: Its inputs

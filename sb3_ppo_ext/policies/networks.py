@@ -11,6 +11,7 @@ from stable_baselines3.common.torch_layers import MlpExtractor
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_choice, refuse
 from sb3_ppo_ext.policies.normalized_observations import NormalizedObservationsMixin
 
@@ -138,7 +139,7 @@ class NetTypeMixin(NormalizedObservationsMixin):
         network = NETWORKS[self.net_type](n_inputs, sizes, self.activation_fn)
         return network.to(self.device), [n_inputs, *sizes][-1]
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         given = {} if self.net_type == "mlp" else {"net_type": self.net_type}
         return {**super()._get_constructor_parameters(), **given}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from gymnasium import spaces
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.policies.saved_policies import SavedPolicy
 
@@ -37,7 +37,7 @@ class NormalizedObservationsMixin(SavedPolicy):
         action_space: spaces.Space,
         lr_schedule: Schedule,
         *args: Any,
-        normalization: Mapping[str, Any] | None = None,
+        normalization: Kwargs | None = None,
         **kwargs: Any,
     ):
         super().__init__(observation_space, action_space, lr_schedule, *args, **kwargs)
@@ -52,19 +52,19 @@ class NormalizedObservationsMixin(SavedPolicy):
         """
         return super().obs_to_tensor(self.normalized(observation))
 
-    def normalized(self, observation: Any) -> Any:
+    def normalized(self, observation: Arrays) -> Arrays:
         """
         :param observation: Observations of the environment, in arrays or tensors
         :return: Observations as the networks read them
         """
         return observation if self.normalizer is None else self.normalizer.observations(observation)
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
+    def _get_constructor_parameters(self) -> Kwargs:
         given = {} if self.normalizer is None else {"normalization": self.normalizer.plain()}
         return {**super()._get_constructor_parameters(), **given}
 
 
-def inputs_of(policy: ActorCriticPolicy, observations: Any) -> tuple[PyTorchObs | th.Tensor, bool]:
+def inputs_of(policy: ActorCriticPolicy, observations: Arrays) -> tuple[PyTorchObs | th.Tensor, bool]:
     """
     ``obs_to_tensor`` for observations that have been normalised when they were collected.
 

@@ -12,12 +12,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, check_type, refuse
 from sb3_ppo_ext.policies.networks import NetTypeMixin, layers_of
 
@@ -88,7 +91,7 @@ class ObservationKeysMixin(NetTypeMixin):
         """Keys of parts of the observations that are no features, which neither network reads."""
         return ()
 
-    def _as_read(self, parts: Any) -> Any:
+    def _as_read(self, parts: object) -> Any:
         """What a features extractor reads of the selected parts of observations, or of their space."""
         return parts
 
@@ -120,12 +123,12 @@ class ObservationKeysMixin(NetTypeMixin):
         keys = self._read_by_critic if of_critic else self._read_by_actor
         if keys is None:
             return BasePolicy.extract_features(self, obs, extractor)  # type: ignore[arg-type]
-        parts: Any = select("critic" if of_critic else "actor", obs, keys)
+        parts: Arrays = select("critic" if of_critic else "actor", obs, keys)
         preprocessed = preprocess_obs(parts, self.observation_space, normalize_images=self.normalize_images)
         features: th.Tensor = extractor(self._as_read(preprocessed))
         return features
 
-    def extract_features(self, obs: PyTorchObs, features_extractor: Any = None) -> Any:
+    def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor | None = None) -> Any:
         """
         :param obs: Observations
         :param features_extractor: Features extractor, ``None`` for that of the policy
@@ -137,7 +140,7 @@ class ObservationKeysMixin(NetTypeMixin):
             return self.features_of(obs, features_extractor or self.features_extractor)
         return self.features_of(obs, self.pi_features_extractor), self.features_of(obs, self.vf_features_extractor)
 
-    def get_distribution(self, obs: PyTorchObs) -> Any:
+    def get_distribution(self, obs: PyTorchObs) -> Distribution:
         """
         :param obs: Observations, of which only what the actor reads is needed
         :return: Action distribution of these observations
@@ -176,7 +179,7 @@ class ObservationKeysMixin(NetTypeMixin):
         """
         return super().predict(self.seen_by_actor(observation), state, episode_start, deterministic)
 
-    def seen_by_actor(self, observation: Any) -> Any:
+    def seen_by_actor(self, observation: VecEnvObs) -> Arrays:
         """
         :param observation: Observation as ``predict`` takes it
         :return: What the actor reads of it
@@ -202,7 +205,7 @@ class ObservationKeysMixin(NetTypeMixin):
         actor.load_state_dict({name: parameters[_name_in_actor(name)] for name in actor.state_dict()})
         return actor.to(self.device).train(self.training)
 
-    def _actor_arguments(self) -> dict[str, Any]:
+    def _actor_arguments(self) -> Kwargs:
         """Arguments of the constructor with which there is no network of the critic."""
         keys, space = self._read_by_actor, self.observation_space
         # What the critic read may still be in the observations.
@@ -216,8 +219,8 @@ class ObservationKeysMixin(NetTypeMixin):
             "net_arch": {"pi": layers_of(self.net_arch, "pi"), "vf": []},
         }
 
-    def _get_constructor_parameters(self) -> dict[str, Any]:
-        given: dict[str, Any] = {name: keys for name in KEYWORDS if (keys := getattr(self, name)) is not None}
+    def _get_constructor_parameters(self) -> Kwargs:
+        given: dict[str, object] = {name: keys for name in KEYWORDS if (keys := getattr(self, name)) is not None}
         if not self.with_critic:
             given["with_critic"] = False
         return {**super()._get_constructor_parameters(), **given}
@@ -237,7 +240,7 @@ class NoCritic(nn.Module):
         )
 
 
-def select(reader: str, observation: Any, keys: Iterable[str]) -> dict[str, Any]:
+def select(reader: str, observation: object, keys: Iterable[str]) -> dict[str, Arrays]:
     """
     :param reader: Who reads the observation
     :param observation: Observation, or batch of observations
@@ -268,7 +271,9 @@ def select_space(space: Any, keys: Iterable[str]) -> spaces.Dict:
     return spaces.Dict(OrderedDict((key, space[key]) for key in keys))
 
 
-def check_keys(observation_space: spaces.Space, actor_keys: Any, critic_keys: Any, not_read: tuple[str, ...] = ()) -> None:
+def check_keys(
+    observation_space: spaces.Space, actor_keys: object, critic_keys: object, not_read: tuple[str, ...] = ()
+) -> None:
     """
     :param observation_space: Observation space
     :param actor_keys: Keys of the observations that the actor reads, ``None`` for all

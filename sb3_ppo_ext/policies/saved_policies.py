@@ -90,7 +90,7 @@ class SavedPolicy(ActorCriticPolicy):
         return policy.to(get_device(device))
 
 
-def _saved(value: Any) -> io.BytesIO:
+def _saved(value: object) -> io.BytesIO:
     file = io.BytesIO()
     th.save(value, file)
     return file

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 
 
@@ -75,7 +73,7 @@ class NormalizedValue(nn.Linear):
         self.mean.copy_(mean)
         self.std.copy_(std)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object) -> None:
         # Parameters of a critic without these statistics predict values.
         if f"{prefix}weight" in state_dict and f"{prefix}averages" not in state_dict:
             initial = {"mean": th.zeros(()), "std": th.ones(()), "averages": th.zeros(3, dtype=th.float64)}
@@ -92,7 +90,7 @@ def normalized_value(policy: ActorCriticPolicy) -> NormalizedValue | None:
     return layer if isinstance(layer, NormalizedValue) else None
 
 
-def without_statistics(state: Mapping[str, Any], prefix: str = "value_net.") -> dict[str, Any]:
+def without_statistics(state: StateDict, prefix: str = "value_net.") -> StateDict:
     """
     :param state: Parameters of a policy, by name
     :param prefix: Prefix of the names of the critic's output layer

@@ -13,6 +13,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper
 
 from sb3_ppo_ext.common.action_masks import ACTION_MASK, METHOD, add_mask, choices_of, parts_without_mask
 from sb3_ppo_ext.common.guards import EnvironmentDataError
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import refuse
 
 
@@ -25,17 +26,17 @@ class ActionMasks:
     :param key: Key of the masks in the observations, ``None`` if the environments have a method ``action_masks``
     """
 
-    def __init__(self, env: VecEnv, action_space: spaces.Space[Any], key: str | None):
+    def __init__(self, env: VecEnv, action_space: spaces.Space, key: str | None):
         self.n_envs, self.key = env.num_envs, key or ACTION_MASK
         self.choices = choices_of(action_space)
         self.n_choices = sum(self.choices)
         # First choice of each action
         self.firsts = np.cumsum([0, *self.choices[:-1]])
         # Masks of the last step, shape (n_envs, n_choices)
-        self.masks: Any = None
-        self.read: Callable[[], list[Any]] | None = reader(env) if key is None else None
+        self.masks: Arrays = None
+        self.read: Callable[[], list[object]] | None = reader(env) if key is None else None
 
-    def seen(self, observations: Any, step: int, num_timesteps: int) -> Any:
+    def seen(self, observations: Arrays, step: int, num_timesteps: int) -> Arrays:
         """
         :param observations: Observations of all environments, as they returned them
         :param step: Step of the rollout
@@ -50,14 +51,14 @@ class ActionMasks:
             refuse_empty(flat, self.choices, step, num_timesteps)
         return observations if self.read is None else add_mask(observations, flat)
 
-    def with_last(self, observations: Any) -> Any:
+    def with_last(self, observations: object) -> Arrays:
         """
         :param observations: Observations of all environments, in the place of those of the last :meth:`seen`
         :return: These observations with the masks of that call, if the masks are not in the observations
         """
         return observations if self.read is None else add_mask(observations, self.masks)
 
-    def further_locals(self, obs_tensor: Any) -> dict[str, Any]:
+    def further_locals(self, obs_tensor: Arrays) -> dict[str, object]:
         """
         :param obs_tensor: Observations with masks, on the device; ``None`` if no user code can read them
         :return: Variables that callbacks find in their ``locals``, with the names of MaskablePPO
@@ -77,7 +78,7 @@ class ActionMasks:
             self._refuse_shape(masks, step, num_timesteps)
         return array
 
-    def _refuse_shape(self, masks: list[Any], step: int, num_timesteps: int) -> NoReturn:
+    def _refuse_shape(self, masks: list[object], step: int, num_timesteps: int) -> NoReturn:
         sizes = [np.array(mask, object).size for mask in masks]
         index = next((i for i, size in enumerate(sizes) if size != self.n_choices), 0)
         raise EnvironmentDataError(
@@ -121,7 +122,7 @@ def reader(env: VecEnv) -> Callable[[], list[Any]]:
     :param env: Environments with a method ``action_masks``
     :return: Function that returns the masks of all environments
     """
-    base: Any = env
+    base = env
     while isinstance(base, VecEnvWrapper) and type(base).env_method is VecEnvWrapper.env_method:
         base = base.venv
     if isinstance(base, DummyVecEnv) and type(base).env_method is DummyVecEnv.env_method:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch as th
@@ -15,9 +15,11 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays
+from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.memory.history import Stepper
-from sb3_ppo_ext.rollout.bootstrap import last_values, terminal_values
+from sb3_ppo_ext.rollout.bootstrap import in_one_batch, joined, last_values, terminal_values
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes
 
 
@@ -53,7 +55,7 @@ class Action(NamedTuple):
     :param log_probs: Log probabilities of the samples, shape ``(n_envs,)``, ``None`` if they are computed later
     """
 
-    obs_tensor: Any
+    obs_tensor: object
     samples: np.ndarray
     values: th.Tensor | None
     log_probs: th.Tensor | None
@@ -74,19 +76,22 @@ class Transition(NamedTuple):
     """
 
     step: int
-    observations: Any
+    observations: Arrays
     starts: np.ndarray
     action: Action
     env_actions: np.ndarray
     rewards: np.ndarray
     gamma: float
-    truncated: Sequence[tuple[int, Any]] = ()
+    truncated: Sequence[tuple[int, object]] = ()
 
 
 class Actor(Protocol):
     """Chooses actions and fills the rollout buffer. With ``backend="eager"``, a policy that is replaced acts at once."""
 
-    def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+    # Whether `act` itself refuses outputs of the policy that are not finite
+    checks_outputs: ClassVar[bool] = False
+
+    def act(self, policy: ActorCriticPolicy, observations: object, starts: np.ndarray, step: int) -> Action:
         """
         Choose the actions of a step.
 
@@ -105,7 +110,7 @@ class Actor(Protocol):
         :param transition: Step of the environments after the last :meth:`act`
         """
 
-    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+    def finish(self, policy: ActorCriticPolicy, observations: object, dones: np.ndarray) -> th.Tensor:
         """
         Estimate advantages and returns at the end of the rollout.
 
@@ -115,7 +120,7 @@ class Actor(Protocol):
         :return: Values of these observations, shape ``(n_envs, 1)``
         """
 
-    def further_locals(self) -> dict[str, Any]:
+    def further_locals(self) -> dict[str, object]:
         """:return: Further variables that callbacks find in their ``locals`` after :meth:`act`, by name"""
         return {}
 
@@ -132,7 +137,7 @@ class DivisibleActor(Actor):
 
     @abstractmethod
     def record_all(
-        self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, Any]], gamma: float
+        self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, object]], gamma: float
     ) -> None:
         """
         Record all steps at once, in which the actors of :meth:`for_share` have acted.
@@ -145,7 +150,7 @@ class DivisibleActor(Actor):
 
 
 # From observations on the device to actions, values and log probabilities, as `forward` of SB3's policies
-Act: TypeAlias = Callable[[Any], tuple[th.Tensor, th.Tensor, th.Tensor]]
+Act: TypeAlias = Callable[[Arrays], tuple[th.Tensor, th.Tensor, th.Tensor]]
 
 
 class PolicyActor(Actor):
@@ -162,7 +167,7 @@ class PolicyActor(Actor):
         self.memory = buffer.memory if isinstance(buffer, TensorRolloutBuffer) else None
         self.stepper: Stepper | None = None if self.memory is None else self.memory.stepper(config.is_watched)
 
-    def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+    def act(self, policy: ActorCriticPolicy, observations: Arrays, starts: np.ndarray, step: int) -> Action:
         with th.no_grad():
             obs_tensor = obs_as_tensor(observations, self.config.device)
             if self.stepper is not None:
@@ -176,7 +181,7 @@ class PolicyActor(Actor):
         return self.buffer
 
     def _evaluate(
-        self, policy: ActorCriticPolicy, obs_tensor: Any, starts: Any, step: int
+        self, policy: ActorCriticPolicy, obs_tensor: object, starts: object, step: int
     ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
         if self.stepper is not None:
             return self.stepper(policy, obs_tensor, starts, step)
@@ -209,7 +214,7 @@ class PolicyActor(Actor):
             transition.rewards[index] += transition.gamma * value
         note_truncations(self.config, episodes)
 
-    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+    def finish(self, policy: ActorCriticPolicy, observations: object, dones: np.ndarray) -> th.Tensor:
         if self.memory is not None:
             self.memory.note_episodes(self.buffer.episode_starts, dones, self.config.num_timesteps)
         with th.no_grad():
@@ -217,7 +222,7 @@ class PolicyActor(Actor):
         self.buffer.compute_returns_and_advantage(last_values=values, dones=dones)
         return values
 
-    def further_locals(self) -> dict[str, Any]:
+    def further_locals(self) -> dict[str, object]:
         return {} if self.stepper is None else self.stepper.further_locals()
 
 
@@ -236,13 +241,17 @@ class DeviceActor(PolicyActor):
         self.rewards = np.zeros((buffer.buffer_size, buffer.n_envs), np.float32)
         self.starts = np.zeros_like(self.rewards)
         self.gamma = buffer.gamma
-        # Rows and terminal observations of truncated episodes that have not been evaluated yet
-        self.truncated: list[tuple[int, Any]] = []
-        self.staging: Any = None
+        # Rows and terminal observations of truncated episodes that have not been evaluated yet, and those that have
+        self.truncated: list[tuple[int, object]] = []
+        self.evaluated: list[TruncatedEpisodes] = []
+        self.weights = WeightWatch(by_value=True)
+        self.staging: object = None
         # Observations of the last step, already in the buffer
-        self.observations: Any = None
+        self.observations: object = None
 
-    def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+    def act(self, policy: ActorCriticPolicy, observations: Arrays, starts: np.ndarray, step: int) -> Action:
+        if step == 0 and self.config.is_watched:
+            self.weights.have_changed(policy)
         with th.no_grad():
             # Without a memory, the starts of episodes are copied at the end of the rollout.
             known = None if self.stepper is None else th.as_tensor(np.asarray(starts, np.float32))
@@ -254,7 +263,7 @@ class DeviceActor(PolicyActor):
         self._buffer.record(samples, values, log_probs)
         return Action(obs_tensor, samples.cpu().numpy(), values, log_probs)
 
-    def _staged(self, observations: Any) -> Any:
+    def _staged(self, observations: object) -> Arrays:
         """Observations on a GPU, by way of page-locked memory, from which it copies them while the host continues."""
         if self.config.device.type != "cuda":
             return observations
@@ -295,9 +304,17 @@ class DeviceActor(PolicyActor):
         self.truncated = []
         episodes = terminal_values(policy, self.buffer, rows, observations, batched=True)
         self._buffer.tensors["rewards"].view(-1)[episodes.rows] += self.gamma * episodes.values
+        self.evaluated.append(episodes)
+
+    def _note_truncations(self, policy: ActorCriticPolicy, rewards: th.Tensor) -> None:
+        if not self.evaluated:
+            return
+        episodes = joined(self.evaluated)
+        if self.config.is_watched and not self.weights.have_changed(policy):
+            episodes = in_one_batch(policy, self._buffer, episodes, rewards.reshape(-1)[episodes.rows], self.gamma)
         note_truncations(self.config, episodes)
 
-    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+    def finish(self, policy: ActorCriticPolicy, observations: object, dones: np.ndarray) -> th.Tensor:
         buffer, device = self._buffer, self.config.device
         last = np.asarray(dones, np.float32)[np.newaxis]
         from_host = th.from_numpy(np.stack([self.rewards, self.starts, np.broadcast_to(last, self.starts.shape)])).to(device)
@@ -305,6 +322,7 @@ class DeviceActor(PolicyActor):
             buffer.tensors["rewards"].copy_(from_host[0])
             buffer.tensors["episode_starts"].copy_(from_host[1])
         self._bootstrap_all(policy)
+        self._note_truncations(policy, from_host[0])
         with th.no_grad():
             values = last_values(policy, buffer, observations, from_host[2, 0])
         if self.memory is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.torch_layers import CombinedExtractor
 from stable_baselines3.common.vec_env import VecEnv, VecMonitor, is_vecenv_wrapped
 from torch import nn
@@ -21,7 +22,7 @@ NO_STATISTICS = (
 )
 
 
-def advice_on(model: Any) -> Iterator[str]:
+def advice_on(model: OnPolicyAlgorithm) -> Iterator[str]:
     """
     :param model: Model whose environments have just been reset
     :return: Messages, each with a remedy

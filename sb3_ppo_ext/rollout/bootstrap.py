@@ -11,11 +11,12 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from sb3_ppo_ext.common.observations import map_observations, stack
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.policies.normalized_observations import inputs_of
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes
 
 
-def last_values(policy: ActorCriticPolicy, buffer: RolloutBuffer, observations: Any, starts: Any) -> th.Tensor:
+def last_values(policy: ActorCriticPolicy, buffer: RolloutBuffer, observations: Arrays, starts: Arrays) -> th.Tensor:
     """
     :param policy: Policy with the critic that computes the values
     :param buffer: Buffer with the rollout
@@ -29,7 +30,11 @@ def last_values(policy: ActorCriticPolicy, buffer: RolloutBuffer, observations: 
 
 
 def terminal_values(
-    policy: ActorCriticPolicy, buffer: RolloutBuffer, rows: Sequence[int], observations: Sequence[Any], batched: bool
+    policy: ActorCriticPolicy,
+    buffer: RolloutBuffer,
+    rows: Sequence[int],
+    observations: Sequence[np.ndarray | dict[str, np.ndarray]],
+    batched: bool,
 ) -> TruncatedEpisodes:
     """
     :param policy: Policy with the critic that computes the values
@@ -61,7 +66,39 @@ def values_again(policy: ActorCriticPolicy, buffer: RolloutBuffer, episodes: Tru
     return policy.predict_values(_after(buffer, episodes.rows, episodes.observations, going_on)).flatten()
 
 
-def _after(buffer: RolloutBuffer, rows: Any, observations: Any, starts: Any) -> Any:
+def in_one_batch(
+    policy: ActorCriticPolicy, buffer: TensorRolloutBuffer, episodes: TruncatedEpisodes, rewards: th.Tensor, gamma: float
+) -> TruncatedEpisodes:
+    """
+    Evaluate terminal observations in one batch whose values have been added to the rewards step by step, since user code may
+    read them: the last bit of the values is then the same as without user code.
+
+    :param policy: Policy that has not changed in the rollout
+    :param buffer: Buffer with the rollout. Rewards that user code has changed stay
+    :param episodes: Truncated episodes with the values that have been added
+    :param rewards: Their last rewards without these values, shape ``(n,)``
+    :param gamma: Discount factor
+    :return: The episodes with the values of the batch
+    """
+    with th.no_grad():
+        values = values_again(policy, buffer, episodes)
+    all_rewards = buffer.tensors["rewards"].view(-1)
+    found = all_rewards[episodes.rows]
+    is_untouched = found == rewards + gamma * episodes.values
+    all_rewards[episodes.rows] = th.where(is_untouched, rewards + gamma * values, found)
+    return episodes._replace(values=values)
+
+
+def joined(episodes: Sequence[TruncatedEpisodes]) -> TruncatedEpisodes:
+    """
+    :param episodes: Truncated episodes, at least one part
+    :return: All of them as one
+    """
+    rows, observations, values = zip(*episodes, strict=True)
+    return TruncatedEpisodes(th.cat(rows), map_observations(lambda *parts: th.cat(parts), *observations), th.cat(values))
+
+
+def _after(buffer: RolloutBuffer, rows: Arrays, observations: Arrays, starts: Arrays) -> Any:
     """Inputs of the policy for observations that follow the given steps."""
     if not isinstance(buffer, TensorRolloutBuffer) or buffer.memory is None:
         return observations

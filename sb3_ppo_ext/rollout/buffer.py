@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch as th
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
-from stable_baselines3.common.type_aliases import RolloutBufferSamples
+from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays, StateDict
 from sb3_ppo_ext.memory.history import RolloutMemory, RolloutRows, permutation
 from sb3_ppo_ext.rollout.gae import gae_of_tensors
 
@@ -33,7 +34,7 @@ class TruncatedEpisodes(NamedTuple):
     """
 
     rows: th.Tensor
-    observations: Any
+    observations: PyTorchObs
     values: th.Tensor
 
 
@@ -45,7 +46,7 @@ def _as_numpy(name: str) -> property:
             return buffer.arrays[name]
         return map_observations(lambda tensor: buffer.as_array(tensor, name), buffer.tensors[name])
 
-    def write(buffer: TensorRolloutBuffer, values: Any) -> None:
+    def write(buffer: TensorRolloutBuffer, values: object) -> None:
         map_observations(buffer.fill, buffer.tensors[name], values)
 
     return property(read, write, doc=f"{name} as a NumPy array, see :class:`TensorRolloutBuffer`")
@@ -76,15 +77,15 @@ class TensorRolloutBuffer(RolloutBuffer):
 
     def __init__(self, *args: Any, memory: RolloutMemory | None = None, storage: th.device | str = "cpu", **kwargs: Any):
         self.memory, self.storage = memory, th.device(storage)
-        self.tensors: dict[str, Any] = {}
+        self.tensors: dict[str, Arrays] = {}
         # The tensors as arrays, on the CPU alone
-        self.arrays: dict[str, Any] = {}
+        self.arrays: dict[str, object] = {}
         super().__init__(*args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**vars(self), "arrays": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._share()
 
@@ -108,30 +109,33 @@ class TensorRolloutBuffer(RolloutBuffer):
         self.storage, self.pos, self.full, self.generator_ready = storage, 0, False, False
         n_before = 0 if self.memory is None else self.memory.n_before
         observations, starts = self.empty_observations(n_before), self._empty((), np.float32, n_before)
-        self.tensors = {"observations": map_observations(lambda rows: rows[n_before:], observations)}
-        self.tensors["actions"] = self._empty((self.action_dim,), self.action_space.dtype)
-        self.tensors |= {name: self._empty((), np.float32) for name in ARRAYS[2:]}
-        self.tensors["episode_starts"] = starts[n_before:]
+        self.tensors = {"observations": observations, "actions": self._empty((self.action_dim,), self.action_space.dtype)}
+        self.tensors |= {name: self._empty((), np.float32) for name in ARRAYS[2:]} | {"episode_starts": starts}
         if self.memory is not None:
             self.memory.allocate(RolloutRows(self.buffer_size, self.n_envs, observations, starts, self.device))
         self._share()
 
     def _share(self) -> None:
+        """Let columns that lie in the same memory do so, also in a copy, where pickle has separated them."""
+        if self.memory is not None and self.tensors:
+            rows, n_before = self.memory.rows, self.memory.n_before
+            self.tensors["observations"] = map_observations(lambda part: part[n_before:], rows.observations)
+            self.tensors["episode_starts"] = rows.starts[n_before:]
         self.arrays = {}
         if self.storage.type == "cpu":
             self.arrays = {name: map_observations(th.Tensor.numpy, part) for name, part in self.tensors.items()}
 
-    def empty_observations(self, n_before: int = 0) -> Any:
+    def empty_observations(self, n_before: int = 0) -> th.Tensor | dict[str, th.Tensor]:
         """
         :param n_before: Number of steps before the rollout
         :return: Zeros for the observations of a rollout, shape ``(n_before + n_steps, n_envs, *obs_shape)``
         """
-        space: Any = self.observation_space
+        space = self.observation_space
         if isinstance(self.obs_shape, dict):
             return {key: self._empty(shape, space[key].dtype, n_before) for key, shape in self.obs_shape.items()}
         return self._empty(self.obs_shape, space.dtype, n_before)
 
-    def _empty(self, shape: tuple[int, ...], dtype: Any, n_before: int = 0) -> th.Tensor:
+    def _empty(self, shape: tuple[int, ...], dtype: object, n_before: int = 0) -> th.Tensor:
         of_numpy = th.from_numpy(np.zeros(0, dtype)).dtype
         return th.zeros((n_before + self.buffer_size, self.n_envs, *shape), dtype=of_numpy, device=self.storage)
 
@@ -153,7 +157,7 @@ class TensorRolloutBuffer(RolloutBuffer):
         """
         tensor.copy_(th.as_tensor(values).reshape(tensor.shape))
 
-    def to_torch(self, array: Any, copy: bool = True) -> th.Tensor:
+    def to_torch(self, array: np.ndarray, copy: bool = True) -> th.Tensor:
         """
         :param array: NumPy array, or a tensor, which is returned as it is
         :param copy: Whether an array is copied
@@ -174,7 +178,7 @@ class TensorRolloutBuffer(RolloutBuffer):
 
     # Filling
 
-    def observe(self, observations: Any, starts: Any) -> Any:
+    def observe(self, observations: object, starts: object) -> Arrays:
         """
         Record the observations of the next step, before the environments overwrite them.
 
@@ -189,7 +193,7 @@ class TensorRolloutBuffer(RolloutBuffer):
             self.memory.observe(self.pos)
         return map_observations(lambda part: part[self.pos], self.tensors["observations"])
 
-    def record(self, actions: Any, values: th.Tensor, log_probs: th.Tensor) -> None:
+    def record(self, actions: object, values: th.Tensor, log_probs: th.Tensor) -> None:
         """
         Record the output of the policy for the observations of the next step.
 
@@ -200,7 +204,7 @@ class TensorRolloutBuffer(RolloutBuffer):
         for name, part in (("actions", actions), ("values", values), ("log_probs", log_probs)):
             copy_into(self._row(name), part)
 
-    def end_step(self, rewards: Any) -> None:
+    def end_step(self, rewards: th.Tensor) -> None:
         """
         :param rewards: Rewards of the step, shape ``(n_envs,)``
         """
@@ -208,11 +212,13 @@ class TensorRolloutBuffer(RolloutBuffer):
         self.pos += 1
         self.full = self.pos == self.buffer_size
 
-    def _row(self, name: str) -> Any:
+    def _row(self, name: str) -> Arrays:
         """Row of the next step, an array if the tensors lie on the CPU."""
         return map_observations(lambda part: part[self.pos], (self.arrays or self.tensors)[name])
 
-    def add(self, obs: Any, action: Any, reward: Any, episode_start: Any, value: th.Tensor, log_prob: th.Tensor) -> None:
+    def add(
+        self, obs: Arrays, action: Arrays, reward: Arrays, episode_start: Arrays, value: th.Tensor, log_prob: th.Tensor
+    ) -> None:
         """
         Add a step, as in SB3.
 
@@ -227,7 +233,7 @@ class TensorRolloutBuffer(RolloutBuffer):
         self.record(action, value, log_prob)
         self.end_step(reward)
 
-    def after(self, rows: th.Tensor, observations: Any, starts: th.Tensor) -> Any:
+    def after(self, rows: th.Tensor, observations: Arrays, starts: th.Tensor) -> Any:
         """
         :param rows: Positions of steps in the flattened rollout, ``step * n_envs + environment``, shape ``(n,)``
         :param observations: Observations that follow these steps, on the device, shape ``(n, *obs_shape)``
@@ -236,7 +242,7 @@ class TensorRolloutBuffer(RolloutBuffer):
         """
         return observations if self.memory is None else self.memory.after(rows, observations, starts)
 
-    def compute_returns_and_advantage(self, last_values: th.Tensor, dones: Any) -> None:
+    def compute_returns_and_advantage(self, last_values: th.Tensor, dones: np.ndarray | th.Tensor) -> None:
         """
         Estimate advantages (GAE) and returns: with SB3's operations on the CPU, elsewhere without waiting for the device.
 
@@ -266,7 +272,7 @@ class TensorRolloutBuffer(RolloutBuffer):
         for indices in permutation(n, self.storage).split(batch_size or n):
             yield self._get_samples(indices)
 
-    def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> RolloutBufferSamples:
+    def _get_samples(self, batch_inds: object, env: VecNormalize | None = None) -> RolloutBufferSamples:
         return self.samples(th.as_tensor(batch_inds), 1)
 
     def samples(self, indices: th.Tensor, length: int) -> RolloutBufferSamples:
@@ -292,11 +298,11 @@ class TensorRolloutBuffer(RolloutBuffer):
 
     # What a history-based policy remembers
 
-    def remembered(self) -> list[Any] | None:
+    def remembered(self) -> list[object] | None:
         """:return: Copy, in NumPy, of what the next rollout needs of this one; ``None`` for other policies"""
         return None if self.memory is None else self.memory.read(self.pos)
 
-    def remember(self, remembered: list[Any]) -> None:
+    def remember(self, remembered: list[object]) -> None:
         """
         :param remembered: What the next rollout needs of the last one, from :meth:`remembered`
         """
@@ -304,12 +310,12 @@ class TensorRolloutBuffer(RolloutBuffer):
         self.memory.write(remembered)
 
 
-def columns_of(buffer: RolloutBuffer) -> dict[str, Any]:
+def columns_of(buffer: RolloutBuffer) -> dict[str, Arrays]:
     """
     :param buffer: Rollout buffer of any class, on the CPU, which is being filled
     :return: Its arrays, to write into
     """
-    own: dict[str, Any] = getattr(buffer, "arrays", {})
+    own: dict[str, Arrays] = getattr(buffer, "arrays", {})
     return own or {name: getattr(buffer, name) for name in ARRAYS}
 
 
@@ -332,7 +338,7 @@ def knows_indices(buffer_class: object) -> bool:
     return getattr(buffer_class, "get", None) in known
 
 
-def copy_into(target: Any, values: Any) -> None:
+def copy_into(target: Arrays, values: Arrays) -> None:
     """
     :param target: Row of a buffer, a tensor, or an array where the buffer lies on the CPU
     :param values: Its new values, with or without the last dimension of size 1 that scalars have in buffers

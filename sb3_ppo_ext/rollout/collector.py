@@ -13,11 +13,13 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_ppo_ext.common.action_masks import add_mask, choices_of
 from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, reset_after_errors, restored_if_refused
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.memory.states import StateMemory
@@ -26,10 +28,10 @@ from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transi
 from sb3_ppo_ext.rollout.advice import NO_STATISTICS, advice_on, has_monitor, say_once
 from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes
 from sb3_ppo_ext.rollout.overlap import overlapped_collection
-from sb3_ppo_ext.rollout.own_copies import KEPT, OwnCopies, TerminalWatch, kept_of
+from sb3_ppo_ext.rollout.own_copies import OwnCopies, TerminalWatch, kept_of
 from sb3_ppo_ext.rollout.shared_rollout import SharedRollout
 from sb3_ppo_ext.rollout.step_checks import StepChecks
-from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
+from sb3_ppo_ext.rollout.user_code import environments_of, is_user_class, runs_user_code
 
 
 class RolloutCollector(OnPolicyAlgorithm):
@@ -64,7 +66,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         return of_policy if isinstance(of_policy, FlatActionSpace) else self.action_space
 
     @property
-    def _last_lstm_states(self) -> Any:
+    def _last_lstm_states(self) -> Arrays:
         """
         States of a recurrent policy after the last step, under the name of RecurrentPPO, which may be assigned or changed in
         place; ``None`` for other policies.
@@ -73,7 +75,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         return memory.show_states(self.rollout_buffer.pos) if isinstance(memory, StateMemory) else None
 
     @_last_lstm_states.setter
-    def _last_lstm_states(self, states: Any) -> None:
+    def _last_lstm_states(self, states: Arrays) -> Arrays:
         memory = getattr(self.rollout_buffer, "memory", None)
         if isinstance(memory, StateMemory):
             memory.set_states(self.rollout_buffer.pos, states)
@@ -98,7 +100,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             the next call of ``learn`` resets the environment
         """
         start = time.perf_counter()
-        with restored_if_refused(self):
+        with restored_if_refused(self, environments_of(callback)):
             if self.normalizer is not None:
                 self.normalizer.begin_rollout()
             self._shared_rollout = SharedRollout(self) if self.ranks.are_several else None
@@ -125,7 +127,8 @@ class RolloutCollector(OnPolicyAlgorithm):
         if (overlapped := overlapped_collection(self, env, callback, actor, n_rollout_steps)) is not None:
             with reset_after_errors(self):
                 return overlapped.run()
-        checks, copies = StepChecks(self), OwnCopies(env)
+        copies, space = OwnCopies(env), self._sample_space
+        checks = StepChecks(self, are_arrays=copies.are_of_sb3)
         self._last_obs, self._last_episode_starts = copies.of(self._last_obs), copies.of(self._last_episode_starts)
         masks = ActionMasks(env, self.action_space, self.action_mask_key) if self.action_masking else None
 
@@ -134,26 +137,24 @@ class RolloutCollector(OnPolicyAlgorithm):
                 self.policy.reset_noise(env.num_envs)
 
             last_obs = self._last_obs
-            seen: Any = self._normalized(last_obs)
+            seen: Arrays = self._normalized(last_obs)
             seen = seen if masks is None else masks.seen(seen, n_steps, self.num_timesteps)
             action = actor.act(self.policy, seen, self._last_episode_starts, n_steps)
             obs_tensor, samples, values, log_probs = action
-            check_outputs(self.policy, samples, n_steps, self.num_timesteps)
+            self._check_samples(actor, samples, n_steps)
             clipped_actions = self._within_bounds(samples)
             actions = clipped_actions if self._samples_latents else samples
-            env_actions = self._actions_for_env(clipped_actions.copy())  # its own, which it may write into
+            env_actions = structured(space, clipped_actions.copy())  # its own, which it may write into
 
             for call in self._before_step:
                 call()
             new_obs, rewards, dones, infos = copies.of_step(checks.checked(env.step(env_actions), n_steps))
-            check_finite(self, "observation", new_obs, n_steps)
-            check_finite(self, "reward", rewards, n_steps)
             self._update_normalizer(new_obs, rewards, dones)
 
             self.num_timesteps += env.num_envs * self.ranks.size
 
             further = actor.further_locals() if masks is None else actor.further_locals() | masks.further_locals(obs_tensor)
-            callback.update_locals({**locals(), **further})
+            callback.update_locals({**locals(), **further} if further else locals())
             if not callback.on_step():
                 return False
 
@@ -164,7 +165,7 @@ class RolloutCollector(OnPolicyAlgorithm):
                 seen = self._normalized(self._last_obs)
                 seen = seen if masks is None else masks.with_last(seen)
             truncated = self._ends(env, last_obs, new_obs, dones, infos, n_steps - 1) if np.count_nonzero(dones) else ()
-            starts: Any = self._last_episode_starts
+            starts: Arrays = self._last_episode_starts
             kept = self._normalized_rewards(rewards)
             actor.record(
                 self.policy,
@@ -195,6 +196,10 @@ class RolloutCollector(OnPolicyAlgorithm):
             truncations=self._truncations,
         )
 
+    def _check_samples(self, actor: Actor, samples: np.ndarray, step: int) -> None:
+        if not actor.checks_outputs:
+            check_outputs(self.policy, samples, step, self.num_timesteps)
+
     def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
         """
         :param actions: Actions or latents that the policy sampled, shape ``(n_envs, *action_shape)``
@@ -208,21 +213,23 @@ class RolloutCollector(OnPolicyAlgorithm):
         # Samples of a Gaussian are unbounded.
         return clipped(actions, space.low, space.high)
 
-    def _actions_for_env(self, actions: np.ndarray) -> Any:
+    def _actions_for_env(self, actions: np.ndarray) -> Arrays:
         """
         :param actions: Actions within the bounds, shape ``(n_envs, *action_shape)``
         :return: Actions as the environments take them: for a ``Dict`` or ``Tuple`` action space a list
         """
         return structured(self._sample_space, actions)
 
-    def _ends(self, env: VecEnv, before: Any, after: Any, dones: np.ndarray, infos: Any, step: int) -> list[tuple[int, Any]]:
+    def _ends(
+        self, env: VecEnv, before: VecEnvObs, after: VecEnvObs, dones: np.ndarray, infos: list[Info], step: int
+    ) -> list[tuple[int, Arrays]]:
         """Truncated episodes of a step in which some have ended, as :meth:`_truncated_episodes` returns them."""
         if self._terminal_watch is None or self._terminal_watch.env_id != id(env):
             self._terminal_watch = TerminalWatch(env)
         self._terminal_watch.note(before, after, dones, infos)
         return list(self._truncated_episodes(dones, infos, step))
 
-    def _truncated_episodes(self, dones: np.ndarray, infos: list[dict[str, Any]], step: int) -> Iterator[tuple[int, Any]]:
+    def _truncated_episodes(self, dones: np.ndarray, infos: list[Info], step: int) -> Iterator[tuple[int, Arrays]]:
         """Index of the environment and copy of the terminal observation of each truncated episode."""
         for index in np.flatnonzero(dones).tolist():
             observation = infos[index].get("terminal_observation")
@@ -232,7 +239,7 @@ class RolloutCollector(OnPolicyAlgorithm):
                 # Copied, since an environment may write its next observation into the same array.
                 yield index, self._seen_by_critic(deepcopy(observation))
 
-    def _seen_by_critic(self, observations: Any, *n: int) -> Any:
+    def _seen_by_critic(self, observations: object, *n: int) -> Arrays:
         """
         Observations in the form that the critic reads. Values do not depend on masks: all actions are valid.
 
@@ -244,28 +251,29 @@ class RolloutCollector(OnPolicyAlgorithm):
             return observations
         return add_mask(observations, np.ones((*n, sum(choices_of(self.action_space))), bool))
 
-    def _normalized(self, observations: Any) -> Any:
+    def _normalized(self, observations: Arrays) -> Arrays:
         """Observations of the environments, in arrays or tensors, as the policy reads them."""
         return observations if self.normalizer is None else self.normalizer.observations(observations)
 
-    def _normalized_rewards(self, rewards: Any) -> Any:
+    def _normalized_rewards(self, rewards: object) -> Arrays:
         """Rewards of the environments as the rollout buffer stores them: a copy, if they are normalised."""
         return rewards if self.normalizer is None else self.normalizer.rewards(rewards)
 
-    def _update_normalizer(self, observations: Any, rewards: Any, dones: Any) -> None:
+    def _update_normalizer(self, observations: object, rewards: object, dones: object) -> None:
         """Let the statistics take part in a step of the environments."""
         if self.normalizer is not None:
             self.normalizer.step(observations, rewards, dones, self.gamma)
 
-    def _update_info_buffer(self, infos: list[dict[str, Any]], dones: np.ndarray | None = None) -> None:
+    def _update_info_buffer(self, infos: list[Info], dones: np.ndarray | None = None) -> None:
         try:
             # Most infos say nothing that is kept.
-            filled = [index for index, info in enumerate(infos) if type(info) is not dict or not KEPT.isdisjoint(info)]
-            kept = [kept_of(infos[index]) for index in filled]
-            super()._update_info_buffer(kept, None if dones is None else dones[filled])
+            filled = [i for i, info in enumerate(infos) if "episode" in info or "is_success" in info or type(info) is not dict]
+            if filled:
+                kept = [kept_of(infos[index]) for index in filled]
+                super()._update_info_buffer(kept, None if dones is None else dones[filled])
             if self._shared_rollout is not None and dones is not None:
                 self._shared_rollout.note(infos, dones)
-        except AttributeError:
+        except (AttributeError, TypeError):
             StepChecks(self, self.rollout_buffer.pos).check_infos(infos)
             raise
         if not self.ep_info_buffer and dones is not None and NO_STATISTICS not in self._said and np.count_nonzero(dones):

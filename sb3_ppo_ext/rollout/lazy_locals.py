@@ -65,7 +65,7 @@ class LazyLocals(dict[str, Any]):
         # Without a method of its own, `dict(self)` and `update` would copy the values as they are.
         return super().__iter__()
 
-    def pop(self, key: str, *default: Any) -> Any:
+    def pop(self, key: str, *default: object) -> Any:
         """
         :param key: Name of a variable, which is removed
         :param default: Result if there is no such variable
@@ -97,10 +97,11 @@ class LazyLocals(dict[str, Any]):
                     super().__setitem__(key, dict.__getitem__(other, key))
             else:
                 super().update(other)
-        super().update(**kwargs)
+        if kwargs:
+            super().update(kwargs)
 
 
-def keep_lazily(callback: Any) -> None:
+def keep_lazily(callback: BaseCallback) -> None:
     """
     Let a callback, and those within it, keep local variables that are not made yet. With a plain dictionary, as a training
     loop of the user's gives to ``on_training_start``, each step would copy everything to the host.
@@ -110,7 +111,7 @@ def keep_lazily(callback: Any) -> None:
     _keep_lazily(callback, {})
 
 
-def _keep_lazily(callback: Any, made: dict[int, tuple[LazyLocals, dict[str, Any]]]) -> None:
+def _keep_lazily(callback: object, made: dict[int, tuple[LazyLocals, dict[str, object]]]) -> None:
     """The same, given what the dictionaries have become, since several callbacks may share one."""
     if not isinstance(callback, BaseCallback):
         return

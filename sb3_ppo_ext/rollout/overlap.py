@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EventCallback
+from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.guards import check_finite, is_finite, refuse_policy
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.rollout.actors import Actor, DivisibleActor
@@ -33,7 +35,7 @@ STEPS = ("step", "step_async", "step_wait")
 
 
 def overlapped_collection(
-    model: Any, env: Any, callback: BaseCallback, actor: Actor, n_steps: int
+    model: Any, env: VecEnv, callback: BaseCallback, actor: Actor, n_steps: int
 ) -> OverlappedCollection | None:
     """
     :param model: Model that collects a rollout
@@ -108,9 +110,9 @@ class OverlappedCollection:
         model = self.model
         starts = np.array(model._last_episode_starts, bool)
         rollout = self.env.collect(self.make_actor, model._last_obs, self.n_steps)
-        env_actions: Any = model._within_bounds(rollout.samples) if rollout.n_steps else ()
+        env_actions: Arrays = model._within_bounds(rollout.samples) if rollout.n_steps else ()
         is_right = is_finite(rollout.observations) and is_finite(rollout.rewards)
-        truncated: list[tuple[int, int, Any]] = []
+        truncated: list[tuple[int, int, Arrays]] = []
         for step in range(rollout.n_steps):
             if not is_right:
                 check_finite(model, "observation", rollout.observations[step + 1], step)
@@ -137,9 +139,9 @@ class OverlappedCollection:
         self.callback.on_rollout_end()
         return True
 
-    def _end_step(self, rollout: ShareRollout, step: int, env_actions: np.ndarray) -> list[dict[str, Any]] | None:
+    def _end_step(self, rollout: ShareRollout, step: int, env_actions: np.ndarray) -> list[Info] | None:
         """Let the callbacks see a step, and return its infos; ``None`` if one of them ends the training."""
-        infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.env.num_envs)]
+        infos: list[Info] = [{"TimeLimit.truncated": False} for _ in range(self.env.num_envs)]
         for index, info in rollout.infos.get(step, {}).items():
             infos[index] = info
         self.model.num_timesteps += self.env.num_envs * self.model.ranks.size

@@ -23,8 +23,10 @@ from stable_baselines3.common.vec_env import (
     VecTransposeImage,
     VecVideoRecorder,
 )
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.envs.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
@@ -64,25 +66,29 @@ class OwnCopies:
 
     def __init__(self, env: VecEnv):
         self.are_new = gives_new_arrays(env)
+        # Whether they come as they are from one of SB3's that fills arrays of the right types and shapes
+        self.are_of_sb3 = self.are_new and type(env) in (DummyVecEnv, FastDummyVecEnv)
 
-    def of(self, observations: Any) -> Any:
+    def of(self, observations: Arrays) -> Arrays:
         """
         :param observations: Observations of all environments, or whether they start an episode
         :return: The same, to be kept
         """
         return observations if self.are_new else map_observations(np.array, observations)
 
-    def of_step(self, result: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+    def of_step(self, result: tuple[Arrays, Arrays, Arrays, Any]) -> tuple[Arrays, Arrays, Arrays, Any]:
         """
         :param result: Observations, rewards, dones and infos
         :return: The same, to be kept but for the infos
         """
+        if self.are_of_sb3:
+            return result
         observations, rewards, dones, infos = result
-        # Rewards are always copied: the values of truncated episodes are added to them, and `VecNormalize` keeps them.
+        # Rewards are copied: the values of truncated episodes are added to them, and `VecNormalize` keeps them.
         return self.of(observations), np.array(rewards), self.of(dones), infos
 
 
-def kept_of(info: Mapping[str, Any]) -> dict[str, Any]:
+def kept_of(info: Mapping[str, object]) -> Info:
     """
     :param info: Info of a step
     :return: Copy of what a model keeps of it
@@ -105,7 +111,7 @@ class TerminalWatch:
         # Number of episodes whose terminal observation was lost, if it was in all of them
         self.is_active, self.n_lost = True, 0
 
-    def note(self, before: Any, after: Any, dones: np.ndarray, infos: Sequence[Any]) -> None:
+    def note(self, before: VecEnvObs, after: VecEnvObs, dones: np.ndarray, infos: Sequence[Info]) -> None:
         """
         :param before: Observations before a step, shape ``(n_envs, *obs_shape)``
         :param after: Observations after it, the first ones of new episodes
@@ -127,7 +133,7 @@ class TerminalWatch:
                 stacklevel=2,
             )
 
-    def _is_lost(self, before: Any, first: Any, info: Any) -> bool | None:
+    def _is_lost(self, before: object, first: object, info: Info) -> bool | None:
         """Whether the terminal observation is lost, ``None`` if that cannot be told."""
         terminal = info.get("terminal_observation")
         if terminal is None:
@@ -138,16 +144,16 @@ class TerminalWatch:
         return _equal(terminal, first)
 
 
-def _row(observations: Any, index: int) -> Any:
+def _row(observations: VecEnvObs, index: int) -> Arrays:
     return map_observations(lambda part: part[index], observations)
 
 
-def _can_be_written(observation: Any) -> bool:
+def _can_be_written(observation: VecEnvObs) -> bool:
     parts = observation.values() if isinstance(observation, Mapping) else [observation]
     return any(isinstance(part, np.ndarray) and part.ndim for part in parts)
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: Arrays, other: Arrays) -> bool:
     if isinstance(other, Mapping):
         return isinstance(one, Mapping) and all(key in one and np.array_equal(one[key], other[key]) for key in other)
     return np.array_equal(one, other)

@@ -10,6 +10,7 @@ import numpy as np
 import torch as th
 
 from sb3_ppo_ext.common.guards import normalizers_of
+from sb3_ppo_ext.common.type_aliases import Info
 from sb3_ppo_ext.common.validation import described
 from sb3_ppo_ext.distributed.ranks import Ranks
 from sb3_ppo_ext.distributed.statistics import update_with_nothing
@@ -22,7 +23,7 @@ class DisagreementError(ValueError):
     """The ranks have been given different arguments."""
 
 
-def check_agreement(ranks: Ranks, settings: dict[str, Any]) -> None:
+def check_agreement(ranks: Ranks, settings: dict[str, object]) -> None:
     """
     :param ranks: Ranks of the training
     :param settings: Settings of this rank by name
@@ -72,7 +73,7 @@ class SharedRollout:
         # Step, index of the environment, statistics and success of each episode
         self.episodes: list[tuple[int, int, Any, Any]] = []
 
-    def note(self, infos: list[dict[str, Any]], dones: np.ndarray) -> None:
+    def note(self, infos: list[Info], dones: np.ndarray) -> None:
         """
         Keep the statistics of episodes.
 

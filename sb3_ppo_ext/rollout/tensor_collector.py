@@ -9,19 +9,23 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_ppo_ext.common.action_masks import choices_of
 from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy, reset_after_errors
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.common.observations import dtype_of, map_observations
-from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep
+from sb3_ppo_ext.common.type_aliases import Arrays
+from sb3_ppo_ext.common.weight_watch import WeightWatch
+from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep, TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.action_masks import leave_choices, refuse_empty
-from sb3_ppo_ext.rollout.bootstrap import last_values, values_again
+from sb3_ppo_ext.rollout.bootstrap import in_one_batch, last_values, values_again
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes, copy_into
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals, keep_lazily
@@ -40,8 +44,8 @@ class TensorsAfter(NamedTuple):
     :param starts: Whether each of them starts an episode
     """
 
-    arrays: Any
-    observations: Any
+    arrays: VecEnvObs
+    observations: PyTorchObs
     starts: th.Tensor
 
 
@@ -62,6 +66,7 @@ class TensorRolloutCollector(RolloutCollector):
             self._tensors_after = None
             return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
         assert isinstance(rollout_buffer, TensorRolloutBuffer)
+        assert isinstance(env, TensorVecEnv)
         with reset_after_errors(self):
             return TensorCollection(self, env, callback, rollout_buffer, n_rollout_steps).run()
 
@@ -73,15 +78,15 @@ class TensorRolloutCollector(RolloutCollector):
         """Function from observations to actions, values and log probabilities."""
         return self.policy
 
-    def _last_tensors(self) -> tuple[Any, th.Tensor]:
+    def _last_tensors(self) -> tuple[Arrays, th.Tensor]:
         """Observations after the last step, and whether they start an episode, as tensors."""
         if self._tensors_after is not None and self._tensors_after.arrays is self._last_obs:
             return self._tensors_after.observations, self._tensors_after.starts
         starts = th.as_tensor(self._last_episode_starts, device=self.device)
-        last_observations: Any = self._last_obs
+        last_observations: Arrays = self._last_obs
         return obs_as_tensor(last_observations, self.device), starts
 
-    def _last_inputs(self) -> tuple[Any, th.Tensor]:
+    def _last_inputs(self) -> tuple[Arrays, th.Tensor]:
         """The same, with the observations as the critic reads them."""
         observations, starts = self._last_tensors()
         if self._tensors_after is not None:
@@ -101,7 +106,7 @@ class ShownStep:
     :param seen: Observations before the step
     """
 
-    def __init__(self, samples: th.Tensor, env_actions: th.Tensor, result: TensorStep, env: Any, seen: Any):
+    def __init__(self, samples: th.Tensor, env_actions: th.Tensor, result: TensorStep, env: TensorVecEnv, seen: PyTorchObs):
         self.result = result
         self.samples, self.env_actions = LaterArrays(samples), LaterArrays(env_actions)
         self.dones = LaterArrays(result.terminated | result.truncated)
@@ -120,23 +125,24 @@ class TensorCollection:
     :param n_steps: Number of steps to collect in each environment
     """
 
-    def __init__(self, model: Any, env: Any, callback: BaseCallback, buffer: TensorRolloutBuffer, n_steps: int):
+    def __init__(self, model: Any, env: TensorVecEnv, callback: BaseCallback, buffer: TensorRolloutBuffer, n_steps: int):
         self.model, self.env, self.callback, self.buffer, self.n_steps = model, env, callback, buffer, n_steps
         self.is_watched = is_user_class(type(model)) or runs_user_code(callback)
         space = self.space = model._sample_space
         # Bounds of the actions, `None` if there are none
         self.bounds = bounds_on_device(space.low, space.high, env.device) if isinstance(space, spaces.Box) else None
         self.memory = buffer.memory
-        self.stepper = None if self.memory is None else self.memory.stepper(self.is_watched)
         self.mask_key: str | None = model.action_mask_key
         self.choices = choices_of(space) if self.mask_key is not None else []
         # Ends of episodes, ends by truncation, returns, lengths and successes at each step
         shape = (n_steps, env.num_envs)
         self.episodes = th.zeros((5, *shape), device=env.device)
         self.has_successes = False
-        self.final_observations: Any = None
-        # Values of terminal observations, if parameters may change before the end of the rollout
+        self.final_observations: object = None
+        # Values of terminal observations, if parameters may change before the end of the rollout, and rewards without them
         self.final_values = th.zeros(shape, device=env.device) if self.is_watched else None
+        self.rewards = th.zeros(shape, device=env.device) if self.is_watched else None
+        self.weights = WeightWatch(by_value=True)
         # Sum and number of what the environment wants logged
         self.log: dict[str, tuple[th.Tensor, th.Tensor]] = {}
         # Steps whose infos a callback has read, and may have changed
@@ -150,6 +156,8 @@ class TensorCollection:
         keep_lazily(self.callback)
         model.policy.set_training_mode(False)
         buffer.reset()
+        # It begins with the states before the first step, where `reset` puts those after the last rollout.
+        self.stepper = None if self.memory is None else self.memory.stepper(self.is_watched)
         if model._truncations is not None:
             model._truncations.clear()
         if model.use_sde:
@@ -160,6 +168,8 @@ class TensorCollection:
 
         # What a callback puts in the place of the policy acts from the next rollout on.
         act, policy = model._make_act(), model.policy
+        if self.is_watched:
+            self.weights.have_changed(policy)
         for step in range(self.n_steps):
             if model.use_sde and model.sde_sample_freq > 0 and step % model.sde_sample_freq == 0:
                 policy.reset_noise(env.num_envs)
@@ -188,7 +198,7 @@ class TensorCollection:
         self.callback.on_rollout_end()
         return True
 
-    def _record(self, step: int, shown: ShownStep, values: th.Tensor, log_probs: th.Tensor) -> tuple[Any, th.Tensor]:
+    def _record(self, step: int, shown: ShownStep, values: th.Tensor, log_probs: th.Tensor) -> tuple[Arrays, th.Tensor]:
         """Record a step with what callbacks have written into its arrays, and return the next observations and starts."""
         model, buffer, dones = self.model, self.buffer, shown.dones.tensors()
         if shown.infos.made:
@@ -204,7 +214,7 @@ class TensorCollection:
         self._keep_ends(step, result, dones)
         return result.observations, dones
 
-    def _stop(self, seen: Any, starts: th.Tensor) -> None:
+    def _stop(self, seen: PyTorchObs, starts: th.Tensor) -> None:
         """Leave the model as SB3's loop does when a callback ends the training: before the step that it has seen."""
         ended, _, returns, lengths, successes = self.episodes.cpu().numpy()
         self._add_episodes(ended, returns, lengths, successes)
@@ -219,12 +229,12 @@ class TensorCollection:
             return unscaled(self.model.policy, samples, low, high)
         return th.clamp(samples, low, high)
 
-    def _structured(self, actions: th.Tensor) -> Any:
+    def _structured(self, actions: th.Tensor) -> Arrays:
         return self.space.batched(actions) if isinstance(self.space, FlatActionSpace) else actions
 
     # For callbacks
 
-    def _locals(self, step: int, seen: Any, values: th.Tensor, log_probs: th.Tensor, shown: ShownStep) -> LazyLocals:
+    def _locals(self, step: int, seen: PyTorchObs, values: th.Tensor, log_probs: th.Tensor, shown: ShownStep) -> LazyLocals:
         """The local variables of SB3's loop."""
         return LazyLocals(
             self=self.model,
@@ -264,7 +274,8 @@ class TensorCollection:
             if self.final_observations is None:
                 self.final_observations = self.buffer.empty_observations()
             map_observations(lambda rows, part: copy_into(rows[step], part), self.final_observations, final)
-        if self.final_values is not None:
+        if self.final_values is not None and self.rewards is not None:
+            self.rewards[step] = self.buffer.tensors["rewards"][step]
             with th.no_grad():
                 seen = map_observations(lambda rows: rows[step], self._terminal_observations())
                 rows = step * self.env.num_envs + th.arange(self.env.num_envs, device=dones.device)
@@ -282,13 +293,13 @@ class TensorCollection:
         before = self.log.get(name, (0.0, 0.0))
         self.log[name] = (before[0] + total, before[1] + n)
 
-    def _terminal_observations(self) -> Any:
+    def _terminal_observations(self) -> Arrays:
         """Terminal observations, or those before them, valid where an episode has ended, shape ``(n_steps, n_envs, ...)``."""
         return self.buffer.tensors["observations"] if self.final_observations is None else self.final_observations
 
     # After the last step
 
-    def _finish(self, observations: Any, dones: th.Tensor) -> None:
+    def _finish(self, observations: PyTorchObs, dones: th.Tensor) -> None:
         model, buffer = self.model, self.buffer
         numbers, is_finite, log = self._on_host(observations)
         if not is_finite:
@@ -307,7 +318,7 @@ class TensorCollection:
             self.memory.note_episodes(starts, ended[-1] > 0, model.num_timesteps - ended.size)
         self._keep_last(observations, dones, ended[-1])
 
-    def _keep_last(self, observations: Any, starts: th.Tensor, starts_on_host: np.ndarray) -> None:
+    def _keep_last(self, observations: object, starts: th.Tensor, starts_on_host: np.ndarray) -> None:
         """Keep the last observations, as tensors and, as in SB3, as arrays, which can be saved."""
         model = self.model
         # Copied, since the environment may overwrite them
@@ -316,7 +327,7 @@ class TensorCollection:
         model._last_episode_starts = starts_on_host.astype(bool)
         model._tensors_after = TensorsAfter(model._last_obs, kept, starts.clone())
 
-    def _on_host(self, observations: Any) -> tuple[np.ndarray, bool, np.ndarray]:
+    def _on_host(self, observations: object) -> tuple[np.ndarray, bool, np.ndarray]:
         """Ends of episodes, whether all numbers of the rollout are finite, and means of the log, in one transfer."""
         actions = self.buffer.tensors["actions"]
         tensors = [self.buffer.tensors["rewards"]]
@@ -358,17 +369,21 @@ class TensorCollection:
             self.env.warn_without_final_observations()
         on_device = th.from_numpy(rows).to(self.env.device)
         terminal = map_observations(lambda part: part.flatten(0, 1)[on_device], self._terminal_observations())
-        if self.final_values is not None:
+        policy, gamma = self.model.policy, self.model.gamma
+        if self.final_values is not None and self.rewards is not None:
             # They have been added at each step, since user code may read the rewards.
-            values = self.final_values.flatten()[on_device]
+            episodes = TruncatedEpisodes(on_device, terminal, self.final_values.flatten()[on_device])
+            if not self.weights.have_changed(policy):
+                episodes = in_one_batch(policy, self.buffer, episodes, self.rewards.flatten()[on_device], gamma)
         else:
             with th.no_grad():
-                values = values_again(self.model.policy, self.buffer, TruncatedEpisodes(on_device, terminal, on_device))
-            self.buffer.tensors["rewards"].view(-1)[on_device] += self.model.gamma * values
+                values = values_again(policy, self.buffer, TruncatedEpisodes(on_device, terminal, on_device))
+            self.buffer.tensors["rewards"].view(-1)[on_device] += gamma * values
+            episodes = TruncatedEpisodes(on_device, terminal, values)
         if self.model._truncations is not None:
-            self.model._truncations.append(TruncatedEpisodes(on_device, terminal, values))
+            self.model._truncations.append(episodes)
 
-    def _refuse(self, last_observations: Any) -> None:
+    def _refuse(self, last_observations: object) -> None:
         """
         Name the first number that is not finite.
 

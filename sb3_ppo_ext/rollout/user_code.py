@@ -7,6 +7,7 @@ from types import FunctionType
 from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.user_code import is_known_module, is_of_user
 
@@ -31,7 +32,7 @@ def runs_user_code(callback: BaseCallback) -> bool:
     return _runs_user_code(callback, set())
 
 
-def _runs_user_code(callback: Any, seen: set[int]) -> bool:
+def _runs_user_code(callback: object, seen: set[int]) -> bool:
     if id(callback) in seen:
         return False
     seen.add(id(callback))
@@ -48,6 +49,23 @@ def _called(callback: BaseCallback) -> Iterator[Any]:
             continue
         parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else [value]
         yield from (part for part in parts if hasattr(part, "on_step") or (callable(part) and not isinstance(part, type)))
+
+
+def environments_of(callback: BaseCallback) -> list[VecEnv]:
+    """
+    :param callback: Callback of the training
+    :return: Environments of its own, such as those of an ``EvalCallback``, and those of the callbacks in it
+    """
+    return _environments_of(callback, set())
+
+
+def _environments_of(callback: BaseCallback, seen: set[int]) -> list[VecEnv]:
+    if id(callback) in seen:
+        return []
+    seen.add(id(callback))
+    own = [value for value in vars(callback).values() if isinstance(value, VecEnv)]
+    nested = [part for part in _called(callback) if isinstance(part, BaseCallback)]
+    return own + [env for part in nested for env in _environments_of(part, seen)]
 
 
 def _has_replaced_methods(cls: type) -> bool:

@@ -1,11 +1,10 @@
 """Normalisation of advantages."""
 
-from typing import Any
-
 import numpy as np
 import torch as th
 
 from sb3_ppo_ext.common.schedules import in_float32_range
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.distributed.statistics import Moments, Numbers
 
@@ -128,7 +127,7 @@ class AdvantageNormalizer:
         """
         return (self._standardize(advantages).abs() > self.clip).float().mean()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """:return: Averages and current statistics"""
         return {
             "warm_start": self.warm_start,
@@ -138,7 +137,7 @@ class AdvantageNormalizer:
             "std": self.std,
         }
 
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state: StateDict, strict: bool = True) -> None:
         """
         :param state: State from :meth:`state_dict`; ignored if it is that of the other scheme, which averages other quantities
         :param strict: Unused, for compatibility with ``th.nn.Module``

@@ -8,8 +8,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch as th
 from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import PyTorchObs
+from stable_baselines3.common.vec_env import VecNormalize
 
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.memory.recurrence import RecurrentSequences
 from sb3_ppo_ext.memory.windows import Sequences
 from sb3_ppo_ext.update.losses import LossConfig, LossInputs, check_differentiable
@@ -27,8 +30,8 @@ class PolicyView(NamedTuple):
     :param get_distribution: Function of observations that returns action distributions, which the next call overwrites
     """
 
-    observations: Any
-    next_observations: Any
+    observations: PyTorchObs
+    next_observations: Arrays
     continues: th.Tensor | None
     evaluate_actions: Callable[[PyTorchObs, th.Tensor], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
     get_distribution: Callable[[PyTorchObs], Distribution]
@@ -68,7 +71,7 @@ class ExtraLoss(ABC):
         self.coef = coef
 
     @classmethod  # noqa: B027  # There may be none.
-    def check(cls, where: str, keywords: Mapping[str, Any]) -> None:
+    def check(cls, where: str, keywords: Mapping[str, object]) -> None:
         """
         Check its keyword arguments, as far as it can be done without a policy.
 
@@ -79,7 +82,9 @@ class ExtraLoss(ABC):
 
     @classmethod
     @abstractmethod
-    def make(cls, where: str, coef: float, keywords: Mapping[str, Any], policy: Any, normalizer: Any) -> ExtraLoss:
+    def make(
+        cls, where: str, coef: float, keywords: Kwargs, policy: ActorCriticPolicy, normalizer: VecNormalize | None
+    ) -> ExtraLoss:
         """
         :param where: Name of the loss in messages
         :param coef: Coefficient
@@ -122,7 +127,7 @@ def log_name(name: str) -> str:
     return f"{name}_loss"
 
 
-def map_observed(function: Callable[[Any], Any], observations: Any) -> Any:
+def map_observed(function: Callable[[Any], Any], observations: object) -> Arrays:
     """
     :param function: Function of observations
     :param observations: Observations, or the sequences of them that a history-based policy reads

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext.common.validation import check_dictionary, check_known_options, check_number, refuse
@@ -48,7 +49,7 @@ def check_extra_losses(name: str, value: Any) -> None:
         loss.check(where, {each: entry[each] for each in loss.keywords})
 
 
-def active_extra_losses(value: Mapping[str, Any] | None) -> dict[str, type[ExtraLoss]]:
+def active_extra_losses(value: Mapping[str, object] | None) -> dict[str, type[ExtraLoss]]:
     """
     :param value: Value of the option, which has been checked
     :return: Classes of the losses whose coefficient is not 0, by name
@@ -56,7 +57,7 @@ def active_extra_losses(value: Mapping[str, Any] | None) -> dict[str, type[Extra
     return {name: EXTRA_LOSSES[name] for name, given in (value or {}).items() if _entry(given)["coef"] != 0}
 
 
-def reads_next(value: Any) -> bool:
+def reads_next(value: Mapping[str, object] | None) -> bool:
     """
     :param value: Value of the option, valid or not
     :return: Whether one of the losses reads the observations that follow the samples
@@ -66,7 +67,7 @@ def reads_next(value: Any) -> bool:
 
 
 def make_extra_losses(
-    value: Mapping[str, Any] | None, policy: Any, normalizer: VecNormalize | None = None
+    value: Mapping[str, Any] | None, policy: ActorCriticPolicy, normalizer: VecNormalize | None = None
 ) -> dict[str, ExtraLoss]:
     """
     :param value: Value of the option, which has been checked
@@ -87,5 +88,5 @@ def make_extra_losses(
     return made
 
 
-def _entry(given: Any) -> Mapping[str, Any]:
+def _entry(given: object) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else {"coef": given}

@@ -168,7 +168,7 @@ def clipped_objective(advantages: th.Tensor, ratio: th.Tensor, config: LossConfi
 
 def clipped_slope(advantages: np.ndarray, ratio: np.ndarray, config: LossConfig) -> Slopes:
     """Values and slopes of :func:`clipped_objective`."""
-    clip_range: Any = config.clip_range
+    clip_range = config.clip_range
     dual_clip = config.dual_clip
     gain = advantages * ratio
     # Equal to `np.clip`, in a third of its time
@@ -200,7 +200,7 @@ def spo_objective(advantages: th.Tensor, ratio: th.Tensor, config: LossConfig) -
 
 def spo_slope(advantages: np.ndarray, ratio: np.ndarray, config: LossConfig) -> Slopes:
     """Values and slopes of :func:`spo_objective`."""
-    clip_range: Any = config.clip_range
+    clip_range = config.clip_range
     pull = np.abs(advantages) / max(clip_range, SPO_MIN_RANGE) * (ratio - 1)
     gain = advantages * ratio
     return gain - pull * (ratio - 1) / 2, gain - pull * ratio
@@ -272,10 +272,10 @@ def value_slope(values: np.ndarray, old_values: np.ndarray, returns: np.ndarray,
         ``(batch_size,)``
     """
     if config.value_scale is not None:
-        scale: Any = config.value_scale
+        scale = config.value_scale
         errors, slope = value_slope(values / scale, old_values / scale, returns / scale, replace(config, value_scale=None))
         return errors, slope / scale
-    limit: Any = config.clip_range_vf
+    limit = config.clip_range_vf
     errors = values - returns
     if limit is None:
         return errors, errors
@@ -408,7 +408,7 @@ def check_differentiable(option: str, value: object, inputs: LossInputs) -> None
     :param inputs: Minibatch that the loss reads
     :raises ValueError: if the loss would have no gradient, because the policy did not set ``action_dist``
     """
-    distribution: Any = inputs.distribution
+    distribution = inputs.distribution
     found = None if distribution is None else parameters(distribution)
     if found is None or (inputs.ratio.requires_grad and not found.requires_grad):
         refuse(option, value, f"`evaluate_actions` of {inputs.policy_name} does not set `action_dist`; set it there")

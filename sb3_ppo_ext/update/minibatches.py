@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.type_aliases import RolloutBufferSamples
+from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
 
 from sb3_ppo_ext.distributed.ranks import Ranks
 
@@ -30,7 +30,7 @@ class Minibatch(NamedTuple):
     data: RolloutBufferSamples
     weights: th.Tensor | None = None
     old_distribution: th.Tensor | None = None
-    next_observations: Any = None
+    next_observations: PyTorchObs | None = None
     continues: th.Tensor | None = None
 
 
@@ -140,7 +140,7 @@ class SharedPrioritizedSegments(PrioritizedSegments):
                 yield indices[:1] * 0, weights[:1] * 0
 
 
-def n_counted(n: int, weights: Any) -> int:
+def n_counted(n: int, weights: np.ndarray | th.Tensor | None) -> int:
     """
     :param n: Number of indices in a draw
     :param weights: Weights of the draw, a tensor or an array, ``None`` for equal weights

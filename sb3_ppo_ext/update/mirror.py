@@ -12,11 +12,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.preprocessing import is_image_space
+from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ppo_ext.common.action_masks import OBSERVATION, choices_of
 from sb3_ppo_ext.common.hybrid_actions import is_hybrid
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import BoundedDistribution, location
 from sb3_ppo_ext.memory.history import HistoryPolicy
@@ -58,7 +61,9 @@ class Mirror:
     :raises ValueError: if they do not fit the spaces of the policy
     """
 
-    def __init__(self, policy: Any, obs: Any, action: Any, normalizer: VecNormalize | None = None, where: str = "mirror"):
+    def __init__(
+        self, policy: ActorCriticPolicy, obs: Any, action: Any, normalizer: VecNormalize | None = None, where: str = "mirror"
+    ):
         if isinstance(policy, HistoryPolicy) and not isinstance(policy, TransformerPolicyMixin):
             remedy = "its states are those of what it has seen, not of mirror images; give a policy with a transformer"
             refuse(where, dict(obs=obs, action=action), f"{type(policy).__name__} is recurrent: {remedy}")
@@ -66,9 +71,11 @@ class Mirror:
         self.actions = MirroredActions(policy, f"{where}['action']", action)
         self.parts = _parts(policy, f"{where}['obs']", obs, normalizer)
         if self.mask_key is not None:
-            self.parts[self.mask_key] = _flat(self.actions.of_mask, policy.observation_space[self.mask_key].shape)
+            space = policy.observation_space
+            assert isinstance(space, spaces.Dict)
+            self.parts[self.mask_key] = _flat(self.actions.of_mask, space[self.mask_key].shape or ())
 
-    def of_observations(self, observations: Any) -> Any:
+    def of_observations(self, observations: object) -> Arrays:
         """
         :param observations: Observations as the policy takes them, a tensor, a dictionary or :class:`Sequences`
         :return: Their mirror images, in the same form
@@ -78,7 +85,7 @@ class Mirror:
             mirrored = mirrored._replace(last_actions=self.actions.of_features(mirrored.last_actions))
         return mirrored
 
-    def _of_parts(self, observations: Any) -> Any:
+    def _of_parts(self, observations: PyTorchObs) -> Arrays:
         if isinstance(observations, Mapping):
             return {key: self.parts[key](part) if key in self.parts else part for key, part in observations.items()}
         return self.parts[""](observations)
@@ -140,7 +147,7 @@ class MirroredLoss(ExtraLoss):
         self.mirror = mirror
 
     @classmethod
-    def check(cls, where: str, keywords: Mapping[str, Any]) -> None:
+    def check(cls, where: str, keywords: Mapping[str, object]) -> None:
         parse_reflection(f"{where}['action']", keywords["action"])
         # That of a dictionary can be checked only where the space is known.
         if not isinstance(keywords["obs"], Mapping) or keywords["obs"].keys() == {"matrix"}:
@@ -148,7 +155,12 @@ class MirroredLoss(ExtraLoss):
 
     @classmethod
     def make(
-        cls: type[SelfMirrored], where: str, coef: float, keywords: Mapping[str, Any], policy: Any, normalizer: Any
+        cls: type[SelfMirrored],
+        where: str,
+        coef: float,
+        keywords: Kwargs,
+        policy: ActorCriticPolicy,
+        normalizer: VecNormalize | None,
     ) -> SelfMirrored:
         return cls(coef, Mirror(policy, keywords["obs"], keywords["action"], normalizer, where))
 
@@ -185,7 +197,7 @@ class MirrorAugmentation(MirroredLoss):
 # Observations
 
 
-def _parts(policy: Any, where: str, value: Any, normalizer: VecNormalize | None) -> dict[Any, MapOfTensors]:
+def _parts(policy: Any, where: str, value: object, normalizer: VecNormalize | None) -> dict[Any, MapOfTensors]:
     """Mirror image of each part of an observation that changes, by key; the key is empty if it is no dictionary."""
     space, mask_key = policy.observation_space, getattr(policy, "action_mask_key", None)
     if not isinstance(space, spaces.Dict):
@@ -202,7 +214,7 @@ def _parts(policy: Any, where: str, value: Any, normalizer: VecNormalize | None)
     }
 
 
-def _part(policy: Any, where: str, value: Any, space: Any, statistics: Any) -> MapOfTensors:
+def _part(policy: Any, where: str, value: object, space: Any, statistics: Any) -> MapOfTensors:
     reflection = parse_reflection(where, value)
     if not isinstance(space, spaces.Box) or is_image_space(space):
         refuse(where, value, f"{space} is no vector of numbers; give observations that are, as a part of a Dict if need be")
@@ -240,7 +252,7 @@ def _flat(function: MapOfTensors, shape: tuple[int, ...]) -> MapOfTensors:
 # Actions
 
 
-def _check_actions(where: str, value: Any, reflection: SignedPermutation, space: Any) -> None:
+def _check_actions(where: str, value: object, reflection: SignedPermutation, space: object) -> None:
     if isinstance(space, spaces.Box):
         size, what = int(np.prod(space.shape)), "numbers"
     elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
@@ -259,14 +271,14 @@ def _check_actions(where: str, value: Any, reflection: SignedPermutation, space:
         _check_bounds(where, value, reflection, space)
 
 
-def _check_blocks(where: str, value: Any, reflection: SignedPermutation, choices: list[int]) -> None:
+def _check_blocks(where: str, value: object, reflection: SignedPermutation, choices: list[int]) -> None:
     owners = np.repeat(np.arange(len(choices)), choices)
     sources = [set(owners[part]) for part in np.split(reflection.indices, np.cumsum(choices)[:-1])]
     if any(len(source) > 1 for source in sources):
         refuse(where, value, f"the choices of one action must become those of one action; there are {choices} choices")
 
 
-def _check_bounds(where: str, value: Any, reflection: SignedPermutation, space: spaces.Box) -> None:
+def _check_bounds(where: str, value: object, reflection: SignedPermutation, space: spaces.Box) -> None:
     low, high = (bound.flatten()[reflection.indices].astype(np.float64) for bound in (space.low, space.high))
     is_turned = reflection.signs < 0
     mirrored = np.where(is_turned, -high, low), np.where(is_turned, -low, high)

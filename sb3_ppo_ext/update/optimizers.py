@@ -10,6 +10,7 @@ import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import Kwargs, StateDict
 from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, check_number, refuse
 
 # `None` before torch 2.9
@@ -40,7 +41,7 @@ class MuonWithAdamW(th.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: list[StateDict],
         lr: float,
         weight_decay: float = 0.0,
         momentum: float = 0.95,
@@ -81,10 +82,10 @@ class MuonWithAdamW(th.optim.Optimizer):
             optimizer.step()
         return loss
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_optimizers": self._optimizers}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         # `load_state_dict` also calls this method, with new groups and a new state.
         super().__setstate__(state)
         self._share()
@@ -95,7 +96,7 @@ def make_optimizer(
     name: str,
     weight_decay: float,
     own_critic: bool,
-    optimizer_kwargs: dict[str, Any] | None = None,
+    optimizer_kwargs: Kwargs | None = None,
 ) -> th.optim.Optimizer:
     """
     Create the optimiser of a policy. Learning rates are 0 until the algorithm sets them. Groups have the keys ``role``
@@ -112,7 +113,7 @@ def make_optimizer(
     """
     if name == "muon" and Muon is None:
         refuse("optimizer", name, "it needs torch 2.9 or newer; upgrade torch, or give another one")
-    factory: Any = {"adam": policy.optimizer_class, "muon": MuonWithAdamW, **OPTIMIZERS}[name]
+    factory = {"adam": policy.optimizer_class, "muon": MuonWithAdamW, **OPTIMIZERS}[name]
     kwargs = _arguments(policy, name, weight_decay, optimizer_kwargs)
     check_kwargs("optimizer_kwargs", kwargs, factory, ("params", "groups", "lr"))
     if factory is MuonWithAdamW:
@@ -124,8 +125,8 @@ def make_optimizer(
 
 
 def _arguments(
-    policy: ActorCriticPolicy, name: str, weight_decay: float, optimizer_kwargs: dict[str, Any] | None
-) -> dict[str, Any]:
+    policy: ActorCriticPolicy, name: str, weight_decay: float, optimizer_kwargs: dict[str, object] | None
+) -> dict[str, object]:
     given = optimizer_kwargs or {}
     if weight_decay > 0 and "weight_decay" in given:
         refuse("weight_decay", weight_decay, "`optimizer_kwargs` has one too; give only one of them")
@@ -150,7 +151,7 @@ def _checked_hidden_matrices(policy: ActorCriticPolicy) -> set[th.Tensor]:
 
 def parameter_groups(
     policy: ActorCriticPolicy, own_critic: bool, algorithm: str, of_muon: Set[th.Tensor] = frozenset()
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """
     :param policy: Policy with the parameters to group
     :param own_critic: Whether the parameters of the critic have groups of their own
@@ -247,7 +248,7 @@ def clip_gradients(policy: ActorCriticPolicy, max_norm: float) -> dict[str, th.T
     }
 
 
-def adopt_state(policy: ActorCriticPolicy, saved: dict[str, Any], new: Set[str] = frozenset()) -> dict[str, Any]:
+def adopt_state(policy: ActorCriticPolicy, saved: StateDict, new: Set[str] = frozenset()) -> StateDict:
     """
     Convert the saved state of an optimiser to the parameter groups of the policy's optimiser, which keeps its own
     hyperparameters.
@@ -280,7 +281,7 @@ def adopt_state(policy: ActorCriticPolicy, saved: dict[str, Any], new: Set[str] 
     return {"state": state, "param_groups": own["param_groups"]}
 
 
-def check_state_is_whole(state: dict[str, Any]) -> None:
+def check_state_is_whole(state: StateDict) -> None:
     """
     Refuse tensors that repeat their numbers: a small file can have one of any size, which PyTorch would allocate.
 
@@ -326,7 +327,7 @@ def check_step(optimizer: th.optim.Optimizer) -> None:
     trial.step()
 
 
-def _algorithms(state: dict[str, Any], order: list[str], default_class: str) -> dict[str, str]:
+def _algorithms(state: StateDict, order: list[str], default_class: str) -> dict[str, str]:
     """Name of the algorithm of each parameter, by parameter name, in the order in which the state numbers the parameters."""
     return {
         name: group.get("algorithm", default_class)

@@ -92,7 +92,7 @@ class ReflectionMatrix:
 Reflection: TypeAlias = SignedPermutation | ReflectionMatrix
 
 
-def parse_reflection(where: str, value: Any) -> Reflection:
+def parse_reflection(where: str, value: object) -> Reflection:
     """
     :param where: Name of the argument, for messages
     :param value: A list with an index, or a pair of index and sign, for each element of the result; or a dictionary with

@@ -11,6 +11,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import explained_variance
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.distributed.ranks import Ranks
 from sb3_ppo_ext.distributed.statistics import Moments
 from sb3_ppo_ext.distributions import bounded_part
@@ -52,7 +53,7 @@ def sb3_metrics(metrics: Metrics, policy: ActorCriticPolicy, buffer: RolloutBuff
     return logged
 
 
-def _explained_variance(buffer: RolloutBuffer) -> Any:
+def _explained_variance(buffer: RolloutBuffer) -> float | th.Tensor:
     columns = _on_device(buffer)
     if columns is None:  # bit for bit as in SB3
         return explained_variance(buffer.values.flatten(), buffer.returns.flatten())
@@ -61,7 +62,7 @@ def _explained_variance(buffer: RolloutBuffer) -> Any:
     return th.where(variance == 0, math.nan, 1 - (returns - values).var(correction=0) / variance)
 
 
-def _on_device(buffer: RolloutBuffer) -> dict[str, Any] | None:
+def _on_device(buffer: RolloutBuffer) -> dict[str, Arrays] | None:
     """Tensors of a buffer that does not lie on the host, from which they would have to be transferred."""
     is_elsewhere = isinstance(buffer, TensorRolloutBuffer) and buffer.storage.type != "cpu"
     return buffer.tensors if is_elsewhere else None  # type: ignore[attr-defined]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
-from stable_baselines3.common.type_aliases import RolloutBufferSamples
+from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
 
 from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.user_code import is_replaced
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.memory.history import permutation
@@ -38,8 +40,8 @@ class Rollout:
     def __init__(
         self,
         buffer: RolloutBuffer,
-        last_observations: Any = None,
-        last_dones: Any = None,
+        last_observations: PyTorchObs | None = None,
+        last_dones: np.ndarray | th.Tensor | None = None,
         truncations: Sequence[TruncatedEpisodes] | None = None,
         gamma: float = 0.99,
     ):
@@ -124,7 +126,7 @@ class Rollout:
         starts = self.columns["episode_starts"].to(indices.device)
         return (following > steps) & (starts[following, environments] == 0)
 
-    def next_observations(self, indices: th.Tensor) -> Any:
+    def next_observations(self, indices: th.Tensor) -> PyTorchObs:
         """
         :param indices: Indices of samples
         :return: Observations of the steps that follow, as the policy takes them, and those of the samples themselves where an
@@ -150,7 +152,7 @@ class Rollout:
             parts.append(part)
         return th.cat(parts)
 
-    def time_major(self, flat: Any) -> Any:
+    def time_major(self, flat: th.Tensor) -> th.Tensor:
         """
         :param flat: One number per sample, an array or tensor of shape ``(n_envs * n_steps,)``
         :return: The same numbers, shape ``(n_steps, n_envs)``
@@ -171,14 +173,14 @@ class Rollout:
         """
         rewards = self.columns["rewards"].clone()
         if self.truncations:
-            parts: Any = zip(*self.truncations, strict=True)
+            parts = zip(*self.truncations, strict=True)
             rows, observations, before = (joined(part) for part in parts)
             values = values_again(policy, self.buffer, TruncatedEpisodes(rows, observations, before))
             rewards.view(-1)[rows] += self.gamma * (values - before)
         return rewards
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def joined(parts: Sequence[Any]) -> Arrays:
     """
     :param parts: Tensors, or dictionaries of tensors
     :return: Concatenated tensors
@@ -204,6 +206,6 @@ def flatten(buffer: RolloutBuffer) -> None:
     """
     if not buffer.generator_ready and not isinstance(buffer, TensorRolloutBuffer):
         for name in ("observations", "actions", "values", "log_probs", "advantages", "returns"):
-            array: Any = getattr(buffer, name)
+            array = getattr(buffer, name)
             setattr(buffer, name, map_observations(buffer.swap_and_flatten, array))
     buffer.generator_ready = True

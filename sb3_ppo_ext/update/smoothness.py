@@ -7,12 +7,14 @@ Paper: https://arxiv.org/abs/2012.06644
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.preprocessing import is_image_space
+from stable_baselines3.common.vec_env import VecNormalize
 
+from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
 from sb3_ppo_ext.common.validation import check_number, refuse
 from sb3_ppo_ext.distributions import location
 from sb3_ppo_ext.update.extra_loss import ExtraLoss, PolicyInputs, map_observed
@@ -45,7 +47,9 @@ class TemporalSmoothness(ExtraLoss):
     reads_next = True
 
     @classmethod
-    def make(cls, where: str, coef: float, keywords: Mapping[str, Any], policy: Any, normalizer: Any) -> TemporalSmoothness:
+    def make(
+        cls, where: str, coef: float, keywords: Kwargs, policy: ActorCriticPolicy, normalizer: VecNormalize | None
+    ) -> TemporalSmoothness:
         return cls(coef)
 
     def value(self, inputs: PolicyInputs, config: LossConfig) -> th.Tensor:
@@ -72,11 +76,13 @@ class SpatialSmoothness(ExtraLoss):
         self.std, self.keys = std, keys
 
     @classmethod
-    def check(cls, where: str, keywords: Mapping[str, Any]) -> None:
+    def check(cls, where: str, keywords: Mapping[str, object]) -> None:
         check_number(f"{where}['std']", keywords["std"], 0, open_low=True)
 
     @classmethod
-    def make(cls, where: str, coef: float, keywords: Mapping[str, Any], policy: Any, normalizer: Any) -> SpatialSmoothness:
+    def make(
+        cls, where: str, coef: float, keywords: Kwargs, policy: ActorCriticPolicy, normalizer: VecNormalize | None
+    ) -> SpatialSmoothness:
         space = policy.observation_space
         parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
         mask_key = getattr(policy, "action_mask_key", None)
@@ -89,7 +95,7 @@ class SpatialSmoothness(ExtraLoss):
         similar = map_observed(self._perturbed, inputs.view.observations)
         return smoothness_loss(location(inputs.distribution), location(inputs.view.get_distribution(similar)))
 
-    def _perturbed(self, observations: Any) -> Any:
+    def _perturbed(self, observations: Arrays) -> Arrays:
         if self.keys is None:
             return self._with_noise(observations)
         return {key: self._with_noise(part) if key in self.keys else part for key, part in observations.items()}
@@ -98,5 +104,5 @@ class SpatialSmoothness(ExtraLoss):
         return part + self.std * th.randn_like(part)
 
 
-def _is_continuous(space: Any) -> bool:
+def _is_continuous(space: object) -> bool:
     return isinstance(space, spaces.Box) and space.dtype.kind == "f" and not is_image_space(space)

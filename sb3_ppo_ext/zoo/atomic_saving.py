@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import SupportsIndex
 
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
@@ -23,7 +23,7 @@ class AtomicVecNormalize(VecNormalize):
         with written_atomically(save_path) as file:
             pickle.dump(self, file)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return object.__new__, (VecNormalize,), self.__getstate__()
 
 

@@ -64,7 +64,7 @@ def _study_of(experiment: ExperimentManager) -> optuna.Study | None:
     return optuna.load_study(study_name=experiment.study_name, storage=storage)
 
 
-def best_entry(experiment: ExperimentManager, sampled_params: dict[str, Any], n_timesteps: float) -> dict[str, Any]:
+def best_entry(experiment: ExperimentManager, sampled_params: dict[str, object], n_timesteps: float) -> dict[str, object]:
     """
     :param experiment: Experiment whose study is over
     :param sampled_params: Parameters of a trial as Optuna keeps them
@@ -75,7 +75,7 @@ def best_entry(experiment: ExperimentManager, sampled_params: dict[str, Any], n_
     :raises KeyError: if the trial was not sampled by our sampler, nor by one whose converter is registered in the Zoo
     """
     converted = sys.modules["rl_zoo3.hyperparams_opt"].HYPERPARAMS_CONVERTER[experiment.algo](dict(sampled_params))
-    entry: Any = experiment.entry  # type: ignore[attr-defined]
+    entry = experiment.entry  # type: ignore[attr-defined]
     merged = TrialHyperparams(entry, policy_kwargs=evaluate(entry.get("policy_kwargs")))
     merged.update(converted)
     merged["n_timesteps"] = n_timesteps
@@ -86,7 +86,7 @@ def best_entry(experiment: ExperimentManager, sampled_params: dict[str, Any], n_
     return {**merged, "policy_kwargs": as_code(merged["policy_kwargs"])}
 
 
-def _as_yaml(experiment: ExperimentManager, entry: Mapping[str, Any]) -> str:
+def _as_yaml(experiment: ExperimentManager, entry: Mapping[str, object]) -> str:
     import yaml
 
     try:
@@ -95,7 +95,7 @@ def _as_yaml(experiment: ExperimentManager, entry: Mapping[str, Any]) -> str:
         raise NotCodeError(repr(error.args[-1])) from error
 
 
-def as_code(value: Any) -> str:
+def as_code(value: object) -> str:
     """
     :param value: Number, string, ``None``, class of ``torch.nn`` or ``torch.optim``, or a list, tuple or dictionary of these
     :return: Expression that evaluates to it where ``nn`` and ``th`` are known

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.launch import Launch, find_launch
@@ -79,7 +79,7 @@ def _interrupted(log_path: Path) -> Path | None:
     return None
 
 
-def _identity() -> dict[str, Any]:
+def _identity() -> dict[str, object]:
     # The agent of torchrun is the parent of the processes, and stays the same when it starts them again.
     return {"run": os.environ.get("TORCHELASTIC_RUN_ID"), "agent": os.getppid(), "host": socket.gethostname()}
 
@@ -103,13 +103,13 @@ def create_zoo_callbacks(theirs: Callable[[], None], experiment: ExperimentManag
         experiment.save_freq = max(experiment.save_freq // experiment.n_envs, 1)  # as the Zoo does
 
 
-def save_config(theirs: Callable[..., None], experiment: ExperimentManager, hyperparams: dict[str, Any]) -> None:
+def save_config(theirs: Callable[..., None], experiment: ExperimentManager, hyperparams: dict[str, object]) -> None:
     """Save how the run was started, on rank 0, unless it is resumed."""
     if launch_of(experiment).rank == 0 and resumed_folder() is None:
         theirs(hyperparams)
 
 
-def save_trained_model(theirs: Callable[..., None], experiment: ExperimentManager, model: Any) -> None:
+def save_trained_model(theirs: Callable[..., None], experiment: ExperimentManager, model: object) -> None:
     """Save the model, on rank 0."""
     if launch_of(experiment).rank == 0:
         theirs(model)

@@ -13,8 +13,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_ppo_ext.algorithm.saved_state import option_names
 from sb3_ppo_ext.common.schedules import make_schedule
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import (
     BadArgumentError,
     check_known_options,
@@ -23,6 +23,7 @@ from sb3_ppo_ext.common.validation import (
     check_type,
     refuse,
 )
+from sb3_ppo_ext.options.constructor import option_names
 from sb3_ppo_ext.ppo_ext import PPOExt
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _reason(error: Exception) -> str:
     return str(error) if type(error) is ValueError else f"it cannot be read ({type(error).__name__}: {error})"
 
 
-def check_entry(experiment: ExperimentManager, entry: Mapping[str, Any]) -> None:
+def check_entry(experiment: ExperimentManager, entry: Kwargs) -> None:
     """
     :param experiment: Experiment that has read its hyperparameters
     :param entry: These hyperparameters
@@ -118,7 +119,7 @@ def check_entry(experiment: ExperimentManager, entry: Mapping[str, Any]) -> None
             _check_classes(key, entry[key])
 
 
-def check_readable(entry: Mapping[str, Any]) -> None:
+def check_readable(entry: Mapping[str, object]) -> None:
     """
     :param entry: Hyperparameters of a run, which RL Zoo saves in its folder
     :raises ValueError: if a value could not be read again, so that nothing could enjoy, resume or share the run
@@ -136,7 +137,7 @@ def check_readable(entry: Mapping[str, Any]) -> None:
             raise BadArgumentError(f"`{key}={value!r}` is not valid: {remedy}imported{example}") from error
 
 
-def _check_names(experiment: ExperimentManager, entry: Mapping[str, Any]) -> None:
+def _check_names(experiment: ExperimentManager, entry: Mapping[str, object]) -> None:
     """Check that all keys are known, and that none is missing."""
     algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
     if issubclass(algorithm, PPOExt):
@@ -151,7 +152,7 @@ def _check_names(experiment: ExperimentManager, entry: Mapping[str, Any]) -> Non
             )
 
 
-def _check_dictionaries(entry: Mapping[str, Any]) -> None:
+def _check_dictionaries(entry: Mapping[str, object]) -> None:
     """Check what is a dictionary, or a string with the Python code of one."""
     normalize = _evaluated("normalize", entry.get("normalize", False))
     if isinstance(normalize, Mapping) or isinstance(entry.get("normalize"), str):
@@ -166,7 +167,7 @@ def _check_dictionaries(entry: Mapping[str, Any]) -> None:
             check_type(key, value, Mapping, "give a dictionary")
 
 
-def _evaluated(key: str, value: Any) -> Any:
+def _evaluated(key: str, value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
@@ -176,7 +177,7 @@ def _evaluated(key: str, value: Any) -> Any:
         raise BadArgumentError(f"`{key}={value!r}` is not valid: {remedy}; give a dictionary, such as dict(...)") from error
 
 
-def _check_classes(key: str, value: Any) -> None:
+def _check_classes(key: str, value: object) -> None:
     """
     Check the names of classes, each of which may be the only key of a dictionary, whose value has the keyword arguments. Files
     in Python may have the classes of wrappers themselves, and callbacks that are made already.
@@ -184,7 +185,7 @@ def _check_classes(key: str, value: Any) -> None:
     of_python: type = BaseCallback if key == "callback" else type
     for each in value if isinstance(value, list) else [value]:
         name: Any = each
-        kwargs: Mapping[str, Any] = {}
+        kwargs: Kwargs = {}
         check_type(key, each, (str, Mapping, of_python), "give the full name of a class, or a list of such names")
         if isinstance(each, Mapping):
             if len(each) != 1 or not isinstance(next(iter(each.values())), Mapping):
@@ -199,7 +200,7 @@ def _check_classes(key: str, value: Any) -> None:
         _check_required(key, name, made, kwargs)
 
 
-def _check_required(key: str, name: Any, made: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+def _check_required(key: str, name: object, made: Callable[..., object], kwargs: Kwargs) -> None:
     """Check that nothing but the environment is missing."""
     parameters = inspect.signature(made).parameters.values()
     required = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -208,10 +209,10 @@ def _check_required(key: str, name: Any, made: Callable[..., Any], kwargs: Mappi
         refuse(key, name, f"it needs `{missing[0]}`; give its keyword arguments, such as `{name}: {{{missing[0]}: ...}}`")
 
 
-def _import(key: str, name: str) -> Callable[..., Any]:
+def _import(key: str, name: str) -> Callable[..., object]:
     module, _, attribute = name.rpartition(".")
     try:
-        made: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        made: Callable[..., object] = getattr(importlib.import_module(module), attribute)
         if not callable(made):
             raise TypeError(f"{name} is a {type(made).__name__}")
     except (ImportError, AttributeError, ValueError, TypeError) as error:

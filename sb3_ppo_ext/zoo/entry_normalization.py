@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from gymnasium import spaces
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_type, refuse
 
 # Keyword arguments of `VecNormalize`, with the options of the model that have the same meaning
@@ -15,9 +16,7 @@ SAME = {"clip_obs": "clip_obs", "clip_reward": "clip_reward", "norm_reward": "no
 KNOWN = (*SAME, "norm_obs", "norm_obs_keys", "gamma")
 
 
-def options_of(
-    normalize: Any, gamma: float, space: spaces.Space, is_normalized: Callable[[spaces.Space], bool]
-) -> dict[str, Any]:
+def options_of(normalize: object, gamma: float, space: spaces.Space, is_normalized: Callable[[spaces.Space], bool]) -> Kwargs:
     """
     :param normalize: Value of the entry: true, false, or a dictionary, or code of one, of arguments of ``VecNormalize``
     :param gamma: Discount factor of the model
@@ -37,7 +36,7 @@ def options_of(
     return {"normalize_obs": _observations(given, space, is_normalized), "normalize_reward": True, **options}
 
 
-def _observations(given: Mapping[str, Any], space: spaces.Space, is_normalized: Callable[[spaces.Space], bool]) -> Any:
+def _observations(given: Kwargs, space: spaces.Space, is_normalized: Callable[[spaces.Space], bool]) -> Any:
     if not given.get("norm_obs", True):
         return False
     if given.get("norm_obs_keys") is not None:
@@ -47,7 +46,7 @@ def _observations(given: Mapping[str, Any], space: spaces.Space, is_normalized: 
     return [key for key, part in space.spaces.items() if is_normalized(part)] or False
 
 
-def _keywords(normalize: Any) -> dict[str, Any] | None:
+def _keywords(normalize: Any) -> Kwargs | None:
     """Keyword arguments of ``VecNormalize``, ``None`` for no normalisation."""
     if normalize is None or isinstance(normalize, bool):
         return {} if normalize else None

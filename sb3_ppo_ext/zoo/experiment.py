@@ -20,6 +20,7 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ppo_ext.common.action_masks import ACTION_MASK
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_observation_space, refuse
 from sb3_ppo_ext.envs.choice_of_vec_env import choose_vec_env
 from sb3_ppo_ext.envs.envpool_vec_env import ENVPOOL, EnvPoolVecEnv, config_for_wrappers
@@ -69,8 +70,8 @@ if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
 
 # Hyperparameters as they are used, and as they are saved
-Hyperparams: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
-VEC_ENVS: dict[Any, Any] = {DummyVecEnv: FastDummyVecEnv, SubprocVecEnv: ParallelVecEnv}
+Hyperparams: TypeAlias = tuple[Kwargs, Kwargs]
+VEC_ENVS: dict[object, type[VecEnv]] = {DummyVecEnv: FastDummyVecEnv, SubprocVecEnv: ParallelVecEnv}
 # Whether the environments that are being created are for evaluation
 _IS_EVAL: ContextVar[bool] = ContextVar("is_eval", default=False)
 
@@ -145,7 +146,7 @@ def _check_trial_is_named(experiment: "ExperimentManager") -> None:
             )
 
 
-def _say_what_repeats(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> None:
+def _say_what_repeats(experiment: "ExperimentManager", hyperparams: Kwargs) -> None:
     """Say that both ALE and SB3's wrapper repeat actions, which RL Zoo's entry does to ids such as ALE/Pong-v5 in silence."""
     spec = gym.spec(experiment.env_name.gym_id)
     if "AtariEnv" not in str(spec.entry_point) or "AtariWrapper" not in str(hyperparams.get("env_wrapper")):
@@ -178,10 +179,10 @@ def _choose_entry(experiment: "ExperimentManager") -> str | None:
     return key
 
 
-def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> dict[str, Any]:
+def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str, object]) -> dict[str, object]:
     """Policy, wrappers and normalisation for the observations of an environment, except for what the user gives."""
     given = experiment.custom_hyperparams or {}
-    fitting: dict[str, Any] = {}
+    fitting: dict[str, object] = {}
     space = _observation_space(experiment, hyperparams)
     if "env_wrapper" not in given and (wrappers := wrappers_for(space)):
         fitting["env_wrapper"] = wrappers
@@ -192,7 +193,7 @@ def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str
     return fitting if "policy" in given else {**fitting, "policy": policy_for(space)}
 
 
-def _observation_space(experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> spaces.Space:
+def _observation_space(experiment: "ExperimentManager", hyperparams: Kwargs) -> spaces.Space:
     """Observation space of one environment with its wrappers."""
     env_kwargs = {**experiment.env_kwargs, **hyperparams.get("env_kwargs", {})}
     env = gym.spec(experiment.env_name.gym_id).make(**env_kwargs)
@@ -202,7 +203,7 @@ def _observation_space(experiment: "ExperimentManager", hyperparams: dict[str, A
     return env.observation_space
 
 
-def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: dict[str, Any]) -> Any:
+def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: Kwargs) -> Any:
     """Refuse invalid options before the Zoo writes its log folder, which the processes of torchrun share."""
     if hyperparams.get("distributed") is False:  # which YAML reads for `off`
         hyperparams = {**hyperparams, "distributed": "off"}
@@ -229,7 +230,7 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
     return results
 
 
-def _is_read_by_the_zoo(value: Any) -> bool:
+def _is_read_by_the_zoo(value: object) -> bool:
     if isinstance(value, str):
         return value.startswith("lin_")  # It takes each string for a linear schedule.
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -285,7 +286,7 @@ def _gymnax_copies(experiment: Any, vec_env_class: Any, env_fns: list[Any], **kw
     return JaxVecEnv(name, num_envs=len(env_fns), device=device, **env_kwargs)
 
 
-def setup_experiment(theirs: Callable[[], Any], experiment: "ExperimentManager") -> Any:
+def setup_experiment(theirs: Callable[[], object], experiment: "ExperimentManager") -> object:
     """
     Use the vectorized environments that copy less and that use all cores, write the log to ``progress.csv`` for
     ``plot_run``, and let each trial keep the ``policy_kwargs`` of the hyperparameters that it starts from.
@@ -312,7 +313,7 @@ def _use_fast_environments(experiment: "ExperimentManager") -> None:
         experiment.vec_env_class = copies
 
 
-def objective(theirs: Callable[[Any], float], experiment: "ExperimentManager", trial: "optuna.Trial") -> float:
+def objective(theirs: Callable[[object], float], experiment: "ExperimentManager", trial: "optuna.Trial") -> float:
     """
     Tell the sampler what is tuned. The options that it samples can be combined; if they contradict other options in the YAML
     file, the trial is pruned, and the study continues.
@@ -372,7 +373,7 @@ def _optimize(theirs: Callable[[], None], experiment: "ExperimentManager") -> No
             ) from error
 
 
-METHODS: dict[str, Callable[..., Any]] = {
+METHODS: dict[str, Callable[..., object]] = {
     "read_hyperparameters": read_hyperparameters,
     "_preprocess_hyperparams": preprocess_hyperparams,
     "setup_experiment": setup_experiment,

@@ -12,6 +12,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import refuse, unknown_environments_as_value_errors
 from sb3_ppo_ext.envs.envpool_vec_env import check_envpool_id
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
@@ -93,7 +94,7 @@ class Source(NamedTuple):
         return wrap is None and str(self.env_id).startswith(GYMNAX_PREFIX)
 
     def environments(
-        self, n_envs: int, seed: int | None, vec_env_cls: Any, env_kwargs: dict[str, Any], wrap: Wrap | None, device: str
+        self, n_envs: int, seed: int | None, vec_env_cls: Any, env_kwargs: Kwargs, wrap: Wrap | None, device: str
     ) -> VecEnv:
         """
         :param n_envs: Number of environments
@@ -132,7 +133,7 @@ def _registered(env_id: str) -> str:
     return name
 
 
-def wrapper_of(name: str, value: Any) -> Wrap | None:
+def wrapper_of(name: str, value: object) -> Wrap | None:
     """
     :param name: Name of the hyperparameter, for messages
     :param value: Import path of a class, a dictionary from the path to keyword arguments, a class or function, or a list of
@@ -144,7 +145,7 @@ def wrapper_of(name: str, value: Any) -> Wrap | None:
         return None
     parts = [_wrapper(name, part) for part in (value if isinstance(value, list | tuple) else [value])]
 
-    def wrap(env: Any) -> Any:
+    def wrap(env: gym.Env) -> Any:
         for part in parts:
             env = part(env)
         return env
@@ -152,15 +153,15 @@ def wrapper_of(name: str, value: Any) -> Wrap | None:
     return wrap
 
 
-def _wrapper(name: str, value: Any) -> Wrap:
-    kwargs: dict[str, Any] = {}
+def _wrapper(name: str, value: object) -> Wrap:
+    kwargs: dict[str, object] = {}
     if isinstance(value, dict) and len(value) == 1:
         ((value, kwargs),) = value.items()
     if callable(value):
         return lambda env: value(env, **(kwargs or {}))
     module, _, attribute = str(value).rpartition(".")
     try:
-        made: Any = getattr(importlib.import_module(module), attribute)
+        made = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         refuse(name, value, f"it cannot be imported ({error}); give `package.module.Class`, or the class")
     return lambda env: made(env, **(kwargs or {}))

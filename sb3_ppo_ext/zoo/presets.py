@@ -9,9 +9,11 @@ from pprint import pprint
 from typing import Any, Literal
 
 import gymnasium as gym
+from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
 from sb3_ppo_ext.common.guards import find_normalizers
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_number, check_observation_space, check_type, refuse
 from sb3_ppo_ext.envs.choice_of_vec_env import VecEnvChoice, choose_vec_env
 from sb3_ppo_ext.envs.envpool_vec_env import ENVPOOL, EnvPoolVecEnv, config_for_wrappers, is_atari_game
@@ -45,7 +47,7 @@ def make(
     device: str = "auto",
     verbose: int = 0,
     tensorboard_log: str | None = None,
-    **hyperparams: Any,
+    **hyperparams: object,
 ) -> tuple[PPOExt, VecEnv]:
     """
     Make a model with tuned hyperparameters, and the environments to train it in. The hyperparameters are the entry of the
@@ -103,7 +105,7 @@ def make(
     model_options = {**_normalization(found, key == "default" and "normalize" not in hyperparams, venv), **_of_model(found)}
     if verbose:
         pprint({"preset": key, "n_envs": venv.num_envs, "policy": found["policy"], **model_options})
-    same: dict[str, Any] = dict(seed=seed, device=device, verbose=verbose, tensorboard_log=tensorboard_log)
+    same: Kwargs = dict(seed=seed, device=device, verbose=verbose, tensorboard_log=tensorboard_log)
     return PPOExt(found["policy"], venv, **same, **model_options), venv
 
 
@@ -133,7 +135,7 @@ def _check_arguments(source: Source, n_envs: Any, seed: Any, vec_env_cls: Any, e
     check_number("verbose", verbose, 0, integer=True)
 
 
-def _entry_of(env_id: str | None, policy: Any) -> tuple[str, dict[str, Any]]:
+def _entry_of(env_id: str | None, policy: object) -> tuple[str, Kwargs]:
     """Key and values of the entry for an environment."""
     zoo_file = _file_of_the_zoo()
     path, key = find_hyperparams(env_id or "", "" if env_id is None else _entry_point(env_id), zoo_file, policy)
@@ -148,7 +150,7 @@ def _entry_point(env_id: str) -> str:
 
 
 def _fit_observations(
-    found: dict[str, Any], key: str, source: Source, env_kwargs: dict[str, Any], given: dict[str, Any]
+    found: dict[str, object], key: str, source: Source, env_kwargs: dict[str, object], given: dict[str, object]
 ) -> Any:
     """
     Choose the policy and the wrappers of an entry that is not for an environment of its own, except for what the user gives.
@@ -186,18 +188,18 @@ def _number_of_environments(
     return number, choose_vec_env(lambda: source.one(env_kwargs, wrap), number)
 
 
-def _normalization(found: dict[str, Any], leaves_scaled: bool, venv: VecEnv) -> dict[str, Any]:
+def _normalization(found: Kwargs, leaves_scaled: bool, venv: VecEnv) -> Kwargs:
     """Options of the model for ``normalize``, which can leave alone what lies between 0 and 1 already."""
     if find_normalizers(venv):
         return {}
 
-    def is_normalized(space: Any) -> bool:
+    def is_normalized(space: spaces.Space) -> bool:
         return can_be_normalized(space) and not (leaves_scaled and is_scaled(space))
 
     return options_of(found.get("normalize"), found.get("gamma", 0.99), venv.observation_space, is_normalized)
 
 
-def _of_model(found: dict[str, Any]) -> dict[str, Any]:
+def _of_model(found: Kwargs) -> Kwargs:
     options = {name: value for name, value in found.items() if name not in OF_ENTRY}
     if isinstance(options.get("policy_kwargs"), str):
         names = {"nn": importlib.import_module("torch.nn"), "th": importlib.import_module("torch")}
@@ -216,7 +218,7 @@ def _file_of_the_zoo() -> Path | None:
     return folder / "hyperparams" / "ppo.yml"
 
 
-def presets() -> dict[str, dict[str, Any]]:
+def presets() -> dict[str, dict[str, object]]:
     """
     :return: Hyperparameters by environment: all entries of ``ppo_ext.yml``, with ``default`` for environments without an entry
         of their own, ``memory`` for transformer policies and ``recurrent`` for LSTM policies; and, where RL Zoo is installed,
@@ -226,6 +228,6 @@ def presets() -> dict[str, dict[str, Any]]:
     return {name: entry for name, entry in {**theirs, **_read(HYPERPARAMS)}.items() if name not in TEMPLATES}
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    yaml: Any = importlib.import_module("yaml")
+def _read(path: Path) -> dict[str, Kwargs]:
+    yaml = importlib.import_module("yaml")
     return {name: dict(entry) for name, entry in yaml.safe_load(path.read_text(encoding="utf-8")).items()}

@@ -1,7 +1,6 @@
 """Callback that writes the log of a training to ``progress.csv``, for ``plot_run``."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
@@ -50,6 +49,6 @@ class _Numbers(CSVOutputFormat):
         self.keys = header.split(",") if header else []
         self.separator, self.quotechar = ",", '"'
 
-    def write(self, key_values: dict[str, Any], key_excluded: dict[str, tuple[str, ...]], step: int = 0) -> None:
+    def write(self, key_values: dict[str, object], key_excluded: dict[str, tuple[str, ...]], step: int = 0) -> None:
         numbers = {key: value for key, value in key_values.items() if isinstance(value, int | float | np.number)}
         super().write(numbers, key_excluded, step)

@@ -7,6 +7,7 @@ import importlib.util
 import keyword
 import re
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -59,14 +60,14 @@ def _add_algorithm(utils: Any) -> None:
     _explain_values(utils.StoreDict)
 
 
-def _add_tuning(hyperparams_opt: Any) -> None:
+def _add_tuning(hyperparams_opt: ModuleType) -> None:
     for name in NAMES:
         hyperparams_opt.HYPERPARAMS_SAMPLER.setdefault(name, sample_ppo_ext_params)
         # `--trial-id` needs the converter.
         hyperparams_opt.HYPERPARAMS_CONVERTER.setdefault(name, convert_ppo_ext_params)
 
 
-def _add_experiment(exp_manager: Any) -> None:
+def _add_experiment(exp_manager: ModuleType) -> None:
     """Replace methods. The class stays the same object: scripts of the Zoo and subclasses refer to it, and it is pickled."""
     for name, ours in METHODS.items():
         theirs = getattr(exp_manager.ExperimentManager, name)
@@ -84,7 +85,9 @@ def _explain_values(store_dict: Any) -> None:
         return
 
     @functools.wraps(theirs)
-    def call(self: Any, parser: Any, namespace: Any, values: list[str], option_string: str | None = None) -> None:
+    def call(
+        self: Any, parser: ArgumentParser, namespace: Namespace, values: list[str], option_string: str | None = None
+    ) -> None:
         if not set(NAMES) & set(sys.argv):
             return theirs(self, parser, namespace, values, option_string)
         values = [_with_quotes(value, vars(sys.modules["rl_zoo3.utils"])) for value in values]
@@ -122,18 +125,18 @@ def _without_rewards_of_rnd(create_test_env: Callable[..., VecEnv]) -> Callable[
     """The same function, whose environments have no intrinsic rewards."""
 
     @functools.wraps(create_test_env)
-    def create(*args: Any, **kwargs: Any) -> VecEnv:
+    def create(*args: object, **kwargs: object) -> VecEnv:
         return without_rewards_of_rnd(create_test_env(*args, **kwargs))
 
     create.for_ppo_ext = True  # type: ignore[attr-defined]  # replaced only once
     return create
 
 
-def _for_ppo_ext(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _for_ppo_ext(ours: Callable[..., object], theirs: Callable[..., object]) -> Callable[..., object]:
     """A method that calls ours for ``ppo_ext``, with the Zoo's as its first argument, and the Zoo's for other algorithms."""
 
     @functools.wraps(theirs)
-    def method(self: "ExperimentManager", *args: Any, **kwargs: Any) -> Any:
+    def method(self: "ExperimentManager", *args: object, **kwargs: object) -> object:
         if self.algo in NAMES:
             return ours(functools.partial(theirs, self), self, *args, **kwargs)
         return theirs(self, *args, **kwargs)

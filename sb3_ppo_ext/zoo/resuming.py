@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 from sb3_ppo_ext.checkpoints.training_state import is_checkpoint, read_checkpoint
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, refuse
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.distributed_runs import create_zoo_callbacks
@@ -51,14 +52,14 @@ def arguments_to_resume(folder: str | Path) -> list[str]:
     return [word for name, value in arguments.items() if name not in _NOT_REPEATED for word in words_of(name, value)]
 
 
-def _change_to_start(folder: Path, arguments: dict[str, Any]) -> None:
+def _change_to_start(folder: Path, arguments: Kwargs) -> None:
     """Paths among the arguments are relative to the folder in which the run was started."""
     inner = Path(arguments["log_folder"], arguments["algo"], folder.name)
     if not inner.is_absolute() and folder.parts[-len(inner.parts) :] == inner.parts:
         os.chdir(Path(*folder.parts[: -len(inner.parts)]))
 
 
-def words_of(name: str, value: Any) -> Iterator[str]:
+def words_of(name: str, value: object) -> Iterator[str]:
     """
     :param name: Name of an argument of the Zoo's ``train``
     :param value: Its value
@@ -146,8 +147,8 @@ def create_callbacks(theirs: Callable[[], None], experiment: ExperimentManager) 
 
 
 def load_pretrained_agent(
-    theirs: Callable[..., Any], experiment: ExperimentManager, hyperparams: dict[str, Any], env: VecEnv
-) -> Any:
+    theirs: Callable[..., object], experiment: ExperimentManager, hyperparams: dict[str, object], env: VecEnv
+) -> object:
     """Resume a training if ``--trained-agent`` is a checkpoint of it."""
     if not is_checkpoint(experiment.trained_agent):
         with _other_spaces_as_bad_argument(experiment.trained_agent):

@@ -5,9 +5,11 @@ A trial samples a few numbers; one function converts them to hyperparameters, du
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+from sb3_ppo_ext.common.type_aliases import Kwargs
 
 if TYPE_CHECKING:
     import optuna
@@ -26,8 +28,8 @@ BOUNDS_COEFS = (0.0, 0.01, 0.1)
 
 
 def sample_ppo_ext_params(
-    trial: "optuna.Trial", n_actions: int, n_envs: int, additional_args: dict[str, Any] | None = None
-) -> dict[str, Any]:
+    trial: "optuna.Trial", n_actions: int, n_envs: int, additional_args: dict[str, object] | None = None
+) -> Kwargs:
     """
     Sample PPO's hyperparameters and those of PPOExt: the action distribution (for a ``Box``), the normalization of advantages
     and values, the control of the KL divergence, a decay of the learning rate, a separate learning rate of the critic, the
@@ -77,7 +79,7 @@ def _suggest_rollout(trial: "optuna.Trial", n_envs: int, n_timesteps: int | None
     trial.suggest_int("n_epochs", 1, 20, log=True)
 
 
-def _has_one_minibatch(sampled_params: dict[str, Any]) -> bool:
+def _has_one_minibatch(sampled_params: Kwargs) -> bool:
     rollout = _rollout(dict(sampled_params))
     return bool(rollout["batch_size"] == rollout["n_steps"] * sampled_params["n_envs"])
 
@@ -136,7 +138,7 @@ def _suggest_recurrence(trial: "optuna.Trial") -> None:
     trial.suggest_categorical("enable_critic_lstm", [False, True])
 
 
-def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
+def convert_ppo_ext_params(sampled_params: Kwargs) -> Kwargs:
     """
     Convert the numbers of a trial to hyperparameters. Of options that exclude each other, those that are off are returned as
     well, because an entry in a YAML file may have switched them on.
@@ -170,7 +172,7 @@ def convert_ppo_ext_params(sampled_params: dict[str, Any]) -> dict[str, Any]:
     return {**hyperparams, **given, "policy_kwargs": policy_kwargs}
 
 
-def _rollout(given: dict[str, Any]) -> dict[str, Any]:
+def _rollout(given: Kwargs) -> dict[str, object]:
     n_steps = 2 ** given.pop("n_steps_pow")
     batch_size = size = n_steps * given.pop("n_envs")
     for _ in range(given.pop("n_minibatches_pow")):
@@ -179,7 +181,7 @@ def _rollout(given: dict[str, Any]) -> dict[str, Any]:
     return {"n_steps": n_steps, "batch_size": batch_size}
 
 
-def _learning_rate(given: dict[str, Any]) -> dict[str, Any]:
+def _learning_rate(given: Kwargs) -> Kwargs:
     kl_control, factor = given.pop("kl_control", "none"), given.pop("critic_lr_factor", 1.0)
     kl, penalised = given.pop("kl", None), kl_control == "penalty"
     learning_rate = given["learning_rate"]
@@ -194,14 +196,14 @@ def _learning_rate(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _memory(given: dict[str, Any]) -> dict[str, Any]:
+def _memory(given: Kwargs) -> dict[str, object]:
     of_transformer = ("d_model", "n_heads", "n_layers", "gate", "n_stacked", "share_features_extractor")
     names = (*of_transformer, "rnn", "lstm_hidden_size", "enable_critic_lstm")
     context = {"context_length": 2 ** given.pop("context_length_pow")} if "context_length_pow" in given else {}
     return {**context, **{name: given.pop(name) for name in names if name in given}}
 
 
-def is_transformer(policy: Any) -> bool:
+def is_transformer(policy: object) -> bool:
     """
     :param policy: Name or class of a policy
     :return: Whether the policy is a transformer over the last observations
@@ -209,7 +211,7 @@ def is_transformer(policy: Any) -> bool:
     return getattr(policy, "__name__", str(policy)).endswith("TransformerPolicy")
 
 
-def is_recurrent(policy: Any) -> bool:
+def is_recurrent(policy: object) -> bool:
     """
     :param policy: Name or class of a policy
     :return: Whether the policy has an LSTM or GRU

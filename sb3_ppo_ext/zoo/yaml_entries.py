@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError, refuse
 from sb3_ppo_ext.envs.encode_text import text_keys
 from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
@@ -26,7 +27,7 @@ HYPERPARAMS = Path(__file__).parent / "hyperparams" / "ppo_ext.yml"
 TEMPLATES = {"shared"}
 
 
-def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path | None, policy: Any = None) -> tuple[Path, str]:
+def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path | None, policy: object = None) -> tuple[Path, str]:
     """
     Find the entry for an environment. Our file takes precedence over the Zoo's for PPO, which has MuJoCo's environments up to
     version 4 only.
@@ -108,7 +109,7 @@ def wrappers_for(space: spaces.Space) -> list[str]:
     return [*(["sb3_ppo_ext.EncodeText"] if strings else []), *flatten]
 
 
-def normalization_for(space: spaces.Space) -> dict[str, Any]:
+def normalization_for(space: spaces.Space) -> dict[str, object]:
     """
     Normalised, a pixel or a flag that is rarely 1 would become larger than everything else when it is.
 
@@ -165,7 +166,7 @@ class TrialHyperparams(dict[str, Any]):
         super().update({**sampled, "policy_kwargs": policy_kwargs})
 
 
-def merge_trial(experiment: "ExperimentManager", hyperparams: dict[str, Any], trial_id: int) -> dict[str, Any]:
+def merge_trial(experiment: "ExperimentManager", hyperparams: dict[str, object], trial_id: int) -> dict[str, object]:
     """
     :param experiment: Experiment with the study, and with the hyperparameters from the command line (``-params``), which take
         precedence over the trial
@@ -205,7 +206,7 @@ def _check_task(experiment: "ExperimentManager", storage: Any, trial_id: int) ->
         print(f"Trial {trial_id} of the study {experiment.study_name} was tuned on {tuned}, not on {env_id}")
 
 
-def _check_study(storage: str | None, study_name: str | None, trial_id: int) -> Any:
+def _check_study(storage: str | None, study_name: str | None, trial_id: int) -> object:
     """
     :return: The storage, for Optuna
     :raises ValueError: if there is no such study; the Zoo would train without it, or create an empty journal
@@ -234,7 +235,7 @@ def _check_study(storage: str | None, study_name: str | None, trial_id: int) -> 
     return opened
 
 
-def _load_trial(experiment: "ExperimentManager", trial_id: int) -> dict[str, Any]:
+def _load_trial(experiment: "ExperimentManager", trial_id: int) -> dict[str, object]:
     try:
         return experiment.load_trial(experiment.storage or "", experiment.study_name or "", trial_id)
     except IndexError as error:
@@ -244,7 +245,7 @@ def _load_trial(experiment: "ExperimentManager", trial_id: int) -> dict[str, Any
         raise BadArgumentError(f"`--trial-id {trial_id}`: {remedy}") from error
 
 
-def evaluate(policy_kwargs: Any) -> dict[str, Any]:
+def evaluate(policy_kwargs: Any) -> Kwargs:
     """
     :param policy_kwargs: Dictionary, Python code of one that may use ``nn`` and ``th``, or ``None``
     :return: Dictionary, evaluated as the Zoo does
@@ -254,7 +255,7 @@ def evaluate(policy_kwargs: Any) -> dict[str, Any]:
     return dict(policy_kwargs or {})
 
 
-def read_saved(path: Path) -> dict[str, Any]:
+def read_saved(path: Path) -> dict[str, object]:
     """
     :param path: File in the folder of a run, with its hyperparameters or command line arguments
     :return: Its contents. The Zoo writes Python objects to these files, so that they can execute code

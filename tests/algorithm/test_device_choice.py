@@ -65,6 +65,12 @@ def test_rules(cuda, policy, env, is_native, device, reason):
     assert reason in choice.reason
 
 
+@pytest.mark.parametrize(("batch_size", "device"), [(64, "cpu"), (10**7, "cuda")])
+def test_large_minibatches(cuda, batch_size, device):
+    """A small policy is sent to the GPU if its minibatches are large."""
+    assert choose_device(Situation(SMALL_MLP, None, True, batch_size=batch_size)).device == th.device(device)
+
+
 def test_without_cuda(monkeypatch):
     """Without CUDA everything is on the CPU, as with SB3."""
     monkeypatch.setattr(th.cuda, "is_available", lambda: False)

@@ -89,8 +89,9 @@ def test_what_ppo_can_load(name):
     assert np.array_equal(*actions)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("algorithm", [PPO, A2C, MaskablePPO])
+@pytest.mark.parametrize(
+    ("algorithm", "name"), [*((PPO, name) for name in REFUSED), (A2C, "optimizer='sgd'"), (MaskablePPO, "action_masking=True")]
+)
 def test_what_other_algorithms_cannot_load(algorithm, name):
     """Their error names the options, and what to load the model with; PPOExt loads it, also without unpickling."""
     model = make(**REFUSED[name])

@@ -19,7 +19,7 @@ def test_script_is_run_again(tmp_path, monkeypatch):
     assert "20,000 time" in " ".join(text.split())
     assert "20_000" in code
     script = tmp_path / "script.py"
-    script.write_text(code.replace("20_000", "3_000").replace("1_000", "250"))
+    script.write_text(code.replace("20_000", "2_000").replace("1_000", "250"))
 
     def run(name, interrupt=False):
         folder = tmp_path / name
@@ -35,7 +35,7 @@ def test_script_is_run_again(tmp_path, monkeypatch):
         run("b", interrupt=True)
     assert (tmp_path / "b" / "checkpoints").exists()
     one, other = run("a"), run("b")
-    assert one.num_timesteps == other.num_timesteps == 3072
+    assert one.num_timesteps == other.num_timesteps == 2048
     assert all((a == b).all() for a, b in zip(one.policy.parameters(), other.policy.parameters(), strict=True))
 
 

@@ -69,18 +69,20 @@ TOGETHER = {
         **dict(advantage_norm="ema", kl_coef=0.1, kl_target=0.01, adaptive_lr_kl="hold_0.001", normalize_value=True),
         **dict(vtrace=True, priority_alpha=0.6, priority_segment=8, critic_learning_rate=1e-3, backend="native"),
     ),
-    "fused, muon, gSDE": dict(optimizer="muon", use_sde=True, sde_sample_freq=5, ent_coef="lin_0.01", backend="fused"),
-    "eager, RND": dict(wrapper=partial(RNDReward, n_steps=16, episodic=True), n_envs=4, n_steps=16, backend="eager"),
+    "fused, muon, gSDE, RND": dict(
+        **dict(optimizer="muon", use_sde=True, sde_sample_freq=5, ent_coef="lin_0.01", backend="fused"),
+        **dict(wrapper=partial(RNDReward, n_steps=16, episodic=True), n_envs=4, n_steps=16),
+    ),
     "hybrid actions, transformer": CONFIGURATIONS["hybrid actions, transformer"],
-    "GRU, V-trace": CONFIGURATIONS["GRU, V-trace"],
+    "eager, GRU, V-trace": dict(**CONFIGURATIONS["GRU, V-trace"], backend="eager"),
 }
 # MuJoCo starts a process when it is imported.
-NAMES = [*TOGETHER, pytest.param("MuJoCo", marks=pytest.mark.integration)]
-NAMES += [pytest.param(name, marks=pytest.mark.slow) for name in CONFIGURATIONS if name not in (*TOGETHER, "MuJoCo")]
+ALONE = {"MuJoCo": [pytest.mark.slow, pytest.mark.integration]}
+SLOW = [pytest.param(name, marks=ALONE.get(name, pytest.mark.slow)) for name in CONFIGURATIONS if name not in TOGETHER]
 CONFIGURATIONS |= TOGETHER
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*TOGETHER, *SLOW])
 def test_equal_to_the_bit(name, tmp_path):
     """Parameters, optimiser, generators, statistics, evaluations and all logs are equal, after two interruptions."""
     configuration = CONFIGURATIONS[name]
@@ -497,7 +499,7 @@ class Dice(BaseCallback):
         return True
 
 
-@pytest.mark.parametrize("backend", ["eager", "native", "device"])
+@pytest.mark.parametrize("backend", ["eager", "device"])
 def test_global_generator_of_torch(backend, tmp_path):
     """An environment that draws from it continues, though the policy draws from it, too, and callbacks."""
 

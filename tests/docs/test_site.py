@@ -53,6 +53,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_site(site):
     """It has the pages, with the types of parameters, pictures, files that are linked, and no link to a Markdown file."""

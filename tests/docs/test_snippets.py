@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from sb3_contrib import MaskablePPO, RecurrentPPO
@@ -22,6 +23,11 @@ OTHER_LANGUAGES = {"bibtex", "text"}
 def with_code(*languages):
     """Pages with a block in one of the languages that is run."""
     return [page for page, found in PAGES.items() if any(b.language in languages and not b.not_run for b in found)]
+
+
+def marks_of(page):
+    """Pages that train for longer are run by ``make test-slow``."""
+    return pytest.mark.slow if Path(page).stem in ("export", "memory", "options", "presets", "tensor_environments") else ()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -47,7 +53,7 @@ def test_no_marker_is_without_effect(page):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("page", with_code("python"))
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in with_code("python")])
 @pytest.mark.filterwarnings("ignore")
 def test_python(page, tmp_path, monkeypatch, quick_compiler):
     """The Python blocks of a page run, one after the other."""
@@ -145,12 +151,12 @@ def test_blocks_are_found():
     """Markers belong to the block that follows, lines keep their numbers, and lengths of trainings are cut."""
     first, second, third = blocks_in(TEXT)
     assert (first.not_run, second.not_run, third.language) == ("it needs a GPU", "", "bash")
-    assert script([first, second]).splitlines() == ["", "", "", "", "", "n = 512", "", "n += 1  # more", "m = 2_0, 300"]
+    assert script([first, second]).splitlines() == ["", "", "", "", "", "n = 256", "", "n += 1  # more", "m = 2_0, 300"]
     [(line, words)] = commands([first, second, third])
     assert line == 12
     assert module_and_arguments(words) == (
         "rl_zoo3.train",
-        ["--n-trials", "100", "-params", "n:1", "-n", "512", "--n-trials", "2"],
+        ["--n-trials", "100", "-params", "n:1", "-n", "256", "--n-trials", "2"],
     )
     with pytest.raises(ValueError, match="mark its block"):
         module_and_arguments(["pip", "install", "."])

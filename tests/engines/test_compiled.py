@@ -52,6 +52,7 @@ def test_update(quick_compiler):
     check_update(**EVERYTHING)
 
 
+@pytest.mark.slow
 def test_hybrid_update(quick_compiler, recwarn):
     """The distribution of hybrid actions is compiled as one function with the loss."""
     check_update(**MANY["hybrid, Beta"])
@@ -70,6 +71,7 @@ def test_update_in_cpp():
     check_update(**MANY["box"])
 
 
+TRANSFORMER = dict(context_length=4, d_model=8, n_heads=2)
 IMAGES = dict(env=dict(observation_space=IMAGE), policy="CnnPolicy", rtol=1e-4)
 MANY = {
     "Dict, Beta, AdamW": dict(
@@ -87,6 +89,10 @@ MANY = {
     ),
     "images, squashed": {**IMAGES, **dict(action_dist="squashed_gaussian", kl_coef=0.5, ent_coef=0.1)},
     "images, two extractors": {**IMAGES, **dict(policy_kwargs=dict(share_features_extractor=False))},
+    "images, transformer": {**IMAGES, **dict(policy="CnnTransformerPolicy", policy_kwargs=TRANSFORMER)},
+    "dict, transformer": dict(
+        env=dict(observation_space=DICT), policy="MultiInputTransformerPolicy", policy_kwargs=TRANSFORMER, rtol=1e-4
+    ),
     "dict, Beta": dict(env=dict(observation_space=DICT), policy="MultiInputPolicy", rtol=1e-4, action_dist="beta"),
     "KL, multi-discrete": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2])), kl_coef=0.5),
     "KL, multi-binary": dict(env=dict(action_space=spaces.MultiBinary(3)), kl_coef=0.5),
@@ -179,7 +185,7 @@ class Hooked(PPOExt):
         return term, {"loss" if self.kind == "taken" else "asymmetry": term}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("traced", marks=pytest.mark.slow), "number", "slope"])
+@pytest.mark.parametrize("kind", ["number", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("traced", "slope"))])
 def test_loss_of_a_subclass(kind, monkeypatch, recwarn, quick_compiler):
     """A subclass's loss equals the reference's; where torch cannot trace it, with a warning; a bad one is refused as usual."""
     monkeypatch.setattr(Hooked, "kind", kind)

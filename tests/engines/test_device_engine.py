@@ -20,6 +20,7 @@ from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNorma
 from support import hybrid
 from support.cases import one_in
 from support.device_training import SMALL, assert_same, assert_same_training, same_draws, tensor_env, trained
+from support.parity import assert_equal
 from support.torch_envs import TorchCartPole, TorchPendulum
 from support.toys import DICT, IMAGE, make_toys
 
@@ -44,55 +45,23 @@ KEYS = dict(actor_keys=["joints", "gear"])
 OF_SEQUENCES = {
     "MlpTransformerPolicy": {},
     "CnnTransformerPolicy": dict(env=dict(observation_space=IMAGE)),
-    "MultiInputTransformerPolicy": dict(env=dict(observation_space=DICT)),
     "MultiInputTransformerPolicy, different keys": dict(
         env=dict(observation_space=DICT), policy_kwargs={**TRANSFORMER, **KEYS}
     ),
     "MlpTransformerPolicy, shared": dict(policy_kwargs={**TRANSFORMER, "share_features_extractor": True}),
     "MlpTransformerPolicy, context 1": dict(policy_kwargs={**TRANSFORMER, "context_length": 1}),
     "MlpTransformerPolicy, context 40": dict(policy_kwargs={**TRANSFORMER, "context_length": 40}),
-    "MlpTransformerPolicy, V-trace, segments": dict(vtrace=True, priority_alpha=0.6, priority_segment=4),
     "MlpTransformerPolicy, uneven": dict(n_steps=12, batch_size=6, accumulate_grad=2, priority_alpha=0.6, timesteps=48),
-    "MlpTransformerPolicy, KL": dict(kl_coef=0.5, kl_target=0.01, advantage_norm="ema"),
-    "MlpTransformerPolicy, discrete": dict(env=dict(action_space=spaces.Discrete(4))),
-    "MlpTransformerPolicy, multi": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
-    "MlpTransformerPolicy, binary": dict(env=dict(action_space=spaces.MultiBinary(3))),
-    "MlpTransformerPolicy, beta": dict(action_dist="beta"),
-    "MlpTransformerPolicy, simba": dict(policy_kwargs=dict(TRANSFORMER, net_type="simba", net_arch=[16])),
     "MlpLstmPolicy": dict(policy_kwargs=LSTM),
-    "MlpLstmPolicy, GRU": dict(policy_kwargs=dict(LSTM, rnn="gru")),
     "MlpLstmPolicy, shared": dict(policy_kwargs=dict(LSTM, shared_lstm=True, enable_critic_lstm=False)),
-    "MlpLstmPolicy, V-trace, segments": dict(policy_kwargs=LSTM, vtrace=True, priority_alpha=0.6, priority_segment=4),
-    "MlpLstmPolicy, smooth": dict(policy_kwargs=LSTM, auxiliary_losses=dict(caps_temporal=0.1), kl_coef=0.5),
     "MlpLstmPolicy, accumulated": dict(policy_kwargs=LSTM, accumulate_grad=2, batch_size=6, advantage_norm="ema"),
     "CnnLstmPolicy": dict(policy_kwargs=LSTM, env=dict(observation_space=IMAGE)),
     "MultiInputLstmPolicy": dict(policy_kwargs=LSTM, env=dict(observation_space=DICT)),
 }
-ACTIONS = {
-    "gaussian": {},
-    "beta": dict(action_dist="beta"),
-    "squashed Gaussian": dict(action_dist="squashed_gaussian", bounds_coef=0.1),
-    "categorical": dict(env=dict(action_space=spaces.Discrete(4))),
-    "multi-categorical": dict(env=dict(action_space=spaces.MultiDiscrete([3, 2]))),
-    "Bernoulli": dict(env=dict(action_space=spaces.MultiBinary(3))),
-    "hybrid": dict(env=dict(action_space=hybrid.SPACES["all kinds"]), bounds_coef=0.1, kl_coef=0.1),
-    "hybrid, Beta": dict(env=dict(action_space=hybrid.SPACES["nested"]), action_dist="beta", kl_coef=0.1),
-    "gSDE": dict(use_sde=True, sde_sample_freq=4),
-}
 TOGETHER = {
     "guards": dict(max_clip_fraction=0.01, target_kl=1e-3, bad_gradients="skip", learning_rate=1e-2),
     "frozen actor": dict(max_clip_fraction=0.3, clip_range=0.02, critic_learning_rate=1e-3, learning_rate=1e-2),
-    "EMA, V-trace, segments": dict(advantage_norm="ema", vtrace=True, priority_alpha=0.6, priority_segment=4),
-    "normalised values": dict(normalize_value=True, clip_range_vf=0.1, vtrace=True),
-    "KL, Muon": dict(kl_coef=0.5, kl_target=0.01, optimizer="muon"),
-    "own critic, AdamW": dict(critic_learning_rate=1e-3, optimizer="adamw", weight_decay=0.1),
-    "weight decay": dict(weight_decay=0.1, max_clip_fraction=0.01),
-    "SGD": dict(optimizer="sgd", accumulate_grad=2),
-    "layer_norm": dict(policy_kwargs=dict(net_type="layer_norm")),
     "simba, Muon": dict(policy_kwargs=dict(net_type="simba", net_arch=[16]), optimizer="muon"),
-    "different keys": dict(
-        policy="MultiInputPolicy", env=dict(observation_space=DICT), policy_kwargs=KEYS, critic_learning_rate=1e-3
-    ),
 }
 
 
@@ -104,20 +73,19 @@ def test_policies(sim, policy):
 
 
 @pytest.mark.usefixtures("same_draws")
-@pytest.mark.parametrize("case", OF_SEQUENCES)
+@pytest.mark.parametrize("case", one_in(2, OF_SEQUENCES))
 def test_history_based_policies(sim, case):
     """Each history-based policy is trained in NumPy environments as on the CPU, with options that treat sequences alike."""
     assert_same_training(sim, policy=case.split(",")[0], **{"policy_kwargs": TRANSFORMER, **OF_SEQUENCES[case]})
 
 
 @pytest.mark.usefixtures("same_draws")
-@pytest.mark.parametrize("env_class", [TorchPendulum, TorchCartPole])
-def test_history_based_policies_in_tensor_environments(sim, env_class):
+def test_history_based_policies_in_tensor_environments(sim):
     """Transformers, their caches and their memory of earlier rollouts stay on the device, and train as in NumPy on the CPU."""
     options = {**SMALL, "batch_size": 64, "policy_kwargs": TRANSFORMER}
-    expected = PPOExt("MlpTransformerPolicy", tensor_env("cpu", env_class), backend="eager", **options).learn(16 * 16 * 2)
+    expected = PPOExt("MlpTransformerPolicy", tensor_env("cpu"), backend="eager", **options).learn(16 * 16 * 2)
     for device in ("cpu", sim.name):
-        actual = PPOExt("MlpTransformerPolicy", tensor_env(device, env_class), device=device, backend="device", **options)
+        actual = PPOExt("MlpTransformerPolicy", tensor_env(device), device=device, backend="device", **options)
         assert_same(expected, actual.learn(16 * 16 * 2))
     with sim.counting() as counts:
         actual.learn(16 * 16, reset_num_timesteps=False)
@@ -132,18 +100,22 @@ def test_recurrent_policies_in_tensor_environments(sim, rnn):
     for device in ("cpu", sim.name):
         actual = PPOExt("MlpLstmPolicy", tensor_env(device), device=device, **options).learn(16 * 16 * 2)
         assert type(actual._find_engine()).__name__ == "DeviceEngine"
-        # The GRU of the CPU, which is NumPy's, rounds in another way, and Adam's first steps depend on signs.
-        assert_same(expected, actual, atol=2e-4, atol_of_logs=5e-3 if rnn == "gru" else 1e-4)
+        assert_same(expected, actual)
     with sim.counting() as counts:
         actual.learn(16 * 16, reset_num_timesteps=False)
     assert counts.to_host + counts.items <= BUDGET
 
 
-@pytest.mark.usefixtures("same_draws")
-@pytest.mark.parametrize("actions", one_in(3, ACTIONS, "gSDE", "hybrid, Beta"))
-def test_actions(sim, actions):
-    """Each action distribution is trained as on the CPU."""
-    assert_same_training(sim, ent_coef=0.01, **ACTIONS[actions])
+def test_a_callback_that_does_nothing_changes_no_bit(sim):
+    """Values of truncated episodes are rounded as without it, though it may read them at each step."""
+    ends = []
+    for callback in (None, Record()):
+        env = make_toys(3, length=5)
+        model = PPOExt("MlpPolicy", env, device=sim.name, **{**SMALL, "batch_size": 16, "vtrace": True})
+        model.learn(16 * 3 * 2, callback)
+        parameters = {name: tensor.cpu() for name, tensor in model.policy.state_dict().items()}
+        ends.append([model.rollout_buffer.rewards, parameters])
+    assert_equal(*ends, "with a callback")
 
 
 @pytest.mark.usefixtures("same_draws")
@@ -201,7 +173,7 @@ def test_gradients_that_are_not_finite_are_refused(sim):
 
 
 @pytest.mark.usefixtures("same_draws")
-@pytest.mark.parametrize("n_epochs", [1, 3, 10])
+@pytest.mark.parametrize("n_epochs", [1, 10])
 def test_target_kl_stops_at_the_same_step(sim, capsys, n_epochs):
     """The update ends at the same step as on the CPU, however late the host learns of it, and says so."""
     options = dict(target_kl=5e-4, learning_rate=1e-3, n_epochs=n_epochs, verbose=1, timesteps=32)
@@ -228,13 +200,10 @@ def test_nan_is_not_past_target_kl(sim):
 
 
 @pytest.mark.usefixtures("same_draws")
-@pytest.mark.parametrize("options", [{}, dict(action_dist="beta"), dict(vtrace=True, advantage_norm="ema")], ids=str)
 @pytest.mark.parametrize("env_class", [TorchPendulum, TorchCartPole])
-def test_tensor_environments_train_as_numpy_environments(sim, env_class, options):
+def test_tensor_environments_train_as_numpy_environments(sim, env_class):
     """The same environments, stepped in tensors on the device, give the training that SB3's loop gives in NumPy on the CPU."""
-    if env_class is TorchCartPole and "action_dist" in options:
-        pytest.skip("Beta is for boxes")
-    options = {**SMALL, "batch_size": 64, **options}
+    options = {**SMALL, "batch_size": 64}
     expected = PPOExt("MlpPolicy", tensor_env("cpu", env_class), backend="eager", **options).learn(16 * 16 * 2)
     for device in ("cpu", sim.name):
         actual = PPOExt("MlpPolicy", tensor_env(device, env_class), device=device, backend="device", **options)
@@ -268,20 +237,17 @@ def test_transfers_with_normalisation(sim):
     env = TensorVecNormalize(tensor_env(sim.name))
     model = PPOExt("MlpPolicy", env, device=sim.name, **{**SMALL, "batch_size": 64}).learn(16 * 16)
     with sim.counting() as counts:
-        model.learn(3 * 16 * 16, reset_num_timesteps=False)
-    assert counts.to_host + counts.items + counts.to_device <= 3 * BUDGET
+        model.learn(16 * 16, reset_num_timesteps=False)
+    assert counts.to_host + counts.items + counts.to_device <= BUDGET
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        dict(n_epochs=20),
-        dict(action_dist="beta"),
-        dict(policy_kwargs=dict(net_type="simba", net_arch=[16])),
+        dict(n_epochs=20, action_dist="beta", policy_kwargs=dict(net_type="simba", net_arch=[16])),
         dict(action_dist="squashed_gaussian", bounds_coef=0.1, kl_coef=0.1, kl_target=0.01),
-        dict(advantage_norm="ema", target_kl=10.0, n_epochs=10),
-        dict(vtrace=True, priority_alpha=0.5, priority_segment=4),
+        dict(advantage_norm="ema", target_kl=10.0, n_epochs=10, vtrace=True, priority_alpha=0.5, priority_segment=4),
         dict(optimizer="muon", max_clip_fraction=0.5, bad_gradients="skip", clip_range_vf=0.2),
     ],
     ids=str,
@@ -292,23 +258,22 @@ def test_transfers(sim, options):
     model = PPOExt("MlpPolicy", env, device=sim.name, **{**SMALL, "batch_size": 64, **options})
     model.learn(16 * 16)
     with sim.counting() as counts:
-        model.learn(3 * 16 * 16, reset_num_timesteps=False)
+        model.learn(16 * 16, reset_num_timesteps=False)
     waits = counts.to_host + counts.items
-    assert waits <= 3 * BUDGET
-    assert waits + counts.to_device <= 3 * BUDGET + 3
-    assert counts.operations > 1000
+    assert waits <= BUDGET
+    assert waits + counts.to_device <= BUDGET + 1
+    assert counts.operations > 300
 
 
-@pytest.mark.parametrize("action_dist", ["gaussian", "beta"])
-@pytest.mark.parametrize("in_tuples", [False, True], ids=["dict", "tuple"])
+@pytest.mark.parametrize(("in_tuples", "action_dist"), [(False, "gaussian"), (True, "beta")])
 def test_transfers_of_hybrid_actions(sim, in_tuples, action_dist):
     """Parts of actions are taken from what the policy samples on the device."""
     env = hybrid.TensorPassing(device=sim.name, in_tuples=in_tuples)
     options = {**SMALL, "batch_size": 64, "action_dist": action_dist, "kl_coef": 0.1}
     model = PPOExt("MlpPolicy", env, device=sim.name, **options).learn(8 * 16)
     with sim.counting() as counts:
-        model.learn(3 * 8 * 16, reset_num_timesteps=False)
-    assert counts.to_host + counts.items + counts.to_device <= 3 * BUDGET + 3
+        model.learn(8 * 16, reset_num_timesteps=False)
+    assert counts.to_host + counts.items + counts.to_device <= BUDGET + 1
 
 
 def test_transfers_of_numpy_environments(sim):
@@ -658,6 +623,7 @@ def test_environments_elsewhere(sim):
     assert chosen.device.type == "sim"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*lru_cache", "ignore:.*torch.jit")
 @pytest.mark.parametrize(
     "options",

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -67,7 +66,10 @@ def assert_same(one, other, rtol=1e-4):
         assert relative_error(expected, other.state_dict()[name]) < rtol, name
 
 
-@pytest.mark.parametrize(("backend", "action_space"), [*itertools.product(BACKENDS, SPACES), compiled("box")])
+CASES = [*((name, "box") for name in BACKENDS), ("native", "discrete"), ("native", "multi-discrete"), compiled("box")]
+
+
+@pytest.mark.parametrize(("backend", "action_space"), CASES)
 def test_engine_without_a_model(backend, action_space):
     """It updates as the reference does, and says what it measured."""
     discrete = action_space == "discrete"
@@ -120,15 +122,14 @@ LOSSES = {
 }
 
 
-DRAWS = [dict(), dict(accumulate_grad=2), dict(priority_alpha=0.5, priority_segment=4)]
+DRAWS = [dict(accumulate_grad=2, priority_alpha=0.5, priority_segment=4), dict(), dict(accumulate_grad=2)]
 
 
 @pytest.mark.parametrize(
     ("backend", "name", "options"),
     [
-        *itertools.product([name for name in BACKENDS if name != "eager"], ["everything"], DRAWS),
-        *itertools.product(["native"], ["ratio", "values"], DRAWS),
-        compiled("everything", dict()),
+        *((name, "everything", {}) for name in BACKENDS if name != "eager"),
+        *(("native", name, options) for name, options in zip(LOSSES, DRAWS, strict=True)),
     ],
     ids=str,
 )

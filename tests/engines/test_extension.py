@@ -76,7 +76,7 @@ def normalized_net(module):
 @pytest.mark.parametrize("make_net", [residual_net, normalized_net])
 def test_networks_with_normalisation_and_residual_blocks(instruction_set, make_net, activation, module):
     """Outputs and gradients are those of PyTorch in double precision, those of weights and biases of LayerNorm as well."""
-    for n in (1, 64, 65, 200):
+    for n in (1, 65):
         check_network_with_normalisation(make_net, module, n)
 
 
@@ -126,10 +126,10 @@ def test_normalisation_of_large_and_of_equal_numbers(instruction_set):
 
 
 @pytest.mark.parametrize(("activation", "module"), ACTIVATIONS)
-@pytest.mark.parametrize("sizes", [(3, 64, 64, 1), (17, 33, 6), (5, 7), (4, 8, 19, 20, 3), (1, 1, 1), (40, 100, 16, 2)])
+@pytest.mark.parametrize("sizes", [(3, 64, 64, 1), (17, 33, 6), (5, 7), (1, 1, 1), (40, 100, 19, 20, 2)])
 def test_network(instruction_set, sizes, activation, module):
     """Outputs and gradients are those of PyTorch in double precision; gradients can be added up."""
-    for n in (1, 2, 63, 64, 65, 200):
+    for n in (1, 63, 64, 65):
         check_network(sizes, activation, module, n)
 
 

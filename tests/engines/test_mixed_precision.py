@@ -32,7 +32,7 @@ def of_rollout(model):
     return values.flatten().detach(), log_probs.detach(), data
 
 
-@pytest.mark.parametrize("policy", SPACES)
+@pytest.mark.parametrize(("policy", "dtype"), [*zip(SPACES, [*ROUNDING] * 2, strict=True)])
 def test_policies(policy, dtype):
     """The networks round as the type does, and the ratio of a policy that was not updated is 1 to this rounding."""
     env = make_toys(length=5, **SPACES[policy])
@@ -65,15 +65,15 @@ def test_same_course(dtype):
 def test_overflow_leaves_out_the_step():
     """A gradient beyond the range of float16 halves the factor of the loss, and its step is left out without an error."""
     model = PPOExt("MlpPolicy", make_toys(length=5), amp_dtype="float16", **{**SMALL, "n_epochs": 1})
-    model.loss_scale.scale.fill_(2.0**40)
+    model.loss_scale.scale.fill_(2.0**30)
     before = th.cat([parameter.detach().flatten().clone() for parameter in model.policy.parameters()])
     model.learn(32)
     after = th.cat([parameter.detach().flatten() for parameter in model.policy.parameters()])
-    assert model.loss_scale.scale == 2.0**38
+    assert model.loss_scale.scale == 2.0**28
     assert np.isfinite(model.logger.name_to_value["train/value_loss"])
     assert th.equal(before, after)
     assert all(state["step"] == 0 for state in model.policy.optimizer.state.values())
-    model.learn(32 * 30, reset_num_timesteps=False)
+    model.learn(32 * 12, reset_num_timesteps=False)
     assert model.loss_scale.scale < 2.0**20
     assert any(state["step"] > 0 for state in model.policy.optimizer.state.values())
 

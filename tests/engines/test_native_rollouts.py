@@ -55,8 +55,9 @@ ROLLOUTS = {
 }
 
 
-@pytest.mark.parametrize("estimates", [False, True])
-@pytest.mark.parametrize("name", ROLLOUTS)
+@pytest.mark.parametrize(
+    ("name", "estimates"), [*((name, False) for name in ROLLOUTS), *((name, True) for name in ("box", "discrete", "gSDE"))]
+)
 def test_rollout(name, estimates, monkeypatch):
     """The buffer holds what SB3 would have stored for these actions: values, log probabilities, returns, bootstraps."""
     monkeypatch.setattr(collector, "runs_user_code", lambda callback: estimates)

@@ -83,8 +83,8 @@ def assert_equal(expected, actual):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("n", one_in(3, [0, 1, 2, 63, 64, 65, 200, 256, 257, 700]))
-@pytest.mark.parametrize("sizes", [(5, 7), (3, 64, 64, 1), (17, 33, 6), (40, 100, 16, 2), (200, 130, 3), (17, 256, 256, 6)])
+@pytest.mark.parametrize("n", one_in(5, [0, 1, 2, 63, 64, 65, 200, 256, 257, 700]))
+@pytest.mark.parametrize("sizes", [(5, 7), (17, 33, 6), (40, 100, 16, 2), (17, 256, 256, 6)])
 def test_networks(instruction_set, sizes, n):
     """Outputs and gradients equal those of one thread to the bit, for several networks at once, of other sizes as well."""
 

@@ -13,6 +13,7 @@ from stable_baselines3.common.callbacks import BaseCallback, CallbackList, Check
 from stable_baselines3.common.policies import ActorCriticPolicy
 from support.masks import make_masked
 from support.parity import assert_equal
+from support.torch_envs import ToyTensors
 from support.toys import make_toys
 from torch import nn
 
@@ -120,7 +121,7 @@ def test_a_callback_reads_what_sb3_has(reader):
     assert_reads_what_sb3_has("native", reader)
 
 
-@pytest.mark.parametrize("backend", [*UNCOMPILED, pytest.param("compile", marks=pytest.mark.integration)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_callback_reads_what_sb3_has_on_each_engine(backend):
     """All of it can be read on every engine."""
     assert_reads_what_sb3_has(backend, "all locals")
@@ -588,11 +589,11 @@ OTHERWISE = [swap_distribution, swap_activation, add_hook, replace_method]
 OTHERWISE += [replace_method_of_a_part, replace_method_of_the_distribution]
 
 
-@pytest.mark.parametrize("kwargs", [dict(mean_tanh=True), dict(net_arch=[8, 8])], ids=str)
 @pytest.mark.parametrize("change", OTHERWISE, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("when", ["in a rollout", "between rollouts", "on_rollout_start"])
-def test_policies_that_compute_otherwise(change, kwargs, when):
+def test_policies_that_compute_otherwise(change, when):
     """Values and log probabilities are those of the policy at the start of the rollout."""
+    kwargs = dict(mean_tanh=True) if OTHERWISE.index(change) % 2 else dict(net_arch=[8, 8])
 
     class Changer(BaseCallback):
         def _on_rollout_start(self):
@@ -693,3 +694,27 @@ def test_masks_of_observations_that_a_callback_replaces(backend):
 
 def make_masked_model(backend):
     return PPOExt("MlpPolicy", make_masked(), action_masking=True, backend=backend, **{**SMALL, "n_epochs": 1})
+
+
+class Silent(BaseCallback):
+    """A user's callback, which might do anything."""
+
+    def _on_step(self):
+        return True
+
+
+@pytest.mark.parametrize("policy", ["MlpPolicy", "MlpLstmPolicy", "MlpTransformerPolicy"])
+@pytest.mark.parametrize("kind", ["arrays", "tensors"])
+@pytest.mark.parametrize("backend", UNCOMPILED)
+def test_a_callback_that_does_nothing_changes_no_bit(backend, kind, policy):
+    """The same rewards, values and parameters with a user's callback and without, when episodes are truncated."""
+    if backend == "native" and (kind == "tensors" or policy != "MlpPolicy"):
+        pytest.skip("the native engine does not train these")
+    ends = []
+    for callback in (None, Silent()):
+        env = ToyTensors(n_envs=3) if kind == "tensors" else make_toys(3, length=5)
+        options = {**SMALL, "batch_size": 16, "vtrace": policy == "MlpPolicy", "policy_kwargs": {}}
+        model = PPOExt(policy, env, backend=backend, **options).learn(16 * 3 * 2, callback)
+        buffer = model.rollout_buffer
+        ends.append([buffer.rewards, buffer.values, buffer.advantages, model.policy.state_dict()])
+    assert_equal(*ends, "with a callback")

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 from gymnasium.vector import AsyncVectorEnv
+from stable_baselines3.common.callbacks import CallbackList, EvalCallback, EveryNTimesteps
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
 from support.engines import SMALL
@@ -215,6 +216,15 @@ def test_each_worker(how, cls, start_method, index, model):
         model.learn(48)
     assert not any(process.is_alive() for process in env.processes)
     env.close()
+
+
+def test_workers_of_an_evaluation(model):
+    """When a worker of the environments of an `EvalCallback` ends, training ends with its name."""
+    env = SubprocVecEnv([ToyEnv, partial(Failing, "leaves"), ToyEnv], start_method="fork")
+    evaluation = EvalCallback(VecMonitor(env), n_eval_episodes=3, eval_freq=1, verbose=0)
+    with pytest.raises(WorkerError, match=r"Worker 1 .*exit code 3"):
+        model.learn(48, EveryNTimesteps(8, CallbackList([evaluation])))
+    assert not any(process.is_alive() for process in env.processes)
 
 
 def test_pipes_of_sb3_are_left_alone(model):

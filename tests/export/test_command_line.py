@@ -34,8 +34,8 @@ def act(path, observation):
     return onnxruntime.InferenceSession(path).run(None, {"observation": observation})[0]
 
 
-def test_folder_of_a_run(run, capsys):
-    """The last model is exported with its statistics, or the best one."""
+def test_folder_of_a_run(run, monkeypatch, capsys):
+    """The last model is exported with its statistics, or the best one; the example plays an episode with ONNX Runtime."""
     folder, model = run
     observation = np.float32([[0.5, -0.5, 3.0]])
     main([str(folder)])
@@ -44,8 +44,13 @@ def test_folder_of_a_run(run, capsys):
     np.testing.assert_allclose(act(folder / "policy.onnx", observation), expected, atol=1e-5)
     main([str(folder), "--load-best", "-o", str(folder / "best.onnx")])
     assert not np.allclose(act(folder / "best.onnx", observation), expected, atol=1e-5)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(folder / "policy.onnx"), "Pendulum-v1"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert "return" in capsys.readouterr().out
+    assert "torch" not in EXAMPLE.read_text().replace("without PyTorch", "")
 
 
+@pytest.mark.slow
 def test_other_names_of_a_run(run, monkeypatch):
     """The folder of a run may have any name, such as one with a UUID, or be the current one."""
     folder, _ = run
@@ -55,13 +60,12 @@ def test_other_names_of_a_run(run, monkeypatch):
         main([str(folder.rename(folder.with_name("Pendulum-v1_1_a-uuid")))])
     folder = folder.with_name("Pendulum-v1_1_a-uuid")
     (folder / "Pendulum-v1" / "args.yml").write_text("algo: ppo_ext\n")
-    main([str(folder)])
     monkeypatch.chdir(folder)
-    main([".", "-o", "here.onnx"])
+    main(["."])
     assert (folder / "policy.onnx").is_file()
-    assert (folder / "here.onnx").is_file()
 
 
+@pytest.mark.slow
 def test_zip_file_to_samples(run):
     """A zip file is exported without statistics, also with random numbers as inputs."""
     folder, _ = run
@@ -79,13 +83,3 @@ def test_errors_are_one_line(arguments, match, run):
     with pytest.raises(SystemExit, match=match) as error:
         main([str(folder.parent / arguments[0]), *arguments[1:]])
     assert "\n" not in str(error.value)
-
-
-def test_example(run, monkeypatch, capsys):
-    """The example plays an episode with ONNX Runtime."""
-    folder, _ = run
-    main([str(folder)])
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(folder / "policy.onnx"), "Pendulum-v1"])
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
-    assert "return" in capsys.readouterr().out
-    assert "torch" not in EXAMPLE.read_text().replace("without PyTorch", "")

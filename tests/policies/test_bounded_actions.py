@@ -1,6 +1,5 @@
 """Policies with bounded action distributions: what the environment gets, what the buffer holds, what is learned and logged."""
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch as th
@@ -12,7 +11,6 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import DummyVecEnv
-from support.parity import assert_equal
 from support.policies import BOUNDED, POLICIES, SCHEDULE, SMALL, make, saturate
 from support.toys import BOX_ACTION, DICT, IMAGE, VECTOR, ToyEnv, make_toys
 from support.zips import Zip
@@ -139,20 +137,13 @@ def test_first_ratio_is_one(action_dist, size):
             return 0.0, {}
 
     model = Recorded(
-        "MlpPolicy", make_toys(), n_steps=512, batch_size=64, n_epochs=1, learning_rate=0.0, action_dist=action_dist
+        "MlpPolicy", make_toys(), n_steps=128, batch_size=64, n_epochs=1, learning_rate=0.0, action_dist=action_dist
     )
     saturate(model.policy, size)
-    model.learn(1024)
+    model.learn(256)
     assert 0 <= model.deviation < 1e-5
     if action_dist != "gaussian" and size > 0:
         assert model.logger.name_to_value["train/mass_near_bounds"] > 0.2
-
-
-@pytest.mark.parametrize("action_dist", BOUNDED)
-def test_same_seed_same_policy(action_dist):
-    """The same seed gives the same policy after several rollouts."""
-    one, other = (make(action_dist).learn(64) for _ in range(2))
-    assert_equal(one.policy.state_dict(), other.policy.state_dict(), "policy")
 
 
 @pytest.mark.parametrize("action_dist", BOUNDED)
@@ -228,6 +219,7 @@ class NoReward(ToyEnv):
         return observation, 0.0, *rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action_dist", BOUNDED)
 def test_entropy_bonus_leads_to_the_uniform_distribution(action_dist):
     """The entropy bonus makes a policy at the bounds, and a narrow one, uniform."""
@@ -273,15 +265,6 @@ def test_what_is_logged():
     assert found["beta"] == [False, True, True, False]
     assert all("train/entropy_loss" in log for log in logs.values())
     assert logs["squashed_gaussian"]["train/std"] == pytest.approx(1, abs=0.1)
-
-
-@pytest.mark.parametrize("action_dist", BOUNDED)
-def test_pendulum(action_dist):
-    """A task whose bounds are not 1 trains, and gets actions in its own units."""
-    env = gym.make("Pendulum-v1")
-    model = PPOExt("MlpPolicy", env, action_dist=action_dist, device="cpu", n_steps=64, batch_size=32, n_epochs=2).learn(128)
-    action, _ = model.predict(env.observation_space.sample())
-    assert env.action_space.contains(action)
 
 
 def test_optimizer_of_beta():

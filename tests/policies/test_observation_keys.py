@@ -1,6 +1,5 @@
 """Actor and critic that read different keys of the observations: what is computed, what acts, and what is refused."""
 
-import copy
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,6 @@ from stable_baselines3.common.vec_env import VecNormalize
 from support.cases import one_in
 from support.masks import make_masked
 from support.options import make as make_with
-from support.options import random_state, set_random_state
 from support.parity import assert_equal, assert_equal_runs, train
 from support.policies import SCHEDULE
 from support.toys import BOX_ACTION, DICT, VECTOR, ToyEnv, make_toys
@@ -109,8 +107,8 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, dict(target_kl=0.01, ent_coef=0.01, clip_range_vf=0.1)], ids=str)
 @pytest.mark.parametrize("case", KEYS)
+@pytest.mark.parametrize("options", one_in(2, [dict(target_kl=0.01, ent_coef=0.01, clip_range_vf=0.1), {}]), ids=str)
 def test_training_by_hand(case, options):
     """Training equals SB3's PPO with a policy of two networks that was written by hand, bit for bit."""
     space, *keys = KEYS[case]
@@ -141,7 +139,7 @@ ALL = [*SPACE.spaces]
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "keys", [dict(actor_keys=ALL), dict(critic_keys=ALL[::-1]), dict(actor_keys=ALL, critic_keys=ALL)], ids=str
+    "keys", one_in(2, [dict(critic_keys=ALL[::-1]), dict(actor_keys=ALL), dict(actor_keys=ALL, critic_keys=ALL)]), ids=str
 )
 @pytest.mark.parametrize(
     "shared", one_in(3, [dict(share_features_extractor=False), {}, dict(share_features_extractor=True)]), ids=str
@@ -245,13 +243,11 @@ def test_inherited_policy():
 # Options
 
 
-@pytest.mark.parametrize("backend", ["eager", "fused", "native", "device"])
+@pytest.mark.parametrize("backend", ["native", "device"])
 def test_own_learning_rate_of_the_critic(backend):
     """With `critic_learning_rate`, the networks behind the critic's keys are the critic's, and the others the actor's."""
-    options = dict(space=DICT, keywords=dict(actor_keys=["joints"], net_arch=[8]), backend="eager", max_grad_norm=1e9)
-    if backend == "native":
-        options |= dict(space=SPACE, keywords=dict(actor_keys=["joints"], net_arch=[8]))
-    options["backend"] = backend
+    space = SPACE if backend == "native" else DICT
+    options = dict(space=space, keywords=dict(actor_keys=["joints"], net_arch=[8]), backend=backend, max_grad_norm=1e9)
     slow, fast, start = (
         make(**options, critic_learning_rate=rate, n_epochs=1, batch_size=32).learn(32) for rate in (1e-4, 1e-2, 1e-4)
     )
@@ -285,18 +281,6 @@ def test_frozen_actor():
     assert "actor" in changed(free, frozen)
     start = make(**options, max_clip_fraction=1e-9)
     assert changed(start, frozen) == "actor and critic"
-
-
-def test_training_goes_on_after_loading():
-    """Train, save, load and train equals training straight through."""
-    straight = make().learn(32)
-    saved, env, state = Zip(straight), copy.deepcopy(straight.env), random_state()
-    straight.learn(32, reset_num_timesteps=False)
-    loaded = saved.load(env=env, force_reset=False, device="cpu")
-    set_random_state(state)
-    loaded.learn(32, reset_num_timesteps=False)
-    assert_equal(straight.policy.state_dict(), loaded.policy.state_dict(), "policy")
-    assert_equal(straight.policy.optimizer.state_dict(), loaded.policy.optimizer.state_dict(), "optimizer")
 
 
 @pytest.mark.parametrize("policy", ["MultiInputPolicy", "MultiInputTransformerPolicy"])

@@ -25,6 +25,7 @@ from stable_baselines3.common.callbacks import (
 )
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
+from support.cases import one_in
 from support.parity import assert_equal
 from support.toys import BOX_ACTION, IMAGE, VECTOR, Brittle, ToyEnv
 from support.vec_envs import FORK, Slow, Talkative, assert_same, interrupted, nothing_is_left, without_clock
@@ -110,8 +111,7 @@ ASIDE = {
 }
 
 
-@pytest.mark.parametrize("n_workers", [0, 1, 2])
-@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize(("name", "n_workers"), [("box", 0), ("float64", 1), ("discrete", 2), ("integers", 1), ("box", 2)])
 def test_the_same_results(name, n_workers, collected):
     """Parameters, the buffer, last observations, infos, generators and environments are those of stepping together."""
     observation_space, action_space = SPACES[name]
@@ -120,7 +120,7 @@ def test_the_same_results(name, n_workers, collected):
     assert collected == [16] * 3
 
 
-@pytest.mark.parametrize("name", ASIDE)
+@pytest.mark.parametrize("name", one_in(2, ASIDE))
 def test_the_same_results_where_it_steps_aside(name, collected):
     """With other spaces, the environments step together."""
     observation_space, action_space, policy = ASIDE[name]
@@ -140,7 +140,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", one_in(3, OPTIONS, "threads"))
 def test_options(name, collected):
     """Options of the update and other networks change nothing in this."""
     same_without_overlap(toys(cls=ToyEnv, p_end=0.2), n_rollouts=2, **OPTIONS[name])

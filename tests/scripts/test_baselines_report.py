@@ -38,7 +38,10 @@ def test_the_slower_arm_is_cut_off(ratio, ours, theirs):
 
 
 def test_the_strongest_baseline_is_marked():
-    """It is the one with the highest mean; a baseline without runs has no line, and a run alone no p-value."""
+    """
+    It is the one with the highest mean, and what is better than ours comes first; a baseline without runs has no line, and a
+    run alone no p-value.
+    """
     means = {"ours": [5, 6], "weak": [1, 2], "strong": [7, 8], "single": [4]}
     runs = pd.concat(
         curve("task", arm, seed, float(value)) for arm, values in means.items() for seed, value in enumerate(values)
@@ -48,8 +51,8 @@ def test_the_strongest_baseline_is_marked():
     assert baselines == ["weak", "strong", "single"]
     scores = baselines_report.at_equal_steps(runs, "ours")
     lines = baselines_report.baseline_lines(["task"], "ours", baselines, scores)
-    assert [line[1] for line in lines] == ["weak", "**strong**", "single"]
-    assert [line[4] for line in lines] == ["1.00", "0.00", "1.00"]
+    assert [line[1] for line in lines] == ["**strong**", "weak", "single"]
+    assert [line[4] for line in lines] == ["0.00", "1.00", "1.00"]
     assert lines[2][5] == "-"
     summary = baselines_report.summary_lines(["task"], baselines, scores)
     assert [line[:4] for line in summary] == [["weak", "1", "0", "0"], ["strong", "1", "1", "0"], ["single", "1", "0", "0"]]
@@ -67,6 +70,8 @@ def test_parts_of_a_page():
     [
         ("discrete", "Acrobot-v1", "ppo", "native"),
         ("discrete", "Acrobot-v1", "ppo, computed by SB3", "sb3"),
+        ("presets", "Pendulum-v1", "SB3's defaults + VecNormalize", "native"),
+        ("presets", "Pendulum-v1", "SB3's defaults, computed by SB3", "sb3"),
         ("robots", "Swimmer-v5", "TRPO", "sb3_contrib"),
     ],
 )

@@ -162,9 +162,9 @@ def test_minatar(suite, arm, n_envs, normalize):
     """MinAtar's games have an entry. `default` is still compared on them, as the Zoo would fit it to their observations."""
     entry = returns_suites.Job(suite, "MinAtar/Freeway-v1", arm, 3).fitted_entry()
     assert (entry["n_envs"], entry.get("normalize")) == (n_envs, normalize)
-    assert returns_suites.Job("discrete", "MinAtar/Freeway-v1", "ppo", 3).entry() == dict(
-        policy="MlpPolicy", n_timesteps=10**6
-    )
+    for other in ("ppo", "TRPO"):  # without an entry in the Zoo
+        entry = returns_suites.Job("discrete", "MinAtar/Freeway-v1", other, 3).entry()
+        assert entry == dict(policy="MlpPolicy", n_timesteps=10**6)
 
 
 def test_robots(monkeypatch):

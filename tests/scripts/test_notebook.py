@@ -14,6 +14,7 @@ NOTEBOOK = ROOT / "examples" / "quick_start.ipynb"
 SHORT = {"NOTEBOOK_TIMESTEPS": "2048", "NOTEBOOK_TRIALS": "2", "NOTEBOOK_EPISODES": "1"}
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_notebook_runs(tmp_path, monkeypatch):
     """Every cell runs, and the file that is exported acts: its episode has a return."""

@@ -1,5 +1,6 @@
 """The random search for the default: what it samples, that it goes on where it stopped, and its statistics."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -30,26 +31,32 @@ def test_split():
     assert not known & default_split.HELD_OUT.keys()
     for task in default_split.HELD_OUT:
         assert returns_suites.of_package(task, returns_suites.PACKAGES)
-    assert all(job.seed >= 1000 for job in search_space.schedule(20, ["CartPole-v1"]))
+    assert all(job.seed >= 1000 for job in search_space.sampled_jobs(20, ["CartPole-v1"]))
 
 
 def test_samples_are_reproducible():
-    """A number always gives the same configuration, and all levels of a lever are about equally frequent."""
-    assert search_space.sample(7) == search_space.sample(7) != search_space.sample(8)
-    samples = [search_space.sample(number) for number in range(600)]
+    """A number always gives the same levels, and all levels of a lever are about equally frequent where it acts."""
+    assert (
+        search_space.sample(7, "CartPole-v1") == search_space.sample(7, "CartPole-v1") != search_space.sample(8, "CartPole-v1")
+    )
+    discrete = [search_space.sample(number, "CartPole-v1") for number in range(600)]
+    continuous = [search_space.sample(number, "Pendulum-v1") for number in range(600)]
     for lever, levels in search_space.LEVERS.items():
+        samples = continuous if lever in search_space.CONTINUOUS_ONLY else discrete
         counts = [sum(levels_of[lever] == level for levels_of in samples) for level in levels]
         assert min(counts) > 0.75 * 600 / len(levels), lever
+    assert {levels["ent_coef"] for levels in continuous} == {0.0}
+    assert {levels["log_std_init"] for levels in discrete} == {0.0}
 
 
 def test_first_levels():
-    """The entry of the first levels is that of SB3's defaults with two environments and `VecNormalize`."""
-    entry = search_space.entry_of({lever: levels[0] for lever, levels in search_space.LEVERS.items()})
-    assert entry.pop("normalize") == "dict(norm_obs=True, norm_reward=True)"
+    """The entry of the first levels is that of SB3's defaults with two environments and normalisation as in `VecNormalize`."""
+    entry = search_space.entry_of(search_space.FIRST_LEVELS, "Pendulum-v1")
     assert "optimizer_kwargs=dict(betas=(0.9, 0.999), eps=1e-5)" in entry.pop("policy_kwargs")
     same = {"n_steps": 1024, "batch_size": 64, "n_epochs": 10, "gamma": 0.99, "gae_lambda": 0.95, "clip_range": 0.2}
-    others = {"ent_coef": 0.0, "learning_rate": 3e-4, "normalize_value": False, "vtrace": False, "n_envs": 2}
-    assert entry == {"policy": "MlpPolicy", **same, **others}
+    normalized = {"normalize_obs": True, "normalize_reward": True, "normalize_freq": "step"}
+    others = {"ent_coef": 0.0, "learning_rate": 3e-4, "advantage_norm": "minibatch", "vtrace": False, "n_envs": 2}
+    assert entry == {"policy": "MlpPolicy", **same, **normalized, **others}
 
 
 @pytest.mark.parametrize(
@@ -64,8 +71,7 @@ def test_first_levels():
 )
 def test_what_decays(levels, expected):
     """The learning rate decays, or the KL divergence that it follows."""
-    first = {lever: others[0] for lever, others in search_space.LEVERS.items()}
-    entry = search_space.entry_of({**first, **levels})
+    entry = search_space.entry_of({**search_space.FIRST_LEVELS, **levels}, "Pendulum-v1")
     assert {name: value for name, value in entry.items() if name.startswith(("learning_rate", "adaptive"))} == expected
 
 
@@ -74,21 +80,72 @@ def test_minatar_is_not_normalized():
     for name in ("default", "SB3's defaults + VecNormalize"):
         assert search_space.SearchJob(name, "MinAtar/Breakout-v1", 1000).entry()["normalize"] == "{'norm_obs': False}"
     assert "normalize" not in search_space.SearchJob("SB3's defaults", "MinAtar/Breakout-v1", 1000).entry()
+    for scale, wanted in {"reward": "normalize_reward", "value": "normalize_value"}.items():
+        entry = search_space.entry_of({**search_space.FIRST_LEVELS, "scale": scale}, "MinAtar/Breakout-v1")
+        assert {name for name, value in entry.items() if name.startswith("normalize") and value is True} == {wanted}
 
 
-def test_schedule():
-    """The references come first, each sampled configuration has a seed of its own, and no run comes twice."""
-    jobs = search_space.schedule(9, ["CartPole-v1", "Pendulum-v1"])
-    assert [job.configuration for job in jobs[:3]] == list(search_space.REFERENCES)
-    assert len(jobs) == len({search_default.key(job) for job in jobs}) == 2 * (3 + 9 + 2 * 3)
-    seeds = {job.configuration: job.seed for job in jobs if job.configuration not in search_space.REFERENCES}
-    assert len(set(seeds.values())) == len(seeds) == 9
+@pytest.fixture
+def candidates(monkeypatch):
+    """Four candidates, the second of which has other levels for discrete actions"""
+    listed = {name: ({"gamma": 0.98}, {"gamma": 0.995} if name == "b" else {}) for name in "abcd"}
+    for module in (search_space, search_report):
+        monkeypatch.setattr(module, "CANDIDATES", listed)
+    return list(listed)
+
+
+def test_sampled_runs():
+    """They are on the tasks in turns, and each one has levels and a seed of its own."""
+    jobs = search_space.sampled_jobs(9, ["CartPole-v1", "Pendulum-v1"])
+    assert [job.task for job in jobs[:3]] == ["CartPole-v1", "Pendulum-v1", "CartPole-v1"]
+    assert len({job.seed for job in jobs}) == len({job.digest() for job in jobs}) == 9
+
+
+def test_levels_of_a_candidate(candidates):
+    """A candidate may have other levels where actions are discrete."""
+    gammas = {
+        task: [search_space.SearchJob(name, task, 1000).entry()["gamma"] for name in candidates]
+        for task in ("Pendulum-v1", "CartPole-v1")
+    }
+    assert gammas == {"Pendulum-v1": [0.98] * 4, "CartPole-v1": [0.98, 0.995, 0.98, 0.98]}
+
+
+def test_race(candidates):
+    """After the sampled runs, candidates and references run on all tasks; after the first round, the better half goes on."""
+    search = search_default.Search(3, 2, ("CartPole-v1", "Pendulum-v1"))
+    rows = search_default.read(Path("missing.csv"))
+    jobs = []
+    while (job := search.next_job(rows)) is not None:
+        score = " cabd".find(job.configuration)
+        levels = "{}" if job.configuration.isdecimal() else None
+        row = dict(
+            configuration=job.configuration, task=job.task, seed=job.seed, digest=job.digest(), score=score, levels=levels
+        )
+        rows = pd.concat([rows, pd.DataFrame([row])], ignore_index=True)
+        jobs.append(job)
+    assert [job.configuration for job in jobs[:3]] == ["0", "1", "2"]
+    assert {job.configuration for job in jobs[3:17]} == {*candidates, *search_space.REFERENCES}
+    assert {job.configuration for job in jobs[17:]} == {"b", "d", *search_space.REFERENCES}
+    assert len(jobs) == 3 + 2 * 7 + 2 * 5
+    assert search_report.racers(rows, 1) == ["d", "b"]
+
+
+def test_sampled_runs_outlive_their_levels():
+    """A sampled run that is done is not repeated when other levels are sampled; a reference that has changed is."""
+    search = search_default.Search(1, 1, ("CartPole-v1",))
+    jobs = list(search.jobs(search_default.read(Path("missing.csv"))))
+    done = [dict(configuration=job.configuration, task=job.task, seed=job.seed, digest="old") for job in jobs]
+    assert search.next_job(pd.DataFrame(done)) == jobs[1]
+
+
+def levels_of(name, task):
+    return json.dumps(search_space.sample(int(name), task)) if name.isdecimal() else None
 
 
 def rows_of(scores):
     """Rows of runs with a seed each"""
     rows = [
-        dict(configuration=name, task=task, seed=seed, score=score, cpu_seconds=1.0)
+        dict(configuration=name, task=task, seed=seed, score=score, levels=levels_of(name, task))
         for (name, task), values in scores.items()
         for seed, score in enumerate(values)
     ]
@@ -111,27 +168,32 @@ def test_configurations_that_lack_a_task_are_left_out():
 def test_effect_of_a_lever(monkeypatch):
     """A lever that decides the rank has its whole effect, and one that does not has an interval around 0."""
     monkeypatch.setattr(search_report, "BOOTSTRAPS", 200)
-    numbers = [str(number) for number in range(60)]
-    ranks = pd.Series({number: float(search_space.sample(int(number))["ent_coef"] == 0.01) for number in numbers})
-    point, (low, high), count = search_report.effects(ranks, "ent_coef")[0.01]
-    assert (point, low, high) == (1.0, 1.0, 1.0)
-    assert count == ranks.sum()
-    _, (low, high), _ = search_report.effects(ranks, "batch_size")[256]
+    samples = {str(number): search_space.sample(number, "CartPole-v1") for number in range(60)}
+    rows = rows_of({(number, "CartPole-v1"): [levels["betas"] == (0.9, 0.9)] for number, levels in samples.items()})
+    rows = search_report.sampled(rows)
+    point, (low, high), count = search_report.effects(rows, "betas")[0.9, 0.9]
+    assert low == high == point > 0.5
+    assert count == sum(levels["betas"] == (0.9, 0.9) for levels in samples.values())
+    _, (low, high), _ = search_report.effects(rows, "normalize_freq")["rollout"]
     assert low < 0 < high
-    adaptive = sum(search_space.sample(int(number))["rule"] != "rate" for number in numbers)
-    assert search_report.effects(ranks, "kl")[0.02][2] < adaptive
+    adaptive = sum(levels["rule"] != "rate" for levels in samples.values())
+    assert search_report.effects(rows, "kl")[0.02][2] < adaptive
 
 
-def test_report(tmp_path, monkeypatch):
-    """All tables are written, with the probabilities that a configuration is better than a reference."""
+def test_report(tmp_path, monkeypatch, candidates):
+    """All tables are written, with the probabilities that a candidate is better than a reference."""
     monkeypatch.setattr(search_report, "BOOTSTRAPS", 20)
     monkeypatch.setattr("returns_report.BOOTSTRAPS", 20)
-    names = [*search_space.REFERENCES, *map(str, range(8))]
+    names = [*search_space.REFERENCES, *candidates]
     scores = {(name, task): [float(place)] for place, name in enumerate(names) for task in default_split.DEVELOPMENT}
-    search_report.report(rows_of(scores), tmp_path)
+    sampled = {
+        (str(job.seed - 1000), job.task): [0.0] for job in search_space.sampled_jobs(90, list(default_split.DEVELOPMENT))
+    }
+    search_report.report(rows_of(scores | sampled), tmp_path)
     text = (tmp_path / "search.md").read_text()
-    assert "| 7 | 1 | 1.00 | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) |" in text
-    assert text.count("| ent_coef | 0.0 | 0.01 |") == 1
+    assert "| d | 1 | 1.00 | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) |" in text
+    line = next(line for line in text.splitlines() if line.startswith("| ent_coef | 0.0 | 0.01 |"))
+    assert line.count(" - ") == 2  # sampled for discrete actions only
 
 
 def test_short_runs_want_a_folder_of_their_own(monkeypatch, capsys):
@@ -146,24 +208,23 @@ def test_short_runs_want_a_folder_of_their_own(monkeypatch, capsys):
 def test_search_goes_on(tmp_path, capsys):
     """Only what is missing is run, and a run gives the same score alone as after another one."""
     path = tmp_path / search_default.FILE
-    jobs = [search_space.SearchJob(name, "CartPole-v1", 1000, 600) for name in ("default", "3")]
-    assert search_default.run_some(jobs, path) == 2
+    search = search_default.Search(1, 1, ("CartPole-v1",), 600)
+    assert search_default.run_some(search, path, 2) == 2
     rows = search_default.read(path)
     assert rows["engine"].tolist() == ["native", "native"]
-    assert search_default.run_some(jobs, path) == 0
-    again = search_default.run(jobs[1])
-    assert again["score"] == pytest.approx(rows.set_index("configuration")["score"]["3"], rel=1e-5)
-    search_default.write(path, rows.assign(digest="old"))
-    assert search_default.run_some(jobs, path, 1) == 1
-    assert sorted(search_default.read(path)["digest"]) == sorted([jobs[0].digest(), "old"])
+    again = search_default.run(search_space.SearchJob("SB3's defaults", "CartPole-v1", 1000, 600))
+    assert again["score"] == pytest.approx(rows.set_index("configuration")["score"]["SB3's defaults"], rel=1e-5)
+    assert search_default.run_some(search, path) == 2
+    assert search_default.run_some(search, path) == 0
+    assert json.loads(search_default.read(path)["levels"].dropna().item())["rule"] in search_space.LEVERS["rule"]
 
 
 def test_levels_are_accepted():
     """Each level of each lever makes a model."""
     for number in range(12):
-        entry = search_space.entry_of(search_space.sample(number))
+        entry = search_space.entry_of(search_space.sample(number, "Pendulum-v1"), "Pendulum-v1")
         keywords = eval(entry["policy_kwargs"], {"nn": nn, "dict": dict})
-        options = {name: value for name, value in entry.items() if name not in ("n_envs", "normalize", "policy_kwargs")}
+        options = {name: value for name, value in entry.items() if name not in ("n_envs", "policy_kwargs")}
         PPOExt(env="Pendulum-v1", policy_kwargs=keywords, **{**options, "n_steps": 256})
 
 

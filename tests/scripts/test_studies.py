@@ -66,6 +66,7 @@ def test_memory_study_normalizes_as_the_entries_say():
     assert printed_lines(code)[-2:] == ["False True 0.95 False False False", "True True 0.9 True False False"]
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_arms_with_a_longer_average_of_the_gradients():
     """In the studies of transformers, the decay rate of Adam is the one that the arm is named after; the default is SB3's."""
@@ -79,6 +80,7 @@ def test_arms_with_a_longer_average_of_the_gradients():
     assert printed_lines(code)[-3:] == [f"{(rate, 0.999)} 1e-05 {(rate, 0.999)} 1e-05" for rate in rates]
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_arms_with_an_adaptive_rate():
     """In the study of robustness, the KL divergence that the learning rate adapts to is constant or falls."""
@@ -99,6 +101,7 @@ def test_arms_with_an_adaptive_rate():
     assert rates == pytest.approx([3e-4 * each for each in (1.5**2, 1, 1.5**2, *[1.5] * 4, *proportional_and_held * 2)])
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_arms_with_a_shared_transformer():
     """In the study of robustness, actor and critic share a transformer in the arms that say so, and in those about sinks."""
@@ -115,6 +118,7 @@ def test_arms_with_a_shared_transformer():
         assert (is_shared == "True") == (arm.startswith("shared") or arm.endswith("sinks")), arm
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_short_runs_are_beginnings_of_longer_ones():
     """In the study of robustness, what falls during the training does not fall faster in a shorter run."""
@@ -130,6 +134,7 @@ def test_short_runs_are_beginnings_of_longer_ones():
     assert short == long
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_when_a_falling_kl_reaches_zero():
     """In the study of robustness, what falls reaches zero after 400 thousand steps, in short runs with their end."""

@@ -97,7 +97,7 @@ UPDATES = {
     "no normalisation": dict(normalize_advantage=False, vf_coef=0.9, max_grad_norm=0.1),
     "stopped by the KL divergence": dict(target_kl=1e-4, learning_rate=1e-2),
     "values are clipped": dict(clip_range_vf=0.01, learning_rate=1e-3),
-    "values are clipped, the worse counts": dict(clip_range_vf=0.01, vf_clip_mode="max", learning_rate=1e-3),
+    "values are clipped, the worse counts": dict(clip_range_vf=0.001, vf_clip_mode="max", learning_rate=1e-2, rtol=1e-4),
     "all losses": dict(bounds_coef=0.1, bounds_limit=0.0, kl_coef=0.5, dual_clip=3.0, ent_coef=0.01, learning_rate=1e-3),
     "SPO": dict(surrogate="spo", learning_rate=1e-3, clip_range=0.05, rtol=1e-4),
     "dual clip": dict(dual_clip=1.01, learning_rate=1e-2, rtol=1e-4),

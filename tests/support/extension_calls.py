@@ -132,8 +132,37 @@ class Entries:
         right = (*rollout[:3], *vectors, 0.9, 0.95, rollout[3])
         wrong = (*map(read, rollout[:3]), *map(read, vectors), number, number, written(rollout[3]))
         yield "gae", self.module.gae, right, wrong
+        yield from self.losses()
+        yield (
+            "normalize",
+            self.module.normalize,
+            (vectors[0], 2, vectors[1]),
+            (read(vectors[0]), [*number, 0], written(vectors[1])),
+        )
         yield "use", self.module.use, ("any",), (list(WRONG_NAMES),)
         yield "available", self.module.available, (), ()
+
+    def losses(self):
+        """Calls for the loss of a Gaussian, and of two choices with a weight for each sample."""
+        array, number, n = self.array, list(WRONG_NUMBERS), 5
+        read, written = (lambda a: list(wrong_arrays(a, False))), (lambda a: list(wrong_arrays(a, True)))
+        options = (False, True, 0.2, 3.0, 0.1, 1.0, 0.5, 0.01)
+        for family, choices, weights in (("gaussian", (1, 1, 1), None), ("categorical", (3, 2), array(n))):
+            actions, stds = array(n, len(choices)), [array(3), array(3)]
+            actions[:] = 1
+            columns = (actions, *(array(n) for _ in range(4)), weights, *(array(n) for _ in range(5)))
+            right = (family, choices, *stds, columns, *options)
+            names = [name for name in WRONG_NAMES if name is not None]
+            wrong_choices = [None, [1], 5, (0,) * len(choices), (-1, 5, 1), ("a",) * 3, (2**62,) * 3, (2**70,), (), (2,)]
+            wrong_columns = [None, [], (), columns[:-1], (*columns, columns[-1])]
+            for i in range(len(columns)):
+                values = [] if columns[i] is None else wrong_arrays(columns[i], i > 5)
+                wrong_columns += [(*columns[:i], v, *columns[i + 1 :]) for v in values if not (i == 5 and v is None)]
+            wrong_stds = [read(stds[0]), written(stds[1])] if family == "gaussian" else [[], []]
+            yield "Loss", self.module.Loss, right, (names, wrong_choices, *wrong_stds, wrong_columns)
+            arrays = [array(2, sum(choices)), array(2), array(2, sum(choices)), array(2)]
+            wrong = ([*number, -1, n - 1], [*number, 0], *map(read, arrays[:2]), *map(written, arrays[2:]))
+            yield "Loss.add", self.module.Loss(*right).add, (1, n, *arrays, True), wrong
 
     def wrong_layers(self):
         first, rest = self.layers[0], self.layers[1:]

@@ -14,7 +14,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from sb3_ppo_ext import FastDummyVecEnv, PPOExt, RNDReward, TrainingCheckpoint
 from sb3_ppo_ext.envs.rnd_reward import without_rewards_of_rnd
 
-TOTAL = 384
+TOTAL = 256
 OPTIONS = dict(n_steps=32, batch_size=32, n_epochs=2, seed=3, device="cpu")
 
 
@@ -52,8 +52,8 @@ def script(
     model.set_logger(configure(str(folder / "log"), ["csv", "json"]))
     evaluation = EvalCallback(
         without_rewards_of_rnd(make_env(folder / "evaluation", env_id, 1, normalize, wrapper)),
-        eval_freq=70,
-        n_eval_episodes=2,
+        eval_freq=50,
+        n_eval_episodes=1,
         log_path=str(folder / "evaluations"),
         best_model_save_path=str(folder / "best"),
         verbose=0,
@@ -67,7 +67,7 @@ def script(
     return model, callbacks
 
 
-def interrupted_script(folder, times=(170, 290), **kwargs):
+def interrupted_script(folder, times=(110, 170), **kwargs):
     """The same at the end of a script that was interrupted and run again."""
     for time in times:
         try:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LENGTH = 512
-QUICK = {"n_steps": 64, "n_epochs": 1}
+LENGTH = 256
+QUICK = {"n_steps": 32, "n_epochs": 1}
 # Arguments of RL Zoo's commands that would make them long, with the values that replace theirs
 SHORT = {"--n-trials": "2", "--n-jobs": "1", "--n-evaluations": "1", "--trial-id": "0", "--save-freq": str(LENGTH // 2)}
 BLOCK = re.compile(

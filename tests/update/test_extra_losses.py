@@ -43,7 +43,7 @@ def test_update_of_the_fused_engine(name):
     assert_same_update(other="fused", **{"auxiliary_losses": LOSSES, "rtol": 1e-4, **OTHERS[name]})
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ["squashed, V-trace", "frozen actor", "discrete"])
 def test_training_of_the_device_engine(name, monkeypatch):
     """The device engine trains as the reference does, with all losses."""
     same_draws(monkeypatch)

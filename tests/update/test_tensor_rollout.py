@@ -1,11 +1,15 @@
 """Rollouts as tensors: equal to SB3's buffer."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from support.toys import make_toys
 
+from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.buffer import ARRAYS, TensorRolloutBuffer
 from sb3_ppo_ext.rollout.gae import discounted_sums
 
@@ -104,3 +108,19 @@ def test_discounted_sums(n_steps):
     for step in reversed(range(n_steps)):
         expected[step] = following = deltas[step] + decays[step] * following
     th.testing.assert_close(discounted_sums(deltas, decays), expected)
+
+
+@pytest.mark.parametrize("policy", ["MlpPolicy", "MlpLstmPolicy", "MlpTransformerPolicy"])
+def test_a_pickled_buffer_is_one(policy):
+    """What is written into a pickled buffer arrives in the memory of the policy, and in the arrays of the buffer."""
+    model = PPOExt(policy, make_toys(), n_steps=8, batch_size=8, n_epochs=1, device="cpu", seed=0).learn(16)
+    buffer = pickle.loads(pickle.dumps(model.rollout_buffer))
+    assert_equal(buffer.observations, model.rollout_buffer.observations)
+    buffer.reset()
+    written = np.full_like(buffer.observations[0], 0.25)
+    buffer.observe(written, np.ones(2))
+    assert_equal(buffer.observations[0], written)
+    if buffer.memory is not None:
+        n_before = buffer.memory.n_before
+        assert_equal(buffer.memory.rows.observations[n_before].numpy(), written)
+        assert_equal(buffer.memory.rows.starts[n_before].numpy(), np.ones(2, np.float32))

@@ -452,7 +452,7 @@ def test_tasks_without_velocities():
 def test_every_entry_is_legal(tmp_path):
     """Each entry of our YAML builds a model."""
     for env_id in yaml.safe_load(HYPERPARAMS.read_text()).keys() - GENERAL_ENTRIES:
-        model, _ = manager(env_id=env_id, folder=tmp_path, eval_freq=-1).setup_experiment()
+        model, _ = manager(env_id=env_id, folder=tmp_path, eval_freq=-1, hyperparams=dict(n_envs=1)).setup_experiment()
         assert type(model) is PPOExt
 
 

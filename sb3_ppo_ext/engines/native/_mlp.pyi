@@ -23,6 +23,35 @@ class Adam:
         self, n: float, scale: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, /
     ) -> None: ...
 
+class Loss:
+    def __new__(
+        cls,
+        family: str,
+        choices: tuple[int, ...],
+        log_std: np.ndarray | None,
+        d_log_std: np.ndarray | None,
+        columns: tuple[np.ndarray | None, ...],
+        is_spo: bool,
+        is_max: bool,
+        clip_range: float,
+        dual_clip: float,
+        value_limit: float,
+        value_scale: float,
+        vf_coef: float,
+        ent_coef: float,
+    ) -> Loss: ...
+    def add(
+        self,
+        start: int,
+        size: int,
+        outputs: np.ndarray,
+        values: np.ndarray,
+        d_outputs: np.ndarray,
+        d_values: np.ndarray,
+        add: bool,
+        /,
+    ) -> float: ...
+
 def gae(
     rewards: np.ndarray,
     values: np.ndarray,
@@ -34,5 +63,6 @@ def gae(
     advantages: np.ndarray,
     /,
 ) -> None: ...
+def normalize(advantages: np.ndarray, size: int, out: np.ndarray, /) -> None: ...
 def use(name: str, /) -> None: ...
 def available() -> list[str]: ...

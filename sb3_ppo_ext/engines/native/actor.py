@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch as th
@@ -17,9 +16,10 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_ppo_ext.common.bounds import clipped
-from sb3_ppo_ext.common.guards import check_outputs, refuse_policy
+from sb3_ppo_ext.common.guards import check_outputs, is_finite, refuse_policy
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
 from sb3_ppo_ext.common.observations import stack
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.distributions.base import bounded_part
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
@@ -40,11 +40,15 @@ class NativeActor(DivisibleActor):
     :param config: Options of the rollout
     """
 
+    checks_outputs = True
+
     def __init__(self, native: NativePolicy, buffer: RolloutBuffer, config: RolloutConfig):
         self.native, self.buffer, self.config, self.is_watched = native, buffer, config, config.is_watched
         self.gamma = 0.0
         # Arrays that are written to at each step
         self.rows = columns_of(buffer)
+        # The observations in them, if these are what the networks read
+        self.inputs = None if config.is_watched else native.inputs_in(self.rows["observations"])
         native.pack()
         native.has_changed()
         # Random numbers of all steps
@@ -52,26 +56,28 @@ class NativeActor(DivisibleActor):
         self._scale_noise(0)
         space = config.action_space
         # Discrete samples have their shape already.
-        self.sample_shape = None if isinstance(space, spaces.Discrete) else (-1, *(space.shape or ()))
+        self.sample_shape = None if isinstance(space, spaces.Discrete) else (buffer.n_envs, *(space.shape or ()))
         # Observations of the last step, already in the buffer
-        self.observations: Any = None
+        self.observations: Arrays = None
         # Number of steps with values and log probabilities in the buffer
         self.n_estimated = 0
         # Step, environment and terminal observation of truncated episodes that have not been bootstrapped yet
-        self.truncated: list[tuple[int, int, Any]] = []
+        self.truncated: list[tuple[int, int, object]] = []
 
     def _scale_noise(self, step: int) -> None:
         distribution = self.native.distribution
         if not distribution.has_spread():
             refuse_policy(self.native.policy, step, self._num_timesteps(step))
         self.scaled_noise = distribution.scaled(self.noise)
+        # Whether samples are finite where outputs are
+        self.samples_are_finite = isinstance(self.scaled_noise, np.ndarray) and is_finite(self.scaled_noise)
 
     def _num_timesteps(self, step: int) -> int:
         return self.config.num_timesteps + step * self.buffer.n_envs
 
     # Computed at each step
 
-    def act(self, policy: ActorCriticPolicy, observations: Any, starts: np.ndarray, step: int) -> Action:
+    def act(self, policy: ActorCriticPolicy, observations: Arrays, starts: np.ndarray, step: int) -> Action:
         native = self.native
         if self.is_watched:
             # User code may have changed parameters in place, in ways that torch does not track.
@@ -79,7 +85,7 @@ class NativeActor(DivisibleActor):
             self.rows = columns_of(self.buffer)
         _write_observations(self.rows["observations"], step, observations)
         self.observations = observations
-        features = native.features(observations)
+        features = native.features(observations) if self.inputs is None else self.inputs[step]
         if not self.is_watched and native.has_changed():
             # Earlier steps are evaluated with the parameters of the policy that made them.
             self._estimate(step)
@@ -89,7 +95,9 @@ class NativeActor(DivisibleActor):
         check_outputs(policy, outputs, step, self._num_timesteps(step))
         noise = native.distribution.scaled(self.noise[step]) if self.is_watched else self.scaled_noise[step]
         samples = native.distribution.sample(outputs, noise)
-        if self.sample_shape is not None:
+        if self.is_watched or not self.samples_are_finite:
+            check_outputs(policy, samples, step, self._num_timesteps(step))
+        if self.sample_shape is not None and samples.shape != self.sample_shape:
             samples = samples.reshape(self.sample_shape)
         if not self.is_watched:
             return Action(None, samples, None, None)
@@ -128,13 +136,13 @@ class NativeActor(DivisibleActor):
             return None
         for_env: Callable[[np.ndarray], np.ndarray] = np.copy
         if isinstance(space, spaces.Box):
-            to_actions: Any = clipped if bounded is None else partial(actions_at, position=bounded.position)
+            to_actions = clipped if bounded is None else partial(actions_at, position=bounded.position)
             for_env = partial(to_actions, low=space.low, high=space.high)
         layers, noise, shape = actor.weights(), self.scaled_noise, self.sample_shape
         return lambda envs: NativeShareActor(layers, actor.columns, noise[:, envs], sampler, shape, for_env)
 
     def record_all(
-        self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, Any]], gamma: float
+        self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, object]], gamma: float
     ) -> None:
         buffer = self.buffer
         buffer.observations[:] = rollout.observations[:-1].reshape(buffer.observations.shape)
@@ -144,7 +152,7 @@ class NativeActor(DivisibleActor):
         self.gamma, self.truncated = gamma, list(truncated)
         buffer.pos = self.config.n_steps
 
-    def finish(self, policy: ActorCriticPolicy, observations: Any, dones: np.ndarray) -> th.Tensor:
+    def finish(self, policy: ActorCriticPolicy, observations: Arrays, dones: np.ndarray) -> th.Tensor:
         self.buffer.full = self.buffer.pos == self.buffer.buffer_size
         if self.is_watched:
             self.native.pack()
@@ -184,7 +192,7 @@ class NativeActor(DivisibleActor):
             tensors = inputs_of(self.native.policy, observations)[0]
             note_truncations(self.config, TruncatedEpisodes(rows, tensors, th.from_numpy(values)))
 
-    def _estimate_advantages(self, observations: Any, dones: np.ndarray) -> th.Tensor:
+    def _estimate_advantages(self, observations: object, dones: np.ndarray) -> th.Tensor:
         """Compute advantages and returns, and return the values of the last observations, shape ``(n_envs, 1)``."""
         buffer = self.buffer
         values = self.native.critic(self.native.features(observations))
@@ -198,16 +206,18 @@ class NativeActor(DivisibleActor):
         return th.from_numpy(values)
 
 
-def _write_observations(rows: Any, step: int, observations: Any) -> None:
+def _write_observations(rows: Arrays, step: int, observations: Arrays) -> None:
     # Called before the environment steps, since it may write the next observations into the same array.
     if isinstance(observations, dict):
         for key, array in observations.items():
             rows[key][step] = array.reshape(rows[key][step].shape)
+    elif observations.shape == rows.shape[1:]:
+        rows[step] = observations
     else:
-        rows[step] = observations.reshape(rows[step].shape)
+        rows[step] = observations.reshape(rows.shape[1:])
 
 
-def _joined(observations: Any, steps: slice) -> Any:
+def _joined(observations: Arrays, steps: slice) -> Arrays:
     """Observations of some steps, with the dimensions of steps and environments merged."""
     if isinstance(observations, dict):
         return {key: _joined(array, steps) for key, array in observations.items()}

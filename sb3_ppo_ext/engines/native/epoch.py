@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch as th
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.distributions import NumpyDistribution
 from sb3_ppo_ext.update.losses import LossConfig
 from sb3_ppo_ext.update.metrics import Metrics
@@ -53,8 +54,11 @@ class NativeMinibatches:
         self.order, self.samples, self.sizes, self.weights, self.distribution = order, samples, sizes, weights, distribution
         # Weighted sum of the penalties of each minibatch
         self.penalties = np.zeros(len(sizes), np.float32)
-        self.log_ratios, self.ratios, self.objectives, self.errors = np.empty((4, len(samples.features)), np.float32)
-        # Parameters of the distributions, and indices of skipped minibatches, among those evaluated so far
+        measured = np.empty((5, len(samples.features)), np.float32)
+        self.log_ratios, self.ratios, self.objectives, self.errors, self.entropies = measured
+        # Number of minibatches evaluated so far, the parameters of their distributions if entropies are computed from these at
+        # the end, and indices of those that are skipped
+        self.n = 0
         self.described: list[np.ndarray] = []
         self.skipped: list[int] = []
 
@@ -64,7 +68,7 @@ class NativeMinibatches:
 
         :param n: Number of minibatches to exclude
         """
-        self.skipped += range(len(self.described) - n, len(self.described))
+        self.skipped += range(self.n - n, self.n)
 
     def terms(self, part: slice, n: int) -> dict[str, float]:
         """
@@ -78,12 +82,17 @@ class NativeMinibatches:
         return {
             "policy_gradient_loss": -float(np.mean(self.objectives[part] * weights)),
             "value_loss": float(np.mean(squares * weights)),
-            "entropy_loss": -float(np.mean(self.distribution.entropies(np.concatenate(self.described[-n:])))),
+            "entropy_loss": -float(np.mean(self._entropies(part, n))),
         }
+
+    def _entropies(self, part: slice, n: int) -> np.ndarray:
+        if not self.described:
+            return self.entropies[part]
+        return self.distribution.entropies(np.concatenate(self.described[-n:]))
 
     def measured(self) -> MeasuredMinibatches:
         """:return: Measurements of the minibatches evaluated so far"""
-        sizes = self.sizes[: len(self.described)]
+        sizes = self.sizes[: self.n]
         n = int(sizes.sum())
         kept = np.ones(len(sizes), bool)
         kept[self.skipped] = False
@@ -91,7 +100,8 @@ class NativeMinibatches:
             sizes,
             kept,
             self.penalties[: len(sizes)],
-            np.concatenate(self.described),
+            np.concatenate(self.described) if self.described else None,
+            self.entropies[:n],
             self.objectives[:n],
             self.errors[:n],
             self.ratios[:n],
@@ -107,7 +117,9 @@ class MeasuredMinibatches(NamedTuple):
     :param sizes: Number of samples in each minibatch, shape ``(n_minibatches,)``
     :param kept: Whether each minibatch is included in the metrics, shape ``(n_minibatches,)``
     :param penalties: Weighted sum of the penalties of each minibatch, shape ``(n_minibatches,)``
-    :param described: Results of ``NumpyDistribution.described`` for each sample, shape ``(n_samples, n)``
+    :param described: Results of ``NumpyDistribution.described`` for each sample, shape ``(n_samples, n)``; ``None`` if the
+        entropies are known
+    :param entropies: Entropies, shape ``(n_samples,)``, if they are known
     :param objectives: Surrogate objectives, shape ``(n_samples,)``
     :param errors: Errors of the values, with the value loss as their mean square, shape ``(n_samples,)``
     :param ratios: Probability ratios, shape ``(n_samples,)``
@@ -118,7 +130,8 @@ class MeasuredMinibatches(NamedTuple):
     sizes: np.ndarray
     kept: np.ndarray
     penalties: np.ndarray
-    described: np.ndarray
+    described: np.ndarray | None
+    entropies: np.ndarray
     objectives: np.ndarray
     errors: np.ndarray
     ratios: np.ndarray
@@ -131,8 +144,8 @@ class MeasuredMinibatches(NamedTuple):
         :param parts: Measurements of several epochs, at least one
         :return: Concatenated measurements
         """
-        columns: Any = zip(*parts, strict=True)
-        arrays: Any = [None if column[0] is None else np.concatenate(column) for column in columns]
+        columns = zip(*parts, strict=True)
+        arrays: Arrays = [None if column[0] is None else np.concatenate(column) for column in columns]
         return cls(*arrays)
 
     def report(self, metrics: Metrics, distribution: NumpyDistribution, config: LossConfig) -> None:
@@ -144,8 +157,9 @@ class MeasuredMinibatches(NamedTuple):
         weights = 1.0 if self.weights is None else self.weights
         policy_loss = -self._means(self.objectives * weights)
         value_loss = self._means(np.square(self.errors) * weights)
-        entropy_loss = -self._means(distribution.entropies(self.described))
-        coefficients: Any = (config.ent_coef, config.vf_coef)
+        entropies = self.entropies if self.described is None else distribution.entropies(self.described)
+        entropy_loss = -self._means(entropies)
+        coefficients = (config.ent_coef, config.vf_coef)
         ent_coef, vf_coef = coefficients
         means = {
             "policy_gradient_loss": policy_loss,
@@ -170,7 +184,7 @@ class MeasuredMinibatches(NamedTuple):
         if len(approx_kl):
             metrics["approx_kl"].append(th.from_numpy(approx_kl))
             metrics["ratio"].append(th.from_numpy(self.ratios[samples]))
-        parameters = distribution.parameters(self.described)
+        parameters = None if self.described is None else distribution.parameters(self.described)
         if parameters is not None:
             metrics["action_parameters"].append(parameters[samples])
 

@@ -1,13 +1,14 @@
 """
-Analytic gradients: the extension module differentiates the networks, the slopes in ``update.losses`` differentiate PPO's
-losses, and autograd differentiates penalties with respect to the outputs of the networks.
+Analytic gradients: the extension module differentiates the networks, and PPO's losses for most action distributions. For the
+others, and with penalties, the slopes in ``update.losses`` differentiate PPO's losses, and autograd differentiates penalties
+with respect to the outputs of the networks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch as th
@@ -15,6 +16,8 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.type_aliases import RolloutBufferSamples
 
 from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
+from sb3_ppo_ext.engines.native import extension
+from sb3_ppo_ext.engines.native.compiled_loss import compiled_loss
 from sb3_ppo_ext.engines.native.epoch import FlatRollout, MeasuredMinibatches, NativeMinibatches, mean_of_each, normalize_each
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
 from sb3_ppo_ext.update.advantages import standardize
@@ -54,8 +57,8 @@ class AnalyticGradients(GradientSource):
         self.slope = SURROGATES[config.loss.surrogate].slope
         self.penalties = active_penalties(config.loss, estimates.old_distribution is not None)
         self.shown = [(p, th.from_numpy(gradient)) for p, gradient in native.parameters()] if shows_gradients else []
-        # Number of minibatches of the last step
-        self.n_minibatches = 0
+        # Number of minibatches of the last step, and a number that is finite if the squared errors of its values are
+        self.n_minibatches, self.squared_errors = 0, 0.0
         # Measurements of epochs that have not been reported yet; several epochs are reported together to save time
         self.measured: list[MeasuredMinibatches] = []
         self.reported = Metrics()
@@ -95,6 +98,7 @@ class AnalyticGradients(GradientSource):
         # No step has more than `step_size` samples.
         split = sizes if config.accumulate_grad == 1 else _split(sizes, config.batch_size)
         self.minibatches = NativeMinibatches(order, samples, split, weights, self.distribution)
+        self.compiled = None if self.penalties else compiled_loss(self.distribution, self.minibatches, self.loss)
         # Parts of draws that are spread over the ranks may be larger than `batch_size`.
         batch_size = config.batch_size if weights is None or not config.ranks.are_several else int(sizes.max())
         try:
@@ -102,10 +106,19 @@ class AnalyticGradients(GradientSource):
         finally:
             self._end_epoch()
 
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        """Number of samples in each step of an epoch in which every sample is drawn once."""
+        return _split(np.array([self.estimates.rollout.n_samples]), self.config.step_size)
+
     def _normalized(self, advantages: np.ndarray, sizes: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
         """Advantages, normalised in each step of the optimiser over the samples of all ranks."""
         if not self.config.ranks.are_several:
-            return normalize_each(advantages, sizes)
+            if weights is not None:
+                return normalize_each(advantages, sizes)
+            normalized = np.empty_like(advantages)
+            extension.module.normalize(advantages, int(sizes[0]), normalized)
+            return normalized
         # A sample without weight stands for an empty step.
         counted = np.float64(1) if weights is None else (weights > 0).astype(np.float64)
         n = sizes if weights is None else mean_of_each(counted, sizes) * sizes
@@ -113,15 +126,14 @@ class AnalyticGradients(GradientSource):
         squares = mean_of_each(counted * np.square(advantages - np.repeat(own_means, sizes)), sizes) * sizes
         own = th.from_numpy(np.stack([n, own_means, squares]))
         means, stds = (np.repeat(each.numpy(), sizes) for each in mean_and_std_of_each(own, self.config.ranks))
-        normalized: np.ndarray = standardize(advantages, means, stds)
-        return normalized.astype(np.float32)
+        of_all_ranks: np.ndarray = standardize(advantages, means, stds)
+        return of_all_ranks.astype(np.float32)
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Indices of the samples of an epoch, the number of samples in each step, and importance weights."""
         rollout, segments, size = self.estimates.rollout, self.estimates.segments, self.config.step_size
-        n = rollout.n_samples
         if segments is None:
-            return rollout.order().numpy(), np.diff([*range(0, n, size), n]), None
+            return rollout.order().numpy(), self._sizes, None
         indices, weights = zip(*rollout.draws(size, size, segments), strict=True)
         return th.cat(indices).numpy(), np.array([len(part) for part in indices]), th.cat(weights).numpy()
 
@@ -145,7 +157,7 @@ class AnalyticGradients(GradientSource):
         :param step: Step of the optimiser
         :return: What has been measured
         """
-        size, metrics = step[-1].stop - step[0].start, Metrics()
+        size, metrics, self.squared_errors = step[-1].stop - step[0].start, Metrics(), 0.0
         for number, part in enumerate(step):
             self._add_minibatch(part, size, number > 0, metrics)
         for parameter, gradient in self.shown:
@@ -158,8 +170,23 @@ class AnalyticGradients(GradientSource):
         self.native.pack()
         # Auxiliary losses are of the minibatch as a whole.
         parts = [part] if self.penalties else list(blocks(part.start, part.stop))
+        self.minibatches.n += 1
+        if self.compiled is not None:
+            for number, each in enumerate(parts):
+                self._add_compiled(self.compiled, each, size, accumulate or number > 0)
+            return
         described = [self._add_block(each, size, accumulate or number > 0, metrics) for number, each in enumerate(parts)]
         self.minibatches.described.append(described[0] if len(described) == 1 else np.concatenate(described))
+
+    def _add_compiled(self, loss: Any, part: slice, size: int, accumulate: bool) -> None:
+        """Add the gradient of a part of a minibatch, with a loss of the extension module."""
+        samples = self.minibatches.samples
+        outputs, values = self.native.evaluate(samples.features[part])
+        if samples.invalid is not None:
+            mask(outputs, samples.invalid[part])
+        d_outputs, d_values = np.empty_like(outputs), np.empty_like(values)
+        self.squared_errors += loss.add(part.start, size, outputs, values, d_outputs, d_values, accumulate)
+        self.native.backward(d_outputs, d_values, accumulate)
 
     def _add_block(self, part: slice, size: int, accumulate: bool, metrics: Metrics) -> np.ndarray:
         """
@@ -179,6 +206,7 @@ class AnalyticGradients(GradientSource):
         m.objectives[part], d_log_prob = self.slope(advantages, ratio, self.loss)
         d_log_prob *= np.float32(-1 / size)
         m.errors[part], d_errors = value_slope(values, samples.values[part], samples.returns[part], self.loss)
+        self.squared_errors += float(np.vdot(m.errors[part], m.errors[part]))
         d_values = d_errors * np.float32(2 * self.loss.vf_coef / size)
         if m.weights is not None:
             d_log_prob, d_values = d_log_prob * m.weights[part], d_values * m.weights[part]
@@ -186,7 +214,7 @@ class AnalyticGradients(GradientSource):
         d_outputs = distribution.gradient(d_log_prob, self.ent_coef * share, accumulate=accumulate)
         if self.penalties:
             inputs = NativeInputs(self, outputs, values, part)
-            m.penalties[len(m.described)] = self._add_penalties(inputs, d_outputs, d_values, share, metrics)
+            m.penalties[m.n - 1] = self._add_penalties(inputs, d_outputs, d_values, share, metrics)
         self.native.backward(d_outputs, d_values, accumulate)
         return described
 
@@ -221,13 +249,13 @@ class AnalyticGradients(GradientSource):
 
     def _measured(self, step: Step, metrics: Metrics) -> Measured:
         part, config = _joined(step), self.config
-        errors, n = self.minibatches.errors[part], part.stop - part.start
+        n = part.stop - part.start
         if config.ranks.are_several:
             weights = self.minibatches.weights
             n = n_counted(n, None if weights is None else weights[part])
         # If the loss is not finite, its gradient is not either, except where errors of the values overflow when squared.
         return Measured(
-            float(np.vdot(errors, errors)),
+            self.squared_errors,
             0.0 if config.target_kl is None else self._approximate_kl(part),
             0.0 if config.max_clip_fraction is None else self._clip_fraction(part),
             n,

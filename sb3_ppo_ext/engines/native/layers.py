@@ -28,12 +28,12 @@ NORM_EPS = 1e-5
 Layer = tuple[np.ndarray, np.ndarray] | str | int
 
 
-def layers_in(network: Iterable[Any]) -> list[Any]:
+def layers_in(network: Iterable[nn.Module]) -> list[object]:
     """
     :param network: Modules in order
     :return: These modules; a residual block as its modules and the index of the layer whose outputs are added in the end
     """
-    layers: list[Any] = []
+    layers: list[object] = []
     for module in network:
         if type(module) is ResidualBlock and [type(module.layers[0]), type(module.layers[-1])] == [nn.LayerNorm, nn.Linear]:
             layers += [*module.layers, len(layers) - 1]
@@ -72,7 +72,7 @@ def trained(layers: Iterable[Any]) -> list[Any]:
     return [layer for layer in layers if isinstance(layer, nn.Linear | nn.LayerNorm)]
 
 
-def unsupported_reason(layers: list[Any]) -> str | None:
+def unsupported_reason(layers: list[object]) -> str | None:
     """
     :param layers: Layers of a network, as of :func:`layers_in`, with the output layer
     :return: Reason why the extension module cannot compute them, ``None`` if it can

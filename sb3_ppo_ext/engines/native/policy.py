@@ -11,13 +11,14 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
 from stable_baselines3.common.preprocessing import is_image_space
-from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, MlpExtractor
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor, MlpExtractor
 from stable_baselines3.common.type_aliases import PyTorchObs
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from sb3_ppo_ext.common.action_masks import parts_without_mask, without_mask
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.user_code import has_method_of, hidden_methods, replaced_method
 from sb3_ppo_ext.distributions import numpy_distribution, why_not_numpy
 from sb3_ppo_ext.distributions.masked import INVALID
@@ -68,6 +69,8 @@ class Perceptron:
         self.statistics: tuple[np.ndarray, np.ndarray] | None = None
         if isinstance(last, NormalizedValue):
             self.statistics = last.mean.numpy(), last.std.numpy()
+        # Whether `complete` has something to do
+        self.is_completed = with_latents or self.statistics is not None
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Pairs of each parameter and its gradient"""
@@ -83,9 +86,9 @@ class Perceptron:
         :param features: Features of the observations, float32 of shape ``(n, n_features)``
         :return: Outputs, shape ``(n, n_outputs)``, or outputs and latents, shape ``(n, n_outputs + n_latents)``
         """
-        outputs = self.empty(features)
-        self.network.forward(self.read(features), outputs)
-        return self.complete(outputs)
+        outputs = np.empty((len(features), self.n_outputs), np.float32)
+        self.network.forward(features if self.columns is None else self.read(features), outputs)
+        return self.complete(outputs) if self.is_completed else outputs
 
     def read(self, features: np.ndarray) -> np.ndarray:
         """
@@ -240,7 +243,15 @@ class NativePolicy:
         before, self._version = self._version, sum(map(_version_of, self._tensors))
         return before != self._version
 
-    def features(self, observations: Any) -> np.ndarray:
+    def inputs_in(self, rows: np.ndarray) -> np.ndarray | None:
+        """
+        :param rows: Observations of a rollout in the buffer, shape ``(n_steps, n_envs, *obs_shape)``
+        :return: The same memory, as :meth:`features` of each step; ``None`` if they are not what the networks read
+        """
+        is_read = self.reads_numbers and rows.dtype == np.float32 and rows.flags.c_contiguous
+        return rows.reshape(*rows.shape[:2], -1) if is_read else None
+
+    def features(self, observations: Arrays) -> np.ndarray:
         """
         :param observations: Batch of observations, as returned by the environments or stored in the buffer
         :return: Features, float32 of shape ``(n, n_features)``
@@ -259,16 +270,16 @@ class NativePolicy:
             if self.is_asymmetric:
                 both: Any = self.policy.extract_features(observations)
                 return th.cat(both, dim=1).numpy()
-            features: Any = self._extract(observations, self.policy.pi_features_extractor)
+            features = self._extract(observations, self.policy.pi_features_extractor)
             return np.ascontiguousarray(features.numpy())
 
-    def _extract(self, observations: PyTorchObs, extractor: Any) -> th.Tensor:
+    def _extract(self, observations: PyTorchObs, extractor: BaseFeaturesExtractor) -> th.Tensor:
         policy = self.policy
         if isinstance(policy, ActionDistributionMixin):
             return policy.features_of(observations, extractor)
         return BasePolicy.extract_features(policy, observations, extractor)
 
-    def invalid(self, observations: Any) -> np.ndarray | None:
+    def invalid(self, observations: Arrays) -> np.ndarray | None:
         """
         :param observations: Batch of observations, as returned by the environments or stored in the buffer
         :return: Whether each action is invalid, shape ``(n, n_outputs)``; ``None`` without masks
@@ -322,7 +333,7 @@ def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
     return _networks_reason(policy)
 
 
-def _split(action_net: Any) -> tuple[Any, nn.Module | None]:
+def _split(action_net: nn.Module) -> tuple[Any, nn.Module | None]:
     """The linear output layer of the actor, and the module that bounds its outputs, if there is one."""
     if isinstance(action_net, nn.Sequential) and len(action_net) == 2 and type(action_net[1]) is ScaledTanh:
         return action_net[0], action_net[1]

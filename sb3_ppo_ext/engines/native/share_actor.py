@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.distributions.base import Sampler
 from sb3_ppo_ext.engines.native.layers import Layer, make_network
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor
@@ -43,10 +43,10 @@ class NativeShareActor(ShareActor):
         self.network = make_network(self.layers, gradients)
         self.network.pack()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {name: value for name, value in vars(self).items() if name != "network"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._load()
 

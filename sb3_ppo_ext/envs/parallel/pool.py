@@ -11,19 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn, TypeAlias
 
 import cloudpickle
 import gymnasium as gym
 from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes
 from sb3_ppo_ext.envs.parallel.flags import RUNG, flags_in
 from sb3_ppo_ext.envs.parallel.shared_arrays import SharedArrays
 from sb3_ppo_ext.envs.parallel.worker import WAKE_UP, Job, Reply, work
 
 # Method of :class:`EnvironmentShare`, its arguments and its keyword arguments
-Command: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
+Command: TypeAlias = tuple[str, tuple[Any, ...], Kwargs]
 # Seconds in which a worker whose main process has gone may close its environments
 GRACE = 2.0
 
@@ -90,7 +92,7 @@ class WorkerPool:
         for index in range(len(self.shares)):
             self.value(index)
 
-    def _register(self, connection: Connection, process: Any) -> None:
+    def _register(self, connection: Connection, process: BaseProcess) -> None:
         poll = None
         if hasattr(select, "poll"):
             # `wait` would register both each time, which takes as long as to receive.
@@ -173,7 +175,7 @@ class WorkerPool:
         """
         return self._value(index, self.receive(index))
 
-    def _value(self, index: int, data: bytes) -> Any:
+    def _value(self, index: int, data: bytes) -> object:
         try:
             reply: Reply = pickle.loads(data)
         except Exception as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices
 
 from sb3_ppo_ext.common.guards import is_finite
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv, detached
@@ -48,7 +49,7 @@ class EnvironmentShare(FastDummyVecEnv):
         self.buf_rews, self.buf_dones = arrays.rewards[envs], arrays.dones[envs]
         arrays.own_rewards = self.buf_rews
 
-    def step_infos(self, actions: Any) -> StepInfos | None:
+    def step_infos(self, actions: np.ndarray | list[object]) -> StepInfos | None:
         """
         Step all environments.
 
@@ -76,7 +77,7 @@ class EnvironmentShare(FastDummyVecEnv):
         seen = np.empty((n_steps + 1, *buffer.shape), buffer.dtype)
         rewards, dones = (np.empty((n_steps, *array.shape), array.dtype) for array in (self.buf_rews, self.buf_dones))
         samples: list[np.ndarray] = []
-        told: dict[int, dict[int, dict[str, Any]]] = {}
+        told: dict[int, dict[int, dict[str, object]]] = {}
         seen[0] = observations
         is_last = False
         while len(samples) < n_steps and not is_last:
@@ -102,7 +103,7 @@ class EnvironmentShare(FastDummyVecEnv):
         """
         return True
 
-    def reset_envs(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def reset_envs(self, seeds: Sequence[int | None], options: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         """
         Reset all environments.
 
@@ -132,12 +133,12 @@ class EnvironmentShare(FastDummyVecEnv):
         """
         return [self.envs[index].has_wrapper_attr(name) for index in indices]
 
-    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: Any = None) -> list[bool]:
+    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
         """As SB3, but by name: a class of the script has travelled by value, and is another object in a forked process."""
         name = (wrapper_class.__module__, wrapper_class.__qualname__)
         return [any(name in _names_of(each) for each in _wrappers_of(env)) for env in self._get_target_envs(indices)]
 
-    def call(self, function: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call(self, function: Callable[..., object], args: Sequence[tuple[object, ...]]) -> list[object]:
         """
         :param function: Function that gets an environment and the arguments
         :param args: Arguments for each environment

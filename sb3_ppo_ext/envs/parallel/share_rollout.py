@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -41,8 +41,8 @@ class ShareRollout:
     samples: np.ndarray
     rewards: np.ndarray
     dones: np.ndarray
-    infos: dict[int, dict[int, dict[str, Any]]]
-    reset_infos: list[dict[str, Any]]
+    infos: dict[int, dict[int, dict[str, object]]]
+    reset_infos: list[dict[str, object]]
 
     @property
     def n_steps(self) -> int:
@@ -73,7 +73,7 @@ def joined(parts: Sequence[ShareRollout], firsts: Sequence[int]) -> ShareRollout
     # Of no steps, the shape of the samples is not known.
     axis = 1 if n_steps else 0
     observations, samples, rewards, dones = (np.concatenate([getattr(part, name) for part in parts], axis) for name in names)
-    infos: dict[int, dict[int, dict[str, Any]]] = {}
+    infos: dict[int, dict[int, dict[str, object]]] = {}
     for part, first in zip(parts, firsts, strict=True):
         for step, of_step in part.infos.items():
             infos.setdefault(step, {}).update({first + index: info for index, info in of_step.items()})

@@ -45,7 +45,7 @@ class SharedArrays:
 
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space, n_envs: int, n_workers: int):
         keys, shapes, dtypes = numbers_of(observation_space)
-        self.places: dict[Any, _Place] = {}
+        self.places: dict[object, _Place] = {}
         self.size = 0
         self._add("to_workers", (n_workers * STRIDE,), np.uint8)
         self._add("from_workers", (n_workers * STRIDE,), np.uint8)
@@ -66,7 +66,7 @@ class SharedArrays:
         self.offset = -ctypes.addressof(memory) % STRIDE
         self._set_memory(memory)
 
-    def _add(self, name: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    def _add(self, name: object, shape: tuple[int, ...], dtype: np.dtype | type) -> None:
         self.places[name] = place = _Place(self.size, shape, np.dtype(dtype))
         self.size = -(-place.end // STRIDE) * STRIDE
 
@@ -82,22 +82,22 @@ class SharedArrays:
         self.observations = {key[1]: self._array(key) for key in self.places if isinstance(key, tuple)}
         self.mail = [memoryview(self._array("mail")[index]) for index in range(len(self.mail_sizes))]
 
-    def _array(self, name: Any) -> np.ndarray:
+    def _array(self, name: object) -> np.ndarray:
         return self._in_memory(*self.places[name])
 
     def _in_memory(self, start: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         count = int(np.prod(shape))
         return np.frombuffer(self.memory, dtype, count, self.offset + start).reshape(shape)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # The memory itself refuses to be pickled, unless a process is started with it.
         return {name: getattr(self, name) for name in ("places", "size", "offset", "action_shape", "memory")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._set_memory(self.memory)
 
-    def write_actions(self, actions: Any) -> bool:
+    def write_actions(self, actions: np.ndarray) -> bool:
         """
         :param actions: Actions for all environments
         :return: Whether they are there for all processes; not if they are no array of the shape of the action space

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pickle
 from array import array
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
+from sb3_ppo_ext.common.type_aliases import Info
+
 # Infos with more in them than whether the episode was truncated, and infos of new episodes, each by the index of the
 # environment in its process
-StepInfos: TypeAlias = tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]
+StepInfos: TypeAlias = tuple[dict[int, Info], dict[int, Info]]
 # Types of numbers that are exact as a double, and a letter for each. To pickle NumPy's takes ten times as long.
-LETTERS: dict[Any, str] = {float: "p", bool: "b", np.float64: "d", np.float32: "f", np.bool_: "?"}
-TYPES: dict[str, Any] = {letter: kind for kind, letter in LETTERS.items()}
+LETTERS: dict[type, str] = {float: "p", bool: "b", np.float64: "d", np.float32: "f", np.bool_: "?"}
+TYPES: dict[str, type] = {letter: kind for kind, letter in LETTERS.items()}
 
 
 def pickled_infos(infos: StepInfos) -> bytes:
@@ -36,7 +38,7 @@ def pickled_infos(infos: StepInfos) -> bytes:
     return pickle.dumps((numbers, others, infos[1]), protocol=5)
 
 
-def unpickled_infos(data: Any) -> StepInfos:
+def unpickled_infos(data: bytes | memoryview) -> StepInfos:
     """
     :param data: What :func:`pickled_infos` returns, or a ``memoryview`` of it
     :return: The infos

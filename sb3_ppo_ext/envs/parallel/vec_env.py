@@ -20,6 +20,7 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_ppo_ext.common.cores import available_cores
 from sb3_ppo_ext.common.guards import EnvironmentDataError
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.common.workers import WorkerError
 from sb3_ppo_ext.distributed.launch import ranks_on_this_machine
@@ -69,7 +70,7 @@ class ParallelVecEnv(VecEnv):
     :raises WorkerError: if an environment cannot be created in a worker
     """
 
-    actions: Any
+    actions: Arrays
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class ParallelVecEnv(VecEnv):
         self.reset_infos = rollout.reset_infos
         return rollout
 
-    def _fill(self, infos: list[Any], first: int, unusual: dict[int, Any], resets: dict[int, Any]) -> None:
+    def _fill(self, infos: list[Info], first: int, unusual: dict[int, Info], resets: dict[int, Info]) -> None:
         for index, info in unusual.items():
             infos[first + index] = info
         for index, info in resets.items():
@@ -203,13 +204,13 @@ class ParallelVecEnv(VecEnv):
         """Return attribute from vectorized environment (see base class)."""
         return self._of_envs("get_attr", indices, attr_name)
 
-    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+    def set_attr(self, attr_name: str, value: object, indices: VecEnvIndices = None) -> None:
         """Set attribute inside vectorized environments (see base class)."""
         self._of_envs("set_attr", indices, attr_name, value)
 
     def env_method(
-        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
-    ) -> list[Any]:
+        self, method_name: str, *method_args: object, indices: VecEnvIndices = None, **method_kwargs: object
+    ) -> list[object]:
         """Call instance methods of vectorized environments."""
         return self._of_envs("env_method", indices, method_name, *method_args, **method_kwargs)
 
@@ -217,7 +218,7 @@ class ParallelVecEnv(VecEnv):
         """Check if worker environments are wrapped with a given wrapper"""
         return self._of_envs("env_is_wrapped", indices, wrapper_class)
 
-    def _of_envs(self, method: str, indices: VecEnvIndices, /, *args: Any, **kwargs: Any) -> list[Any]:
+    def _of_envs(self, method: str, indices: VecEnvIndices, /, *args: object, **kwargs: object) -> list[Any]:
         """
         Call a method of :class:`EnvironmentShare` in the processes of some environments.
 
@@ -226,7 +227,7 @@ class ParallelVecEnv(VecEnv):
         :return: Result for each of them, ``None`` if there is none
         """
         chosen = [range(self.num_envs)[index] for index in self._get_indices(indices)]
-        results: list[Any] = [None] * len(chosen)
+        results: list[object] = [None] * len(chosen)
         # For each process, where its results belong
         places = [[place for place, index in enumerate(chosen) if index in share] for share in self._shares]
         commands = {
@@ -255,7 +256,7 @@ class ParallelVecEnv(VecEnv):
             answers[0] = getattr(self._share, name)(*args, **kwargs)
         return answers | {k: self._pool.value(k - 1) for k in commands if k}
 
-    def call_in_workers(self, function: Callable[..., Any], args_per_env: Iterable[tuple[Any, ...]]) -> list[Any]:
+    def call_in_workers(self, function: Callable[..., object], args_per_env: Iterable[tuple[object, ...]]) -> list[Any]:
         """
         Call a function with each environment, in its process.
 
@@ -285,13 +286,13 @@ class _ErrorsNamed:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, EnvironmentDataError | WorkerError):
             text = "".join(traceback.format_exception(error))
             self.pool.fail(f"Environment {self.share.active}, in the main process, has raised an error:\n\n{text}\n", error)
 
 
-def _check_arguments(env_fns: Any, n_workers: Any, start_method: Any, timeout: Any) -> str:
+def _check_arguments(env_fns: object, n_workers: object, start_method: object, timeout: object) -> str:
     """:return: Start method"""
     if not isinstance(env_fns, list | tuple) or not env_fns or not all(map(callable, env_fns)):
         refuse("env_fns", env_fns, "give a list with a function for each environment")

@@ -60,7 +60,7 @@ class Reply(NamedTuple):
     :param env_index: Index of the environment that has failed
     """
 
-    value: Any = None
+    value: object = None
     traceback: str | None = None
     error: Exception | None = None
     env_index: int | None = None
@@ -127,7 +127,7 @@ class _Worker:
     def _with_mail(self, infos: Any) -> bytes:
         return b"" if self.arrays.write_mail(self.job.worker, infos) else _pickled(Reply(infos))
 
-    def answer(self, function: Callable[..., Any], *args: Any) -> bytes:
+    def answer(self, function: Callable[..., object], *args: object) -> bytes:
         """Call a function that may answer by itself."""
         self.command = "create"
         try:
@@ -136,7 +136,7 @@ class _Worker:
         except BaseException as error:
             return self._refused(error, self.command)
 
-    def obey(self, data: bytes) -> Any:
+    def obey(self, data: bytes) -> object:
         """Obey a command: name, arguments, and keyword arguments of a method of the environments."""
         self.command, args, kwargs = pickle.loads(data)
         result = getattr(self.share, self.command)(*args, **kwargs)

@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import torch as th
 
+from sb3_ppo_ext.common.type_aliases import Arrays, Info, Kwargs
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.envs.tensors.jax_vec_env import JaxVecEnv
@@ -59,7 +60,7 @@ class GymnaxEnv(gym.Env):
     :raises ImportError: if JAX or gymnax is not installed
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - as in Gymnasium
+    metadata: dict[str, object] = {"render_modes": []}  # noqa: RUF012 - as in Gymnasium
 
     def __init__(self, name: str, env_params: Any = None, render_mode: str | None = None):
         if render_mode is not None:
@@ -67,7 +68,7 @@ class GymnaxEnv(gym.Env):
         self.copies = JaxVecEnv(name, env_params, num_envs=1, device="cpu")
         self.observation_space, self.action_space = self.copies.observation_space, self.copies.action_space
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Kwargs | None = None) -> tuple[Arrays, Info]:
         """
         :param seed: Seed of the random numbers, ``None`` to continue with them
         :param options: Not used
@@ -78,7 +79,7 @@ class GymnaxEnv(gym.Env):
             self.copies.seed(seed)
         return map_tensors(self.copies.reset_tensors(), _first), {}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Arrays) -> tuple[Arrays, float, bool, bool, Info]:
         """
         :param action: Action
         :return: Observation, reward, whether the episode has terminated and whether it was cut off, and no infos

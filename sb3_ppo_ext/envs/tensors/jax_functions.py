@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import spaces
 
+from sb3_ppo_ext.common.type_aliases import Arrays, JaxEnv, JaxTree
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.envs.tensors.tensor_spaces import as_gymnasium
 
@@ -37,8 +38,8 @@ class JaxFunctions(NamedTuple):
         ``None`` if there is none
     """
 
-    reset: Callable[..., Any]
-    step: Callable[..., Any]
+    reset: Callable[..., object]
+    step: Callable[..., object]
     observation_space: spaces.Space | None = None
     action_space: spaces.Space | None = None
     max_episode_steps: int | None = None
@@ -56,7 +57,7 @@ def import_jax() -> Any:
     return jax
 
 
-def make_gymnax(env_id: str) -> Any:
+def make_gymnax(env_id: str) -> JaxEnv:
     """
     :param env_id: Id of an environment of gymnax, such as ``"CartPole-v1"``
     :return: The environment
@@ -74,7 +75,7 @@ def make_gymnax(env_id: str) -> Any:
     return gymnax.make(name)[0]
 
 
-def functions_of(env: Any, env_params: Any = None) -> JaxFunctions:
+def functions_of(env: JaxEnv, env_params: JaxEnv = None) -> JaxFunctions:
     """
     :param env: Id or environment of gymnax, or one in its style; environment of brax or MuJoCo Playground, or a pair of
         functions
@@ -96,7 +97,7 @@ def functions_of(env: Any, env_params: Any = None) -> JaxFunctions:
     refuse("env", env, f"give {kinds}")
 
 
-def _params(default: Any, given: Any) -> Any:
+def _params(default: JaxEnv, given: JaxEnv) -> JaxEnv:
     if not isinstance(given, dict):
         return default if given is None else given
     if unknown := given.keys() - vars(default).keys():
@@ -104,16 +105,16 @@ def _params(default: Any, given: Any) -> Any:
     return default.replace(**given)
 
 
-def _checked_functions(reset: Callable[..., Any], step: Callable[..., Any]) -> JaxFunctions:
+def _checked_functions(reset: Callable[..., object], step: Callable[..., object]) -> JaxFunctions:
     names = "obs, state, reward, terminated, truncated"
 
-    def reset_of_two(key: Any) -> Any:
+    def reset_of_two(key: object) -> object:
         results = reset(key)
         if not isinstance(results, tuple | list) or len(results) != 2:
             refuse("env", reset, f"`reset` returns {_kind(results)}; return obs, state")
         return tuple(results)
 
-    def step_with_log(key: Any, state: Any, action: Any) -> Any:
+    def step_with_log(key: object, state: object, action: object) -> object:
         results = step(key, state, action)
         if not isinstance(results, tuple | list) or len(results) not in (5, 6):
             refuse("env", step, f"`step` returns {_kind(results)}; return {names}")
@@ -139,14 +140,14 @@ def _kind(value: Any) -> str:
     return f"an array of shape {np.shape(value)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
 
 
-def _gymnax_functions(env: Any, params: Any) -> JaxFunctions:
+def _gymnax_functions(env: JaxEnv, params: JaxEnv) -> JaxFunctions:
     limits = {name: _NEVER for name in LIMITS if hasattr(params, name)}
     lifted = params.replace(**limits) if limits else params
 
-    def reset(key: Any) -> Any:
+    def reset(key: JaxTree) -> JaxTree:
         return env.reset_env(key, params)
 
-    def step(key: Any, state: Any, action: Any) -> Any:
+    def step(key: JaxTree, state: JaxTree, action: Arrays) -> JaxTree:
         observation, new_state, reward, done, _ = env.step_env(key, state, action, params)
         # Only `done` of a step without the limit tells terminations from time-outs. What both steps compute in the same way
         # is computed once by the compiled function.
@@ -156,7 +157,7 @@ def _gymnax_functions(env: Any, params: Any) -> JaxFunctions:
     return JaxFunctions(reset, step, as_gymnasium(env.observation_space(params)), as_gymnasium(env.action_space(params)))
 
 
-def _brax_functions(env: Any) -> JaxFunctions:
+def _brax_functions(env: JaxEnv) -> JaxFunctions:
     inner, names = env, []
     while inner is not None:
         names.append(type(inner).__name__)
@@ -172,11 +173,11 @@ def _brax_functions(env: Any) -> JaxFunctions:
             )
     jax = import_jax()
 
-    def reset(key: Any) -> Any:
+    def reset(key: JaxTree) -> JaxTree:
         state = env.reset(key)
         return state.obs, state
 
-    def step(key: Any, state: Any, action: Any) -> Any:
+    def step(key: JaxTree, state: JaxTree, action: Arrays) -> JaxTree:
         state = env.step(state, action)
         done = state.done.astype(bool)
         truncated = done & jax.numpy.asarray(state.info.get("truncation", 0)).astype(bool)
@@ -190,14 +191,14 @@ def _brax_functions(env: Any) -> JaxFunctions:
     return JaxFunctions(reset, step, observation_space, spaces.Box(-1, 1, (int(env.action_size),), np.float32), limit)
 
 
-def _unbounded(size: Any) -> spaces.Box:
+def _unbounded(size: JaxTree) -> spaces.Box:
     shape = tuple(size) if isinstance(size, tuple | list) else (int(size),)
     return spaces.Box(-np.inf, np.inf, shape, np.float32)
 
 
 def compiled(
     functions: JaxFunctions, num_envs: int, max_episode_steps: int | None, is_finite_horizon: bool
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+) -> tuple[Callable[..., JaxTree], Callable[..., JaxTree]]:
     """
     Compile a reset of all copies, and a step of all copies that begins new episodes where one has ended.
 
@@ -213,12 +214,12 @@ def compiled(
     reset, step = jax.vmap(functions.reset), jax.vmap(functions.step)
     limit = functions.max_episode_steps if max_episode_steps is None else max_episode_steps
 
-    def reset_all(key: Any) -> Any:
+    def reset_all(key: JaxTree) -> JaxTree:
         key, of_reset = jax.random.split(key)
         observations, state = reset(jax.random.split(of_reset, num_envs))
         return observations, (key, state, jnp.zeros(num_envs, jnp.int32))
 
-    def step_all(everything: Any, actions: Any) -> Any:
+    def step_all(everything: JaxTree, actions: Arrays) -> JaxTree:
         key, state, time = everything
         key, of_step, of_reset = jax.random.split(key, 3)
         last, state, rewards, terminated, truncated, log = step(jax.random.split(of_step, num_envs), state, actions)
@@ -229,7 +230,7 @@ def compiled(
             terminated, truncated = terminated | truncated, jnp.zeros_like(truncated)
         ended = terminated | truncated
 
-        def begun(new: Any, old: Any) -> Any:
+        def begun(new: JaxTree, old: JaxTree) -> JaxTree:
             if old.shape[:1] != (num_envs,):
                 return old  # what all copies have in common, as the buffers of contacts of MuJoCo Warp
             return jnp.where(ended.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -12,6 +12,7 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_ppo_ext.common.hybrid_actions import map_parts
+from sb3_ppo_ext.common.type_aliases import Arrays, JaxEnv, JaxTree
 from sb3_ppo_ext.common.validation import check_device, check_number, check_observation_space, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
 from sb3_ppo_ext.envs.tensors.jax_functions import compiled, functions_of, import_jax
@@ -62,8 +63,8 @@ class JaxVecEnv(TensorVecEnv):
 
     def __init__(
         self,
-        env: Any,
-        env_params: Any = None,
+        env: JaxEnv,
+        env_params: JaxEnv = None,
         num_envs: int = 1,
         device: th.device | str = "auto",
         observation_space: spaces.Space | None = None,
@@ -87,7 +88,7 @@ class JaxVecEnv(TensorVecEnv):
         self._jax = jax
         self._reset_all, self._step_all = compiled(functions, num_envs, max_episode_steps, is_finite_horizon)
         self._set_key(int(np.random.SeedSequence().generate_state(1)[0]))
-        self._state: Any = None
+        self._state: JaxTree = None
 
     def _set_key(self, seed: int) -> None:
         with self._jax.default_device(self._jax_device):
@@ -104,7 +105,7 @@ class JaxVecEnv(TensorVecEnv):
         observations, self._state = self._reset_all(self._key)
         return self._to_torch(observations, "reset")
 
-    def _step(self, actions: Any) -> TensorStep:
+    def _step(self, actions: Arrays) -> TensorStep:
         converted = map_parts(lambda part: _to_jax(self._jax, part.detach()), actions)
         self._state, results = self._step_all(self._state, converted)
         observations, rewards, terminated, truncated, last, log = results
@@ -117,7 +118,7 @@ class JaxVecEnv(TensorVecEnv):
             {key: th.from_dlpack(values) for key, values in log.items()},
         )
 
-    def _to_torch(self, observations: Any, function: str = "step") -> TensorObs:
+    def _to_torch(self, observations: object, function: str = "step") -> TensorObs:
         """Tensors that share the memory of the arrays, if the space has the dtype of the arrays."""
         space = self.observation_space
         if not isinstance(space, spaces.Dict):
@@ -126,19 +127,19 @@ class JaxVecEnv(TensorVecEnv):
             self._refuse(function, observations, f"a dictionary with the keys {list(space)}")
         return {key: self._tensor(observations[key], part, function, key) for key, part in space.spaces.items()}
 
-    def _tensor(self, array: Any, space: spaces.Space, function: str, key: str | None = None) -> th.Tensor:
+    def _tensor(self, array: object, space: spaces.Space, function: str, key: str | None = None) -> th.Tensor:
         name = "observations" if key is None else f"observations[{key!r}]"
         if not hasattr(array, "__dlpack__"):
             self._refuse(function, array, "an array", name)
         return in_dtype_of(space, th.from_dlpack(array), name)
 
-    def _refuse(self, function: str, value: Any, expected: str, name: str = "observations") -> NoReturn:
+    def _refuse(self, function: str, value: object, expected: str, name: str = "observations") -> NoReturn:
         keys = f" with the keys {list(value)}" if isinstance(value, Mapping) else ""
         order = "obs, state" if function == "reset" else "obs, state, reward, terminated, truncated"
         remedy = f"`{function}` returns a {type(value).__name__}{keys} in their place; return {expected} there: {order}"
         refuse(name, value, remedy)
 
-    def _owner(self, name: str) -> Any:
+    def _owner(self, name: str) -> object:
         return self.env if hasattr(self.env, name) and not isinstance(self.env, str | tuple) else self
 
 
@@ -156,7 +157,7 @@ def _known(name: str, space: spaces.Space | None) -> spaces.Space:
     return space
 
 
-def _to_jax(jax: Any, tensor: th.Tensor) -> Any:
+def _to_jax(jax: Any, tensor: th.Tensor) -> JaxTree:
     """Array that shares the memory of the tensor, except of int64, which JAX has not by default."""
     if tensor.device.type == "cpu":
         # Compiled functions take NumPy's arrays in a fraction of the time of DLPack. They have read it when they return.
@@ -179,7 +180,7 @@ def _jax_device(jax: Any, device: th.device | str) -> Any:
         refuse("device", str(device), remedy)
 
 
-def _own_gpu(devices: list[Any]) -> Any:
+def _own_gpu(devices: list[object]) -> Any:
     """That of this rank of a distributed training, as for models."""
     return devices[find_launch("auto").local_rank % len(devices)]
 

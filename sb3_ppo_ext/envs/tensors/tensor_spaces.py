@@ -10,10 +10,11 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_ppo_ext.common.observations import dtype_of
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import check_type, refuse
 
 
-def map_tensors(observations: Any, function: Callable[..., Any], *others: Any) -> Any:
+def map_tensors(observations: object, function: Callable[..., Any], *others: Any) -> Arrays:
     """
     :param observations: Tensor or array, or a dictionary of them
     :param function: Function of one tensor, and of one of each of ``others``
@@ -84,7 +85,7 @@ def _is_same_device(one: th.device, other: th.device) -> bool:
     return one.type == other.type and (None in (one.index, other.index) or one.index == other.index)
 
 
-def check_tensors(name: str, tensors: Any, space: spaces.Space, num_envs: int, device: th.device) -> None:
+def check_tensors(name: str, tensors: Arrays, space: spaces.Space, num_envs: int, device: th.device) -> None:
     """
     :param name: Name of the tensors
     :param tensors: Tensor, or a dictionary or tuple of tensors if the space is a ``Dict`` or ``Tuple``

@@ -19,6 +19,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, sample_space
 from sb3_ppo_ext.common.observations import dtype_of, map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
 from sb3_ppo_ext.envs.tensors.tensor_spaces import check_tensor, check_tensors, map_tensors
 
@@ -90,8 +91,8 @@ class TensorVecEnv(VecEnv, ABC):
         self.device = self._returns.device
         self._lengths = th.zeros(num_envs, dtype=th.int64, device=self.device)
         self._is_checked = self._has_warned = self._has_warned_of_graph = False
-        self._actions: Any = None
-        self._last_observations: Any = None
+        self._actions: object = None
+        self._last_observations: Arrays = None
         self._start = time.time()
 
     @abstractmethod
@@ -104,7 +105,7 @@ class TensorVecEnv(VecEnv, ABC):
         """
 
     @abstractmethod
-    def _step(self, actions: Any) -> TensorStep:
+    def _step(self, actions: object) -> TensorStep:
         """
         Step all environments, and begin new episodes where one has ended. It must not wait for the device.
 
@@ -129,7 +130,7 @@ class TensorVecEnv(VecEnv, ABC):
         self._lengths.zero_()
         return observations
 
-    def step_tensors(self, actions: Any) -> TensorStep:
+    def step_tensors(self, actions: th.Tensor) -> TensorStep:
         """
         Step all environments, and begin new episodes where one has ended, without waiting for the device. What the
         environment returns is checked in the first step.
@@ -156,7 +157,7 @@ class TensorVecEnv(VecEnv, ABC):
         self._lengths.masked_fill_(ended, 0)
         return step
 
-    def _without_graph(self, tensors: Any) -> Any:
+    def _without_graph(self, tensors: Arrays) -> Arrays:
         """The tensors without their graph of autograd: no gradient of PPO goes through an environment."""
         if not self._has_warned_of_graph:
             self._has_warned_of_graph = True
@@ -196,7 +197,7 @@ class TensorVecEnv(VecEnv, ABC):
         self._last_observations = map_tensors(observations, _copied_to_host)
         return self._last_observations
 
-    def step_async(self, actions: Any) -> None:
+    def step_async(self, actions: object) -> None:
         """
         :param actions: Actions of the next :meth:`step_wait`, shape ``(n_envs, *action_shape)``, or a list of dictionaries or
             tuples if the action space is a ``Dict`` or ``Tuple``
@@ -211,7 +212,7 @@ class TensorVecEnv(VecEnv, ABC):
         """
         return self.step_to_numpy(self.step_tensors(self.pending_actions()))
 
-    def pending_actions(self) -> Any:
+    def pending_actions(self) -> th.Tensor:
         """
         :return: Actions that :meth:`step_async` was given, on the device, shape ``(n_envs, *action_shape)``; in a dictionary
             or tuple if the action space is a ``Dict`` or ``Tuple``
@@ -235,7 +236,7 @@ class TensorVecEnv(VecEnv, ABC):
         self._last_observations = observations
         return observations, rewards, terminated | truncated, infos
 
-    def infos(self, step: TensorStep, seen: TensorObs) -> list[dict[str, Any]]:
+    def infos(self, step: TensorStep, seen: TensorObs) -> list[Info]:
         """
         :param step: Step that :meth:`step_tensors` has just returned
         :param seen: Observations before the step, shape ``(n_envs, *obs_shape)``
@@ -244,10 +245,10 @@ class TensorVecEnv(VecEnv, ABC):
         last_seen = map_tensors(seen, _copied_to_host) if step.final_observations is None else None
         return self._infos(step, _numbers_on_host(step), last_seen)
 
-    def _infos(self, step: TensorStep, numbers: tuple[np.ndarray, ...], seen: Any) -> list[dict[str, Any]]:
+    def _infos(self, step: TensorStep, numbers: tuple[np.ndarray, ...], seen: TensorObs | None) -> list[dict[str, object]]:
         _, terminated, truncated, returns, lengths = numbers
         dones = terminated | truncated
-        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        infos: list[dict[str, object]] = [{} for _ in range(self.num_envs)]
         ended = np.flatnonzero(dones)
         if len(ended):
             self._fill(infos, ended, step, (truncated & ~terminated)[ended], returns[ended], lengths[ended], seen)
@@ -255,13 +256,13 @@ class TensorVecEnv(VecEnv, ABC):
 
     def _fill(
         self,
-        infos: list[dict[str, Any]],
+        infos: list[Info],
         ended: np.ndarray,
         step: TensorStep,
         cut_off: np.ndarray,
         returns: np.ndarray,
         lengths: np.ndarray,
-        seen: Any,
+        seen: Arrays,
     ) -> None:
         """Write what belongs to the end of an episode into the infos of the environments whose episode has ended."""
         seconds = self.seconds()
@@ -280,7 +281,7 @@ class TensorVecEnv(VecEnv, ABC):
         """:return: Seconds since the environment was created, as in the infos of SB3's ``Monitor``"""
         return round(time.time() - self._start, 6)
 
-    def _final_rows(self, step: TensorStep, ended: np.ndarray, seen: Any) -> Any:
+    def _final_rows(self, step: TensorStep, ended: np.ndarray, seen: TensorObs) -> Arrays:
         """Last observations of the episodes that have ended, shape ``(n_ended, *obs_shape)``."""
         if step.final_observations is not None:
             rows = th.from_numpy(ended).to(self.device)
@@ -301,11 +302,11 @@ class TensorVecEnv(VecEnv, ABC):
     def close(self) -> None:
         """Release what the environment holds."""
 
-    def _owner(self, name: str) -> Any:
+    def _owner(self, name: str) -> object:
         """Object whose attribute or method of this name :meth:`get_attr` and the like read, write or call."""
         return self
 
-    def _images(self) -> Any:
+    def _images(self) -> object:
         """Images of all environments, shape ``(n_envs, height, width, 3)``, or one image, or ``None``."""
         return None
 
@@ -328,7 +329,7 @@ class TensorVecEnv(VecEnv, ABC):
         value = getattr(self._owner(attr_name), attr_name)
         return [value for _ in self._get_indices(indices)]
 
-    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+    def set_attr(self, attr_name: str, value: object, indices: VecEnvIndices = None) -> None:
         """
         :param attr_name: Name of an attribute of the environment as a whole
         :param value: Its new value
@@ -340,8 +341,8 @@ class TensorVecEnv(VecEnv, ABC):
         setattr(self._owner(attr_name), attr_name, value)
 
     def env_method(
-        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
-    ) -> list[Any]:
+        self, method_name: str, *method_args: object, indices: VecEnvIndices = None, **method_kwargs: object
+    ) -> list[object]:
         """
         :param method_name: Name of a method of the environment as a whole, which is called once
         :param method_args: Its positional arguments
@@ -361,7 +362,7 @@ class TensorVecEnv(VecEnv, ABC):
         return [wrapper_class is Monitor for _ in self._get_indices(indices)]
 
 
-def changed_step(env: VecEnv, known: Any) -> str | None:
+def changed_step(env: VecEnv, known: object) -> str | None:
     """
     :param env: Environment
     :param known: Class of this package from which it is derived
@@ -371,7 +372,7 @@ def changed_step(env: VecEnv, known: Any) -> str | None:
     return next((name for name in names if getattr(type(env), name) is not getattr(known, name) or name in vars(env)), None)
 
 
-def _has_graph(tensors: Any) -> bool:
+def _has_graph(tensors: Arrays) -> bool:
     parts = tensors.values() if isinstance(tensors, Mapping) else (tensors,)
     return any(part is not None and part.requires_grad for part in parts)
 
@@ -391,14 +392,14 @@ def _numbers_on_host(step: TensorStep) -> tuple[np.ndarray, ...]:
     return rewards.astype(np.float32), terminated != 0, truncated != 0, returns, lengths
 
 
-def _rows(arrays: Any, n_rows: int) -> list[Any]:
+def _rows(arrays: Arrays, n_rows: int) -> list[Arrays]:
     """Rows of an array, or dictionaries of the rows of the arrays in a dictionary."""
     if isinstance(arrays, dict):
         return [{key: part[row] for key, part in arrays.items()} for row in range(n_rows)]
     return list(arrays)
 
 
-def _log_rows(log: Mapping[str, th.Tensor], ended: np.ndarray) -> list[dict[str, Any]]:
+def _log_rows(log: Mapping[str, th.Tensor], ended: np.ndarray) -> list[dict[str, object]]:
     """Entries of the log for each of the environments whose episode has ended."""
     rows = {}
     for key, tensor in log.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch as th
@@ -13,6 +13,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
 from sb3_ppo_ext.common.atomic_files import written_atomically
 from sb3_ppo_ext.common.pickles import read_pickled
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
 from sb3_ppo_ext.distributed.statistics import rows_of_all
@@ -104,7 +105,7 @@ class TensorMeanStd(RunningMeanStd):
         made._mean, made._var, made._count = (part.clone() for part in (self._mean, self._var, self._count))
         return made
 
-    def __deepcopy__(self, memo: Any) -> RunningMeanStd:
+    def __deepcopy__(self, memo: object) -> RunningMeanStd:
         # SB3's `sync_envs_normalization` assigns copies, also to a `VecNormalize`.
         return self.copy()
 
@@ -169,7 +170,7 @@ class TensorVecNormalize(VecNormalize):
         """Device of all tensors."""
         return self.venv.device
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # Not properties: without `norm_obs`, SB3's class has no attribute `obs_rms`, which its tools ask for.
         super().__setattr__(name, map_tensors(value, self._on_device) if name in ("obs_rms", "ret_rms") else value)
 
@@ -242,7 +243,7 @@ class TensorVecNormalize(VecNormalize):
 
         :return: First observations, normalised, in NumPy
         """
-        observations: Any = self.venv.reset_to_numpy(self.reset_tensors())
+        observations: Arrays = self.venv.reset_to_numpy(self.reset_tensors())
         return observations
 
     def step_wait(self) -> VecEnvStepReturn:
@@ -301,21 +302,21 @@ class TensorVecNormalize(VecNormalize):
         with written_atomically(save_path) as file:
             pickle.dump(self, file)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**_settings(self), "old_obs": self.old_obs, "old_reward": self.old_reward}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.venv = None  # type: ignore[assignment]
         self._old_step = (None, None)
         for name in state.keys() & {"obs_rms", "ret_rms"}:
             setattr(self, name, state[name])
         super().__setstate__({key: value for key, value in state.items() if key not in vars(self)})
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return object.__new__, (VecNormalize,), self.__getstate__()
 
 
-def _checked(venv: Any) -> Any:
+def _checked(venv: object) -> TensorVecEnv:
     if not isinstance(venv, TensorVecEnv):
         refuse("venv", venv, "it does not step in tensors; give a `TensorVecEnv`, or use SB3's `VecNormalize`")
     if (changed := changed_step(venv, TensorVecEnv)) is not None:
@@ -324,7 +325,7 @@ def _checked(venv: Any) -> Any:
     return venv
 
 
-def _settings(normalize: VecNormalize) -> dict[str, Any]:
+def _settings(normalize: VecNormalize) -> dict[str, object]:
     """What both classes keep under the same names, without what belongs to the environment and its last step."""
     others = ("venv", "class_attributes", "returns", "_returns", "old_obs", "old_reward", "_old_step")
     settings = {key: value for key, value in vars(normalize).items() if key not in others}

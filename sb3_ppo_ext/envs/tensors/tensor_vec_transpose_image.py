@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch as th
 from stable_baselines3.common.vec_env import VecTransposeImage
 
@@ -20,7 +18,7 @@ class TensorVecTransposeImage(VecTransposeImage):
     :param skip: Whether to leave all images as they are
     """
 
-    venv: Any
+    venv: TensorVecEnv
 
     @property
     def device(self) -> th.device:
@@ -58,7 +56,7 @@ class TensorVecTransposeImage(VecTransposeImage):
         return observations.movedim(-1, 1)
 
 
-def steps_in_tensors(env: Any) -> bool:
+def steps_in_tensors(env: object) -> bool:
     """
     :param env: Vectorised environment, perhaps in wrappers
     :return: Whether it has ``reset_tensors`` and ``step_tensors``. Other wrappers forward them, but do not take part in them,

@@ -6,10 +6,12 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch as th
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
+from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import check_observation_space, check_type, refuse
 from sb3_ppo_ext.envs.tensors.tensor_spaces import as_gymnasium, in_dtype_of, map_tensors
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
@@ -88,7 +90,7 @@ class TorchVecEnv(TensorVecEnv):
             result = reset(**{name: value for name, value in given.items() if takes_any or name in known})
         return self._selected(result[0] if isinstance(result, tuple) else result)
 
-    def _step(self, actions: Any) -> TensorStep:
+    def _step(self, actions: object) -> TensorStep:
         results = self.env.step(actions)
         if len(results) == 4:
             observations, rewards, dones, infos = results
@@ -112,7 +114,7 @@ class TorchVecEnv(TensorVecEnv):
             self._log(infos),
         )
 
-    def _joined(self, infos: Any) -> Any:
+    def _joined(self, infos: object) -> Arrays:
         """The infos as one dictionary, where they are a list of the dictionaries of all copies."""
         if not isinstance(infos, list | tuple):
             return infos
@@ -121,7 +123,7 @@ class TorchVecEnv(TensorVecEnv):
         if not infos:
             return {}
         time_outs = [bool(_first(info, TIME_OUT_KEYS) or False) for info in infos]
-        joined: dict[str, Any] = {"time_outs": th.tensor(time_outs, device=self.device)}
+        joined: dict[str, object] = {"time_outs": th.tensor(time_outs, device=self.device)}
         if all("success" in info or "is_success" in info for info in infos):
             joined["success"] = self._stacked(*(_first(info, ("success", "is_success")) for info in infos))
         last = [_first(info, LAST_KEYS) for info in infos]
@@ -131,10 +133,10 @@ class TorchVecEnv(TensorVecEnv):
             joined[FINAL_KEYS[0]] = map_tensors(filled[0], self._stacked, *filled[1:])
         return joined
 
-    def _stacked(self, *rows: Any) -> th.Tensor:
+    def _stacked(self, *rows: th.Tensor) -> th.Tensor:
         return th.stack([th.as_tensor(row, device=self.device) for row in rows])
 
-    def _selected(self, observations: Any) -> TensorObs:
+    def _selected(self, observations: Arrays) -> TensorObs:
         """The observations that are used, in the dtypes of their spaces."""
         if isinstance(self.keys, str):
             observations = observations[self.keys]
@@ -143,7 +145,7 @@ class TorchVecEnv(TensorVecEnv):
             return {key: _cast(observations[key], part) for key, part in space.spaces.items()}
         return _cast(observations, space)
 
-    def _final(self, observations: TensorObs, infos: Any) -> TensorObs | None:
+    def _final(self, observations: TensorObs, infos: Info) -> TensorObs | None:
         if self._gives_final is False:
             return None
         for key in FINAL_KEYS:
@@ -153,7 +155,7 @@ class TorchVecEnv(TensorVecEnv):
         # They are given only in steps in which an episode has ended.
         return observations if self._gives_final else None
 
-    def _log(self, infos: Any) -> dict[str, th.Tensor]:
+    def _log(self, infos: Info) -> dict[str, th.Tensor]:
         ended = infos.get("final_info", infos)
         log: dict[str, th.Tensor] = {}
         for values in (ended.get("log"), ended.get("episode"), {"is_success": ended.get("success")}):
@@ -165,13 +167,13 @@ class TorchVecEnv(TensorVecEnv):
                     log[key] = value
         return log
 
-    def _owner(self, name: str) -> Any:
+    def _owner(self, name: str) -> object:
         for each in (self.env, getattr(self.env, "unwrapped", None)):
             if hasattr(each, name):
                 return each
         return self
 
-    def _images(self) -> Any:
+    def _images(self) -> np.ndarray | None:
         return self.env.render()
 
     def close(self) -> None:
@@ -180,7 +182,7 @@ class TorchVecEnv(TensorVecEnv):
             self.env.close()
 
 
-def _check_environment(env: Any) -> None:
+def _check_environment(env: object) -> None:
     remedy = "give an environment in PyTorch with a method `step`, and `reset` or `get_observations`"
     if isinstance(env, type) or not hasattr(env, "step") or not (hasattr(env, "reset") or hasattr(env, "get_observations")):
         refuse("env", env, remedy)
@@ -191,20 +193,20 @@ def _check_environment(env: Any) -> None:
         refuse("env", env, "it does not begin new episodes in the step in which one ends; make it with that mode")
 
 
-def _read(env: Any, name: str) -> Any:
+def _read(env: object, name: str) -> Any:
     """Attribute of the environment, or of the one inside of its wrappers, ``None`` if there is none."""
     value = getattr(env, name, None)
     return getattr(getattr(env, "unwrapped", None), name, None) if value is None else value
 
 
-def _given(env: Any, name: str, value: Any, attribute: str) -> Any:
+def _given(env: object, name: str, value: object, attribute: str) -> Any:
     value = _read(env, attribute) if value is None else value
     if value is None:
         refuse(name, value, f"the environment has no attribute `{attribute}`; give it as an argument")
     return value
 
 
-def _given_space(env: Any, name: str, space: Any) -> spaces.Space:
+def _given_space(env: object, name: str, space: object) -> spaces.Space:
     space = _given(env, name, space, f"single_{name}")
     if (made := as_gymnasium(space)) is None:
         refuse(name, space, "give a space of `gymnasium.spaces`, that of one copy")
@@ -222,10 +224,10 @@ def _selected_space(space: spaces.Space, keys: str | Sequence[str] | None) -> sp
     return space[keys] if isinstance(keys, str) else spaces.Dict({key: space[key] for key in names})
 
 
-def _cast(tensor: Any, space: spaces.Space) -> Any:
+def _cast(tensor: object, space: spaces.Space) -> Arrays:
     return in_dtype_of(space, tensor) if isinstance(tensor, th.Tensor) else tensor
 
 
-def _first(info: dict[str, Any], keys: Sequence[str]) -> Any:
+def _first(info: Info, keys: Sequence[str]) -> Any:
     """The first of the entries that the info of a copy has, ``None`` without any."""
     return next((info[key] for key in keys if info.get(key) is not None), None)

@@ -262,6 +262,7 @@ def _env(rng, mode):
         env["rewards"] = repr(rng.choice(["zero", "large", "huge", "numpy", "array", "bool", "nan", "infinite"]))
     if rng.random() < 0.05:
         env["infos"] = repr(rng.choice(["success", "rubbish"]))
+    env |= rng.choice([{}, {}, {}, {}, {"reuses": "True"}])
     if mode == "extreme" and rng.random() < 0.05:
         env["nan_at"] = str(rng.choice([0, 1, 3]))
     return env, kind, "spaces.Box" in action

@@ -6,6 +6,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecCheckNan, VecFrameStack, VecMonitor, VecNormalize
+from support.reusing import spoil, write
 
 from sb3_ppo_ext import FastDummyVecEnv, VectorEnvAdapter
 from sb3_ppo_ext.common.action_masks import choices_of
@@ -50,11 +51,22 @@ class FuzzedEnv(gym.Env):
     :param rewards: Key of ``REWARDS``
     :param infos: Key of ``INFOS``
     :param nan_at: Step of the episode with a NaN in its observation, ``None`` for none
+    :param reuses: Whether all observations are in one memory, all infos in one dictionary, and actions are overwritten
     """
 
     def __init__(
-        self, observation_space, action_space, length=5, p_end=0.1, rewards="plain", infos="none", nan_at=None, seed=0
+        self,
+        observation_space,
+        action_space,
+        length=5,
+        p_end=0.1,
+        rewards="plain",
+        infos="none",
+        nan_at=None,
+        reuses=False,
+        seed=0,
     ):
+        self.reuses, self.own, self.info = reuses, None, {}
         self.observation_space, self.action_space = observation_space, action_space
         self.length, self.p_end, self.nan_at, self.rewards, self.infos = length, p_end, nan_at, rewards, infos
         # Valid choices of each action, if somebody has asked for them since the last step
@@ -65,7 +77,7 @@ class FuzzedEnv(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.t = 0
-        return self._observe(), {}
+        return self._observe(), self._told({})
 
     def step(self, action):
         assert contains(self.action_space, action), f"{action!r} is not in {self.action_space}"
@@ -75,7 +87,16 @@ class FuzzedEnv(gym.Env):
         self.t, self.masks = self.t + 1, None
         terminated = bool(self.np_random.random() < self.p_end)
         reward, info = REWARDS[self.rewards](self.t), INFOS[self.infos](self.t)
-        return self._observe(), reward, terminated, self.t >= self.length, info
+        if self.reuses:
+            spoil(action)
+        return self._observe(), reward, terminated, self.t >= self.length, self._told(info)
+
+    def _told(self, info):
+        if not self.reuses:
+            return info
+        self.info.clear()
+        self.info.update(info)
+        return self.info
 
     def action_masks(self):
         """The first choice of each action is always valid, others not in each step."""
@@ -87,7 +108,11 @@ class FuzzedEnv(gym.Env):
         observation = self.observation_space.sample()
         if self.t == self.nan_at and isinstance(observation, np.ndarray) and observation.dtype.kind == "f":
             observation.flat[0] = np.nan
-        return observation
+        if not self.reuses or not isinstance(observation, np.ndarray):
+            return observation
+        self.own = observation if self.own is None else self.own
+        write(self.own, observation)
+        return self.own
 
 
 def _vectorised(make, n_envs, kind):

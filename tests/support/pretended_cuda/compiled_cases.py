@@ -87,7 +87,7 @@ def _compile(spaces: str, policy: str, options: dict[str, Any]) -> str | None:
     from support.toys import DICT, IMAGE, make_toys
 
     from sb3_ppo_ext import PPOExt
-    from sb3_ppo_ext.engines.compiled import CompiledEngine
+    from sb3_ppo_ext.engines.torch_engine import CompiledEngine
 
     kinds: dict[str, dict[str, Any]] = {
         "vector": {},

@@ -131,6 +131,8 @@ def install() -> None:
     for name in ("use_static_triton_launcher", "use_static_cuda_launcher", "strict_static_triton_launcher"):
         if hasattr(torch._inductor.config, name):
             setattr(torch._inductor.config, name, False)
+    # Without it a part that cannot be captured is left out of the capture, here it is a reason why nothing is captured.
+    torch._inductor.config.graph_partition = False
     vars(torch._C).update(_cuda_cudaCachingAllocator_is_enabled=lambda: True)
     vars(torch._C._dynamo.guards).update(_empty_strided_cuda=_empty_strided)
     torch._dynamo.device_interface.CudaInterface.get_raw_stream = staticmethod(lambda index: 0)

@@ -6,6 +6,8 @@
 
 #include "adam.h"
 #include "gae.h"
+#include "loss.h"
+#include "normalize.h"
 #include "threads.h"
 
 PyDoc_STRVAR(use_doc, "use(name)\n\nUse an instruction set, one of `available()`; for tests. The fastest one is the default.");
@@ -41,15 +43,17 @@ static int exec_module(PyObject *module)
         if (is_supported(instruction_sets[i].name))
             kernels = instruction_sets[i].kernels;
     PyObject *network = PyType_FromSpec(&network_spec), *adam = PyType_FromSpec(&adam_spec);
-    PyObject *threads = PyType_FromSpec(&threads_spec);
-    int failed = !network || !adam || !threads || PyModule_AddObjectRef(module, "Network", network) < 0 ||
-                 PyModule_AddObjectRef(module, "Adam", adam) < 0 || PyModule_AddObjectRef(module, "Threads", threads) < 0;
-    Py_XDECREF(network), Py_XDECREF(adam), Py_XDECREF(threads);
+    PyObject *threads = PyType_FromSpec(&threads_spec), *loss = PyType_FromSpec(&loss_spec);
+    int failed = !network || !adam || !threads || !loss || PyModule_AddObjectRef(module, "Network", network) < 0 ||
+                 PyModule_AddObjectRef(module, "Adam", adam) < 0 || PyModule_AddObjectRef(module, "Threads", threads) < 0 ||
+                 PyModule_AddObjectRef(module, "Loss", loss) < 0;
+    Py_XDECREF(network), Py_XDECREF(adam), Py_XDECREF(threads), Py_XDECREF(loss);
     return failed ? -1 : 0;
 }
 
 static PyMethodDef functions[] = {
     {"gae", gae, METH_VARARGS, gae_doc},
+    {"normalize", normalize, METH_VARARGS, normalize_doc},
     {"use", use, METH_O, use_doc},
     {"available", available, METH_NOARGS, available_doc},
     {NULL},

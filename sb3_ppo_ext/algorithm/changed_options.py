@@ -1,0 +1,101 @@
+"""Options that have been changed between two calls of ``learn``."""
+
+from collections import deque
+from typing import Any
+
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_ppo_ext.algorithm.changes import is_same, remembered
+from sb3_ppo_ext.algorithm.learning_setup import SCHEDULES
+from sb3_ppo_ext.algorithm.model_setup import ModelSetup
+from sb3_ppo_ext.common.schedules import DecaySchedule, check_schedule, make_schedule
+from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.distributions import bounded_part
+from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
+from sb3_ppo_ext.options import check_options, convert_options
+from sb3_ppo_ext.options.table import CHANGES
+from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
+
+
+class ChangedOptions(ModelSetup):
+    """The part of PPOExt that lets options act, or refuses them, that were changed between two calls of ``learn``."""
+
+    @property
+    def _steps_in_tensors(self) -> bool:
+        """Whether the steps of the environments are tensors, which ``set_env`` can change."""
+        return self.env is not None and steps_in_tensors(self.env)
+
+    @property
+    def stats_window_size(self) -> int:
+        """Number of episodes over which the logged statistics are averaged. Changes act at the next call of ``learn``."""
+        return self._stats_window_size
+
+    @stats_window_size.setter
+    def stats_window_size(self, n_episodes: int) -> None:
+        self._stats_window_size = n_episodes
+
+    def _setup_learn(self, *args: Any, **kwargs: Any) -> tuple[int, BaseCallback]:
+        self._apply_changed_options()
+        self._choose_backend()  # Hooks and replaced methods may be new.
+        total_timesteps, callback = super()._setup_learn(*args, **kwargs)
+        for schedule in (self.lr_schedule, self.critic_lr_schedule):
+            if isinstance(schedule, DecaySchedule):
+                schedule.rollout = self.n_steps * self.n_envs * self.ranks.size / max(total_timesteps, 1)
+        return total_timesteps, callback
+
+    def _apply_changed_options(self) -> None:
+        """Check options that have been changed since the last call of ``learn``, or refuse the change, and let them act."""
+        self._check_environment()
+        convert_options(self)
+        changed = [name for name, value in self._set_up.items() if not is_same(value, getattr(self, name))]
+        if not changed:
+            return
+        for name in changed:
+            if name in CHANGES and (remedy := CHANGES[name].remedy) is not None:
+                refuse(name, getattr(self, name), remedy)
+        check_options(self, changed)
+        own_schedules = {name: self._own_schedule(name) for name in SCHEDULES if name in changed}
+        self._set_up.update({name: object() for name in changed})  # If a step fails, all are taken again.
+        for step in dict.fromkeys(step for name in changed if name in CHANGES for step in CHANGES[name].steps):
+            getattr(self, step)()
+        vars(self).update(own_schedules)
+        self._remember_options()
+
+    def _check_environment(self) -> None:
+        env: Any = self.env
+        if env is None:
+            refuse("env", None, "the model has no environment; give one to `load` or `set_env`")
+        spaces_of_env = (getattr(env, "observation_space", None), getattr(env, "action_space", None))
+        fits = isinstance(env, VecEnv) and env.num_envs == self.n_envs
+        if not fits or spaces_of_env != (self.observation_space, self.action_space):
+            remedy = "it is not like the environment that the model was made for; give it to `set_env`, or to `load`"
+            refuse("env", env, remedy)
+        self._check_masks()
+        self._check_normalization()
+
+    def _own_schedule(self, name: str) -> object:
+        """A schedule that the user has set instead of the option, which it replaces until the option is changed."""
+        value = getattr(self, name)
+        if not callable(value):
+            return None if value is None and name == "critic_lr_schedule" else make_schedule(name, value)
+        check_schedule(name, value)
+        return value
+
+    def _remember_options(self) -> None:
+        self._set_up = {name: remembered(getattr(self, name)) for name in (*CHANGES, *SCHEDULES)}
+
+    def _setup_statistics(self) -> None:
+        """Resize the buffers, which SB3 creates anew only if the timesteps are reset."""
+        for name in ("ep_info_buffer", "ep_success_buffer"):
+            if (episodes := getattr(self, name)) is not None:
+                setattr(self, name, deque(episodes, maxlen=self._stats_window_size))
+
+    def _setup_seed(self) -> None:
+        self.set_random_seed(self.seed)
+
+    def _setup_deterministic_action(self) -> None:
+        if isinstance(self.policy, ActionDistributionMixin):
+            self.policy.deterministic_action = self.deterministic_action
+            if (bounded := bounded_part(self.policy.action_dist)) is not None:
+                bounded.deterministic_action = self.deterministic_action
