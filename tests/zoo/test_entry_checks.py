@@ -30,7 +30,7 @@ FILES = {
 LINES = {
     "normalise: true": "PPOExt has no option `normalise`: did you mean `normalize`",
     "n_env: 2": "PPOExt has no option `n_env`: did you mean `n_envs`",
-    "n_envs: two": "`n_envs='two'` is not valid: give an integer",
+    "n_envs: two": "`n_envs='two'` is not valid: give a number of at least 1",
     "n_timesteps: 1e6": "`n_timesteps='1e6'` is not valid: give a number (in YAML, write",
     "frame_stack: 0": "`frame_stack=0` is not valid",
     "learning_rate: 3e-4": "`learning_rate='3e-4'` is not valid",
