@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import gymnasium as gym
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.cores import available_cores
@@ -31,7 +32,7 @@ class VecEnvChoice(NamedTuple):
     reason: str
 
 
-def choose_vec_env(make: Callable[[], Any], n_envs: int) -> VecEnvChoice:
+def choose_vec_env(make: Callable[[], gym.Env], n_envs: int) -> VecEnvChoice:
     """
     Results do not depend on the choice.
 
@@ -51,7 +52,7 @@ def choose_vec_env(make: Callable[[], Any], n_envs: int) -> VecEnvChoice:
     return VecEnvChoice(FastDummyVecEnv, f"FastDummyVecEnv: {what} for each step of {n_envs}, less than they cost")
 
 
-def seconds_per_step(make: Callable[[], Any]) -> float:
+def seconds_per_step(make: Callable[[], gym.Env]) -> float:
     """
     :param make: Function that makes an environment, with its wrappers
     :return: Seconds that a step with a random action takes, resets included

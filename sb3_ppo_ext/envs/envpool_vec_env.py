@@ -14,6 +14,7 @@ import numpy as np
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_number, refuse
 from sb3_ppo_ext.envs.vector_env_adapter import VectorEnvAdapter
 
@@ -82,7 +83,7 @@ class EnvPoolVecEnv(VectorEnvAdapter):
             self._returns[index] = self._lengths[index] = 0
         return observations, rewards, dones, infos
 
-    def _split(self, arrays: Any) -> list[dict[str, Any]]:
+    def _split(self, arrays: Any) -> list[Kwargs]:
         return super()._split({key: values for key, values in arrays.items() if key not in _OF_THE_POOL})
 
     def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
@@ -90,7 +91,7 @@ class EnvPoolVecEnv(VectorEnvAdapter):
         return [wrapper_class is Monitor for _ in self._get_indices(indices)]
 
 
-def _name_and_config(env_id: Any) -> tuple[str, dict[str, Any]]:
+def _name_and_config(env_id: object) -> tuple[str, Kwargs]:
     """EnvPool's id, and the configuration that makes it the environment with Gymnasium's id."""
     if importlib.util.find_spec("envpool") is None:
         refuse("vec_env_cls", ENVPOOL, "the package is not installed: `pip install envpool`")
@@ -110,7 +111,7 @@ def _name_and_config(env_id: Any) -> tuple[str, dict[str, Any]]:
     refuse("env", env_id, f"EnvPool has no such environment{hint}. `envpool.list_all_envs()` lists its ids")
 
 
-def check_envpool_id(env_id: Any) -> None:
+def check_envpool_id(env_id: object) -> None:
     """
     :param env_id: Id of an environment
     :raises ValueError: if EnvPool has no such environment, or is not installed
@@ -127,7 +128,7 @@ def is_atari_game(env_id: str) -> bool:
     return bool(specs[_name_and_config(env_id)[0]][0] == "envpool.atari")
 
 
-def config_for_wrappers(env_id: str, env_wrapper: Any) -> dict[str, Any]:
+def config_for_wrappers(env_id: str, env_wrapper: Any) -> Kwargs:
     """
     :param env_id: Id of an environment that EnvPool has
     :param env_wrapper: Wrappers of single environments that an entry asks for, as names of classes

@@ -62,7 +62,12 @@ class Mirror:
     """
 
     def __init__(
-        self, policy: ActorCriticPolicy, obs: Any, action: Any, normalizer: VecNormalize | None = None, where: str = "mirror"
+        self,
+        policy: ActorCriticPolicy,
+        obs: object,
+        action: object,
+        normalizer: VecNormalize | None = None,
+        where: str = "mirror",
     ):
         if isinstance(policy, HistoryPolicy) and not isinstance(policy, TransformerPolicyMixin):
             remedy = "its states are those of what it has seen, not of mirror images; give a policy with a transformer"

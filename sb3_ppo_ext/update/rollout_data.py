@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch as th
@@ -180,7 +179,7 @@ class Rollout:
         return rewards
 
 
-def joined(parts: Sequence[Any]) -> Arrays:
+def joined(parts: Sequence[object]) -> Arrays:
     """
     :param parts: Tensors, or dictionaries of tensors
     :return: Concatenated tensors

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sb3_ppo_ext.common.cores import available_cores
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_number, refuse
 
 # Fewest steps per environment in a rollout: with fewer, advantages reach over hardly any steps.
@@ -15,7 +16,7 @@ FEWEST_STEPS = 32
 DEFAULT_STEPS = 2048
 
 
-def check_n_envs(n_envs: Any) -> None:
+def check_n_envs(n_envs: object) -> None:
     """
     :param n_envs: Number of environments
     :raises ValueError: if it is neither a number of at least 1 nor ``"auto"``
@@ -36,7 +37,7 @@ def number_of(n_envs: Any, of_entry: Any) -> int:
     return max(least, available_cores()) if n_envs == "auto" else int(n_envs)
 
 
-def steps_for(entry: Mapping[str, Any], n_envs: int, stacklevel: int = 3) -> int:
+def steps_for(entry: Kwargs, n_envs: int, stacklevel: int = 3) -> int:
     """
     Say so if it cannot be kept.
 
@@ -57,7 +58,7 @@ def steps_for(entry: Mapping[str, Any], n_envs: int, stacklevel: int = 3) -> int
     return n_steps
 
 
-def with_environments(hyperparams: Mapping[str, Any], given: Mapping[str, Any], of_trial: int | None = None) -> dict[str, Any]:
+def with_environments(hyperparams: Mapping[str, object], given: Mapping[str, object], of_trial: int | None = None) -> Kwargs:
     """
     :param hyperparams: Hyperparameters of an entry
     :param given: Hyperparameters that the user gives, such as another ``n_envs``

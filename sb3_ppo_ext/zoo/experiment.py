@@ -275,7 +275,7 @@ def _pooled_copies(experiment: Any, env_fns: list[Any], **kwargs: Any) -> VecEnv
     return EnvPoolVecEnv(env_id, len(env_fns), **config)
 
 
-def _gymnax_copies(experiment: Any, vec_env_class: Any, env_fns: list[Any], **kwargs: Any) -> VecEnv:
+def _gymnax_copies(experiment: "ExperimentManager", vec_env_class: Any, env_fns: list[Any], **kwargs: Any) -> VecEnv:
     """What stands in for the class of vectorized environments, unless each copy is wrapped (``env_wrapper``)."""
     if experiment.env_wrapper is not None:
         return vec_env_class(env_fns, **kwargs)

@@ -54,7 +54,7 @@ class Source(NamedTuple):
         refuse("env", env, "give an id, a class, a function that makes an environment, an environment, or a `VecEnv`")
 
     @classmethod
-    def of_envpool(cls, env_id: Any) -> Source:
+    def of_envpool(cls, env_id: str) -> Source:
         """
         :param env_id: Argument of ``make`` for environments of EnvPool
         :return: The same, without what they are made from

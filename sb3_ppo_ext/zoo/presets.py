@@ -117,7 +117,7 @@ def _register() -> None:
 
 
 def _check_arguments(
-    source: Source, n_envs: Any, seed: object, vec_env_cls: object, env_kwargs: object, verbose: object
+    source: Source, n_envs: object, seed: object, vec_env_cls: object, env_kwargs: object, verbose: object
 ) -> None:
     if n_envs is not None:
         check_n_envs(n_envs)
@@ -178,7 +178,7 @@ def _fit_observations(
 
 
 def _number_of_environments(
-    source: Source, n_envs: Any, entry: Kwargs, vec_env_cls: Any, wrap: Any, env_kwargs: Kwargs
+    source: Source, n_envs: Any, entry: Kwargs, vec_env_cls: object, wrap: Any, env_kwargs: Kwargs
 ) -> tuple[int, VecEnvChoice | None]:
     """Number of environments, and their class if it is chosen here."""
     if source.made is not None:

@@ -103,7 +103,7 @@ def _explain_values(store_dict: Any) -> None:
     store_dict.__call__ = call
 
 
-def _with_quotes(value: str, known: dict[str, Any]) -> str:
+def _with_quotes(value: str, known: dict[str, object]) -> str:
     """``name:code``, where a word that Python does not know, such as ``auto`` or ``lin_0.001``, becomes a string."""
     name, colon, code = value.partition(":")
     if not re.fullmatch(r"[A-Za-z][\w.]*", code) or keyword.iskeyword(code):

@@ -17,6 +17,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from sb3_ppo_ext.checkpoints.training_state import is_checkpoint
 from sb3_ppo_ext.common.saved_models import read_attribute, read_model
+from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
@@ -68,12 +69,12 @@ def maybe_normalize(theirs: Callable[..., VecEnv], experiment: ExperimentManager
 
 
 def preprocess_action_noise(
-    theirs: Callable[..., dict[str, Any]],
+    theirs: Callable[..., Kwargs],
     experiment: ExperimentManager,
-    hyperparams: dict[str, Any],
-    saved_hyperparams: dict[str, Any],
+    hyperparams: Kwargs,
+    saved_hyperparams: Kwargs,
     env: VecEnv,
-) -> dict[str, Any]:
+) -> Kwargs:
     """
     Give the model the options that do what ``normalize`` says, as soon as there are environments to read the observation space
     from. They are saved in its place. Options that the user gives have precedence.
@@ -117,7 +118,7 @@ def _why_wrapped(experiment: ExperimentManager, space: spaces.Space) -> str | No
     return None
 
 
-def _normalized_parts(kwargs: dict[str, Any], space: spaces.Space) -> list[spaces.Space]:
+def _normalized_parts(kwargs: Kwargs, space: spaces.Space) -> list[spaces.Space]:
     if not kwargs.get("norm_obs", True):
         return []
     if not isinstance(space, spaces.Dict):
@@ -125,7 +126,7 @@ def _normalized_parts(kwargs: dict[str, Any], space: spaces.Space) -> list[space
     return [space[key] for key in kwargs.get("norm_obs_keys") or space.spaces if key in space.spaces]
 
 
-def _options_of_agent(experiment: ExperimentManager) -> dict[str, Any]:
+def _options_of_agent(experiment: ExperimentManager) -> Kwargs:
     """Options of the agent whose training is continued, if it normalises."""
     if not experiment.continue_training:
         return {}
@@ -141,7 +142,7 @@ def _check_stackable(frame_stack: int, space: spaces.Space) -> None:
             refuse("frame_stack", frame_stack, f"SB3 stacks observations that are a Box, not {part}; {remedy}")
 
 
-def _normalizable(space: spaces.Space) -> dict[str, Any]:
+def _normalizable(space: spaces.Space) -> Kwargs:
     """:return: Keyword arguments for ``VecNormalize``, so that it normalizes only the observations that it can"""
     if isinstance(space, spaces.Dict):
         # Normalised, an image that is too small for SB3's network is read as a vector, as it is with `ppo`.
