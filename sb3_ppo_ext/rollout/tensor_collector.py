@@ -66,9 +66,9 @@ class TensorRolloutCollector(RolloutCollector):
             self._tensors_after = None
             return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
         assert isinstance(rollout_buffer, TensorRolloutBuffer)
-        assert isinstance(env, TensorVecEnv)
+        in_tensors: Any = env  # such an environment, or a wrapper that has its methods
         with reset_after_errors(self):
-            return TensorCollection(self, env, callback, rollout_buffer, n_rollout_steps).run()
+            return TensorCollection(self, in_tensors, callback, rollout_buffer, n_rollout_steps).run()
 
     def _collects_tensors(self) -> bool:
         """Whether rollouts from tensor environments stay on their device, instead of being those of SB3 in NumPy."""

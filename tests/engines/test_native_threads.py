@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -243,15 +244,11 @@ def made(monkeypatch):
     """Numbers of threads that engines have asked for."""
     numbers, original = [], native_policy.extension.module.Threads
 
-    class Module:
-        Network, Adam, gae = _mlp.Network, _mlp.Adam, staticmethod(_mlp.gae)
+    def threads(n):
+        numbers.append(n)
+        return original(n)
 
-        @staticmethod
-        def Threads(n):
-            numbers.append(n)
-            return original(n)
-
-    monkeypatch.setattr(native_policy.extension, "module", Module)
+    monkeypatch.setattr(native_policy.extension, "module", SimpleNamespace(**{**vars(_mlp), "Threads": threads}))
     return numbers
 
 

@@ -138,7 +138,9 @@ class NativeActor(DivisibleActor):
         if isinstance(space, spaces.Box):
             to_actions = clipped if bounded is None else partial(actions_at, position=bounded.position)
             for_env = partial(to_actions, low=space.low, high=space.high)
-        layers, noise, shape = actor.weights(), self.scaled_noise, self.sample_shape
+        layers, noise = actor.weights(), self.scaled_noise
+        # A process has a part of the environments.
+        shape = None if self.sample_shape is None else (-1, *self.sample_shape[1:])
         return lambda envs: NativeShareActor(layers, actor.columns, noise[:, envs], sampler, shape, for_env)
 
     def record_all(
