@@ -221,6 +221,7 @@ def test_each_worker(how, cls, start_method, index, model):
 def test_workers_of_an_evaluation(model):
     """When a worker of the environments of an `EvalCallback` ends, training ends with its name."""
     env = SubprocVecEnv([ToyEnv, partial(Failing, "leaves"), ToyEnv], start_method="fork")
+    model.set_env(DummyVecEnv([ToyEnv] * 3))
     evaluation = EvalCallback(VecMonitor(env), n_eval_episodes=3, eval_freq=1, verbose=0)
     with pytest.raises(WorkerError, match=r"Worker 1 .*exit code 3"):
         model.learn(48, EveryNTimesteps(8, CallbackList([evaluation])))
