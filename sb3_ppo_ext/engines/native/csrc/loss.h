@@ -12,10 +12,22 @@ enum family { GAUSSIAN, CATEGORICAL, BERNOULLI, N_FAMILIES };
 static const char *const family_names[] = {"gaussian", "categorical", "bernoulli"};
 
 /* What is known of the samples, and what is measured of them */
-enum column { ACTIONS, LOG_PROBS, ADVANTAGES, VALUES, RETURNS, WEIGHTS, LOG_RATIOS, RATIOS, OBJECTIVES, ERRORS, ENTROPIES,
-              N_COLUMNS };
-static const char *const column_names[] = {"actions", "log_probs", "advantages", "values", "returns", "weights", "log_ratios",
-                                           "ratios", "objectives", "errors", "entropies"};
+enum column {
+    ACTIONS,
+    LOG_PROBS,
+    ADVANTAGES,
+    VALUES,
+    RETURNS,
+    WEIGHTS,
+    LOG_RATIOS,
+    RATIOS,
+    OBJECTIVES,
+    ERRORS,
+    ENTROPIES,
+    N_COLUMNS
+};
+static const char *const column_names[] = {"actions",    "log_probs", "advantages", "values", "returns",  "weights",
+                                           "log_ratios", "ratios",    "objectives", "errors", "entropies"};
 
 typedef struct {
     PyObject_HEAD
@@ -238,7 +250,7 @@ static int open_loss(Loss *self, const char *family, PyObject *choices, PyObject
 
 static PyObject *loss_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"family",     "choices",     "log_std",     "d_log_std", "columns", "is_spo", "is_max",
+    static char *keywords[] = {"family",     "choices",   "log_std",     "d_log_std",   "columns", "is_spo",   "is_max",
                                "clip_range", "dual_clip", "value_limit", "value_scale", "vf_coef", "ent_coef", NULL};
     const char *family;
     PyObject *choices, *log_std, *d_log_std, *columns;
