@@ -75,7 +75,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         return memory.show_states(self.rollout_buffer.pos) if isinstance(memory, StateMemory) else None
 
     @_last_lstm_states.setter
-    def _last_lstm_states(self, states: Arrays) -> Arrays:
+    def _last_lstm_states(self, states: Arrays) -> None:
         memory = getattr(self.rollout_buffer, "memory", None)
         if isinstance(memory, StateMemory):
             memory.set_states(self.rollout_buffer.pos, states)
