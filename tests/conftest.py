@@ -36,7 +36,7 @@ def _signals_are_left_alone():
 
 @pytest.fixture(autouse=True)
 def _integration_is_marked(request, monkeypatch):
-    """A test that starts processes or compiles is marked `integration`, for `make test-fast` leaves it out."""
+    """A test that starts processes or compiles is marked `integration`, since `make test-fast` leaves it out."""
     if request.node.get_closest_marker("integration"):
         return
 

@@ -9,6 +9,8 @@ from support.engines import assert_same_results, updated
 from support.options import assert_trains_on
 from support.parity import assert_equal
 
+pytestmark = pytest.mark.integration
+
 same_draws = pytest.fixture(same_draws)
 
 
@@ -66,7 +68,6 @@ def test_cell(cell):
     assert_trains_on(model, has_memory=cell["policy"] in ("lstm", "gru", "transformer"))
 
 
-@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:You are trying to run PPOExt on the GPU")
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 @pytest.mark.usefixtures("same_draws")

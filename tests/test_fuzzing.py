@@ -13,6 +13,8 @@ from support.fuzzing.shrinking import shrunk
 from support.fuzzing.trials import run, run_seed, run_zip
 from support.fuzzing.workers import ask_all
 
+pytestmark = pytest.mark.integration
+
 PROGRAMS, ZIPS = 30, 10  # of one test
 
 
@@ -89,7 +91,6 @@ def act_up(question):
     return question
 
 
-@pytest.mark.integration
 def test_crashes_and_hangs_are_found():
     """The program that kills its process, or hangs, is named, and the others are run."""
     answers = dict(ask_all(act_up, ["one", "die", "two", "hang", "three"], jobs=1, seconds=1, start_up=30))

@@ -19,6 +19,8 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.plot_run import PANELS, find_runs, main, plot_runs, read_log
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 
+pytestmark = pytest.mark.integration
+
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=1, device="cpu")
 KEYS = [key for panel in PANELS for key in panel.keys]
 
@@ -167,7 +169,6 @@ def test_no_file_is_overwritten(run_folder, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "run.png").read_text() == "mine"
 
 
-@pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_run_of_the_zoo(trained):
     """One command plots a run of the Zoo, which keeps the log of `ppo_ext`, evaluations included."""

@@ -29,6 +29,8 @@ from sb3_ppo_ext import (
     VectorEnvAdapter,
 )
 
+pytestmark = pytest.mark.integration
+
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=1, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
 TRANSFORMER = dict(context_length=5, d_model=8, n_heads=2, use_last_action=True, use_last_reward=True)
 MEMORY = {"MlpTransformerPolicy": TRANSFORMER, "MlpLstmPolicy": dict(lstm_hidden_size=8)}

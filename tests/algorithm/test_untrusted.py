@@ -22,6 +22,8 @@ from support.zips import Zip, packed, parts
 
 from sb3_ppo_ext import MlpPolicy, PPOExt, TransformerExtractor
 
+pytestmark = pytest.mark.integration
+
 DISCRETE = spaces.Discrete(3)
 TRANSFORMER = dict(context_length=4, d_model=8, n_heads=2)
 CONFIGURATIONS = [

@@ -21,6 +21,8 @@ from support.toys import IMAGE, make_toys
 from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, RNDReward, TorchVecEnv, TrainingCheckpoint
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 
+pytestmark = pytest.mark.integration
+
 CONFIGURATIONS = {
     "eager": dict(backend="eager"),
     "fused": dict(backend="fused"),
@@ -98,7 +100,6 @@ def test_equal_to_the_bit(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.integration
 def test_compiled_engine(tmp_path):
     """The same on the engine that compiles."""
     resumed = everything(tmp_path / "b", *interrupted_script(tmp_path / "b", times=(200,), backend="compile"))

@@ -22,7 +22,7 @@ from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.registry import ENGINES
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("quick_compiler")]
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=3, device="cpu", policy_kwargs=dict(net_arch=[8, 8]))
 # The compiler plays no role while collecting, and takes seconds afterwards.

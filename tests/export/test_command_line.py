@@ -13,6 +13,8 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.export.__main__ import main
 
 onnxruntime = pytest.importorskip("onnxruntime")
+
+pytestmark = pytest.mark.integration
 EXAMPLE = Path(__file__).parents[2] / "examples" / "act_with_onnx.py"
 
 

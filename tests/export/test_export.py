@@ -22,7 +22,7 @@ from sb3_ppo_ext.export.export import METADATA
 
 onnxruntime = pytest.importorskip("onnxruntime")
 # One process makes each file once.
-pytestmark = pytest.mark.xdist_group("export")
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("export")]
 SMALL = dict(n_steps=8, batch_size=8, n_epochs=1, device="cpu", seed=0)
 TRANSFORMER = dict(context_length=4, d_model=8, n_heads=2, net_arch=[8])
 DEEP = dict(TRANSFORMER, n_layers=2, ffn_dim=8, gate=True, share_features_extractor=False)

@@ -25,6 +25,8 @@ from sb3_ppo_ext.memory import gru
 from sb3_ppo_ext.memory.recurrence import Plan
 from sb3_ppo_ext.update.optimizers import critic_parameters
 
+pytestmark = pytest.mark.integration
+
 SIZES = dict(lstm_hidden_size=8, net_arch=[8])
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
 
@@ -380,7 +382,6 @@ def test_zips_for_recurrent_ppo(tmp_path):
         assert_equal(model.policy.optimizer.state_dict(), loaded.policy.optimizer.state_dict(), name)
 
 
-@pytest.mark.integration
 def test_zips_without_contrib(tmp_path):
     """A zip of RecurrentPPO is loaded without sb3-contrib, which is never imported."""
     CASES["box"].make(RecurrentPPO).save(tmp_path / "model")

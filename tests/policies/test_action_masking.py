@@ -26,6 +26,8 @@ from support.toys import DICT, IMAGE, ToyEnv, make_toys
 from sb3_ppo_ext import ActionMaskWrapper, MlpPolicy, ParallelVecEnv, PPOExt
 from sb3_ppo_ext.distributions.masked import MaskedCategoricalDistribution, make_masked_distribution
 
+pytestmark = pytest.mark.integration
+
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu", policy_kwargs=dict(net_arch=[8]))
 IN_OBSERVATION = dict(action_masking=True, action_mask_key="action_mask")
 
@@ -134,7 +136,6 @@ def test_updates(name):
 
 
 @pytest.mark.slow
-@pytest.mark.integration
 @pytest.mark.parametrize("name", one_in(3, ["multi-discrete, KL", "discrete, entropy", "KL"]))
 def test_compiled(name, quick_compiler):
     """The update can be compiled."""
@@ -253,7 +254,6 @@ def test_masks_are_no_features():
     assert model.policy.get_distribution(other).distribution.probs[0].tolist() == [1, 0, 0, 0, 0]
 
 
-@pytest.mark.integration
 def test_environments_in_other_processes():
     """Masks come from environments in other processes as well."""
     models = []

@@ -12,6 +12,8 @@ from gymnasium import spaces
 
 from sb3_ppo_ext import MlpPolicy, MultiInputPolicy, PPOExt
 
+pytestmark = pytest.mark.integration
+
 PATH = Path(__file__).parents[2] / "examples" / "behaviour_cloning.py"
 
 

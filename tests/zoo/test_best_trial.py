@@ -19,6 +19,8 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.schedules import value_of
 from sb3_ppo_ext.zoo.best_trial import NotCodeError, as_code, best_entry
 
+pytestmark = pytest.mark.integration
+
 ZOO_FILE = Path(sys.modules["rl_zoo3"].__file__).parent / "hyperparams" / "ppo.yml"
 ENV_ID = "MountainCarContinuous-v0"  # The Zoo's entry has `policy_kwargs`, `normalize` and gSDE.
 STUDY = ["--storage", "study.log", "--study-name", "study"]

@@ -16,6 +16,8 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.export.__main__ import main as export
 
 pytest.importorskip("rl_zoo3")
+
+pytestmark = pytest.mark.integration
 ENV = "Pendulum-v1"
 SMALL = dict(n_envs=2, n_steps=32, batch_size=32, n_epochs=2)
 PARAMS = ["-params", *(f"{name}:{value}" for name, value in SMALL.items())]

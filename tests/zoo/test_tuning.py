@@ -26,6 +26,8 @@ from sb3_ppo_ext.zoo import tuning
 from sb3_ppo_ext.zoo.experiment import hyperparameters_optimization
 from sb3_ppo_ext.zoo.yaml_entries import HYPERPARAMS
 
+pytestmark = pytest.mark.integration
+
 POSTGRES = Path(__file__).parents[2] / "scripts" / "postgres.sh"
 SERVERS = Path("/usr/lib/postgresql")
 
@@ -302,7 +304,6 @@ def assert_starts_at_once(url, folder):
     assert 3 <= len(trials(url)) <= 5
 
 
-@pytest.mark.integration
 @pytest.mark.slow
 def test_sqlite_survives_a_kill(tmp_path):
     """A study in an SQLite database is completed although a worker was killed during a trial."""
@@ -310,7 +311,6 @@ def test_sqlite_survives_a_kill(tmp_path):
     assert_survives_a_kill(f"sqlite:///{tmp_path}/study.db", tmp_path)
 
 
-@pytest.mark.integration
 @pytest.mark.slow
 def test_journal_survives_a_kill(tmp_path):
     """Another worker brings the study to its end, where the lost trial counts as one."""
@@ -324,7 +324,6 @@ def test_journal_survives_a_kill(tmp_path):
     assert len(after) == 3
 
 
-@pytest.mark.integration
 @pytest.mark.slow
 @pytest.mark.skipif(not SERVERS.exists() or not shutil.which("runuser"), reason="needs PostgreSQL's server")
 def test_postgres_survives_a_kill(tmp_path_factory):
@@ -355,7 +354,6 @@ def test_postgres_survives_a_kill(tmp_path_factory):
         shutil.rmtree(folder)
 
 
-@pytest.mark.integration
 @pytest.mark.skipif(not SERVERS.exists() or os.getuid() != 0, reason="needs PostgreSQL's server, and to be root")
 def test_a_folder_that_the_server_may_not_enter(tmp_path):
     """The script refuses it, says so, and leaves nothing behind."""
@@ -367,7 +365,6 @@ def test_a_folder_that_the_server_may_not_enter(tmp_path):
     assert not folder.exists()
 
 
-@pytest.mark.integration
 def test_without_a_server(tmp_path):
     """The script says what to install."""
     script = tmp_path / "postgres.sh"

@@ -32,6 +32,8 @@ from sb3_ppo_ext.zoo import register
 from sb3_ppo_ext.zoo.__main__ import main
 from sb3_ppo_ext.zoo.yaml_entries import HYPERPARAMS, TrialHyperparams, find_hyperparams
 
+pytestmark = pytest.mark.integration
+
 # The command line
 
 
@@ -39,7 +41,6 @@ ZOO_FILE = Path(sys.modules["rl_zoo3"].__file__).parent / "hyperparams" / "ppo.y
 SMALL = ["-params", "n_steps:128", "n_epochs:2"]
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     ("env_id", "arguments"),
     [
@@ -68,7 +69,6 @@ def test_same_numbers_as_ppo(env_id, arguments, tmp_path, train_here):
     assert expected == config(tmp_path, env_id)
 
 
-@pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_train_writes_what_the_zoo_writes(trained):
     """A run leaves model, best model, checkpoints, evaluations, monitor, TensorBoard and configuration."""
@@ -78,7 +78,6 @@ def test_train_writes_what_the_zoo_writes(trained):
     assert list((trained / "tb" / "CartPole-v1").glob("PPOExt_1/events*"))
 
 
-@pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_enjoy(trained):
     """`enjoy` loads the agent and plays it."""
@@ -89,7 +88,6 @@ def test_enjoy(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_record_video(trained):
     """`record_video` writes a video of the best model."""
@@ -98,7 +96,6 @@ def test_record_video(trained):
     assert list((trained / "videos").glob("*.mp4"))
 
 
-@pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_continue_training(trained, tmp_path, train_here):
     """`-i` goes on with the parameters of a saved agent."""
@@ -110,7 +107,6 @@ def test_continue_training(trained, tmp_path, train_here):
 
 
 @pytest.mark.slow
-@pytest.mark.integration
 def test_our_own_command(tmp_path):
     """`python -m sb3_ppo_ext.zoo` needs no hook."""
     arguments = ["--env", "CartPole-v1", "-n", "300"]
@@ -177,7 +173,6 @@ def trials(storage, name="study"):
     return optuna.load_study(storage=storage, study_name=name).trials
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     ("sampler", "pruner", "more"),
     [
@@ -244,7 +239,6 @@ def test_hub_look_up(monkeypatch):
     assert env_id == "CartPole-v1"
 
 
-@pytest.mark.integration
 @pytest.mark.slow
 def test_ars_goes_on_working(tmp_path):
     """ARS, which sends its ExperimentManager to other processes, goes on working."""
@@ -293,7 +287,6 @@ def test_a_subclass_of_ppo_ext_in_the_zoo(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.integration
 def test_source_checkout_of_the_zoo(tmp_path):
     """The Zoo's YAML files are found in a source checkout, where they lie beside the package."""
     package = Path(sys.modules["rl_zoo3"].__file__).parent
@@ -592,7 +585,6 @@ def test_schedules_of_the_zoo_can_be_saved():
     assert model.lr_schedule(0.5) == 5e-4
 
 
-@pytest.mark.integration
 @pytest.mark.xdist_group("trained")
 def test_enjoy_loads_with_custom_objects(trained):
     """The custom objects of the Zoo's `enjoy` are taken."""

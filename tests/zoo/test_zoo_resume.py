@@ -15,6 +15,8 @@ from sb3_ppo_ext.envs import choice_of_vec_env
 from sb3_ppo_ext.zoo.__main__ import main
 from sb3_ppo_ext.zoo.resuming import words_of
 
+pytestmark = pytest.mark.integration
+
 ENV = "Pendulum-v1"
 SMALL = ["--env", ENV, "-n", "768", "--save-freq", "150", "-tb", "tb", "--eval-freq", "200", "--eval-episodes", "1"]
 PARAMS = ["-params", "n_envs:2", "n_steps:64", "batch_size:32", "n_epochs:2", "normalize:True"]
@@ -125,7 +127,6 @@ def test_hyperparameters_are_those_of_the_run(run, zoo_here):
 
 
 @pytest.mark.slow
-@pytest.mark.integration
 def test_monitor_files_of_other_processes(zoo_here, tmp_path, monkeypatch):
     """Environments in other processes keep the episodes before the checkpoint, too."""
     monkeypatch.setattr(choice_of_vec_env, "COST", 0.0)
