@@ -37,7 +37,7 @@ N_EPISODES = 10
 BEFORE_LAST = 0.9
 OUT = Path("benchmark")
 FILE = "search.csv.xz"
-N_SAMPLED, N_ROUNDS = 240, 10
+N_SAMPLED, N_ROUNDS = 155, 10
 COLUMNS = ["configuration", "task", "seed", "digest", "engine", "timesteps", "score", "cpu_seconds", "levels"]
 
 
