@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(JOBS),2) --dist lo
 # The environment for a target: with what it needs, or the one with everything, if it is there
 env = $(or $(wildcard $(VENV)/.all),$(VENV)/.$(1))
 
-.PHONY: demo test test-fast test-slow test-simulators fuzz fuzz-zips sanitize evidence docs lint format clean
+.PHONY: demo test test-fast test-cuda test-slow test-simulators fuzz fuzz-zips sanitize evidence docs lint format clean
 
 demo: $(call env,zoo)
 	$(BIN)/python scripts/demo.py
@@ -21,6 +21,11 @@ test: $(call env,tests)
 
 test-fast: $(call env,tests)
 	$(PYTEST) -m "not slow and not integration"
+
+# Tests marked `gpu`, with a pretended device; see CONTRIBUTING.md
+test-cuda: $(call env,tests)
+	PYTHONPATH=.:tests $(PYTEST) -p support.pretended_cuda.plugin -p support.bare_machine tests/engines \
+		-m gpu -k "not compiled and not Lstm"
 
 test-slow: $(call env,tests)
 	$(PYTEST) -m slow

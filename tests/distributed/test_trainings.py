@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,9 @@ def test_ranks_equal_one_process_with_every_option(tmp_path, n_ranks):
     assert_equal_one_process(tmp_path, n_ranks, ALL)
 
 
+ZOO = ["--algo", "ppo_ext", "--env", "CartPole-v1", "--device", "cpu", "--verbose", "0"]
+OF_THE_ZOO = ["-n", "1024", "--eval-freq", "512", "--eval-episodes", "1"]
+OF_THE_ZOO += ["-params", "n_envs:4", "n_steps:64", "normalize:True"]
 SCENARIOS = ("plain", "seeds", "off", "differences", "bad_input", "stop", "changed_weights", "memory", "zips", "error")
 
 
@@ -121,7 +125,8 @@ def scenarios(tmp_path_factory):
     """Results of the scenarios on both ranks, and their folder."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "cases").mkdir()
-    done = run_jobs((2, SUPPORT / "rank_script.py", folder, *SCENARIOS), *jobs_of(folder / "cases", 2, FEW))
+    zoo = (2, find_spec("rl_zoo3.train").origin, "-f", folder / "logs", *ZOO, *OF_THE_ZOO)
+    done = run_jobs((2, SUPPORT / "rank_script.py", folder, *SCENARIOS), *jobs_of(folder / "cases", 2, FEW), zoo)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return {name: [each[name] for each in found] for name in SCENARIOS} | {"folder": folder, "output": done.stdout}
 
@@ -231,14 +236,9 @@ def test_no_shared_memory_is_left(scenarios):
     assert not list(Path("/dev/shm").glob("sb3_ppo_ext_*"))
 
 
-ZOO = ["-m", "rl_zoo3.train", "--algo", "ppo_ext", "--env", "CartPole-v1", "--device", "cpu", "--verbose", "0"]
-
-
-def test_the_zoo(tmp_path):
+def test_the_zoo(scenarios):
     """All ranks train one model of the Zoo; rank 0 writes one run, with evaluations at the given numbers of steps."""
-    arguments = [*ZOO, "-n", "1024", "--eval-freq", "512", "--eval-episodes", "1", "-f", str(tmp_path / "logs")]
-    run([*TORCHRUN, "2", *arguments, "-params", "n_envs:4", "n_steps:64", "normalize:True"])
-    (folder,) = (tmp_path / "logs" / "ppo_ext").iterdir()
+    (folder,) = (scenarios["folder"] / "logs" / "ppo_ext").iterdir()
     assert len(list(folder.glob("*.monitor.csv"))) == 4
     assert np.load(folder / "evaluations.npz")["timesteps"].tolist() == [512, 1024]
     assert PPOExt.load(folder / "CartPole-v1.zip").normalizer is not None
@@ -249,7 +249,7 @@ def test_the_zoo_trains_independently(tmp_path):
     """With ``distributed: "off"`` in the YAML file, each process trains a model of its own, in a folder of its own."""
     config = tmp_path / "ppo_ext.yml"
     config.write_text('CartPole-v1: {policy: MlpPolicy, n_envs: 2, n_steps: 32, n_timesteps: 128, distributed: "off"}')
-    run([*TORCHRUN, "2", *ZOO, "--conf-file", str(config), "--uuid", "-f", str(tmp_path / "logs")])
+    run([*TORCHRUN, "2", "-m", "rl_zoo3.train", *ZOO, "--conf-file", str(config), "--uuid", "-f", str(tmp_path / "logs")])
     models = [PPOExt.load(path, device="cpu") for path in (tmp_path / "logs").rglob("CartPole-v1.zip")]
     assert [model.num_timesteps for model in models] == [128, 128]
 
@@ -257,7 +257,7 @@ def test_the_zoo_trains_independently(tmp_path):
 @pytest.mark.slow
 def test_the_zoo_does_not_tune(tmp_path):
     """``-optimize`` is refused with a remedy: ranks train one model."""
-    arguments = [*ZOO, "-optimize", "--n-trials", "1", "-f", str(tmp_path / "logs")]
+    arguments = ["-m", "rl_zoo3.train", *ZOO, "-optimize", "--n-trials", "1", "-f", str(tmp_path / "logs")]
     done = subprocess.run([*TORCHRUN, "2", *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert "torchrun trains one model" in done.stderr + done.stdout

@@ -39,8 +39,6 @@ FEW = {
         "test_ranks_have_environments_on_gpus_of_their_own",
     ],
 }
-# Triton is tested in test_compiled_for_cuda.py, and the recurrent kernels of CUDA cannot be pretended.
-NOT_HERE = "not compiled and not Lstm"
 
 
 def run(*arguments, plugins=("support.pretended_cuda.plugin", "support.bare_machine"), cwd=TESTS.parent):
@@ -62,14 +60,6 @@ def test_a_few_tests_of_the_gpu():
     assert status == 0, output[-6000:]
     assert f"{len(cases)} passed" in output
     assert "skipped" not in output
-
-
-@pytest.mark.slow
-def test_all_tests_of_the_gpu():
-    """All tests marked `gpu` pass on the pretended device."""
-    status, output = run("-m", "gpu", "-k", NOT_HERE, "tests/engines")
-    assert status == 0, output[-6000:]
-    assert "passed" in output
 
 
 FAULTS = """

@@ -32,13 +32,16 @@ OF_OTHERS = {
 }
 # Gymnasium refuses to transform observations in this mode.
 NO_OBSERVATIONS = AutoresetMode.SAME_STEP
-CASES = [
-    pytest.param(*case, mode, id=f"{name}-{mode.name.lower()}")
+CASES = {
+    f"{name}-{mode.name.lower()}": (*case, mode)
     for kinds in (OF_OBSERVATIONS, OF_OTHERS)
     for name, case in kinds.items()
     for mode in AutoresetMode
     if kinds is OF_OTHERS or mode != NO_OBSERVATIONS
-]
+}
+
+
+IN_PROCESSES = [pytest.param(AsyncVectorEnv, case, marks=pytest.mark.integration) for case in list(CASES)[::4]]
 
 
 def seen_of(env):
@@ -47,13 +50,13 @@ def seen_of(env):
     return seen
 
 
-@pytest.mark.parametrize(("of_all", "of_one", "kwargs", "space", "mode"), CASES)
-@pytest.mark.parametrize("cls", [SyncVectorEnv, pytest.param(AsyncVectorEnv, marks=pytest.mark.integration)])
-def test_wrappers(cls, of_all, of_one, kwargs, space, mode):
+@pytest.mark.parametrize(("cls", "case"), [*((SyncVectorEnv, case) for case in CASES), *IN_PROCESSES])
+def test_wrappers(cls, case):
     """
     A wrapper around all copies does what it does around each of them in DummyVecEnv: observations, the first and last ones of
     episodes included, rewards and infos, with the statistics of episodes.
     """
+    of_all, of_one, kwargs, space, mode = CASES[case]
     fns = [partial(Plain, observation_space=space)] * 3
     adapter = VectorEnvAdapter(of_all(cls(fns, autoreset_mode=mode), **kwargs))
     expected = DummyVecEnv([lambda: of_one(Plain(observation_space=space), **kwargs)] * 3)

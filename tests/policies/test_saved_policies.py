@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch as th
 from stable_baselines3 import PPO
+from support.cases import one_in
 from support.parity import assert_equal
 from support.policies import BOUNDED, POLICIES, SCHEDULE, SMALL, make
 from support.toys import BOX_ACTION, make_toys
@@ -14,7 +15,7 @@ from support.zips import Zip
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("action_dist", BOUNDED)
+@pytest.mark.parametrize("action_dist", one_in(2, BOUNDED))
 def test_zip_in_another_process(action_dist, tmp_path):
     """A process that imports nothing but the package loads the zip and predicts the same."""
     model = make(action_dist).learn(32)

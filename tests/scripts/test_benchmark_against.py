@@ -36,6 +36,7 @@ def test_slower(factor, slower):
     assert against.is_slower(result) == slower
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_turn_in_a_process():
     """A process trains with the package of a checkout, the same model in each turn, and answers with a time."""

@@ -53,6 +53,7 @@ def printed_lines(code):
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=STUDIES).stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_memory_study_normalizes_as_the_entries_say():
     """The study of memory trains and evaluates with the observations that the entries of RL Zoo and ours ask for."""

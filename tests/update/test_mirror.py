@@ -265,13 +265,14 @@ def test_masks_are_mirrored(space, wrapper):
         assert th.isfinite(th.tensor(logged(model)["train/mirror_augmentation_loss"]))
 
 
+MEMORIES = [name for name in ACTIONS if name != "gSDE"]
 TRANSFORMER = dict(context_length=4, d_model=8, n_heads=2, use_last_action=True, use_last_reward=True)
 
 
-@pytest.mark.parametrize("backend", ["eager", "device"])
-@pytest.mark.parametrize("name", one_in(4, [name for name in ACTIONS if name != "gSDE"]))
-def test_policies_with_a_transformer(name, backend):
+@pytest.mark.parametrize("case", one_in(8, [(backend, name) for backend in ("eager", "device") for name in MEMORIES]))
+def test_policies_with_a_transformer(case):
     """The whole history is mirrored, with the last actions: the loss makes the policy its own mirror image."""
+    backend, name = case
     env, options, action, _ = ACTIONS[name]
     given = dict(policy_kwargs=TRANSFORMER, backend=backend, learning_rate=3e-3, n_epochs=8, batch_size=16)
     losses = dict(mirror=dict(coef=20.0, obs=OBS, action=action))

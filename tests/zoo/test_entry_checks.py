@@ -9,7 +9,7 @@ import pytest
 from rl_zoo3.wrappers import FrameSkip
 from stable_baselines3.common.callbacks import CallbackList
 from stable_baselines3.common.vec_env import VecCheckNan, is_vecenv_wrapped
-from support.zoo import MODULE, manager, run, saved, train
+from support.zoo import manager, saved, train
 
 from sb3_ppo_ext.zoo.__main__ import main
 from sb3_ppo_ext.zoo.entry_checks import CommandError
@@ -213,8 +213,6 @@ def test_what_a_user_sees(tmp_path):
     printed = train("--env", "CartPole-v1", "-params", "n_step:5", cwd=tmp_path, fails=True)
     assert "Traceback" not in printed
     assert "\nError: PPOExt has no option `n_step`: did you mean `n_steps`" in printed
-    printed = run(*MODULE, "sb3_ppo_ext.zoo", "resume", tmp_path, cwd=tmp_path, fails=True)
-    assert printed.startswith("Error: `folder=")
 
 
 def test_functions_that_cannot_be_read_again(tmp_path, train_here):

@@ -176,7 +176,7 @@ def trials(storage, name="study"):
 @pytest.mark.parametrize(
     ("sampler", "pruner", "more"),
     [
-        ("tpe", "median", ["--n-trials", "3"]),
+        ("tpe", "median", ["--n-trials", "2"]),
         pytest.param("random", "halving", ["--n-trials", "2", "--n-jobs", "2"], marks=pytest.mark.slow),
         pytest.param("random", "none", ["--max-total-trials", "2", "--optimization-log-path", "t"], marks=pytest.mark.slow),
     ],
