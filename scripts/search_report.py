@@ -13,7 +13,17 @@ import numpy as np
 import pandas as pd
 from default_split import DEVELOPMENT, DISCRETE
 from returns_report import BOOTSTRAPS, mean_improvement, table, with_interval, with_spread
-from search_space import ACTIVE, CANDIDATES, CONTINUOUS_ONLY, DISCRETE_ONLY, FIRST_SEED, HALVED_AFTER, LEVERS, REFERENCES
+from search_space import (
+    ACTIVE,
+    CANDIDATES,
+    CONTINUOUS_ONLY,
+    DISCRETE_ONLY,
+    ENDED,
+    FIRST_SEED,
+    HALVED_AFTER,
+    LEVERS,
+    REFERENCES,
+)
 
 KINDS = {"all tasks": set(DEVELOPMENT), "discrete": DISCRETE, "continuous": set(DEVELOPMENT) - DISCRETE}
 BASELINES = list(REFERENCES)[:2]
@@ -118,7 +128,7 @@ def racers(rows: pd.DataFrame, number: int) -> list[str]:
     :param number: Number of a round of the race
     :return: Names of the candidates that run in it: all at first; after some rounds, the better half goes on
     """
-    left = list(CANDIDATES)
+    left = [name for name in CANDIDATES if name not in ENDED]
     for n_rounds in HALVED_AFTER:
         if n_rounds <= number:
             before = rows[rows["configuration"].isin([*left, *REFERENCES]) & (rows["seed"] < FIRST_SEED + n_rounds)]
