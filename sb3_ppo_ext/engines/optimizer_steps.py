@@ -186,10 +186,14 @@ class FusedAdamStepper(Stepper):
         if not is_made:
             return
         self.n_steps += 1
-        group = self.group
         if self.reached and len(self.reached) != self.n_decayed:
             self._leave_out()
-        self.adam.step(self.n_steps, self.scale, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
+        self.adam.step(self.n_steps, self.scale, *self.options())
+
+    def options(self) -> tuple[float, ...]:
+        """:return: Learning rate, both betas, epsilon and weight decay"""
+        group = self.group
+        return float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]
 
     def _leave_out(self) -> None:
         """Step those parameters alone that a loss reaches."""

@@ -4,13 +4,19 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from support.engines import make
+from support.masks import make_masked
 
+from sb3_ppo_ext.common.guards import NonFiniteGradientError
 from sb3_ppo_ext.distributions.masked import INVALID
+from sb3_ppo_ext.engines.native import compiled_steps as native_steps
+from sb3_ppo_ext.engines.native import gradients as native_gradients
+from sb3_ppo_ext.engines.native import policy
 from sb3_ppo_ext.engines.native.epoch import FlatRollout, NativeMinibatches
 from sb3_ppo_ext.update.losses import SURROGATES, LossConfig, value_slope
 
 pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
 from sb3_ppo_ext.engines.native.compiled_loss import compiled_loss
+from sb3_ppo_ext.engines.native.compiled_steps import CompiledSteps
 from sb3_ppo_ext.engines.native.gradients import AnalyticGradients
 
 N = 24
@@ -107,15 +113,82 @@ def test_what_is_not_finite_is_seen(kind, number):
 
 
 def test_is_taken(monkeypatch):
-    """Updates take the loss in C where it is known, and NumPy's with penalties and for other distributions."""
+    """
+    Updates are made in C where it knows all that they need. With another optimiser, they take the loss in C, and NumPy's with
+    penalties and for other distributions.
+    """
     taken = []
-    add_block, add_compiled = AnalyticGradients._add_block, AnalyticGradients._add_compiled
-    monkeypatch.setattr(AnalyticGradients, "_add_block", lambda *args: taken.append("NumPy") or add_block(*args))
-    monkeypatch.setattr(AnalyticGradients, "_add_compiled", lambda *args: taken.append("C") or add_compiled(*args))
-    for options, expected in (({}, "C"), (dict(bounds_coef=0.1), "NumPy"), (dict(action_dist="beta"), "NumPy")):
+
+    def note(cls, method, what):
+        original = getattr(cls, method)
+        monkeypatch.setattr(cls, method, lambda *args: taken.append(what) or original(*args))
+
+    note(AnalyticGradients, "_add_block", "NumPy")
+    note(AnalyticGradients, "_add_compiled", "C")
+    note(CompiledSteps, "make", "steps in C")
+    cases = [({}, "steps in C"), (dict(optimizer="adamw"), "C"), (dict(native_threads=2), "C")]
+    for options, expected in [*cases, (dict(bounds_coef=0.1), "NumPy"), (dict(action_dist="beta"), "NumPy")]:
         make(**options).learn(32)
         assert set(taken) == {expected}
         taken.clear()
+
+
+def trained(options, n_steps=64):
+    """Parameters, moments and logs of a short training."""
+    np.random.seed(0)
+    model = make(**options).learn(n_steps)
+    state = model.policy.optimizer.state_dict()["state"].values()
+    moments = [np.asarray(value) for each in state for value in each.values()]
+    logs = {name: value for name, value in model.logger.name_to_value.items() if not name.startswith("time/")}
+    return [parameter.detach().numpy() for parameter in model.policy.parameters()] + moments, logs
+
+
+STEPS = {
+    "Gaussian": dict(ent_coef=0.01),
+    "more steps than in a call": dict(n_steps=80, batch_size=2),
+    "masks": dict(make_env=make_masked, action_masking=True),
+    "several minibatches in a step, the last one smaller": dict(accumulate_grad=2, batch_size=5),
+    "segments": dict(priority_alpha=0.5),
+    "normalised values": dict(normalize_value=True, clip_range_vf=0.1, vf_clip_mode="max"),
+    "V-trace": dict(vtrace=True),
+    "another advantage_norm": dict(advantage_norm="rollout"),
+    "stopped by the KL divergence": dict(target_kl=1e-4, learning_rate=1e-2),
+    "weight decay": dict(policy_kwargs=dict(optimizer_kwargs=dict(weight_decay=0.1))),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_those_of_the_loop(name, monkeypatch):
+    """Steps that the extension module makes are those of the loop, bit for bit, and so is what is logged."""
+    monkeypatch.setattr(policy, "BLOCK", 3)
+    monkeypatch.setattr(native_steps, "BLOCK", 3)
+    results, logs = trained(STEPS[name], STEPS[name].get("n_steps", 64) * 2)
+    monkeypatch.setattr(native_gradients, "compiled_steps", lambda *args: None)
+    expected, expected_logs = trained(STEPS[name], STEPS[name].get("n_steps", 64) * 2)
+    for one, other in zip(expected, results, strict=True):
+        np.testing.assert_array_equal(other, one)
+    assert logs == pytest.approx(expected_logs, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("bad_gradients", ["raise", "skip"])
+def test_steps_that_are_not_finite(bad_gradients, monkeypatch):
+    """The loop looks at steps that are not finite: it names what is not, or skips them, and the others are made."""
+    outcomes = []
+    for chosen in (native_gradients.compiled_steps, lambda *args: None):
+        monkeypatch.setattr(native_gradients, "compiled_steps", chosen)
+        np.random.seed(0)
+        model = make(bad_gradients=bad_gradients)
+        model.learn(32)
+        model.rollout_buffer.tensors["returns"][3, 0] = np.nan
+        try:
+            model.train()
+            message = ""
+        except NonFiniteGradientError as error:
+            message = str(error)
+        outcomes.append((message, model.n_skipped_updates, *(p.detach().numpy() for p in model.policy.parameters())))
+    assert (bad_gradients == "raise") == ("value_loss nan" in outcomes[0][0])
+    for one, other in zip(*outcomes, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_actions_that_are_no_choices():

@@ -133,6 +133,7 @@ class Entries:
         wrong = (*map(read, rollout[:3]), *map(read, vectors), number, number, written(rollout[3]))
         yield "gae", self.module.gae, right, wrong
         yield from self.losses()
+        yield from self.steps()
         yield (
             "normalize",
             self.module.normalize,
@@ -163,6 +164,35 @@ class Entries:
             arrays = [array(2, sum(choices)), array(2), array(2, sum(choices)), array(2)]
             wrong = ([*number, -1, n - 1], [*number, 0], *map(read, arrays[:2]), *map(written, arrays[2:]))
             yield "Loss.add", self.module.Loss(*right).add, (1, n, *arrays, True), wrong
+
+    def steps(self):
+        """Calls for steps of the optimiser, with a Gaussian."""
+        array, number, n = self.array, list(WRONG_NUMBERS), 5
+        actor, critic = (self.module.Network([self.layer(3, 4), "tanh", self.layer(4, k)]) for k in (2, 1))
+        columns = (array(n, 2), *(array(n) for _ in range(4)), None, *(array(n) for _ in range(5)))
+        loss = self.module.Loss("gaussian", (1, 1), array(2), array(2), columns, False, False, 0.2, 3.0, 0.1, 1.0, 0.5, 0.01)
+        features, invalid = array(n, 3), np.zeros((n, 2), bool)
+        right = (actor, critic, loss, self.adam, features, invalid, 2)
+        objects = [None, 5, object(), self.module.Network, self.threads]
+        wrong = [[*objects, critic, loss], [*objects, actor, loss], [*objects, actor], [*objects, loss]]
+        wrong_invalid = [5, object(), features, invalid[:-1], invalid[:, :-1], invalid.T, invalid.astype(np.uint8)]
+        wrong += [list(wrong_arrays(features, False)), wrong_invalid, [*number, 0, -1]]
+        yield "Steps", self.module.Steps, right, tuple(wrong)
+        own, limits = [*number, -1, 0], [value for value in number if type(value) is not float or value != value]
+        ends = [None, [2, 5], 5, (5, 2), (2, 2), (0, 5), (-1, 5), (2, 6), (2, None), (2**70,), ("a",), (2.0,), (Refusing(),)]
+        wrong_steps = (
+            ends,
+            [*number, -1, 3],
+            own,
+            own,
+            limits,
+            limits,
+            *[number] * 3,
+            *[[*number, -0.1, 1.0]] * 2,
+            *[number] * 2,
+        )
+        steps = self.module.Steps(*right)
+        yield "Steps.make", steps.make, ((2, 5), 0, 1, 2, 0.5, 1.0, 1.0, 0.0, 1e-3, 0.9, 0.999, 1e-5, 0.0), wrong_steps
 
     def wrong_layers(self):
         first, rest = self.layers[0], self.layers[1:]

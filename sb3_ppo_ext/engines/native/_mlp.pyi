@@ -52,6 +52,35 @@ class Loss:
         /,
     ) -> float: ...
 
+class Steps:
+    def __new__(
+        cls,
+        actor: Network,
+        critic: Network,
+        loss: Loss,
+        adam: Adam,
+        features: np.ndarray,
+        invalid: np.ndarray | None,
+        block: int,
+    ) -> Steps: ...
+    def make(
+        self,
+        ends: tuple[int, ...],
+        first: int,
+        n: float,
+        batch_size: int,
+        max_norm: float,
+        max_kl: float,
+        value_std: float,
+        value_mean: float,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        /,
+    ) -> list[float]: ...
+
 def gae(
     rewards: np.ndarray,
     values: np.ndarray,

@@ -63,4 +63,4 @@ class NativeEngine(Engine):
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper) -> GradientSource:
         # The next rollout is evaluated by these threads as well.
         self.native.use_threads(config.native_threads)
-        return AnalyticGradients(self.native, config, estimates, shows_gradients=isinstance(stepper, TorchStepper))
+        return AnalyticGradients(self.native, config, estimates, stepper)

@@ -24,12 +24,19 @@ class FlatRollout(NamedTuple):
     returns: np.ndarray
     invalid: np.ndarray | None = None
 
-    def take(self, order: np.ndarray) -> FlatRollout:
+    def take(self, order: np.ndarray, out: FlatRollout | None = None) -> FlatRollout:
         """
         :param order: Indices of samples, shape ``(n,)``
+        :param out: Samples to write into, ``None`` for new ones
         :return: These samples
         """
-        return FlatRollout(*(None if array is None else array.take(order, axis=0) for array in self))  # type: ignore[arg-type]
+        targets = [None] * len(self) if out is None else out
+        parts: Arrays = [
+            # Indices are valid; with another mode, NumPy would write into a copy first.
+            None if array is None else array.take(order, axis=0, out=target, mode="clip")
+            for array, target in zip(self, targets, strict=True)
+        ]
+        return FlatRollout(*parts)
 
 
 class NativeMinibatches:
@@ -51,11 +58,20 @@ class NativeMinibatches:
         weights: np.ndarray | None,
         distribution: NumpyDistribution,
     ):
-        self.order, self.samples, self.sizes, self.weights, self.distribution = order, samples, sizes, weights, distribution
+        self.samples, self.sizes, self.weights, self.distribution = samples, sizes, weights, distribution
+        self.measurements = np.empty((5, len(samples.features)), np.float32)
+        self.log_ratios, self.ratios, self.objectives, self.errors, self.entropies = self.measurements
+        self.begin(order)
+
+    def begin(self, order: np.ndarray) -> None:
+        """
+        Begin an epoch, without measurements.
+
+        :param order: Indices of its samples, as above
+        """
+        self.order = order
         # Weighted sum of the penalties of each minibatch
-        self.penalties = np.zeros(len(sizes), np.float32)
-        measured = np.empty((5, len(samples.features)), np.float32)
-        self.log_ratios, self.ratios, self.objectives, self.errors, self.entropies = measured
+        self.penalties = np.zeros(len(self.sizes), np.float32)
         # Number of minibatches evaluated so far, the parameters of their distributions if entropies are computed from these at
         # the end, and indices of those that are skipped
         self.n = 0
@@ -91,21 +107,22 @@ class NativeMinibatches:
         return self.distribution.entropies(np.concatenate(self.described[-n:]))
 
     def measured(self) -> MeasuredMinibatches:
-        """:return: Measurements of the minibatches evaluated so far"""
+        """:return: Measurements of the minibatches evaluated so far, which further ones leave as they are"""
         sizes = self.sizes[: self.n]
         n = int(sizes.sum())
         kept = np.ones(len(sizes), bool)
         kept[self.skipped] = False
+        log_ratios, ratios, objectives, errors, entropies = self.measurements[:, :n].copy()
         return MeasuredMinibatches(
             sizes,
             kept,
             self.penalties[: len(sizes)],
             np.concatenate(self.described) if self.described else None,
-            self.entropies[:n],
-            self.objectives[:n],
-            self.errors[:n],
-            self.ratios[:n],
-            self.log_ratios[:n],
+            entropies,
+            objectives,
+            errors,
+            ratios,
+            log_ratios,
             None if self.weights is None else self.weights[:n],
         )
 

@@ -18,12 +18,14 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.compiled_loss import compiled_loss
+from sb3_ppo_ext.engines.native.compiled_steps import MAX_STEPS, compiled_steps
 from sb3_ppo_ext.engines.native.epoch import FlatRollout, MeasuredMinibatches, NativeMinibatches, mean_of_each, normalize_each
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
+from sb3_ppo_ext.engines.optimizer_steps import TorchStepper
 from sb3_ppo_ext.update.advantages import standardize
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
-from sb3_ppo_ext.update.loop import GradientSource, Measured
+from sb3_ppo_ext.update.loop import GradientSource, Measured, Stepper
 from sb3_ppo_ext.update.losses import SURROGATES, active_penalties, value_slope
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.minibatch_loss import actions_of
@@ -42,7 +44,7 @@ class AnalyticGradients(GradientSource):
     :param native: Policy on the extension module
     :param config: Options of the update
     :param estimates: Advantages, returns and priorities of the rollout
-    :param shows_gradients: Whether to set ``grad`` of the parameters, for an optimiser of PyTorch
+    :param stepper: Stepper of the optimiser
     """
 
     def __init__(
@@ -50,13 +52,17 @@ class AnalyticGradients(GradientSource):
         native: NativePolicy,
         config: UpdateConfig,
         estimates: Estimates,
-        shows_gradients: bool = False,
+        stepper: Stepper,
     ):
-        self.native, self.config, self.estimates = native, config, estimates
+        self.native, self.config, self.estimates, self.stepper = native, config, estimates, stepper
         self.distribution, self.loss, self.ent_coef = native.distribution, config.loss, float(config.loss.ent_coef)
         self.slope = SURROGATES[config.loss.surrogate].slope
         self.penalties = active_penalties(config.loss, estimates.old_distribution is not None)
-        self.shown = [(p, th.from_numpy(gradient)) for p, gradient in native.parameters()] if shows_gradients else []
+        # Gradients that an optimiser of PyTorch reads
+        is_of_torch = isinstance(stepper, TorchStepper)
+        self.shown = [(p, th.from_numpy(gradient)) for p, gradient in native.parameters()] if is_of_torch else []
+        # Norms of the gradients in steps that the extension module has made
+        self.norms: list[float] = []
         # Number of minibatches of the last step, and a number that is finite if the squared errors of its values are
         self.n_minibatches, self.squared_errors = 0, 0.0
         # Measurements of epochs that have not been reported yet; several epochs are reported together to save time
@@ -85,40 +91,75 @@ class AnalyticGradients(GradientSource):
         )
 
     def steps(self) -> Iterator[Step]:
-        """:return: Steps of one epoch, for which the samples are gathered at once"""
+        """:return: Steps of one epoch, but for those that the extension module makes itself"""
+        self._begin_epoch()
+        number = 0
+        try:
+            while number < len(self.parts):
+                n_made = self._make_steps(number)
+                number += n_made
+                if n_made < MAX_STEPS and number < len(self.parts):
+                    yield self.parts[number]
+                    number += 1
+        finally:
+            self._end_epoch()
+
+    def _make_steps(self, first: int) -> int:
+        """Let the extension module make steps, and return their number."""
+        if self.compiled_steps is None:
+            return 0
+        norms = self.compiled_steps.make(first)
+        self.minibatches.n += sum(map(len, self.parts[first : first + len(norms)]))
+        self.norms += norms
+        return len(norms)
+
+    def _begin_epoch(self) -> None:
+        """Draw and gather the samples of an epoch."""
         rollout, estimates, config = self.rollout, self.estimates, self.config
         order, sizes, weights = self._draw()
         if estimates.advantages is not None:
             rollout = rollout._replace(advantages=estimates.advantages.float().numpy())
         if estimates.returns is not None:
             rollout = rollout._replace(returns=estimates.returns.float().numpy())
-        samples = rollout.take(order)
+        if hasattr(self, "minibatches") and weights is None:
+            # The same arrays again, which the extension module knows
+            self.minibatches.begin(order)
+            rollout.take(order, self.minibatches.samples)
+        else:
+            self._lay_out(sizes, NativeMinibatches(order, rollout.take(order), self._split(sizes), weights, self.distribution))
         if config.normalizes_minibatches:
-            samples = samples._replace(advantages=self._normalized(samples.advantages, sizes, weights))
-        # No step has more than `step_size` samples.
-        split = sizes if config.accumulate_grad == 1 else _split(sizes, config.batch_size)
-        self.minibatches = NativeMinibatches(order, samples, split, weights, self.distribution)
-        self.compiled = None if self.penalties else compiled_loss(self.distribution, self.minibatches, self.loss)
+            self._normalize(self.minibatches.samples.advantages, sizes, weights)
+
+    def _split(self, sizes: np.ndarray) -> np.ndarray:
+        """Number of samples in each minibatch, of which steps with several have no more than ``step_size`` samples."""
+        return sizes if self.config.accumulate_grad == 1 else _split(sizes, self.config.batch_size)
+
+    def _lay_out(self, sizes: np.ndarray, minibatches: NativeMinibatches) -> None:
+        """Choose what computes the minibatches of an epoch, given the number of samples in each step."""
+        config = self.config
         # Parts of draws that are spread over the ranks may be larger than `batch_size`.
-        batch_size = config.batch_size if weights is None or not config.ranks.are_several else int(sizes.max())
-        try:
-            yield from self._steps(sizes.tolist(), batch_size)
-        finally:
-            self._end_epoch()
+        is_spread = minibatches.weights is not None and config.ranks.are_several
+        self.parts = list(_steps(sizes.tolist(), int(sizes.max()) if is_spread else config.batch_size))
+        self.minibatches = minibatches
+        self.compiled = None if self.penalties else compiled_loss(self.distribution, minibatches, self.loss)
+        ends = tuple(step[-1].stop for step in self.parts)
+        self.compiled_steps = compiled_steps(self.native, minibatches, self.compiled, self.stepper, config, ends)
 
     @cached_property
     def _sizes(self) -> np.ndarray:
         """Number of samples in each step of an epoch in which every sample is drawn once."""
         return _split(np.array([self.estimates.rollout.n_samples]), self.config.step_size)
 
-    def _normalized(self, advantages: np.ndarray, sizes: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-        """Advantages, normalised in each step of the optimiser over the samples of all ranks."""
-        if not self.config.ranks.are_several:
-            if weights is not None:
-                return normalize_each(advantages, sizes)
-            normalized = np.empty_like(advantages)
-            extension.module.normalize(advantages, int(sizes[0]), normalized)
-            return normalized
+    def _normalize(self, advantages: np.ndarray, sizes: np.ndarray, weights: np.ndarray | None) -> None:
+        """Normalise advantages in each step of the optimiser, over the samples of all ranks."""
+        if self.config.ranks.are_several:
+            advantages[:] = self._normalized_over_ranks(advantages, sizes, weights)
+        elif weights is not None:
+            advantages[:] = normalize_each(advantages, sizes)
+        else:
+            extension.module.normalize(advantages, int(sizes[0]), advantages)
+
+    def _normalized_over_ranks(self, advantages: np.ndarray, sizes: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
         # A sample without weight stands for an empty step.
         counted = np.float64(1) if weights is None else (weights > 0).astype(np.float64)
         n = sizes if weights is None else mean_of_each(counted, sizes) * sizes
@@ -127,7 +168,7 @@ class AnalyticGradients(GradientSource):
         own = th.from_numpy(np.stack([n, own_means, squares]))
         means, stds = (np.repeat(each.numpy(), sizes) for each in mean_and_std_of_each(own, self.config.ranks))
         of_all_ranks: np.ndarray = standardize(advantages, means, stds)
-        return of_all_ranks.astype(np.float32)
+        return of_all_ranks
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Indices of the samples of an epoch, the number of samples in each step, and importance weights."""
@@ -136,17 +177,6 @@ class AnalyticGradients(GradientSource):
             return rollout.order().numpy(), self._sizes, None
         indices, weights = zip(*rollout.draws(size, size, segments), strict=True)
         return th.cat(indices).numpy(), np.array([len(part) for part in indices]), th.cat(weights).numpy()
-
-    @staticmethod
-    def _steps(sizes: list[int], batch_size: int) -> Iterator[Step]:
-        start = 0
-        for size in sizes:
-            end = start + size
-            if size <= batch_size:
-                yield (slice(start, end),)
-            else:
-                yield tuple(slice(i, min(i + batch_size, end)) for i in range(start, end, batch_size))
-            start = end
 
     # Gradients
 
@@ -281,6 +311,8 @@ class AnalyticGradients(GradientSource):
         self.minibatches.measured().report_last(metrics, self.distribution)
         for name, values in self.reported.items():
             metrics[name].extend(values)
+        if self.norms:
+            metrics["grad_norm"].append(th.tensor(self.norms, dtype=th.float32))
 
     def _end_epoch(self) -> None:
         """Keep the measurements of the minibatches of the epoch."""
@@ -350,6 +382,17 @@ class NativeInputs:
         """Parameters of the action distributions before the update, shape ``(batch_size, n)``."""
         old = self._gradients.estimates.old_distribution
         return None if old is None else old[self._indices]
+
+
+def _steps(sizes: list[int], batch_size: int) -> Iterator[Step]:
+    start = 0
+    for size in sizes:
+        end = start + size
+        if size <= batch_size:
+            yield (slice(start, end),)
+        else:
+            yield tuple(slice(i, min(i + batch_size, end)) for i in range(start, end, batch_size))
+        start = end
 
 
 def _joined(step: Step) -> slice:

@@ -61,13 +61,50 @@ static void adam_dealloc(Adam *self)
     Py_DECREF(type);
 }
 
-PyDoc_STRVAR(norm_doc, "norm() -> float\n\nThe Euclidean norm of all gradients.");
-static PyObject *adam_norm(Adam *self, PyObject *nothing)
+static double norm_of_gradients(const Adam *self)
 {
     double total = 0;
     for (Py_ssize_t i = 0; i < self->n_tensors; i++)
         total += kernels->squares(self->views[4 * i + 1].buf, self->views[4 * i + 1].len / sizeof(float));
-    return PyFloat_FromDouble(sqrt(total));
+    return sqrt(total);
+}
+
+PyDoc_STRVAR(norm_doc, "norm() -> float\n\nThe Euclidean norm of all gradients.");
+static PyObject *adam_norm(Adam *self, PyObject *nothing)
+{
+    return PyFloat_FromDouble(norm_of_gradients(self));
+}
+
+/* Hyperparameters of a step, as its arguments have them */
+struct adam_options {
+    double lr, beta1, beta2, eps, weight_decay;
+};
+
+static int check_options(double n, double scale, struct adam_options o)
+{
+    if (n >= 1 && o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1 &&
+        isfinite(n + scale + o.lr + o.eps + o.weight_decay))
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "step takes n from 1, betas in [0, 1), and no NaN or infinity");
+    return -1;
+}
+
+static void make_step(Adam *self, double n, double scale, struct adam_options o)
+{
+    struct adam_step step = {
+        .scale = (float)scale,
+        .weight_decay = (float)o.weight_decay,
+        .weight1 = (float)(1 - o.beta1),
+        .weight2 = (float)(1 - o.beta2),
+        .beta2 = (float)o.beta2,
+        .step_size = (float)(o.lr / (1 - pow(o.beta1, n))),
+        .inverse_root_correction2 = (float)(1 / sqrt(1 - pow(o.beta2, n))),
+        .eps = (float)o.eps,
+    };
+    for (Py_ssize_t i = 0; i < self->n_tensors; i++) {
+        Py_buffer *view = &self->views[4 * i];
+        kernels->adam(view[0].buf, view[1].buf, view[2].buf, view[3].buf, view[0].len / sizeof(float), step);
+    }
 }
 
 PyDoc_STRVAR(
@@ -75,27 +112,12 @@ PyDoc_STRVAR(
     "step(n, scale, lr, beta1, beta2, eps, weight_decay)\n\nMake the n-th step, with the gradients multiplied by scale.");
 static PyObject *adam_step(Adam *self, PyObject *args)
 {
-    double n, scale, lr, beta1, beta2, eps, weight_decay;
-    if (!PyArg_ParseTuple(args, "ddddddd:step", &n, &scale, &lr, &beta1, &beta2, &eps, &weight_decay))
+    double n, scale;
+    struct adam_options o;
+    if (!PyArg_ParseTuple(args, "ddddddd:step", &n, &scale, &o.lr, &o.beta1, &o.beta2, &o.eps, &o.weight_decay) ||
+        check_options(n, scale, o) < 0)
         return NULL;
-    if (!(n >= 1 && beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1 && isfinite(n + scale + lr + eps + weight_decay))) {
-        PyErr_SetString(PyExc_ValueError, "step takes n from 1, betas in [0, 1), and no NaN or infinity");
-        return NULL;
-    }
-    struct adam_step step = {
-        .scale = (float)scale,
-        .weight_decay = (float)weight_decay,
-        .weight1 = (float)(1 - beta1),
-        .weight2 = (float)(1 - beta2),
-        .beta2 = (float)beta2,
-        .step_size = (float)(lr / (1 - pow(beta1, n))),
-        .inverse_root_correction2 = (float)(1 / sqrt(1 - pow(beta2, n))),
-        .eps = (float)eps,
-    };
-    for (Py_ssize_t i = 0; i < self->n_tensors; i++) {
-        Py_buffer *view = &self->views[4 * i];
-        kernels->adam(view[0].buf, view[1].buf, view[2].buf, view[3].buf, view[0].len / sizeof(float), step);
-    }
+    make_step(self, n, scale, o);
     Py_RETURN_NONE;
 }
 

@@ -340,6 +340,19 @@ static float add_sample(Loss *self, long i, float share, const float *outputs, f
     return error * error;
 }
 
+/* The same of consecutive samples, for a loss that is the mean of so many; return the sum of the squares. */
+static float add_samples(Loss *self, long start, long n, long size, const float *outputs, const float *values,
+                         float *d_outputs, float *d_values, int add)
+{
+    float total = 0, share = 1 / (float)size;
+    begin_minibatch(self);
+    for (long i = 0; i < n; i++)
+        total += add_sample(self, start + i, share, outputs + i * self->n_outputs, values[i], d_outputs + i * self->n_outputs,
+                            d_values + i);
+    write_d_log_std(self, add);
+    return total;
+}
+
 PyDoc_STRVAR(add_doc,
              "add(start, size, outputs, values, d_outputs, d_values, add) -> float\n\nMeasure consecutive samples, and write "
              "the gradients of a loss that is the mean of so many samples. Those of `log_std` are added, if that is asked "
@@ -364,15 +377,8 @@ static PyObject *loss_add(Loss *self, PyObject *args)
     }
     failed = failed || check_choices(self, start, n) < 0;
     float total = 0;
-    if (!failed) {
-        const float *outputs = views[0].buf, *values = views[1].buf;
-        float *d_outputs = views[2].buf, *d_values = views[3].buf, share = 1 / (float)size;
-        begin_minibatch(self);
-        for (long i = 0; i < n; i++)
-            total += add_sample(self, start + i, share, outputs + i * self->n_outputs, values[i],
-                                d_outputs + i * self->n_outputs, d_values + i);
-        write_d_log_std(self, add);
-    }
+    if (!failed)
+        total = add_samples(self, start, n, size, views[0].buf, views[1].buf, views[2].buf, views[3].buf, add);
     for (int i = 0; i < 4; i++)
         PyBuffer_Release(&views[i]);
     return failed ? NULL : PyFloat_FromDouble(total);

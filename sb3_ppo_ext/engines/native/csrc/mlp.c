@@ -8,6 +8,7 @@
 #include "gae.h"
 #include "loss.h"
 #include "normalize.h"
+#include "steps.h"
 #include "threads.h"
 
 PyDoc_STRVAR(use_doc, "use(name)\n\nUse an instruction set, one of `available()`; for tests. The fastest one is the default.");
@@ -42,12 +43,13 @@ static int exec_module(PyObject *module)
     for (int i = sizeof(instruction_sets) / sizeof(*instruction_sets); i--;)
         if (is_supported(instruction_sets[i].name))
             kernels = instruction_sets[i].kernels;
-    PyObject *network = PyType_FromSpec(&network_spec), *adam = PyType_FromSpec(&adam_spec);
-    PyObject *threads = PyType_FromSpec(&threads_spec), *loss = PyType_FromSpec(&loss_spec);
-    int failed = !network || !adam || !threads || !loss || PyModule_AddObjectRef(module, "Network", network) < 0 ||
-                 PyModule_AddObjectRef(module, "Adam", adam) < 0 || PyModule_AddObjectRef(module, "Threads", threads) < 0 ||
-                 PyModule_AddObjectRef(module, "Loss", loss) < 0;
-    Py_XDECREF(network), Py_XDECREF(adam), Py_XDECREF(threads), Py_XDECREF(loss);
+    PyType_Spec *specs[] = {&network_spec, &adam_spec, &threads_spec, &loss_spec, &steps_spec};
+    int failed = 0;
+    for (size_t i = 0; i < sizeof(specs) / sizeof(*specs) && !failed; i++) {
+        PyObject *type = PyType_FromSpec(specs[i]);
+        failed = !type || PyModule_AddType(module, (PyTypeObject *)type) < 0;
+        Py_XDECREF(type);
+    }
     return failed ? -1 : 0;
 }
 

@@ -307,6 +307,18 @@ static void forward_rows(Network *self, const float *x, float *out, long start, 
     copy_rows(input, last->ld_out, out + start * last->n_out, last->n_out, rows, last->n_out);
 }
 
+static int forward(Network *self, const float *x, float *out, long n)
+{
+    if (reserve(self, n) < 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (long start = 0; start < n; start += CHUNK)
+        forward_rows(self, x, out, start, n - start < CHUNK ? n - start : CHUNK);
+    self->n_kept = n;
+    return 0;
+}
+
 PyDoc_STRVAR(forward_doc, "forward(x, out)\n\nWrite the outputs for the rows of x, and keep what `backward` needs.");
 static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_t n_args)
 {
@@ -321,15 +333,7 @@ static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_
         PyBuffer_Release(&x);
         return NULL;
     }
-    int failed = refuse_if_busy(self);
-    if (!failed && reserve(self, n) < 0) {
-        PyErr_NoMemory();
-        failed = -1;
-    }
-    for (long start = 0; start < n && !failed; start += CHUNK)
-        forward_rows(self, x.buf, out.buf, start, n - start < CHUNK ? n - start : CHUNK);
-    if (!failed)
-        self->n_kept = n;
+    int failed = refuse_if_busy(self) < 0 || forward(self, x.buf, out.buf, n) < 0;
     PyBuffer_Release(&x), PyBuffer_Release(&out);
     return failed ? NULL : Py_NewRef(Py_None);
 }
@@ -439,17 +443,10 @@ static void write_last_delta(Network *self, const float *d_out, long at, long st
     copy_rows(d_out + start * last->n_out, last->n_out, last->delta + at * last->ld_out, last->ld_out, rows, last->n_out);
 }
 
-PyDoc_STRVAR(backward_doc,
-             "backward(d_out, add)\n\nWrite or add the gradients, given those of the last outputs of `forward`.");
-static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize_t n_args)
+/* Write or add the gradients of the parameters, given those of the outputs of the last `forward`. */
+static void backward(Network *self, const float *d_out, int add)
 {
     struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
-    Py_buffer d_out;
-    if (n_args != 2)
-        return PyErr_Format(PyExc_TypeError, "backward takes d_out and add, not %zd arguments", n_args);
-    int add = PyObject_IsTrue(args[1]);
-    if (add < 0 || get_rows(self, args[0], &d_out, last->n_out, 0, "d_out") < 0)
-        return NULL;
     for (struct layer *layer = first; layer <= last; layer++)
         if (!is_in_place(layer)) {
             memset(layer->d_weight, 0, rows_of_d_weight(layer) * columns_of_d_weight(layer) * sizeof(float));
@@ -457,7 +454,7 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
         }
     for (long start = 0; start < self->n_kept; start += CHUNK) {
         long rows = self->n_kept - start < CHUNK ? self->n_kept - start : CHUNK;
-        write_last_delta(self, d_out.buf, 0, start, rows);
+        write_last_delta(self, d_out, 0, start, rows);
         for (struct layer *layer = last; layer >= first; layer--) {
             if (!is_in_place(layer)) {
                 const float *input = read_by_weight(self, layer) + start * layer->ld_in;
@@ -473,6 +470,19 @@ static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize
             write_d_weight(layer, 0, rows_of_d_weight(layer), add);
             write_d_bias(layer, add);
         }
+}
+
+PyDoc_STRVAR(backward_doc,
+             "backward(d_out, add)\n\nWrite or add the gradients, given those of the last outputs of `forward`.");
+static PyObject *network_backward(Network *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    Py_buffer d_out;
+    if (n_args != 2)
+        return PyErr_Format(PyExc_TypeError, "backward takes d_out and add, not %zd arguments", n_args);
+    int add = PyObject_IsTrue(args[1]);
+    if (add < 0 || get_rows(self, args[0], &d_out, self->layers[self->n_layers - 1].n_out, 0, "d_out") < 0)
+        return NULL;
+    backward(self, d_out.buf, add);
     PyBuffer_Release(&d_out);
     Py_RETURN_NONE;
 }
