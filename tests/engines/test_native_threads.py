@@ -17,6 +17,7 @@ from support.engines import make, updated
 from support.toys import make_toys
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.engines.native import compiled_steps
 from sb3_ppo_ext.engines.native import policy as native_policy
 
 _mlp = pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
@@ -255,7 +256,8 @@ def made(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_update(name, made, monkeypatch):
     """An update in several threads is that of one thread, to the bit, and so is the rollout after it."""
-    monkeypatch.setattr(native_policy, "BLOCK", 300)
+    for module in (native_policy, compiled_steps):
+        monkeypatch.setattr(module, "BLOCK", 300)
     case = {"n_steps": 200, "policy_kwargs": WIDE, **CASES[name]}
     models = [make(**copy.deepcopy(case), native_threads=n).learn(1200) for n in (1, 2, 3)]
     for model in models[1:]:
