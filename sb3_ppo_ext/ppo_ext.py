@@ -178,6 +178,7 @@ class PPOExt(TrainingLoop, ChangedOptions):
         super().set_random_seed(seed if seed is None or rank == 0 else (seed + rank * self.n_envs) % 2**32)
 
     def set_env(self, env: GymEnv, force_reset: bool = True) -> None:
+        self._check_normalization(env)
         with assertions_as_value_errors():
             super().set_env(env, force_reset)
         self._place_normalizer()

@@ -8,6 +8,7 @@ than a tenth of a core, and is repeated if they have used more meanwhile. After 
 the table says how many of the turns were such "loud" ones. The parts:
 
 - training: steps per second of whole training runs, batches of 256, 10 epochs, networks of 64-64
+- make: as training, of a preset that `make` returns, with normalisation in the model and by `VecNormalize`
 - environments: steps per second of the environments alone, among them images of 84 x 84 x 4, and environments that compute, or
   wait, for 5 ms
 - growth: as environments, with 0, 1, 3, ... workers
@@ -26,6 +27,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,14 @@ from benchmark_tables import number, table, transposed
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecNormalize
 
-from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt
+from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, presets
+from sb3_ppo_ext import make as make_preset
 from sb3_ppo_ext.common.cores import available_cores
 
 PATH = Path(__file__).parents[1] / "docs" / "performance" / "parallel.json"
-PARTS = ("training", "environments", "growth", "model")
+PARTS = ("training", "make", "environments", "growth", "model")
 # Processes start faster, and step as fast.
 FORK: dict[str, Any] = {"start_method": "fork"} if "fork" in mp.get_all_start_methods() else {}
 # Share of a core that other programs may use during a turn
@@ -86,6 +89,8 @@ def computing() -> gym.Env:
 
 TRAINING: dict[str, tuple[Any, int, int]] = {"HalfCheetah-v5, 8 x 256": ("HalfCheetah-v5", 8, 256)}
 TRAINING["CartPole-v1, 16 x 128"] = ("CartPole-v1", 16, 128)
+# A preset, with normalisation, and its number of environments
+PRESET = ("HalfCheetah-v5", 8)
 # Environment, number of copies, steps of a turn
 ENVIRONMENTS: dict[str, tuple[Any, int, int]] = {
     "HalfCheetah-v5, 8": ("HalfCheetah-v5", 8, 300),
@@ -148,9 +153,26 @@ class Contender:
 def trainer(algorithm: Any, setting: tuple[Any, int, int], vec_env_cls: Any, **vec_env_kwargs: Any) -> Contender:
     env_id, n_envs, n_steps = setting
     env = make_vec_env(env_id, n_envs, seed=0, vec_env_cls=vec_env_cls, vec_env_kwargs=vec_env_kwargs)
-    model = algorithm("MlpPolicy", env, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu")
-    steps = n_envs * n_steps
-    return Contender(lambda: model.learn(steps, reset_num_timesteps=False), steps, env)
+    return trained(algorithm("MlpPolicy", env, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu"), env)
+
+
+def trained(model: Any, env: VecEnv) -> Contender:
+    steps = model.n_envs * model.n_steps
+    return Contender(lambda: model.learn(steps, reset_num_timesteps=False), steps, env.unwrapped)
+
+
+def of_preset(vec_env_cls: Any, **options: Any) -> tuple[PPOExt, VecEnv]:
+    env_id, n_envs = PRESET
+    return make_preset(env_id, n_envs=n_envs, seed=0, vec_env_cls=vec_env_cls, device="cpu", **options)
+
+
+def in_vec_normalize() -> tuple[PPOExt, VecEnv]:
+    env_id, n_envs = PRESET
+    entry: dict[str, Any] = presets()[env_id]
+    given: dict[str, Any] = {k: v for k, v in entry.items() if k not in ("n_envs", "n_timesteps", "normalize")}
+    given.update(n_steps=entry["n_steps"] * entry["n_envs"] // n_envs, gae_lambda=0.95)
+    env = VecNormalize(make_vec_env(env_id, n_envs, seed=0, vec_env_cls=FastDummyVecEnv), gamma=entry["gamma"])
+    return make_preset(env, seed=0, device="cpu", **given)
 
 
 def stepper(setting: tuple[Any, int, int], vec_env_cls: Any, **vec_env_kwargs: Any) -> Contender:
@@ -177,6 +199,15 @@ def training(setting: tuple[Any, int, int]) -> dict[str, Contender]:
     }
 
 
+def of_make() -> dict[str, Contender]:
+    return {
+        "one process": trained(*of_preset(None)),
+        "one process, `VecNormalize` instead": trained(*in_vec_normalize()),
+        "ParallelVecEnv, statistics per step": trained(*of_preset(ParallelVecEnv)),
+        "ParallelVecEnv, statistics per rollout": trained(*of_preset(ParallelVecEnv, normalize_freq="rollout")),
+    }
+
+
 def environments(setting: tuple[Any, int, int]) -> dict[str, Contender]:
     return {
         "FastDummyVecEnv": stepper(setting, FastDummyVecEnv),
@@ -194,6 +225,8 @@ def growth(name: str, setting: tuple[Any, int, int]) -> dict[str, Contender]:
 def contests(part: str) -> Iterator[tuple[str, Callable[[], dict[str, Contender]]]]:
     if part == "training":
         yield from ((name, lambda setting=setting: training(setting)) for name, setting in TRAINING.items())
+    elif part == "make":
+        yield "{}, {} environments".format(*PRESET), of_make
     elif part == "environments":
         yield from ((name, lambda setting=setting: environments(setting)) for name, setting in ENVIRONMENTS.items())
     elif part == "growth":
@@ -249,13 +282,29 @@ class Timed:
             self.seconds += self.clock() - start
 
 
-def times_of(setting: tuple[Any, int, int], n_workers: int, n_rollouts: int = 10) -> dict[str, float]:
-    """Microseconds of the parts of a training run, for each step of all environments."""
+class Alone(ParallelVecEnv):
+    """Without workers."""
+
+    def __init__(self, env_fns: list[Callable[[], gym.Env]]):
+        super().__init__(env_fns, n_workers=0)
+
+
+class Pair(ParallelVecEnv):
+    """With one worker."""
+
+    def __init__(self, env_fns: list[Callable[[], gym.Env]]):
+        super().__init__(env_fns, n_workers=1, **FORK)
+
+
+def of_setting(setting: tuple[Any, int, int], vec_env_cls: Any) -> tuple[PPOExt, Any]:
     env_id, n_envs, n_steps = setting
-    parallel: Any = ParallelVecEnv
-    kwargs = {"n_workers": n_workers, **FORK}
-    env: Any = make_vec_env(env_id, n_envs, seed=0, vec_env_cls=parallel, vec_env_kwargs=kwargs)
-    model = PPOExt("MlpPolicy", env, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu")
+    env = make_vec_env(env_id, n_envs, seed=0, vec_env_cls=vec_env_cls)
+    return PPOExt("MlpPolicy", env, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu"), env
+
+
+def times_of(model: Any, env: Any, n_rollouts: int = 10) -> dict[str, float]:
+    """Microseconds of the parts of a training run, for each step of all environments."""
+    n_envs, n_steps, n_workers = model.n_envs, model.n_steps, env.n_workers
     model.learn(n_steps * n_envs)
     clock = time.perf_counter if n_workers else time.thread_time
     timed = {
@@ -270,12 +319,12 @@ def times_of(setting: tuple[Any, int, int], n_workers: int, n_rollouts: int = 10
     return {name: 1e6 * each.seconds / (n_rollouts * n_steps) for name, each in timed.items()}
 
 
-def parts_of(setting: tuple[Any, int, int]) -> dict[str, float]:
+def parts_of(make: Callable[[Any], tuple[PPOExt, Any]], n_envs: int) -> dict[str, float]:
     """Microseconds of the parts of a training run: those of the processor in one process, and what a worker adds."""
-    one = times_of(setting, 0)
-    both = [times_of(setting, 1) for _ in range(3)]
+    one = times_of(*make(Alone))
+    both = [times_of(*make(Pair)) for _ in range(3)]
     return {
-        "step of an environment": one["environments"] / setting[1],
+        "step of an environment": one["environments"] / n_envs,
         "policy, in each process": one["share"] - one["environments"],
         "messages, and waiting for the other process": float(np.median([each["all"] - each["share"] for each in both])),
         "the rest of a rollout": one["training"] - one["update"] - one["share"],
@@ -298,15 +347,20 @@ def on_cores(parts: Mapping[str, float], measured: int, n_envs: int, n_cores: in
 
 
 def model() -> dict[str, Any]:
+    kinds: dict[str, tuple[Callable[[Any], tuple[PPOExt, Any]], int]] = {
+        name: (partial(of_setting, setting), setting[1]) for name, setting in TRAINING.items()
+    }
+    kinds["{}, {}, `make`".format(*PRESET)] = (partial(of_preset, normalize_freq="rollout"), PRESET[1])
     found: dict[str, Any] = {}
-    for name, setting in TRAINING.items():
-        parts = parts_of(setting)
+    for name, (make, n_envs) in kinds.items():
+        parts = parts_of(make, n_envs)
         found[name] = {f"{part}, µs": value for part, value in parts.items()}
         for n_cores in (1, 2, 4, 8, 16):
             found[name][f"{n_cores} core{'s'[: n_cores > 1]}, thousand steps/s, computed"] = on_cores(
-                parts, setting[1], setting[1], n_cores
+                parts, n_envs, n_envs, n_cores
             )
-        found[name]["16 cores, 64 environments, thousand steps/s, computed"] = on_cores(parts, setting[1], 64, 16)
+        for n_cores in (8, 16):
+            found[name][f"{n_cores} cores, 64 environments, thousand steps/s, computed"] = on_cores(parts, n_envs, 64, n_cores)
     return found
 
 
@@ -325,7 +379,7 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
     :return: The table of each part
     """
     corner = "thousand steps/s in the fastest turn; ratio of these to the first row; ratio of all turns"
-    for part in ("training", "environments"):
+    for part in ("training", "make", "environments"):
         if part in results:
             yield table(corner, results[part], cell)
     if "growth" in results:

@@ -72,7 +72,7 @@ class ChangedOptions(ModelSetup):
             remedy = "it is not like the environment that the model was made for; give it to `set_env`, or to `load`"
             refuse("env", env, remedy)
         self._check_masks()
-        self._check_normalization()
+        self._check_normalization(self.env)
 
     def _own_schedule(self, name: str) -> object:
         """A schedule that the user has set instead of the option, which it replaces until the option is changed."""

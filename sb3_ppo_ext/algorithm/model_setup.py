@@ -14,10 +14,10 @@ from sb3_ppo_ext.common.validation import assertions_as_value_errors, refuse
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
 from sb3_ppo_ext.distributions import on_device
 from sb3_ppo_ext.engines.native.engine import NativeEngine
+from sb3_ppo_ext.envs.action_masks import check_masks
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.policy_kwargs import check_observations
 from sb3_ppo_ext.policies.actor_critic import OWN_KEYWORDS, ActionDistributionMixin, MlpPolicy, with_action_distributions
-from sb3_ppo_ext.rollout.action_masks import check_masks
 
 
 class ModelSetup(LearningSetup):

@@ -8,7 +8,8 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.type_aliases import GymEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
 from sb3_ppo_ext.algorithm.policy_updater import PolicyUpdater
 from sb3_ppo_ext.common.guards import find_normalizers, normalized_parts
@@ -26,7 +27,7 @@ class Normalization(PolicyUpdater):
 
     def _setup_normalizer(self) -> None:
         """Make the statistics, or give those that exist the settings of the options. The policy shares them."""
-        self._check_normalization()
+        self._check_normalization(self.env)
         before, self.normalizer = self.normalizer, None
         if not self.normalize_obs and not self.normalize_reward:
             return
@@ -74,9 +75,9 @@ class Normalization(PolicyUpdater):
         parts = space.spaces if isinstance(space, spaces.Dict) else {"": space}
         return any(np.dtype(parts[key].dtype).kind != "f" for key in shapes)
 
-    def _check_normalization(self) -> None:
+    def _check_normalization(self, env: GymEnv | None) -> None:
         for name in ("normalize_obs", "normalize_reward"):
-            if getattr(self, name) and (found := find_normalizers(self.env)):
+            if getattr(self, name) and isinstance(env, VecEnv) and (found := find_normalizers(env)):
                 remedy = f"the environment is in a `{type(found[0]).__name__}`, which normalises, too; give it without"
                 refuse(name, getattr(self, name), f"{remedy} (`load_vec_normalize` takes in its statistics)")
 

@@ -160,6 +160,12 @@ class NumpyDistribution(ABC):
         return noise
 
     @abstractmethod
+    def sampler(self) -> Sampler | None:
+        """
+        :return: Function from outputs and :meth:`scaled` noise to samples that computes each row by itself, and can be
+            pickled; ``None`` if there is none, since samples need further random numbers
+        """
+
     def sample(self, outputs: np.ndarray, noise: Arrays) -> np.ndarray:
         """
         :param outputs: Outputs of the output layer, shape ``(n_envs, n_outputs)``
@@ -167,13 +173,9 @@ class NumpyDistribution(ABC):
         :return: Actions as the rollout buffer stores them, shape ``(n_envs, action_dim)``, or ``(n_envs,)`` if they are
             discrete
         """
-
-    def sampler(self) -> Sampler | None:
-        """
-        :return: :meth:`sample` as a function that computes each row by itself, and can be pickled; ``None`` if samples depend
-            on the parameters of the policy or on further random numbers
-        """
-        return None
+        sampler = self.sampler()
+        assert sampler is not None
+        return sampler(outputs, noise)
 
     def compiled(self) -> tuple[str, tuple[int, ...]] | None:
         """

@@ -2,12 +2,15 @@
 
 from typing import TypeVar
 
+import numpy as np
 import torch as th
 from stable_baselines3.common.distributions import BernoulliDistribution
 from torch.distributions import Bernoulli
 from torch.nn.functional import softplus
 
+from sb3_ppo_ext.distributions.base import Sampler
 from sb3_ppo_ext.distributions.head import Head, Noise
+from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 
 SelfBernoulli = TypeVar("SelfBernoulli", bound="BernoulliOnDevice")
 
@@ -39,6 +42,31 @@ def kl_divergence(old: th.Tensor, new: BernoulliDistribution) -> th.Tensor:
     of_ones = th.sigmoid(old) * (softplus(-logits) - softplus(-old))
     of_zeros = th.sigmoid(-old) * (softplus(logits) - softplus(old))
     return (of_ones + of_zeros).sum(dim=1)
+
+
+def positive(outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """
+    :param outputs: Logits of a 1, shape ``(n, action_dim)``
+    :param noise: Logistic noise, the same shape
+    :return: Samples, shape ``(n, action_dim)``
+    """
+    return (outputs + noise > 0).astype(np.float32)
+
+
+class NumpyBernoulli(TorchFallback):
+    """Samples of SB3's ``BernoulliDistribution`` in NumPy. The outputs are the logits."""
+
+    distribution: BernoulliDistribution
+
+    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
+        noise: np.ndarray = th.rand(n_steps, n_envs, n_outputs).logit_().numpy()
+        return noise
+
+    def sampler(self) -> Sampler:
+        return positive
+
+    def compiled(self) -> tuple[str, tuple[int, ...]]:
+        return "bernoulli", (1,) * int(self.distribution.action_dims)
 
 
 class BernoulliOnDevice(BernoulliDistribution):

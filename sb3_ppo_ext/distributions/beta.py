@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from sb3_ppo_ext.distributions.base import (
     BoundedDistribution,
     DeterministicAction,
     NumpyDistribution,
+    Sampler,
     at_least_float32,
 )
 from sb3_ppo_ext.distributions.head import Head, Noise
@@ -28,8 +30,10 @@ SelfBoundedBeta = TypeVar("SelfBoundedBeta", bound="BoundedBetaDistribution")
 DETERMINISTIC_ACTIONS: tuple[DeterministicAction, ...] = ("mean", "mode")
 # Initial bias of the output layer: alpha = beta = 1.31, with an entropy 0.02 nat below that of the uniform distribution
 BETA_BIAS = -1.0
-# Rounds of rejection sampling in a graph: one of them accepts with a probability of at least 0.95.
+# Rounds of rejection sampling with random numbers that are given: each accepts with a probability of at least 0.95.
 ROUNDS = 8
+# The least that a gamma-distributed number can be: its logarithm is so low that it is never accepted.
+TINY = float(np.finfo(np.float64).tiny)
 
 
 class BoundedBetaDistribution(BoundedDistribution):
@@ -207,14 +211,18 @@ class NumpyBeta(NumpyDistribution):
     def _excess(self, outputs: np.ndarray) -> np.ndarray:
         """Alpha - 1 and beta - 1, shape ``(n, 2, action_dim)``. Intermediate results are kept for the derivatives."""
         self.outputs = outputs.astype(np.float64).reshape(len(outputs), 2, -1)
-        self.softplus = np.logaddexp(0.0, self.outputs)
-        self.shrink = 1 / (1 + self.softplus.sum(axis=1, keepdims=True) / self.distribution.max_concentration)
+        self.softplus, self.shrink = _softplus_and_shrink(self.outputs, self.distribution.max_concentration)
         self.excess = self.softplus * self.shrink
         return self.excess
 
-    def sample(self, outputs: np.ndarray, noise: None) -> np.ndarray:
-        alpha, beta = 1 + self._excess(outputs).transpose(1, 0, 2)
-        return np.clip(np.random.beta(alpha, beta), EDGE, 1 - EDGE).astype(np.float32)
+    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
+        normal = th.randn(2, n_steps, n_envs, 2, n_outputs // 2, ROUNDS)
+        # What the logarithm of a uniform number has to stay below, without the part that depends on the parameters
+        normal[1] = th.rand(normal.shape[1:]).log_() - 0.5 * normal[0].square()
+        return normal.movedim(0, 2).numpy()
+
+    def sampler(self) -> Sampler:
+        return partial(sample_beta, max_concentration=self.distribution.max_concentration)
 
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         x = np.clip(actions.astype(np.float64), EDGE, 1 - EDGE)
@@ -239,6 +247,33 @@ class NumpyBeta(NumpyDistribution):
         # The derivative of softplus is the logistic function.
         of_outputs = of_softplus * np.exp(self.outputs - self.softplus)
         return of_outputs.reshape(len(of_outputs), -1).astype(d_log_prob.dtype), None
+
+
+def _softplus_and_shrink(outputs: np.ndarray, max_concentration: float) -> tuple[np.ndarray, np.ndarray]:
+    """The factors of alpha - 1 and beta - 1, for outputs of shape ``(n, 2, action_dim)``."""
+    softplus = np.logaddexp(0.0, outputs)
+    return softplus, 1 / (1 + softplus.sum(axis=1, keepdims=True) / max_concentration)
+
+
+def sample_beta(outputs: np.ndarray, noise: np.ndarray, max_concentration: float) -> np.ndarray:
+    """
+    Quotients of two gamma-distributed numbers, by rejection sampling (Marsaglia and Tsang,
+    https://doi.org/10.1145/358407.358414) with a fixed number of rounds. With a probability below 1e-10, none accepts, and the
+    proposal of the first is taken.
+
+    :param outputs: Outputs of the output layer, shape ``(n, 2 * action_dim)``
+    :param noise: Standard normal x and log u - x^2 / 2 with a uniform u, shape ``(n, 2, 2, action_dim, ROUNDS)``
+    :param max_concentration: Upper limit of ``alpha + beta - 2``
+    :return: Samples, shape ``(n, action_dim)``
+    """
+    softplus, shrink = _softplus_and_shrink(outputs.astype(np.float64).reshape(len(outputs), 2, -1), max_concentration)
+    d = (softplus * shrink + 2 / 3)[..., np.newaxis]
+    root = 1 + noise[:, 0] / np.sqrt(9 * d)
+    v = np.maximum(root * root * root, TINY)
+    accepted = (noise[:, 1] < d * (1 - v + np.log(v))).reshape(-1, ROUNDS)
+    gammas = (d * v).reshape(-1, ROUNDS)[np.arange(len(accepted)), accepted.argmax(axis=1)]
+    alpha, beta = gammas.reshape(d.shape[:-1]).transpose(1, 0, 2)
+    return np.clip(alpha / (alpha + beta), EDGE, 1 - EDGE).astype(np.float32)
 
 
 def _log_beta(alpha: th.Tensor, beta: th.Tensor) -> th.Tensor:

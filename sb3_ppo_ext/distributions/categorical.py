@@ -50,6 +50,15 @@ def divergence(old: th.Tensor, new: Categorical) -> th.Tensor:
     return th.where(probs == 0, 0.0, probs * (old - new.logits)).sum(dim=-1)
 
 
+def gumbel(*shape: int) -> np.ndarray:
+    """
+    :param shape: Shape
+    :return: Gumbel noise. The argmax of logits with this noise is a sample (Gumbel-max trick)
+    """
+    noise: np.ndarray = -th.empty(*shape).exponential_().log_().numpy()
+    return noise
+
+
 def largest(outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
     """
     :param outputs: Logits, shape ``(n, n_actions)``
@@ -74,11 +83,7 @@ class NumpyCategorical(NumpyDistribution):
         )
 
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
-        # The argmax of logits with Gumbel noise is a sample (Gumbel-max trick).
-        return -th.empty(n_steps, n_envs, n_outputs).exponential_().log_().numpy()
-
-    def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        return largest(outputs, noise)
+        return gumbel(n_steps, n_envs, n_outputs)
 
     def sampler(self) -> Sampler:
         return largest

@@ -71,9 +71,6 @@ class NumpyGaussian(NumpyDistribution):
     def scaled(self, noise: np.ndarray) -> np.ndarray:
         return noise * np.exp(self.log_stds)
 
-    def sample(self, outputs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        return outputs + noise
-
     def sampler(self) -> Sampler:
         return np.add
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from sb3_ppo_ext.common.guards import NO_ACTION
 from sb3_ppo_ext.common.type_aliases import Arrays
-from sb3_ppo_ext.distributions.base import NumpyDistribution
+from sb3_ppo_ext.distributions.base import NumpyDistribution, Sampler
 from sb3_ppo_ext.distributions.categorical import NumpyCategorical
 from sb3_ppo_ext.distributions.head import Head, Noise
 
@@ -233,10 +233,9 @@ class NumpyHybrid(NumpyDistribution):
     def scaled(self, noise: Arrays) -> Arrays:
         return _NoiseOfParts([part.scaled(each) for part, each in zip(self.parts, noise.parts, strict=True)])
 
-    def sample(self, outputs: np.ndarray, noise: Arrays) -> np.ndarray:
-        parts = zip(self.parts, self.outputs, noise.parts, strict=True)
-        samples = [part.sample(outputs[:, own], each) for part, own, each in parts]
-        return np.concatenate([each.reshape(len(outputs), -1).astype(np.float32) for each in samples], axis=1)
+    def sampler(self) -> Sampler | None:
+        samplers = [sampler for part in self.parts if (sampler := part.sampler()) is not None]
+        return partial(sample_parts, samplers=samplers, columns=self.outputs) if len(samplers) == len(self.parts) else None
 
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         parts = zip(self.parts, self.outputs, self.actions, strict=True)
@@ -267,8 +266,23 @@ class _NoiseOfParts:
     def __init__(self, parts: list[Any]):
         self.parts = parts
 
-    def __getitem__(self, step: int) -> _NoiseOfParts:
-        return _NoiseOfParts([part[step] for part in self.parts])
+    def __getitem__(self, key: object) -> _NoiseOfParts:
+        return _NoiseOfParts([part[key] for part in self.parts])
+
+
+def sample_parts(
+    outputs: np.ndarray, noise: _NoiseOfParts, samplers: Sequence[Sampler], columns: Sequence[slice]
+) -> np.ndarray:
+    """
+    :param outputs: Outputs of the output layer, part after part, shape ``(n, n_outputs)``
+    :param noise: Noise of the parts
+    :param samplers: Sampler of each part
+    :param columns: Columns of the outputs of each part
+    :return: Samples, shape ``(n, action_dim)``
+    """
+    parts = zip(samplers, columns, noise.parts, strict=True)
+    samples = [sampler(outputs[:, own], each) for sampler, own, each in parts]
+    return np.concatenate([each.reshape(len(outputs), -1).astype(np.float32) for each in samples], axis=1)
 
 
 def _numpy_parts(

@@ -3,13 +3,18 @@ SB3's distribution over the actions of a ``MultiDiscrete`` space (``MultiCategor
 distribution for each dimension.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch as th
 from stable_baselines3.common.distributions import MultiCategoricalDistribution
 from torch.distributions import Categorical
 
-from sb3_ppo_ext.distributions.categorical import divergence, log_prob_or_nan, marked, sample_without_wait
+from sb3_ppo_ext.distributions.base import Sampler
+from sb3_ppo_ext.distributions.categorical import divergence, gumbel, largest, log_prob_or_nan, marked, sample_without_wait
+from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
 
 SelfMultiCategorical = TypeVar("SelfMultiCategorical", bound="MultiCategoricalOnDevice")
 
@@ -38,6 +43,32 @@ def kl_divergence(old: th.Tensor, new: MultiCategoricalDistribution) -> th.Tenso
     """
     parts = zip(old.split(new.action_dims, dim=1), new.distribution, strict=True)
     return th.stack([divergence(logits, part) for logits, part in parts]).sum(dim=0)
+
+
+def largest_of_each(outputs: np.ndarray, noise: np.ndarray, ends: Sequence[int]) -> np.ndarray:
+    """
+    :param outputs: Logits, dimension after dimension, shape ``(n, sum(action_dims))``
+    :param noise: Gumbel noise, the same shape
+    :param ends: Where the logits of each dimension but the last one end
+    :return: Samples, shape ``(n, len(action_dims))``
+    """
+    pairs = zip(np.split(outputs, ends, axis=1), np.split(noise, ends, axis=1), strict=True)
+    return np.stack([largest(*pair) for pair in pairs], axis=1)
+
+
+class NumpyMultiCategorical(TorchFallback):
+    """Samples of SB3's ``MultiCategoricalDistribution`` in NumPy. The outputs are the logits."""
+
+    distribution: MultiCategoricalDistribution
+
+    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
+        return gumbel(n_steps, n_envs, n_outputs)
+
+    def sampler(self) -> Sampler:
+        return partial(largest_of_each, ends=np.cumsum(self.distribution.action_dims)[:-1].tolist())
+
+    def compiled(self) -> tuple[str, tuple[int, ...]]:
+        return "categorical", tuple(map(int, self.distribution.action_dims))
 
 
 class MultiCategoricalOnDevice(MultiCategoricalDistribution):

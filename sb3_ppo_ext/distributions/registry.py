@@ -163,7 +163,8 @@ FAMILIES = (
         multi_categorical.location,
         multi_categorical.parameters,
         multi_categorical.kl_divergence,
-        on_device=multi_categorical.MultiCategoricalOnDevice,
+        multi_categorical.NumpyMultiCategorical,
+        multi_categorical.MultiCategoricalOnDevice,
     ),
     DistributionFamily(
         "masked_categorical",
@@ -182,7 +183,8 @@ FAMILIES = (
         multi_categorical.location,
         multi_categorical.parameters,
         multi_categorical.kl_divergence,
-        on_device=masked.MaskedMultiCategoricalOnDevice,
+        multi_categorical.NumpyMultiCategorical,
+        masked.MaskedMultiCategoricalOnDevice,
     ),
     DistributionFamily(
         "bernoulli",
@@ -191,7 +193,8 @@ FAMILIES = (
         bernoulli.location,
         bernoulli.parameters,
         bernoulli.kl_divergence,
-        on_device=bernoulli.BernoulliOnDevice,
+        bernoulli.NumpyBernoulli,
+        bernoulli.BernoulliOnDevice,
     ),
     DistributionFamily(
         "hybrid",

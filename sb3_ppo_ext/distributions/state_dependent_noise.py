@@ -5,6 +5,7 @@ parameters and KL divergence are those of a Gaussian with a standard deviation t
 Paper: https://arxiv.org/abs/2005.05719
 """
 
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from stable_baselines3.common.distributions import Distribution, StateDependentN
 from torch import nn
 from torch.distributions import Normal
 
-from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution
+from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution, Sampler
 from sb3_ppo_ext.distributions.gaussian import kl_divergence, parameters, unsquashed_mean
 from sb3_ppo_ext.distributions.head import Head, Noise
 
@@ -64,11 +65,11 @@ class NumpyStateDependentNoise(NumpyDistribution):
         # Without `full_std`, all actions share the standard deviations.
         self.coefficient_variances = np.repeat(np.square(self.stds), self.n_actions // self.stds.shape[1], axis=1)
 
-    def sample(self, outputs: np.ndarray, noise: None) -> np.ndarray:
-        means, latents = self._split(outputs)
-        with th.no_grad():
-            actions = means + self.distribution.get_noise(th.from_numpy(latents)).numpy()
-        return actions if self.distribution.bijector is None else np.tanh(actions)
+    def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> "CurrentCoefficients":
+        return CurrentCoefficients(self.distribution, n_envs)
+
+    def sampler(self) -> Sampler:
+        return partial(explore, n_actions=self.n_actions, is_squashed=self.distribution.bijector is not None)
 
     def make(self, outputs: th.Tensor, log_std: Any = None) -> Distribution:
         means, latents = self._split(outputs)
@@ -111,6 +112,40 @@ class NumpyStateDependentNoise(NumpyDistribution):
         if not self.distribution.full_std:
             of_coefficients = of_coefficients.sum(axis=1, keepdims=True)
         return of_each * self.errors / self.variances, of_coefficients * (2 * self.stds * self.slopes)
+
+
+class CurrentCoefficients:
+    """
+    The noise of gSDE: the coefficients that SB3 has drawn last, whatever the step.
+
+    :param distribution: Action distribution of the policy, which keeps them
+    :param n_envs: Number of environments
+    """
+
+    def __init__(self, distribution: StateDependentNoiseDistribution, n_envs: int):
+        self.distribution, self.n_envs = distribution, n_envs
+
+    def __getitem__(self, step: int) -> np.ndarray:
+        """
+        :param step: Not used
+        :return: Coefficients for each environment, shape ``(n_envs, n_latents, n_actions)``
+        """
+        own = self.distribution.exploration_matrices
+        if self.n_envs == 1 or len(own) != self.n_envs:  # as in SB3's `get_noise`
+            own = self.distribution.exploration_mat.expand(self.n_envs, -1, -1)
+        return own.detach().numpy()
+
+
+def explore(outputs: np.ndarray, noise: np.ndarray, n_actions: int, is_squashed: bool) -> np.ndarray:
+    """
+    :param outputs: Means and latent features, shape ``(n, n_actions + n_latents)``
+    :param noise: Coefficients of the noise, shape ``(n, n_latents, n_actions)``
+    :param n_actions: Number of actions
+    :param is_squashed: Whether actions are squashed by tanh
+    :return: Samples, shape ``(n, n_actions)``
+    """
+    actions = outputs[:, :n_actions] + np.matmul(outputs[:, np.newaxis, n_actions:], noise)[:, 0]
+    return np.tanh(actions) if is_squashed else actions
 
 
 class StateDependentNoiseOnDevice(StateDependentNoiseDistribution):

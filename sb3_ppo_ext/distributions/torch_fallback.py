@@ -1,13 +1,12 @@
 """Fallback for action distributions without a NumPy implementation of their own: it calls PyTorch."""
 
-from typing import Any
-
 import numpy as np
 import torch as th
-from stable_baselines3.common.distributions import BernoulliDistribution, Distribution, MultiCategoricalDistribution
+from stable_baselines3.common.distributions import Distribution
 from torch import nn
 
-from sb3_ppo_ext.distributions.base import NumpyDistribution
+from sb3_ppo_ext.common.type_aliases import Arrays
+from sb3_ppo_ext.distributions.base import NumpyDistribution, Sampler
 
 
 class TorchFallback(NumpyDistribution):
@@ -23,17 +22,14 @@ class TorchFallback(NumpyDistribution):
         super().__init__(distribution, log_std)
         self.transform = transform
 
-    def sample(self, outputs: np.ndarray, noise: None) -> np.ndarray:
+    def sampler(self) -> Sampler | None:
+        return None
+
+    def sample(self, outputs: np.ndarray, noise: Arrays) -> np.ndarray:
+        if (sampler := self.sampler()) is not None:
+            return sampler(outputs, noise)
         with th.no_grad():
             return self.make(th.from_numpy(outputs)).sample().numpy()
-
-    def compiled(self) -> tuple[str, tuple[int, ...]] | None:
-        distribution: Any = self.distribution
-        if type(distribution) is MultiCategoricalDistribution:
-            return "categorical", tuple(map(int, distribution.action_dims))
-        if type(distribution) is BernoulliDistribution:
-            return "bernoulli", (1,) * int(distribution.action_dims)
-        return None
 
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         self.outputs = th.from_numpy(outputs).requires_grad_()
@@ -47,7 +43,8 @@ class TorchFallback(NumpyDistribution):
     def _gradients(self, d_log_prob: np.ndarray, ent_coef: float) -> tuple[np.ndarray, np.ndarray | None]:
         loss = self.log_probs @ th.from_numpy(d_log_prob)
         if ent_coef != 0:
-            entropies: Any = self.made.entropy()
+            entropies = self.made.entropy()
+            assert entropies is not None
             loss = loss - ent_coef * entropies.mean()
         if self.log_std is None or not self.log_std.requires_grad:
             (d_outputs,) = th.autograd.grad(loss, [self.outputs])

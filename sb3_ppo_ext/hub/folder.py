@@ -32,11 +32,11 @@ from sb3_ppo_ext.common.validation import (
     refuse,
     unknown_environments_as_value_errors,
 )
+from sb3_ppo_ext.envs.action_masks import check_masks, reader
 from sb3_ppo_ext.hub.card import NO_REPOSITORY, Card, Evaluation, check_command, command_of, versions
 from sb3_ppo_ext.hub.normalization import normalized, statistics_of
 from sb3_ppo_ext.hub.settings import as_text, environment_code, omitted_by_code, options_of, policy_name
 from sb3_ppo_ext.ppo_ext import PPOExt
-from sb3_ppo_ext.rollout.action_masks import check_masks, reader
 
 ALGO = "ppo_ext"
 CONFIG = "config.json"

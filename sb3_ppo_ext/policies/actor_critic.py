@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from stable_baselines3.common.preprocessing import get_action_dim
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
+from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_actions
 from sb3_ppo_ext.common.hybrid_actions import (
     FlatActionSpace,
@@ -207,11 +209,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
         """
         if (bounded := bounded_part(self.action_dist)) is None:
             return super().unscale_action(scaled_action)
-        check_actions(scaled_action)
-        space = self.action_space
-        latents, others = split_boxes(space, scaled_action)
-        low, high = (split_boxes(space, bound)[0] for bound in (space.low, space.high))
-        return joined(actions_at(latents, bounded.position, low, high), others)
+        return actions_of_latents(scaled_action, bounded.position, self.action_space)
 
     def scale_action(self, action: np.ndarray) -> np.ndarray:
         """
@@ -380,6 +378,62 @@ def actions_at(
     # Rounding can step over a bound.
     within: np.ndarray = np.clip(actions.astype(low.dtype), low, high)
     return within
+
+
+def actions_of_latents(samples: np.ndarray, position: Callable[[np.ndarray], np.ndarray], space: spaces.Box) -> np.ndarray:
+    """
+    :param samples: Samples of a bounded distribution, shape ``(n, *action_shape)``
+    :param position: Function :meth:`BoundedDistribution.position` of the distribution
+    :param space: Space of the samples
+    :return: Actions within the bounds and of their dtype, shape ``(n, *action_shape)``
+    :raises ValueError: if a latent is not finite
+    """
+    check_actions(samples)
+    latents, others = split_boxes(space, samples)
+    low, high = (split_boxes(space, bound)[0] for bound in (space.low, space.high))
+    return joined(actions_at(latents, position, low, high), others)
+
+
+def _unsquashed(samples: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """As SB3's ``unscale_action``."""
+    actions: np.ndarray = low + (0.5 * (samples + 1.0) * (high - low))
+    return actions
+
+
+class ActionsForEnv:
+    """
+    Turns samples of a policy into actions that an environment may write into. It can be pickled.
+
+    :param space: Space of the samples
+    :param within_bounds: Function from samples to new arrays within the bounds
+    """
+
+    def __init__(self, space: spaces.Space, within_bounds: Callable[[np.ndarray], np.ndarray]):
+        self.space, self.within_bounds = space, within_bounds
+
+    def __call__(self, samples: np.ndarray) -> Arrays:
+        """
+        :param samples: Samples, shape ``(n, *action_shape)``
+        :return: Action for each environment
+        """
+        return structured(self.space, self.within_bounds(samples))
+
+
+def actions_for_env(policy: ActorCriticPolicy) -> ActionsForEnv | None:
+    """
+    :param policy: Policy
+    :return: What makes actions of its samples; ``None`` if it has an ``unscale_action`` of its own
+    """
+    space: Any = policy.action_space
+    if not isinstance(space, spaces.Box):
+        return ActionsForEnv(space, np.copy)
+    if not policy.squash_output:
+        return ActionsForEnv(space, partial(clipped, low=space.low, high=space.high))
+    if not unscales_as_known(policy):
+        return None
+    if (bounded := bounded_part(policy.action_dist)) is None:
+        return ActionsForEnv(space, partial(_unsquashed, low=space.low, high=space.high))
+    return ActionsForEnv(space, partial(actions_of_latents, position=bounded.position, space=space))
 
 
 def unscales_as_known(policy: ActorCriticPolicy) -> bool:

@@ -35,6 +35,7 @@ class RolloutConfig:
     :param is_watched: Whether user code may read or change anything at each step: values and log probabilities are then
         computed at each step, with the current parameters
     :param truncations: List that truncated episodes are added to, ``None`` if they are not needed
+    :param sde_sample_freq: Number of steps after which gSDE draws new noise, at most 0 for never
     """
 
     n_steps: int
@@ -43,6 +44,7 @@ class RolloutConfig:
     num_timesteps: int = 0
     is_watched: bool = True
     truncations: list[TruncatedEpisodes] | None = None
+    sde_sample_freq: int = -1
 
 
 class Action(NamedTuple):
@@ -129,8 +131,11 @@ class DivisibleActor(Actor):
     """An actor that can also act for a whole rollout in several processes."""
 
     @abstractmethod
-    def for_share(self) -> Callable[[slice], ShareActor] | None:
+    def for_share(self, largest: int) -> Callable[[slice], ShareActor] | None:
         """
+        Draw all that is random in the rollout.
+
+        :param largest: Bytes that this may take, beyond what the actor has already
         :return: Function that makes an actor for some of the environments, which does what :meth:`act` would do for them in
             this rollout, bit for bit; ``None`` if that is not possible
         """

@@ -21,9 +21,9 @@ from sb3_ppo_ext.common.guards import check_finite, check_outputs, reset_after_e
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
+from sb3_ppo_ext.envs.action_masks import ActionMasks, reader
 from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.memory.states import StateMemory
-from sb3_ppo_ext.rollout.action_masks import ActionMasks
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
 from sb3_ppo_ext.rollout.advice import NO_STATISTICS, advice_on, has_monitor, say_once
 from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes
@@ -130,7 +130,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         copies, space = OwnCopies(env), self._sample_space
         checks = StepChecks(self, are_arrays=copies.are_of_sb3)
         self._last_obs, self._last_episode_starts = copies.of(self._last_obs), copies.of(self._last_episode_starts)
-        masks = ActionMasks(env, self.action_space, self.action_mask_key) if self.action_masking else None
+        masks = self._masks_of(env) if self.action_masking else None
 
         while n_steps < n_rollout_steps:
             if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
@@ -183,6 +183,10 @@ class RolloutCollector(OnPolicyAlgorithm):
 
         return True
 
+    def _masks_of(self, env: VecEnv) -> ActionMasks:
+        key = self.action_mask_key
+        return ActionMasks(self.action_space, key, env.num_envs, reader(env) if key is None else list)
+
     def _make_actor(self, rollout_buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
         return PolicyActor(rollout_buffer, config)
 
@@ -194,6 +198,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             self.num_timesteps,
             is_watched=is_user_class(type(self)) or runs_user_code(callback),
             truncations=self._truncations,
+            sde_sample_freq=self.sde_sample_freq,
         )
 
     def _check_samples(self, actor: Actor, samples: np.ndarray, step: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 
@@ -22,7 +23,7 @@ class NormalizingShareActor(ShareActor):
     def __init__(self, actor: ShareActor, normalizer: Normalizer):
         self.actor, self.normalizer = actor, normalizer
 
-    def act(self, observations: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def act(self, observations: Arrays, step: int) -> tuple[np.ndarray, Arrays] | None:
         return self.actor.act(self.normalizer.observations(observations), step)
 
 

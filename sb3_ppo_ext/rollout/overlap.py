@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EventCallback
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_ppo_ext.common.action_masks import add_mask
 from sb3_ppo_ext.common.guards import check_finite, is_finite, refuse_policy
+from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
-from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
+from sb3_ppo_ext.envs.parallel.share_rollout import MaskSource, ShareActor, ShareRollout
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.rollout.actors import Actor, DivisibleActor
 from sb3_ppo_ext.rollout.normalized_shares import normalized_rollout, normalizing
@@ -54,11 +57,22 @@ def overlapped_collection(
     is_own = all(getattr(type(env), name) is getattr(ParallelVecEnv, name) and name not in vars(env) for name in STEPS)
     if not env.overlap or not is_own or not _is_patient(callback, env):
         return None
-    make_actor = actor.for_share()
-    # If there is such a function, observations are arrays.
-    if make_actor is None or model._last_obs.nbytes * n_steps > LARGEST:
+    if n_steps * sum(part.nbytes for part in _parts(model._last_obs)) > LARGEST or _draws_in_between(callback, model):
         return None
-    return OverlappedCollection(model, env, callback, actor, make_actor, n_steps)
+    make_actor = actor.for_share(LARGEST)
+    return None if make_actor is None else OverlappedCollection(model, env, callback, actor, make_actor, n_steps)
+
+
+def _parts(observations: Arrays) -> list[np.ndarray]:
+    return list(observations.values()) if isinstance(observations, dict) else [observations]
+
+
+def _draws_in_between(callback: BaseCallback | None, model: Any) -> bool:
+    """Whether evaluations draw random numbers between the steps at which gSDE does, which the order of both decides on."""
+    if callback is None or not model.use_sde or model.sde_sample_freq <= 0:
+        return False
+    is_random = isinstance(callback, EvalCallback) and not callback.deterministic
+    return is_random or any(_draws_in_between(part, model) for part in _parts_of(callback))
 
 
 def _is_patient(callback: BaseCallback | None, env: ParallelVecEnv) -> bool:
@@ -66,16 +80,19 @@ def _is_patient(callback: BaseCallback | None, env: ParallelVecEnv) -> bool:
         return True
     if f"{type(callback).__module__}.{type(callback).__qualname__}" not in PATIENT:
         return False
-    parts: list[BaseCallback | None] = []
-    if isinstance(callback, CallbackList):
-        parts += callback.callbacks
+    if isinstance(callback, EvalCallback) and callback.eval_env.unwrapped is env:
+        return False
+    return all(_is_patient(part, env) for part in _parts_of(callback))
+
+
+def _parts_of(callback: BaseCallback) -> list[BaseCallback | None]:
+    """Callbacks that a callback calls."""
+    parts: list[BaseCallback | None] = list(callback.callbacks) if isinstance(callback, CallbackList) else []
     if isinstance(callback, EventCallback):
         parts.append(callback.callback)
     if isinstance(callback, EvalCallback):
         parts.append(callback.callback_on_new_best)
-        if callback.eval_env.unwrapped is env:
-            return False
-    return all(_is_patient(part, env) for part in parts)
+    return parts
 
 
 class OverlappedCollection:
@@ -109,15 +126,16 @@ class OverlappedCollection:
         """
         model = self.model
         starts = np.array(model._last_episode_starts, bool)
-        rollout = self.env.collect(self.make_actor, model._last_obs, self.n_steps)
+        rollout = self.env.collect(self.make_actor, model._last_obs, self.n_steps, self._mask_source())
         env_actions: Arrays = model._within_bounds(rollout.samples) if rollout.n_steps else ()
         is_right = is_finite(rollout.observations) and is_finite(rollout.rewards)
         truncated: list[tuple[int, int, Arrays]] = []
         for step in range(rollout.n_steps):
+            new_obs = _at(rollout.observations, step + 1)
             if not is_right:
-                check_finite(model, "observation", rollout.observations[step + 1], step)
+                check_finite(model, "observation", new_obs, step)
                 check_finite(model, "reward", rollout.rewards[step], step)
-            model._update_normalizer(rollout.observations[step + 1], rollout.rewards[step], rollout.dones[step])
+            model._update_normalizer(new_obs, rollout.rewards[step], rollout.dones[step])
             infos = self._end_step(rollout, step, env_actions[step])
             if infos is None:
                 model._last_obs = None
@@ -125,19 +143,34 @@ class OverlappedCollection:
             if step in rollout.infos:
                 model._update_info_buffer(infos, rollout.dones[step])
                 truncated += [(step, *each) for each in model._truncated_episodes(rollout.dones[step], infos, step)]
-            model._last_obs, model._last_episode_starts = rollout.observations[step + 1], rollout.dones[step]
+            model._last_obs, model._last_episode_starts = new_obs, rollout.dones[step]
         if rollout.n_steps < self.n_steps:
             refuse_policy(model.policy, rollout.n_steps, model.num_timesteps)
 
         # Copied, so that nothing keeps the whole rollout
-        model._last_obs, model._last_episode_starts = model._last_obs.copy(), model._last_episode_starts.copy()
-        self.env.actions = env_actions[-1].copy()
-        kept = rollout if model.normalizer is None else normalized_rollout(rollout, model.normalizer)
-        self.actor.record_all(kept, starts, truncated, model.gamma)
-        values = self.actor.finish(model.policy, model._normalized(model._last_obs), model._last_episode_starts)
+        model._last_obs = map_observations(np.copy, model._last_obs)
+        model._last_episode_starts = model._last_episode_starts.copy()
+        self.env.actions = model._actions_for_env(env_actions[-1].copy())
+        self.actor.record_all(self._as_read(rollout), starts, truncated, model.gamma)
+        last = model._seen_by_critic(model._last_obs, self.env.num_envs)
+        values = self.actor.finish(model.policy, last, model._last_episode_starts)
         self.callback.update_locals({"values": values, "n_steps": self.n_steps})
         self.callback.on_rollout_end()
         return True
+
+    def _mask_source(self) -> MaskSource | None:
+        model = self.model
+        if not model.action_masking:
+            return None
+        n_per_step = self.env.num_envs * model.ranks.size
+        return MaskSource(model.action_space, model.action_mask_key, model.num_timesteps, n_per_step)
+
+    def _as_read(self, rollout: ShareRollout) -> ShareRollout:
+        """The rollout as the policy has read it."""
+        kept = rollout if self.model.normalizer is None else normalized_rollout(rollout, self.model.normalizer)
+        if rollout.masks is None or self.model.action_mask_key is not None:
+            return kept
+        return replace(kept, observations=add_mask(kept.observations, rollout.masks))
 
     def _end_step(self, rollout: ShareRollout, step: int, env_actions: np.ndarray) -> list[Info] | None:
         """Let the callbacks see a step, and return its infos; ``None`` if one of them ends the training."""
@@ -157,10 +190,15 @@ class OverlappedCollection:
             "n_rollout_steps": self.n_steps,
             "n_steps": step,
             "samples": rollout.samples[step],
-            "actions": rollout.samples[step],
+            "actions": env_actions if self.model._samples_latents else rollout.samples[step],
             "clipped_actions": env_actions,
-            "new_obs": rollout.observations[step + 1],
+            "new_obs": _at(rollout.observations, step + 1),
             "rewards": rollout.rewards[step],
             "dones": rollout.dones[step],
             "infos": infos,
+            **({} if rollout.masks is None else {"action_masks": rollout.masks[step]}),
         }
+
+
+def _at(observations: Arrays, step: int) -> Arrays:
+    return map_observations(lambda part: part[step], observations)

@@ -21,10 +21,10 @@ from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.common.observations import dtype_of, map_observations
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.weight_watch import WeightWatch
+from sb3_ppo_ext.envs.action_masks import leave_choices, refuse_empty
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep, TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
-from sb3_ppo_ext.rollout.action_masks import leave_choices, refuse_empty
 from sb3_ppo_ext.rollout.bootstrap import in_one_batch, last_values, values_again
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes, copy_into
 from sb3_ppo_ext.rollout.collector import RolloutCollector

@@ -81,9 +81,12 @@ class Source(NamedTuple):
         :param env_kwargs: Keyword arguments of the environment
         :param wrap: Function that wraps an environment, ``None`` for none
         :return: One of the environments
+        :raises ValueError: if something else is made
         """
         assert self.make is not None
         env = self.make(**env_kwargs)
+        if not hasattr(env, "observation_space") or isinstance(env, VecEnv):
+            refuse("env", self.make, f"it makes a `{type(env).__name__}`, and has to make one environment of Gymnasium")
         return env if wrap is None else wrap(env)
 
     def steps_in_tensors(self, wrap: Wrap | None) -> bool:

@@ -430,7 +430,9 @@ def test_a_normaliser_given_twice():
     with pytest.raises(ValueError, match=r"normalize_reward=True.*`TensorVecNormalize`"):
         make(env=TensorVecNormalize(pendulums()), normalize_reward=True)
     model = make(**BOTH)
-    model.set_env(VecNormalize(make_toys()))
+    with pytest.raises(ValueError, match=r"normalize_obs=True.*`VecNormalize`"):
+        model.set_env(VecNormalize(make_toys()))
+    model.env = VecNormalize(model.env)
     with pytest.raises(ValueError, match=r"normalize_obs=True.*`VecNormalize`"):
         model.learn(32)
 

@@ -41,7 +41,8 @@ pytestmark = [
     pytest.mark.skipif(extension.module is None, reason="the native engine alone acts in several processes"),
 ]
 SMALL = dict(n_steps=16, batch_size=20, n_epochs=2, seed=3, device="cpu")
-VECTORS = spaces.Dict({"joints": VECTOR, "gear": spaces.Discrete(3)})
+VECTORS = spaces.Dict({"joints": VECTOR, "gear": spaces.Discrete(3), "flags": spaces.MultiBinary(2)})
+HYBRID = spaces.Dict({"push": BOX_ACTION, "button": spaces.Discrete(3), "lights": spaces.MultiBinary(2)})
 _nothing_is_left = pytest.fixture(autouse=True)(nothing_is_left)
 
 
@@ -51,12 +52,16 @@ def collected(monkeypatch):
     found = []
     original = ParallelVecEnv.collect
 
-    def collect(self, make_actor, observations, n_steps):
+    def collect(self, make_actor, observations, n_steps, source):
         found.append(n_steps)
-        return original(self, make_actor, observations, n_steps)
+        return original(self, make_actor, observations, n_steps, source)
 
     monkeypatch.setattr(ParallelVecEnv, "collect", collect)
     return found
+
+
+# Normalisation inside the model, with statistics that stay as they are in a rollout
+NORMALIZED = dict(normalize_obs=True, normalize_reward=True, normalize_freq="rollout")
 
 
 def make(fns, n_workers=1, wrap=lambda env: env, policy="MlpPolicy", is_overlapped=True, timeout=None, **options):
@@ -70,7 +75,7 @@ def toys(n_envs=5, cls=Talkative, **kwargs):
 
 def seen_of(model, env):
     """All that can be seen of a model and its environments after a training."""
-    buffer = model.rollout_buffer
+    buffer, distribution = model.rollout_buffer, model.policy.action_dist
     arrays = ("observations", "actions", "rewards", "episode_starts", "values", "log_probs", "advantages", "returns")
     return {
         "policy": model.policy.state_dict(),
@@ -80,12 +85,15 @@ def seen_of(model, env):
         "last": (model._last_obs, model._last_episode_starts, model.num_timesteps, env.actions),
         "infos": without_clock([list(model.ep_info_buffer), list(model.ep_success_buffer), env.reset_infos]),
         "generator": th.get_rng_state(),
+        "coefficients": [getattr(distribution, name, None) for name in ("exploration_mat", "exploration_matrices")],
+        "statistics": None if model.normalizer is None else model.normalizer.state_dict(),
         "environments": env.get_attr("t") if env.has_attr("t") else None,
     }
 
 
-def same_without_overlap(fns, n_rollouts=3, policy="MlpPolicy", n_workers=1, **options):
-    seen = []
+def same_without_overlap(fns, n_rollouts=3, policy=None, n_workers=1, **options):
+    is_dict = isinstance(fns[0]().observation_space, spaces.Dict)
+    policy, seen = policy or ("MultiInputPolicy" if is_dict else "MlpPolicy"), []
     for is_overlapped in (True, False):
         model = make(fns, n_workers, policy=policy, is_overlapped=is_overlapped, **options)
         model.learn(n_rollouts * model.n_steps * len(fns))
@@ -101,17 +109,17 @@ SPACES = {
     "float64": (spaces.Box(-1.0, 1.0, (2, 2), np.float64), spaces.Box(-1.0, 1.0, (2, 2), np.float64)),
     "discrete": (VECTOR, spaces.Discrete(3)),
     "integers": (spaces.Box(-9, 9, (4,), np.int32), BOX_ACTION),
+    "dict": (VECTORS, BOX_ACTION),
+    "discrete-observations": (spaces.Discrete(4), BOX_ACTION),
+    "multi-discrete": (spaces.MultiDiscrete([3, 2]), spaces.MultiDiscrete([2, 3])),
+    "multi-binary": (VECTOR, spaces.MultiBinary(2)),
+    "hybrid": (VECTORS, HYBRID),
 }
-ASIDE = {
-    "dict": (VECTORS, BOX_ACTION, "MultiInputPolicy"),
-    "discrete-observations": (spaces.Discrete(4), BOX_ACTION, "MlpPolicy"),
-    "image": (IMAGE, spaces.Discrete(2), "CnnPolicy"),
-    "multi-discrete": (VECTOR, spaces.MultiDiscrete([2, 3]), "MlpPolicy"),
-    "multi-binary": (VECTOR, spaces.MultiBinary(2), "MlpPolicy"),
-}
+WORKERS = {"box": (0, 2), "discrete": (2,)}
+CASES = [(name, n) for name in SPACES for n in WORKERS.get(name, (1,))]
 
 
-@pytest.mark.parametrize(("name", "n_workers"), [("box", 0), ("float64", 1), ("discrete", 2), ("integers", 1), ("box", 2)])
+@pytest.mark.parametrize(("name", "n_workers"), CASES)
 def test_the_same_results(name, n_workers, collected):
     """Parameters, the buffer, last observations, infos, generators and environments are those of stepping together."""
     observation_space, action_space = SPACES[name]
@@ -120,12 +128,73 @@ def test_the_same_results(name, n_workers, collected):
     assert collected == [16] * 3
 
 
-@pytest.mark.parametrize("name", one_in(2, ASIDE))
-def test_the_same_results_where_it_steps_aside(name, collected):
-    """With other spaces, the environments step together."""
-    observation_space, action_space, policy = ASIDE[name]
-    same_without_overlap(toys(observation_space=observation_space, action_space=action_space), 1, policy)
+def test_the_same_results_where_it_steps_aside(collected):
+    """With convolutions, the environments step together."""
+    same_without_overlap(toys(observation_space=IMAGE, action_space=spaces.Discrete(2)), 1, "CnnPolicy")
     assert collected == []
+
+
+class Masked(ToyEnv):
+    """Some of its actions are invalid, and it writes its masks into one array; it refuses them."""
+
+    def __init__(self, choices=(3,), **kwargs):
+        super().__init__(
+            action_space=spaces.MultiDiscrete(choices) if len(choices) > 1 else spaces.Discrete(*choices), **kwargs
+        )
+        self.mask = np.ones(sum(choices), bool)
+
+    def action_masks(self):
+        self.mask[:] = True
+        self.mask[[self.t % 2, -1 - self.t % 2]] = False
+        return self.mask
+
+    def step(self, action):
+        firsts = np.cumsum([0, *np.atleast_1d(self.action_space.nvec)[:-1]]) if np.ndim(action) else 0
+        assert self.mask[firsts + action].all()
+        return super().step(action)
+
+
+IN_OBSERVATIONS = dict(action_mask_key="action_mask", policy="MlpPolicy", **NORMALIZED)
+MASKS = {
+    "method": (lambda: Masked(), {}),
+    "several actions": (lambda: Masked((4, 3)), {}),
+    "observations": (
+        lambda: ActionMaskWrapper(Masked()),
+        dict(action_mask_key="action_mask", policy="MlpPolicy", **NORMALIZED),
+    ),
+    "normalised": (lambda: Masked(), NORMALIZED),
+    "dictionaries": (lambda: Masked(observation_space=VECTORS), NORMALIZED),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name, collected):
+    """Masks of a method of the environments, or in their observations, are those of their step."""
+    make_env, options = MASKS[name]
+    same_without_overlap([lambda: Monitor(make_env())] * 3, action_masking=True, **options)
+    assert collected == ([16] * 2 if "normalize_obs" in options else [16] * 3)
+
+
+class BadMask(Masked):
+    def __init__(self, mask):
+        super().__init__()
+        self.bad, self.age = mask, 0
+
+    def action_masks(self):
+        self.age += 1
+        return self.bad if self.age == 20 else super().action_masks()
+
+
+@pytest.mark.parametrize("index", [0, 3])
+@pytest.mark.parametrize("mask", [np.zeros(3, bool), np.ones(2, bool)])
+def test_bad_masks(mask, index, collected):
+    """A mask that leaves no choice, or has another shape, is refused with its environment and step."""
+    fns = [Masked] * 4
+    fns[index] = lambda: BadMask(mask)
+    messages = [message_of(fns, is_overlapped, ValueError, action_masking=True) for is_overlapped in (True, False)]
+    assert f"Environment {index}: " in messages[0][0]
+    assert_equal(messages[1], messages[0], "error")
+    assert collected
 
 
 OPTIONS = {
@@ -137,22 +206,30 @@ OPTIONS = {
     "squashed Gaussian": dict(action_dist="squashed_gaussian"),
     "threads": dict(native_threads=2),
     "normalised advantages": dict(advantage_norm="rollout"),
+    "normalised": NORMALIZED,
+    "beta": dict(action_dist="beta"),
+    "gSDE": dict(use_sde=True),
+    "gSDE, drawn again": dict(use_sde=True, sde_sample_freq=5, **NORMALIZED),
+    "squashed gSDE": dict(use_sde=True, policy_kwargs=dict(squash_output=True)),
 }
 
 
-@pytest.mark.parametrize("name", one_in(3, OPTIONS, "threads"))
+@pytest.mark.parametrize("name", one_in(3, OPTIONS, "threads", "beta", "gSDE", "gSDE, drawn again"))
 def test_options(name, collected):
     """Options of the update and other networks change nothing in this."""
     same_without_overlap(toys(cls=ToyEnv, p_end=0.2), n_rollouts=2, **OPTIONS[name])
     assert collected
 
 
-def test_outputs_do_not_depend_on_the_number_of_environments():
+@pytest.mark.parametrize("name", ["truncations", "squashed Gaussian", "beta", "gSDE"])
+def test_outputs_do_not_depend_on_the_number_of_environments(name):
     """The actor of one environment computes what the actor of all of them does, to the bit."""
-    model = make(toys(n_envs=37, cls=ToyEnv))
+    model = make(toys(n_envs=37, cls=ToyEnv), **OPTIONS[name])
     _, callback = model._setup_learn(1)
+    if model.use_sde:
+        model.policy.reset_noise(37)
     actor = model._make_actor(model.rollout_buffer, model._rollout_config(callback, 16))
-    make_actor = actor.for_share()
+    make_actor = actor.for_share(10**9)
     observations = np.random.default_rng(0).normal(size=(16, 37, 3)).astype(np.float32)
     for step in range(16):
         expected = actor.act(model.policy, observations[step], None, step).samples
@@ -175,14 +252,6 @@ class Own(PPOExt):
 class OwnEnv(ParallelVecEnv):
     def step_wait(self):
         return super().step_wait()
-
-
-class Masked(ToyEnv):
-    def __init__(self):
-        super().__init__(action_space=spaces.Discrete(3))
-
-    def action_masks(self):
-        return np.array([True, True, self.t % 2 == 0])
 
 
 def replaced_step(env):
@@ -215,15 +284,13 @@ MADE = {
     "VecMonitor": dict(wrap=VecMonitor),
     "replaced method": dict(wrap=replaced_step),
     "switched off": dict(wrap=switched_off),
-    "masks of a method": dict(fns=[Masked] * 2, action_masking=True),
-    "masks in observations": dict(
-        fns=[lambda: ActionMaskWrapper(Masked())] * 2,
-        action_masking=True,
-        action_mask_key="action_mask",
-    ),
-    "sde": dict(use_sde=True),
     "eager": dict(backend="eager"),
-    "beta": dict(action_dist="beta"),
+    "mean_tanh": dict(policy_kwargs=dict(mean_tanh=True)),
+    "gSDE between random evaluations": dict(
+        use_sde=True,
+        sde_sample_freq=4,
+        callback=lambda model: EveryNTimesteps(9, EvalCallback(Monitor(ToyEnv()), deterministic=False)),
+    ),
 }
 
 
@@ -321,9 +388,9 @@ def test_training_goes_on(collected):
     assert len(collected) == 10
 
 
-def message_of(fns, is_overlapped, error, change=lambda model: None):
+def message_of(fns, is_overlapped, error, change=lambda model: None, **options):
     """The error of a training in its second rollout, and what is left of the model."""
-    model = make(fns, is_overlapped=is_overlapped)
+    model = make(fns, is_overlapped=is_overlapped, **options)
     model.learn(64)
     change(model)
     with pytest.raises(error) as caught:

@@ -174,6 +174,7 @@ def test_presets():
         ("verbose='x'", dict(env="CartPole-v1", verbose="x")),
         ("env_kwargs=5", dict(env="CartPole-v1", env_kwargs=5)),
         ("env=5", dict(env=5)),
+        ("env=.*it makes a `dict`", dict(env=dict)),
         ("n_envs='all'", dict(env="CartPole-v1", n_envs="all")),
         ("n_envs=4.*there are 1", dict(env=Observing(SPACES["vector"][0]), n_envs=4)),
         ("env_kwargs=.*made already", dict(env=Observing(SPACES["vector"][0]), env_kwargs={"g": 1})),

@@ -6,7 +6,7 @@ steps at once at the end, unless user code may read them at each step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import torch as th
@@ -15,17 +15,15 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import obs_as_tensor
 
-from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_outputs, is_finite, refuse_policy
-from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
-from sb3_ppo_ext.common.observations import stack
+from sb3_ppo_ext.common.observations import map_observations, stack
 from sb3_ppo_ext.common.type_aliases import Arrays
-from sb3_ppo_ext.distributions.base import bounded_part
 from sb3_ppo_ext.engines.native import extension
+from sb3_ppo_ext.engines.native.layers import Forward
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
 from sb3_ppo_ext.engines.native.share_actor import NativeShareActor
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
-from sb3_ppo_ext.policies.actor_critic import actions_at, unscales_as_known
+from sb3_ppo_ext.policies.actor_critic import actions_for_env
 from sb3_ppo_ext.policies.normalized_observations import inputs_of
 from sb3_ppo_ext.rollout.actors import Action, DivisibleActor, RolloutConfig, Transition, note_truncations
 from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes, columns_of
@@ -126,28 +124,41 @@ class NativeActor(DivisibleActor):
 
     # Acting in several processes
 
-    def for_share(self) -> Callable[[slice], ShareActor] | None:
-        native, space = self.native, self.config.action_space
-        sampler, actor = native.distribution.sampler(), native.actor
-        if self.is_watched or sampler is None or isinstance(space, FlatActionSpace) or not native.reads_numbers:
+    def for_share(self, largest: int) -> Callable[[slice], ShareActor] | None:
+        native = self.native
+        sampler, for_env = native.distribution.sampler(), actions_for_env(native.policy)
+        if self.is_watched or sampler is None or for_env is None:
             return None
-        bounded = bounded_part(native.policy.action_dist)
-        if native.policy.squash_output and (bounded is None or not unscales_as_known(native.policy)):
+        if (drawn := self._noise_of_rollout(largest)) is None:
             return None
-        for_env: Callable[[np.ndarray], np.ndarray] = np.copy
-        if isinstance(space, spaces.Box):
-            to_actions = clipped if bounded is None else partial(actions_at, position=bounded.position)
-            for_env = partial(to_actions, low=space.low, high=space.high)
-        layers, noise = actor.weights(), self.scaled_noise
+        noise, n_held = drawn
+        # The features of the actor alone, of which it reads all
+        network = Forward(native.actor.values, None, native.actor.n_outputs, native.actor.n_latents)
         # A process has a part of the environments.
         shape = None if self.sample_shape is None else (-1, *self.sample_shape[1:])
-        return lambda envs: NativeShareActor(layers, actor.columns, noise[:, envs], sampler, shape, for_env)
+        acting = NativeShareActor(native.inputs[0], network, native.mask_key, noise, n_held, sampler, shape, for_env)
+        return lambda envs: replace(acting, noise=noise[:, envs])
+
+    def _noise_of_rollout(self, largest: int) -> tuple[Arrays, int] | None:
+        """Noise of all steps, and the number of steps in which each element of it is used; ``None`` if it is too large."""
+        if not self.native.distribution.needs_latents:
+            return self.scaled_noise, 1
+        n_steps, freq, current = self.config.n_steps, self.config.sde_sample_freq, self.scaled_noise[0]
+        if freq <= 0:
+            return current[np.newaxis], n_steps
+        if current.nbytes * -(-n_steps // freq) > largest:
+            return None
+        drawn = []
+        for _ in range(0, n_steps, freq):
+            self.native.policy.reset_noise(self.buffer.n_envs)
+            drawn.append(self.scaled_noise[0])
+        return np.stack(drawn), freq
 
     def record_all(
         self, rollout: ShareRollout, starts: np.ndarray, truncated: Sequence[tuple[int, int, object]], gamma: float
     ) -> None:
-        buffer = self.buffer
-        buffer.observations[:] = rollout.observations[:-1].reshape(buffer.observations.shape)
+        buffer, rows = self.buffer, columns_of(self.buffer)
+        map_observations(_fill, rows["observations"], rollout.observations)
         buffer.actions[:] = rollout.samples.reshape(buffer.actions.shape)
         buffer.rewards[:] = rollout.rewards
         buffer.episode_starts[0], buffer.episode_starts[1:] = starts, rollout.dones[:-1]
@@ -217,6 +228,11 @@ def _write_observations(rows: Arrays, step: int, observations: Arrays) -> None:
         rows[step] = observations
     else:
         rows[step] = observations.reshape(rows.shape[1:])
+
+
+def _fill(rows: np.ndarray, observations: np.ndarray) -> None:
+    # Those after the last step may be there as well.
+    rows[:] = observations[: len(rows)].reshape(rows.shape)
 
 
 def _joined(observations: Arrays, steps: slice) -> Arrays:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch as th
 from torch import nn
 
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.policies.networks import ResidualBlock
 from sb3_ppo_ext.policies.value_normalization import NormalizedValue
@@ -62,6 +63,67 @@ def make_network(layers: Iterable[Layer], gradients: Iterable[tuple[np.ndarray, 
     """
     arrays = iter(gradients)
     return extension.module.Network([(*each, *next(arrays)) if isinstance(each, tuple) else each for each in layers])
+
+
+class Forward:
+    """
+    The outputs of a network. It can be pickled, with the values of the parameters.
+
+    :param layers: Layers of the network
+    :param gradients: Arrays for their gradients, ``None`` for arrays that nobody reads
+    :param n_outputs: Number of outputs
+    :param n_latents: Number of inputs of the output layer, if these are returned as well, otherwise 0
+    :param columns: Features that the network reads, ``None`` for all
+    """
+
+    def __init__(
+        self,
+        layers: list[Layer],
+        gradients: Sequence[tuple[np.ndarray, ...]] | None,
+        n_outputs: int,
+        n_latents: int = 0,
+        columns: slice | None = None,
+    ):
+        if gradients is None:
+            gradients = [tuple(map(np.zeros_like, layer)) for layer in layers if isinstance(layer, tuple)]
+        self.values, self.n_outputs, self.n_latents, self.columns = layers, n_outputs, n_latents, columns
+        self.network = make_network(layers, gradients)
+        # Whether `complete` has something to do
+        self.is_completed = n_latents > 0
+
+    def __getstate__(self) -> StateDict:
+        return {name: getattr(self, name) for name in ("values", "n_outputs", "n_latents", "columns")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Forward.__init__(self, state["values"], None, state["n_outputs"], state["n_latents"], state["columns"])
+        self.network.pack()
+
+    def __call__(self, features: np.ndarray) -> np.ndarray:
+        """
+        :param features: Features of the observations, float32 of shape ``(n, n_features)``
+        :return: Outputs, shape ``(n, n_outputs)``, or outputs and latents, shape ``(n, n_outputs + n_latents)``
+        """
+        outputs = np.empty((len(features), self.n_outputs), np.float32)
+        self.network.forward(features if self.columns is None else self.read(features), outputs)
+        return self.complete(outputs) if self.is_completed else outputs
+
+    def read(self, features: np.ndarray) -> np.ndarray:
+        """
+        :param features: Features of the observations, shape ``(n, n_features)``
+        :return: Inputs of the network
+        """
+        return features if self.columns is None else np.ascontiguousarray(features[:, self.columns])
+
+    def complete(self, outputs: np.ndarray) -> np.ndarray:
+        """
+        :param outputs: Outputs of the last forward pass, shape ``(n, n_outputs)``
+        :return: Outputs, with the latents if these are needed
+        """
+        if not self.n_latents:
+            return outputs
+        latents = np.empty((len(outputs), self.n_latents), np.float32)
+        self.network.latents(latents)
+        return np.concatenate([outputs, latents], axis=1)
 
 
 def trained(layers: Iterable[Any]) -> list[Any]:

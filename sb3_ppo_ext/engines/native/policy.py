@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
-from stable_baselines3.common.preprocessing import is_image_space
-from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, CombinedExtractor, FlattenExtractor, MlpExtractor
-from stable_baselines3.common.type_aliases import PyTorchObs
-from stable_baselines3.common.utils import obs_as_tensor
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, MlpExtractor
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from sb3_ppo_ext.common.action_masks import parts_without_mask, without_mask
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.user_code import has_method_of, hidden_methods, replaced_method
 from sb3_ppo_ext.distributions import numpy_distribution, why_not_numpy
 from sb3_ppo_ext.distributions.masked import INVALID
 from sb3_ppo_ext.engines.engine import has_gradient_hooks
 from sb3_ppo_ext.engines.native import extension
-from sb3_ppo_ext.engines.native.layers import Layer, layers_in, make_network, read, trained
+from sb3_ppo_ext.engines.native.inputs import Inputs
+from sb3_ppo_ext.engines.native.layers import Forward, layers_in, read, trained
 from sb3_ppo_ext.engines.native.layers import unsupported_reason as layers_reason
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin, ScaledTanh
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
@@ -48,9 +45,9 @@ PART_METHODS += ("actions_from_params", "log_prob_from_params", "sample_weights"
 _version_of = attrgetter("_version")
 
 
-class Perceptron:
+class Perceptron(Forward):
     """
-    The actor or critic network of a policy.
+    The actor or critic network of a policy, in the memory of its parameters.
 
     :param hidden: Hidden layers
     :param last: Output layer
@@ -59,43 +56,21 @@ class Perceptron:
     """
 
     def __init__(self, hidden: nn.Sequential, last: nn.Linear, with_latents: bool = False, columns: slice | None = None):
-        self.layers = [*layers_in(hidden), last]
-        self.trained = trained(self.layers)
+        layers = [*layers_in(hidden), last]
+        self.trained = trained(layers)
         self.gradients = [tuple(np.zeros(p.shape, np.float32) for p in (layer.weight, layer.bias)) for layer in self.trained]
-        self.network = make_network(self.weights(), self.gradients)
-        self.n_outputs, self.n_latents, self.with_latents = last.out_features, last.in_features, with_latents
-        self.columns = columns
+        n_latents = last.in_features if with_latents else 0
+        super().__init__([read(layer) for layer in layers], self.gradients, last.out_features, n_latents, columns)
         # Mean and standard deviation by which values are normalised, in the memory of their tensors; `None` for neither
         self.statistics: tuple[np.ndarray, np.ndarray] | None = None
         if isinstance(last, NormalizedValue):
             self.statistics = last.mean.numpy(), last.std.numpy()
-        # Whether `complete` has something to do
-        self.is_completed = with_latents or self.statistics is not None
+            self.is_completed = True
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Pairs of each parameter and its gradient"""
         for layer, gradients in zip(self.trained, self.gradients, strict=True):
             yield from zip((layer.weight, layer.bias), gradients, strict=True)
-
-    def weights(self) -> list[Layer]:
-        """:return: The layers, with weights and biases in the memory of the parameters"""
-        return [read(layer) for layer in self.layers]
-
-    def __call__(self, features: np.ndarray) -> np.ndarray:
-        """
-        :param features: Features of the observations, float32 of shape ``(n, n_features)``
-        :return: Outputs, shape ``(n, n_outputs)``, or outputs and latents, shape ``(n, n_outputs + n_latents)``
-        """
-        outputs = np.empty((len(features), self.n_outputs), np.float32)
-        self.network.forward(features if self.columns is None else self.read(features), outputs)
-        return self.complete(outputs) if self.is_completed else outputs
-
-    def read(self, features: np.ndarray) -> np.ndarray:
-        """
-        :param features: Features of the observations, shape ``(n, n_features)``
-        :return: Inputs of the network
-        """
-        return features if self.columns is None else np.ascontiguousarray(features[:, self.columns])
 
     def empty(self, features: np.ndarray) -> np.ndarray:
         """
@@ -112,11 +87,7 @@ class Perceptron:
         if self.statistics is not None:
             mean, std = self.statistics
             outputs = outputs * std + mean
-        if not self.with_latents:
-            return outputs
-        latents = np.empty((len(outputs), self.n_latents), np.float32)
-        self.network.latents(latents)
-        return np.concatenate([outputs, latents], axis=1)
+        return super().complete(outputs)
 
 
 class NativePolicy:
@@ -142,9 +113,8 @@ class NativePolicy:
         self.threads: Any = None
         self.n_threads = 1
         self.mask_key: str | None = getattr(policy, "action_mask_key", None)
-        space = policy.observation_space if self.mask_key is None else without_mask(policy.observation_space, self.mask_key)
-        # Whether features are flattened float32 observations, without any other preprocessing
-        self._is_flat = isinstance(space, spaces.Box) and not (policy.normalize_images and is_image_space(space))
+        # What each network reads of the observations; the critic what the actor does, unless they are asymmetric
+        self.inputs = [Inputs(policy.observation_space, keys, policy.normalize_images) for keys in self._keys_read()]
         modules = list(policy.modules())
         # Each module with its children and its numbers of parameters and attributes, among which a method may be replaced, and
         # each parameter with its owner and its address
@@ -198,10 +168,15 @@ class NativePolicy:
             self.threads = None if n == 1 else extension.module.Threads(n)
             self.n_threads = n
 
-    @property
-    def reads_numbers(self) -> bool:
-        """Whether observations are arrays, whose numbers the networks read as they are."""
-        return self._is_flat and self.mask_key is None
+    def _keys_read(self) -> list[Sequence[str] | None]:
+        """Keys of the observations that actor and critic read, ``None`` if observations are no dictionaries."""
+        space, policy = self.policy.observation_space, self.policy
+        if not isinstance(space, spaces.Dict):
+            return [None]
+        of_actor, of_critic = (getattr(policy, name, None) for name in ("_read_by_actor", "_read_by_critic"))
+        if of_actor is None:
+            return [list(space.spaces)]
+        return [of_actor, of_critic] if self.is_asymmetric else [of_actor]
 
     def evaluate(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """
@@ -248,7 +223,8 @@ class NativePolicy:
         :param rows: Observations of a rollout in the buffer, shape ``(n_steps, n_envs, *obs_shape)``
         :return: The same memory, as :meth:`features` of each step; ``None`` if they are not what the networks read
         """
-        is_read = self.reads_numbers and rows.dtype == np.float32 and rows.flags.c_contiguous
+        is_array = self.inputs[0].keys is None and self.inputs[0].are_numbers
+        is_read = is_array and rows.dtype == np.float32 and rows.flags.c_contiguous
         return rows.reshape(*rows.shape[:2], -1) if is_read else None
 
     def features(self, observations: Arrays) -> np.ndarray:
@@ -256,39 +232,29 @@ class NativePolicy:
         :param observations: Batch of observations, as returned by the environments or stored in the buffer
         :return: Features, float32 of shape ``(n, n_features)``
         """
-        if self._is_flat:
-            flat = observations if self.mask_key is None else parts_without_mask(observations, self.mask_key)
-            return np.ascontiguousarray(flat, np.float32).reshape(len(flat), -1)
-        return self.features_of_tensor(obs_as_tensor(observations, self.policy.device))
-
-    def features_of_tensor(self, observations: PyTorchObs) -> np.ndarray:
-        """
-        :param observations: Batch of observations
-        :return: Features, float32 of shape ``(n, n_features)``
-        """
-        with th.no_grad():
-            if self.is_asymmetric:
-                both: Any = self.policy.extract_features(observations)
-                return th.cat(both, dim=1).numpy()
-            features = self._extract(observations, self.policy.pi_features_extractor)
-            return np.ascontiguousarray(features.numpy())
-
-    def _extract(self, observations: PyTorchObs, extractor: BaseFeaturesExtractor) -> th.Tensor:
-        policy = self.policy
-        if isinstance(policy, ActionDistributionMixin):
-            return policy.features_of(observations, extractor)
-        return BasePolicy.extract_features(policy, observations, extractor)
+        features = [read(observations) for read in self.inputs]
+        return features[0] if len(features) == 1 else np.concatenate(features, axis=1)
 
     def invalid(self, observations: Arrays) -> np.ndarray | None:
         """
         :param observations: Batch of observations, as returned by the environments or stored in the buffer
         :return: Whether each action is invalid, shape ``(n, n_outputs)``; ``None`` without masks
         """
-        if self.mask_key is None:
-            return None
-        masks: np.ndarray = observations[self.mask_key]
-        is_invalid: np.ndarray = np.logical_not(masks.reshape(-1, self.actor.n_outputs))
-        return is_invalid
+        return invalid_choices(observations, self.mask_key, self.actor.n_outputs)
+
+
+def invalid_choices(observations: Arrays, key: str | None, n_choices: int) -> np.ndarray | None:
+    """
+    :param observations: Batch of observations
+    :param key: Key of the masks in them, ``None`` for none
+    :param n_choices: Number of choices of all actions
+    :return: Whether each choice is invalid, shape ``(n, n_choices)``; ``None`` without masks
+    """
+    if key is None:
+        return None
+    masks: np.ndarray = observations[key]
+    is_invalid: np.ndarray = np.logical_not(masks.reshape(-1, n_choices))
+    return is_invalid
 
 
 def mask(outputs: np.ndarray, invalid: np.ndarray | None) -> np.ndarray:

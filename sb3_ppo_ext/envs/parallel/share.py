@@ -9,10 +9,15 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices
+from stable_baselines3.common.vec_env.util import dict_to_obs
 
+from sb3_ppo_ext.common.action_masks import METHOD
 from sb3_ppo_ext.common.guards import is_finite
+from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays
+from sb3_ppo_ext.envs.action_masks import ActionMasks
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv, detached
-from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
+from sb3_ppo_ext.envs.parallel.share_rollout import MaskSource, ShareActor, ShareRollout
 from sb3_ppo_ext.envs.parallel.shared_arrays import SharedArrays, numbers_of
 from sb3_ppo_ext.envs.parallel.step_infos import StepInfos
 
@@ -63,37 +68,56 @@ class EnvironmentShare(FastDummyVecEnv):
             return None
         return unusual, {index: self.reset_infos[index] for index in unusual if self.buf_dones[index]}
 
-    def collect(self, actor: ShareActor, observations: np.ndarray, n_steps: int) -> ShareRollout:
+    def collect(self, actor: ShareActor, observations: Arrays, n_steps: int, source: MaskSource | None = None) -> ShareRollout:
         """
         Step all environments for a whole rollout, or to the first observation, reward or output of the policy that is not
         finite.
 
         :param actor: Actor for these environments
-        :param observations: Their last observations, which are no dictionaries
+        :param observations: Their last observations
         :param n_steps: Number of steps
+        :param source: Where masks of invalid actions come from, ``None`` for no masks
         :return: What they returned
+        :raises EnvironmentDataError: if a mask cannot be used, or an observation or a reward has another shape or type
         """
-        (buffer,) = self.buf_obs.values()
-        seen = np.empty((n_steps + 1, *buffer.shape), buffer.dtype)
+        rows = {key: np.empty((n_steps + 1, *buffer.shape), buffer.dtype) for key, buffer in self.buf_obs.items()}
+        seen = dict_to_obs(self.observation_space, rows)
+        masks = (
+            None if source is None else ActionMasks(source.action_space, source.key, self.num_envs, self._masks, self._first)
+        )
+        masked: list[np.ndarray] = []
         rewards, dones = (np.empty((n_steps, *array.shape), array.dtype) for array in (self.buf_rews, self.buf_dones))
         samples: list[np.ndarray] = []
         told: dict[int, dict[int, dict[str, object]]] = {}
-        seen[0] = observations
+        for key in rows:
+            rows[key][0] = observations if key is None else observations[key]
         is_last = False
         while len(samples) < n_steps and not is_last:
             step = len(samples)
-            chosen = actor.act(seen[step], step)
+            given = map_observations(lambda part: part[step], seen)  # noqa: B023  # called at once
+            if masks is not None and source is not None:
+                given = masks.seen(given, step, source.num_timesteps + step * source.n_per_step)
+            chosen = actor.act(given, step)
             if chosen is None or not self.goes_on():
                 break
+            if masks is not None:
+                masked.append(masks.masks)
             samples.append(chosen[0])
             infos = self.step_envs(chosen[1])
-            seen[step + 1], rewards[step], dones[step] = buffer, self.buf_rews, self.buf_dones
-            is_last = step + 1 == n_steps or not is_finite(buffer) or not is_finite(self.buf_rews)
+            for key, buffer in self.buf_obs.items():
+                rows[key][step + 1] = buffer
+            rewards[step], dones[step] = self.buf_rews, self.buf_dones
+            is_last = step + 1 == n_steps or not all(map(is_finite, (*self.buf_obs.values(), self.buf_rews)))
             of_step = {i: detached(info) for i, info in enumerate(infos) if is_last or dones[step, i] or "episode" in info}
             if of_step:
                 told[step] = of_step
         n = len(samples)
-        return ShareRollout(seen[: n + 1], np.array(samples), rewards[:n], dones[:n], told, list(self.reset_infos))
+        arrays = (np.array(samples), rewards[:n], dones[:n])
+        of_steps = map_observations(lambda part: part[: n + 1], seen)
+        return ShareRollout(of_steps, *arrays, told, list(self.reset_infos), np.array(masked) if source else None)
+
+    def _masks(self) -> list[object]:
+        return self.call(lambda env: env.get_wrapper_attr(METHOD)(), [()] * self.num_envs)
 
     def goes_on(self) -> bool:
         """

@@ -4,22 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from gymnasium import spaces
+
+from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.type_aliases import Arrays
+
+
+class MaskSource(NamedTuple):
+    """
+    Where masks of invalid actions come from.
+
+    :param action_space: Action space
+    :param key: Key of the masks in the observations, ``None`` if the environments have a method ``action_masks``
+    :param num_timesteps: Number of timesteps trained before the rollout, for messages
+    :param n_per_step: Number of timesteps of a step, for messages
+    """
+
+    action_space: spaces.Space
+    key: str | None
+    num_timesteps: int
+    n_per_step: int
 
 
 class ShareActor(Protocol):
     """Chooses the actions of some of the environments for a whole rollout. It can be pickled."""
 
-    def act(self, observations: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def act(self, observations: Arrays, step: int) -> tuple[np.ndarray, Arrays] | None:
         """
         Choose the actions of a step.
 
-        :param observations: Observations of these environments, shape ``(n_envs, *obs_shape)``
+        :param observations: Observations of these environments, with masks if there are any, shape ``(n_envs, *obs_shape)``
         :param step: Step of the rollout
-        :return: Samples of the policy, as the rollout buffer stores them, and actions within the bounds, which environments
-            may write into; ``None`` if the outputs of the policy are not finite
+        :return: Samples of the policy, as the rollout buffer stores them, and an action within the bounds for each
+            environment, which it may write into; ``None`` if the outputs of the policy are not finite
         """
 
 
@@ -28,21 +48,24 @@ class ShareRollout:
     """
     What some of the environments returned in the steps of a rollout.
 
-    :param observations: Observations before each step and after the last one, shape ``(n_steps + 1, n_envs, *obs_shape)``
+    :param observations: Observations before each step and after the last one, in arrays of shape
+        ``(n_steps + 1, n_envs, *obs_shape)``
     :param samples: Samples of the policy, shape ``(n_steps, n_envs, *action_shape)``
     :param rewards: Rewards, shape ``(n_steps, n_envs)``
     :param dones: Ends of episodes, shape ``(n_steps, n_envs)``
     :param infos: For each step, infos by the index of the environment: those of ends of episodes and with statistics of
         episodes, and all of the last step
     :param reset_infos: Infos of the last reset of each environment
+    :param masks: Masks of the actions in each step, shape ``(n_steps, n_envs, n_choices)``; ``None`` for none
     """
 
-    observations: np.ndarray
+    observations: Arrays
     samples: np.ndarray
     rewards: np.ndarray
     dones: np.ndarray
     infos: dict[int, dict[int, dict[str, object]]]
     reset_infos: list[dict[str, object]]
+    masks: np.ndarray | None = None
 
     @property
     def n_steps(self) -> int:
@@ -58,7 +81,9 @@ class ShareRollout:
             return self
         arrays = (self.samples[:n_steps], self.rewards[:n_steps], self.dones[:n_steps])
         infos = {step: infos for step, infos in self.infos.items() if step < n_steps}
-        return ShareRollout(self.observations[: n_steps + 1], *arrays, infos, self.reset_infos)
+        observations = map_observations(lambda part: part[: n_steps + 1], self.observations)
+        masks = None if self.masks is None else self.masks[:n_steps]
+        return ShareRollout(observations, *arrays, infos, self.reset_infos, masks)
 
 
 def joined(parts: Sequence[ShareRollout], firsts: Sequence[int]) -> ShareRollout:
@@ -69,12 +94,18 @@ def joined(parts: Sequence[ShareRollout], firsts: Sequence[int]) -> ShareRollout
     """
     n_steps = min(part.n_steps for part in parts)
     parts = [part.first(n_steps) for part in parts]
-    names = ("observations", "samples", "rewards", "dones")
     # Of no steps, the shape of the samples is not known.
     axis = 1 if n_steps else 0
-    observations, samples, rewards, dones = (np.concatenate([getattr(part, name) for part in parts], axis) for name in names)
+
+    def together(*arrays: np.ndarray) -> np.ndarray:
+        return np.concatenate(arrays, axis)
+
+    observations = map_observations(lambda *each: np.concatenate(each, 1), *(part.observations for part in parts))
+    samples, rewards, dones = (together(*(getattr(part, name) for part in parts)) for name in ("samples", "rewards", "dones"))
+    masks = None if parts[0].masks is None else together(*(part.masks for part in parts if part.masks is not None))
     infos: dict[int, dict[int, dict[str, object]]] = {}
     for part, first in zip(parts, firsts, strict=True):
         for step, of_step in part.infos.items():
             infos.setdefault(step, {}).update({first + index: info for index, info in of_step.items()})
-    return ShareRollout(observations, samples, rewards, dones, infos, [info for part in parts for info in part.reset_infos])
+    reset_infos = [info for part in parts for info in part.reset_infos]
+    return ShareRollout(observations, samples, rewards, dones, infos, reset_infos, masks)

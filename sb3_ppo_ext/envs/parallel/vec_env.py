@@ -20,6 +20,7 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_ppo_ext.common.cores import available_cores
 from sb3_ppo_ext.common.guards import EnvironmentDataError
+from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.common.workers import WorkerError
@@ -27,7 +28,7 @@ from sb3_ppo_ext.distributed.launch import ranks_on_this_machine
 from sb3_ppo_ext.envs.fast_dummy_vec_env import detached
 from sb3_ppo_ext.envs.parallel.pool import Command, WorkerPool
 from sb3_ppo_ext.envs.parallel.share import EnvironmentShare
-from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout, joined
+from sb3_ppo_ext.envs.parallel.share_rollout import MaskSource, ShareActor, ShareRollout, joined
 from sb3_ppo_ext.envs.parallel.shared_arrays import SharedArrays
 
 # Seconds for which a process that has a core of its own waits actively. To be woken takes some 50 microseconds, and policies
@@ -133,20 +134,31 @@ class ParallelVecEnv(VecEnv):
                 self._fill(infos, share.start, *answer)
         return self._observations(), self._arrays.rewards.copy(), self._arrays.dones.copy(), infos
 
-    def collect(self, make_actor: Callable[[slice], ShareActor], observations: np.ndarray, n_steps: int) -> ShareRollout:
+    def collect(
+        self,
+        make_actor: Callable[[slice], ShareActor],
+        observations: Arrays,
+        n_steps: int,
+        source: MaskSource | None = None,
+    ) -> ShareRollout:
         """
         Step all environments for a whole rollout, or to the first observation, reward or output of the policy that is not
         finite. Processes do not wait for each other.
 
         :param make_actor: Function that makes the actor for some environments
-        :param observations: Last observations of all environments, which are no dictionaries
+        :param observations: Last observations of all environments
         :param n_steps: Number of steps
+        :param source: Where masks of invalid actions come from, ``None`` for no masks
         :return: What they returned
         :raises WorkerError: if a worker fails
+        :raises EnvironmentDataError: if a mask cannot be used, or an observation or a reward has another shape or type
         """
         self._share.attach(self._arrays)
         places = [slice(share.start, share.stop) for share in self._shares]
-        given = [(make_actor(own), observations[own], n_steps) for own in places]
+        given = [
+            (make_actor(own), map_observations(lambda part: part[own], observations), n_steps, source)  # noqa: B023
+            for own in places
+        ]
         try:
             with self._errors_named:
                 answers = self._answers({k: ("collect", part, {}) for k, part in enumerate(given)})

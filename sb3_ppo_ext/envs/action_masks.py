@@ -21,20 +21,29 @@ class ActionMasks:
     """
     Adds the masks of the environments to observations, and checks masks.
 
-    :param env: Environments
     :param action_space: Action space of a single environment
     :param key: Key of the masks in the observations, ``None`` if the environments have a method ``action_masks``
+    :param n_envs: Number of environments
+    :param read: Function that returns their masks, which is called if ``key`` is None
+    :param first: Index of the first environment, for messages
     """
 
-    def __init__(self, env: VecEnv, action_space: spaces.Space, key: str | None):
-        self.n_envs, self.key = env.num_envs, key or ACTION_MASK
+    def __init__(
+        self,
+        action_space: spaces.Space,
+        key: str | None,
+        n_envs: int,
+        read: Callable[[], list[object]],
+        first: int = 0,
+    ):
+        self.n_envs, self.key, self.first = n_envs, key or ACTION_MASK, first
         self.choices = choices_of(action_space)
         self.n_choices = sum(self.choices)
         # First choice of each action
         self.firsts = np.cumsum([0, *self.choices[:-1]])
         # Masks of the last step, shape (n_envs, n_choices)
         self.masks: Arrays = None
-        self.read: Callable[[], list[object]] | None = reader(env) if key is None else None
+        self.read = read if key is None else None
 
     def seen(self, observations: Arrays, step: int, num_timesteps: int) -> Arrays:
         """
@@ -48,7 +57,7 @@ class ActionMasks:
         self.masks = flat = masks.reshape(self.n_envs, self.n_choices)
         # Quick checks, because they run at every step
         if not (flat.all() or np.maximum.reduceat(flat, self.firsts, axis=1).all()):
-            refuse_empty(flat, self.choices, step, num_timesteps)
+            refuse_empty(flat, self.choices, step, num_timesteps, self.first)
         return observations if self.read is None else add_mask(observations, flat)
 
     def with_last(self, observations: object) -> Arrays:
@@ -82,25 +91,26 @@ class ActionMasks:
         sizes = [np.array(mask, object).size for mask in masks]
         index = next((i for i, size in enumerate(sizes) if size != self.n_choices), 0)
         raise EnvironmentDataError(
-            f"Environment {index}: the mask of the actions must have {self.n_choices} numbers, one for each choice, not "
-            f"{reprlib.repr(masks[index])}, {_at(step, num_timesteps)}"
+            f"Environment {self.first + index}: the mask of the actions must have {self.n_choices} numbers, one for each "
+            f"choice, not {reprlib.repr(masks[index])}, {_at(step, num_timesteps)}"
         )
 
 
-def refuse_empty(masks: np.ndarray, choices: list[int], step: int, num_timesteps: int) -> NoReturn:
+def refuse_empty(masks: np.ndarray, choices: list[int], step: int, num_timesteps: int, first: int = 0) -> NoReturn:
     """
     :param masks: Masks of which one leaves no choice for an action, shape ``(n_envs, n_choices)``
     :param choices: Number of choices of each action
     :param step: Step of the rollout
     :param num_timesteps: Number of timesteps trained so far
+    :param first: Index of the first environment
     :raises EnvironmentDataError: always
     """
     is_empty = [not part.any() for mask in masks for part in np.split(mask, np.cumsum(choices)[:-1])]
     index, action = divmod(is_empty.index(True), len(choices))
     which = "all actions are" if len(choices) == 1 else f"all choices of action {action} are"
     raise EnvironmentDataError(
-        f"Environment {index}: {which} masked {_at(step, num_timesteps)} Leave at least one valid; where nothing can be done, "
-        "end the episode."
+        f"Environment {first + index}: {which} masked {_at(step, num_timesteps)} Leave at least one valid; "
+        "where nothing can be done, end the episode."
     )
 
 
