@@ -60,7 +60,7 @@ _MINIBATCH = {"advantage_norm": "minibatch"}
 _RELU = {"n_envs": 8, "advantage_norm": "rollout", "activation_fn": "nn.ReLU"}
 _NARROW = {**_RELU, "log_std_init": -0.5, "rollout": 1024}
 _DISCRETE = {"advantage_norm": "minibatch", "normalize_freq": "rollout", "betas": (0.9, 0.9), "rollout": 2048}
-_DISCRETE["activation_fn"] = "nn.Tanh"  # With ReLU, nothing is learned on Acrobot.
+_DISCRETE["activation_fn"] = "nn.Tanh"  # With ReLU, Acrobot is often not learned.
 # Candidates for the race: levels that differ from the first ones, and those that differ again where actions are discrete
 CANDIDATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "screened": (_SCREENED, _MINIBATCH),
