@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -9,12 +10,15 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EveryNTimesteps
+from stable_baselines3.common.preprocessing import preprocess_obs
+from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecNormalize
 from support.engines import KEYS, SMALL, VECTORS, make
 from support.toys import BOX_ACTION, VECTOR, RolloutRecorder, ToyEnv, make_toys
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.guards import NonFinitePolicyError
+from sb3_ppo_ext.engines.native.inputs import Inputs
 from sb3_ppo_ext.rollout import collector
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 
@@ -261,6 +265,31 @@ def test_observations_are_kept_in_float32(policy):
         is_reference = backend == "eager" and policy != "MlpTransformerPolicy"
         assert kept.dtype == (np.float64 if is_reference else np.float32)
         assert kept.any()
+
+
+READ = spaces.Dict(
+    image=spaces.Box(0, 255, (3, 4, 4), np.uint8),
+    matrix=spaces.Box(-1, 1, (2, 3), np.float64),
+    counts=spaces.MultiDiscrete([3, 2]),
+    flags=spaces.MultiBinary([2, 2]),
+    gear=spaces.Discrete(4),
+)
+
+
+def test_inputs():
+    """What the networks read of observations is what SB3's policies make of them, to the bit; others are refused."""
+    READ.seed(0)
+    batch = [READ.sample() for _ in range(7)]
+    observations = {key: np.stack([each[key] for each in batch]) for key in READ.spaces}
+    preprocessed = preprocess_obs(obs_as_tensor(observations, th.device("cpu")), READ)
+    expected = {key: preprocessed[key].flatten(1).numpy() for key in READ.spaces}
+    for key, part in READ.spaces.items():
+        np.testing.assert_array_equal(Inputs(part, None, True)(observations[key]), expected[key])
+    found = pickle.loads(pickle.dumps(Inputs(READ, list(READ.spaces), True)))(observations)
+    np.testing.assert_array_equal(found, np.concatenate(list(expected.values()), axis=1))
+    for gear in (-1, 4):
+        with pytest.raises(ValueError, match=r"from 0 to less than \[4\]"):
+            Inputs(READ["gear"], None, True)(np.array([0, gear]))
 
 
 def test_vec_normalize():
