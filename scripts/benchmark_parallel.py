@@ -205,6 +205,7 @@ def of_make() -> dict[str, Contender]:
         "one process, `VecNormalize` instead": trained(*in_vec_normalize()),
         "ParallelVecEnv, statistics per step": trained(*of_preset(ParallelVecEnv)),
         "ParallelVecEnv, statistics per rollout": trained(*of_preset(ParallelVecEnv, normalize_freq="rollout")),
+        "the same, two threads": trained(*of_preset(ParallelVecEnv, normalize_freq="rollout", native_threads=2)),
     }
 
 

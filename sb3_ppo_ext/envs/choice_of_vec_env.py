@@ -13,8 +13,9 @@ from sb3_ppo_ext.common.cores import available_cores
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 
-# Seconds that processes lose per step of all environments, for messages and for the policy, which each of them computes: see
-# `scripts/benchmark_choice.py`
+# Seconds that processes lose per step of all environments, for messages and for the policy, which each of them computes. By
+# `scripts/benchmark_choice.py`, trainings in which less is saved are 0.9 to 1.3 times as fast, those from 35 µs on 1.15 to 1.3
+# times.
 COST = 2e-5
 # Limits of the measurement
 LONGEST, MOST_STEPS = 0.1, 200
