@@ -51,11 +51,16 @@ def craftax() -> VecEnv:
     return JaxVecEnv(env, {"max_timesteps": 20}, num_envs=N_ENVS, device="cpu")
 
 
-def playground() -> VecEnv:
+def playground(impl: str = "jax") -> VecEnv:
     """MuJoCo Playground with the engine in JAX"""
     registry = importlib.import_module("mujoco_playground").registry
-    env = registry.load("CartpoleBalance", config_overrides={"impl": "jax", "episode_length": 20})
+    env = registry.load("CartpoleBalance", config_overrides={"impl": impl, "episode_length": 20})
     return JaxVecEnv(env, num_envs=N_ENVS, device="cpu")
+
+
+def playground_warp() -> VecEnv:
+    """MuJoCo Playground with its default engine"""
+    return playground("warp")
 
 
 def pgx() -> VecEnv:
@@ -157,7 +162,7 @@ def highway() -> VecEnv:
 def supersuit() -> VecEnv:
     """PettingZoo's environments with a policy that agents share"""
     module: Any = importlib.import_module("supersuit")
-    agents = importlib.import_module("pettingzoo.mpe.simple_spread_v3").parallel_env(max_cycles=20)
+    agents = importlib.import_module("mpe2.simple_spread_v3").parallel_env(max_cycles=20)
     venv = module.pettingzoo_env_to_vec_env_v1(agents)
     return VecMonitor(module.concat_vec_envs_v1(venv, 1, base_class="stable_baselines3"))
 
@@ -165,7 +170,8 @@ def supersuit() -> VecEnv:
 MAKERS: dict[str, Callable[[], VecEnv]] = {
     each.__name__: each
     for each in (
-        *(brax, gymnax, craftax, playground, pgx, jumanji, navix, envpool, envpool_dictionaries, gymnasium_wrappers),
+        *(brax, gymnax, craftax, playground, playground_warp, pgx, jumanji, navix),
+        *(envpool, envpool_dictionaries, gymnasium_wrappers),
         *(minigrid, mo_gymnasium, highway, supersuit),
     )
 }
@@ -185,7 +191,9 @@ def train(name: str) -> None:
     policy = "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
     with tempfile.TemporaryDirectory() as folder:
         batch = env.num_envs * N_STEPS // 4
-        model = PPOExt(policy, env, n_steps=N_STEPS, batch_size=batch, n_epochs=2, seed=0, device="cpu")
+        # SuperSuit's environments have no `seed`, which SB3 calls as well.
+        seed = None if name == "supersuit" else 0
+        model = PPOExt(policy, env, n_steps=N_STEPS, batch_size=batch, n_epochs=2, seed=seed, device="cpu")
         model.learn(TIMESTEPS, callback=TrainingCheckpoint(save_freq=N_STEPS, save_path=folder))
         assert len(model.ep_info_buffer or []) > 0, "no episode has ended"
         mean, _ = evaluate_policy(model, env, n_eval_episodes=4, warn=False)
@@ -200,7 +208,8 @@ def train(name: str) -> None:
 def _is_installed(name: str) -> str | None:
     """What is missing, ``None`` if nothing is."""
     packages = {"playground": "mujoco_playground", "highway": "highway_env", "gymnasium_wrappers": "gymnasium"}
-    package = packages.get(name, name.removesuffix("_dictionaries"))
+    name = name.removesuffix("_dictionaries").removesuffix("_warp")
+    package = packages.get(name, name)
     return None if importlib.util.find_spec(package) else f"{package} is not installed"
 
 

@@ -44,6 +44,8 @@ METADATA = "sb3_ppo_ext"
 BATCH_SIZES, MAX_STEPS = (1, 3), 100
 # Largest differences that are rounding, in units of the width of the action space where it has one
 TOLERANCE = 1e-4
+# What is larger is no bound of observations, as the largest number of a type, which environments write for infinity
+NO_BOUND = 1e6
 # What only the critic needs
 OF_CRITIC = ("value_net", "vf_features_extractor", "vf_transformer", "lstm_critic", "critic")
 # A file that was written, as a function of arrays
@@ -368,12 +370,20 @@ def _example(port: Port, n: int, generator: np.random.Generator, actor: Actor) -
         numbers = generator.standard_normal((n, *own.mean.shape)) * generator.choice([1.0, 20.0], (n, *own.mean.shape))
         return (own.mean.numpy() + own.std.numpy() * numbers).astype(np.float32)
     # A copy: the user's space keeps its generator.
-    space = copy.deepcopy(actor.parts[port.name])
+    space = _with_moderate_samples(copy.deepcopy(actor.parts[port.name]))
     space.seed(int(generator.integers(2**31)))
     values = np.stack([space.sample() for _ in range(n)])
     if port.name in actor.transposed:
         values = values.transpose(0, 2, 3, 1)
     return np.ascontiguousarray(values).astype(port.dtype)
+
+
+def _with_moderate_samples(space: spaces.Space) -> spaces.Space:
+    """The same space, in which the largest numbers of a type are no bounds: networks have no numbers for such samples."""
+    if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
+        return space
+    low, high = np.where(space.low < -NO_BOUND, -np.inf, space.low), np.where(space.high > NO_BOUND, np.inf, space.high)
+    return spaces.Box(low, high, dtype=space.dtype.type)
 
 
 def _example_of_masks(port: Port, n: int, generator: np.random.Generator, actor: Actor) -> np.ndarray:

@@ -15,9 +15,9 @@ from support import hybrid
 from support.cases import one_in
 from support.masks import make_masked
 from support.parity import assert_equal
-from support.toys import DICT, IMAGE, VECTOR, make_toys
+from support.toys import DICT, IMAGE, VECTOR, ToyEnv, make_toys
 
-from sb3_ppo_ext import ActionMaskWrapper, MlpPolicy, PPOExt
+from sb3_ppo_ext import ActionMaskWrapper, FastDummyVecEnv, MlpPolicy, PPOExt
 from sb3_ppo_ext.export.export import METADATA
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -377,6 +377,23 @@ def test_integers_in_a_box(tmp_path):
     found = File(tmp_path / "policy.pt")({"observation": observations})["action"]
     np.testing.assert_allclose(found, model.predict(observations, deterministic=True)[0], atol=1e-6)
     assert found.dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bounds_that_are_the_largest_numbers(dtype, tmp_path):
+    """A policy is compared at numbers that environments have, where their bounds are the largest ones, as those of EnvPool."""
+    largest = np.finfo(dtype)
+    parts = {
+        "one side": spaces.Box(largest.tiny, largest.max, (3,), dtype),
+        "both": spaces.Box(-largest.max, largest.max, (2,), dtype),
+    }
+    env = FastDummyVecEnv([ToyEnv])
+    env.observation_space = spaces.Dict(parts)
+    model = PPOExt("MultiInputPolicy", env, **SMALL)
+    model.export(tmp_path / "policy.pt")
+    inputs = {name: np.ones((1, *part.shape), np.float32) for name, part in parts.items()}
+    found = File(tmp_path / "policy.pt")(inputs)["action"]
+    np.testing.assert_allclose(found, model.predict(inputs, deterministic=True)[0], atol=1e-6)
 
 
 def test_channels_last_of_a_loaded_model(tmp_path):
