@@ -74,7 +74,7 @@ CANDIDATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**_DISCRETE, "decay": "lin", "rule": "rate", "n_epochs": 4, "rate": 1e-3},
     ),
 }
-# The first three were in a race of their own, which the second one won: with eight seeds, it is as good as SB3's defaults with
+# The first three were in a race of their own, which the second one won: with seven seeds, it is as good as SB3's defaults with
 # `VecNormalize` and not better.
 ENDED = {"screened", "screened, LayerNorm", "screened, KL"}
 # After so many seeds, the better half of the candidates goes on.

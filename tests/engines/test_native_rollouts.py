@@ -287,6 +287,10 @@ def test_inputs():
         np.testing.assert_array_equal(Inputs(part, None, True)(observations[key]), expected[key])
     found = pickle.loads(pickle.dumps(Inputs(READ, list(READ.spaces), True)))(observations)
     np.testing.assert_array_equal(found, np.concatenate(list(expected.values()), axis=1))
+    # A buffer may keep images as float32, which stay as they are.
+    pixels = observations["image"].astype(np.float32)
+    np.testing.assert_array_equal(Inputs(READ["image"], None, True)(pixels), expected["image"])
+    np.testing.assert_array_equal(pixels, observations["image"])
     for gear in (-1, 4):
         with pytest.raises(ValueError, match=r"from 0 to less than \[4\]"):
             Inputs(READ["gear"], None, True)(np.array([0, gear]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from typing import Any
 
 from sb3_ppo_ext.engines.native import extension
@@ -12,8 +13,9 @@ from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.loop import Stepper
 
-# Largest number of steps that are made in a call, as in `csrc/steps.h`: signals and other threads wait for its end.
-MAX_STEPS = 64
+# What is made in a call, at least one step, since signals and other threads wait for its end: so many samples, and so many
+# steps at most, as in `csrc/steps.h`
+MAX_SAMPLES, MAX_STEPS = 4096, 64
 
 
 class CompiledSteps:
@@ -42,18 +44,21 @@ class CompiledSteps:
         networks, samples = (native.actor.network, native.critic.network), minibatches.samples
         self.steps = extension.module.Steps(*networks, loss, stepper.adam, samples.features, samples.invalid, BLOCK)
 
-    def make(self, first: int) -> list[float]:
+    def make(self, first: int) -> tuple[list[float], int]:
         """
         :param first: Number of a step in the epoch
-        :return: Norms of the gradients of the steps that were made, from this one on: at most :data:`MAX_STEPS`
+        :return: Norms of the gradients of the steps that were made, from this one on, and the number of steps that were asked
+            for: where it is larger, the next step is left to the loop
         """
+        start = self.ends[first - 1] if first else 0
+        last = min(first + MAX_STEPS, max(first + 1, bisect_right(self.ends, start + MAX_SAMPLES)))
         config, stepper = self.config, self.stepper
         max_kl = math.inf if config.target_kl is None else 1.5 * config.target_kl
         mean, std = (0.0, 1.0) if self.statistics is None else (array.item() for array in self.statistics)
         limits = config.batch_size, config.max_grad_norm, max_kl, std, mean
-        norms: list[float] = self.steps.make(self.ends, first, stepper.n_steps + 1, *limits, *stepper.options())
+        norms: list[float] = self.steps.make(self.ends[:last], first, stepper.n_steps + 1, *limits, *stepper.options())
         stepper.n_steps += len(norms)
-        return norms
+        return norms, last - first
 
 
 def compiled_steps(

@@ -18,7 +18,7 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.compiled_loss import compiled_loss
-from sb3_ppo_ext.engines.native.compiled_steps import MAX_STEPS, compiled_steps
+from sb3_ppo_ext.engines.native.compiled_steps import compiled_steps
 from sb3_ppo_ext.engines.native.epoch import FlatRollout, MeasuredMinibatches, NativeMinibatches, mean_of_each, normalize_each
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
 from sb3_ppo_ext.engines.optimizer_steps import TorchStepper
@@ -96,22 +96,22 @@ class AnalyticGradients(GradientSource):
         number = 0
         try:
             while number < len(self.parts):
-                n_made = self._make_steps(number)
+                n_made, is_stopped = self._make_steps(number)
                 number += n_made
-                if n_made < MAX_STEPS and number < len(self.parts):
+                if is_stopped:
                     yield self.parts[number]
                     number += 1
         finally:
             self._end_epoch()
 
-    def _make_steps(self, first: int) -> int:
-        """Let the extension module make steps, and return their number."""
+    def _make_steps(self, first: int) -> tuple[int, bool]:
+        """Let the extension module make steps, and return their number, and whether the next one is left to the loop."""
         if self.compiled_steps is None:
-            return 0
-        norms = self.compiled_steps.make(first)
+            return 0, True
+        norms, n_asked = self.compiled_steps.make(first)
         self.minibatches.n += sum(map(len, self.parts[first : first + len(norms)]))
         self.norms += norms
-        return len(norms)
+        return len(norms), len(norms) < n_asked
 
     def _begin_epoch(self) -> None:
         """Draw and gather the samples of an epoch."""

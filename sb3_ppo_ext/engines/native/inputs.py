@@ -55,8 +55,7 @@ def _numbers(part: np.ndarray) -> np.ndarray:
 
 
 def _pixels(part: np.ndarray) -> np.ndarray:
-    pixels = _numbers(part)
-    pixels /= np.float32(255)
+    pixels: np.ndarray = _numbers(part) / np.float32(255)  # not in place: the numbers may be those of the buffer
     return pixels
 
 

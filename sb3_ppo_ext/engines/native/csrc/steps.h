@@ -207,12 +207,13 @@ static PyObject *steps_make(Steps *self, PyObject *args)
                           &limits.max_kl, &limits.value_std, &limits.value_mean, &o.lr, &o.beta1, &o.beta2, &o.eps,
                           &o.weight_decay))
         return NULL;
-    long last = PyTuple_GET_SIZE(ends) - first > MAX_STEPS ? first + MAX_STEPS : PyTuple_GET_SIZE(ends);
-    if (first < 0 || first > last || limits.batch_size < 1 || isnan(limits.max_norm + limits.max_kl) ||
+    long n_steps = PyTuple_GET_SIZE(ends);
+    if (first < 0 || first > n_steps || limits.batch_size < 1 || isnan(limits.max_norm + limits.max_kl) ||
         !isfinite(limits.value_std + limits.value_mean)) {
         PyErr_SetString(PyExc_ValueError, "there is no such step, or a number is NaN or infinite");
         return NULL;
     }
+    long last = n_steps - first > MAX_STEPS ? first + MAX_STEPS : n_steps;
     if (check_options(n, 1, o) < 0 || read_ends(self, ends, at, first, last) < 0 ||
         check_choices(self->loss, at[0], at[last - first] - at[0]) < 0 || refuse_if_busy(self->actor) < 0 ||
         refuse_if_busy(self->critic) < 0)
