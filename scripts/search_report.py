@@ -122,12 +122,19 @@ def of_race(rows: pd.DataFrame) -> pd.DataFrame:
     return ranked(rows[rows["configuration"].isin([*CANDIDATES, *REFERENCES])])
 
 
-def racers(rows: pd.DataFrame, number: int) -> list[str]:
+def racers(rows: pd.DataFrame, number: int, tasks: list[str]) -> dict[str, list[str]]:
     """
     :param rows: Rows of the runs that are done
     :param number: Number of a round of the race
-    :return: Names of the candidates that run in it: all at first; after some rounds, the better half goes on
+    :param tasks: Names of the tasks
+    :return: Names of the candidates that run in it, for each task: all at first; after some rounds, the better half goes on,
+        for each kind of actions by itself
     """
+    of_kind = {kind: _left(rows[rows["task"].isin(KINDS[kind])], number) for kind in ("discrete", "continuous")}
+    return {task: of_kind["discrete" if task in DISCRETE else "continuous"] for task in tasks}
+
+
+def _left(rows: pd.DataFrame, number: int) -> list[str]:
     left = [name for name in CANDIDATES if name not in ENDED]
     for n_rounds in HALVED_AFTER:
         if n_rounds <= number:

@@ -40,6 +40,7 @@ LEVERS: dict[str, tuple[Any, ...]] = {
     "log_std_init": (0.0, -0.5, -1.0),
     "net_type": ("mlp", "layer_norm"),
     "activation_fn": ("nn.Tanh", "nn.ReLU"),
+    "width": (64, 128, 256),
 }
 FIRST_LEVELS = {name: levels[0] for name, levels in LEVERS.items()}
 # Levers that change nothing for some levels of another one
@@ -61,23 +62,38 @@ _RELU = {"n_envs": 8, "advantage_norm": "rollout", "activation_fn": "nn.ReLU"}
 _NARROW = {**_RELU, "log_std_init": -0.5, "rollout": 1024}
 _DISCRETE = {"advantage_norm": "minibatch", "normalize_freq": "rollout", "betas": (0.9, 0.9), "rollout": 2048}
 _DISCRETE["activation_fn"] = "nn.Tanh"  # With ReLU, Acrobot is often not learned.
-# Candidates for the race: levels that differ from the first ones, and those that differ again where actions are discrete
+# Candidates for the race: levels that differ from the first ones, and those that differ again where actions are discrete.
+# Those of the third race differ from `ReLU`: the first word of a name where actions are continuous, the second one elsewhere.
 CANDIDATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "screened": (_SCREENED, _MINIBATCH),
     "screened, LayerNorm": ({**_SCREENED, "net_type": "layer_norm", "activation_fn": "nn.ReLU"}, _MINIBATCH),
     "screened, KL": ({**_SCREENED, "rule": "threshold", "kl": 0.01}, _MINIBATCH),
-    "ReLU": (_RELU, _DISCRETE),
     "ReLU, narrow": (_NARROW, {**_DISCRETE, "n_envs": 16}),
     "ReLU, narrow, KL": ({**_NARROW, "rule": "threshold", "kl": 0.01}, {**_DISCRETE, "gamma": 0.995}),
     "LayerNorm, narrow, KL": (
         {**_NARROW, "rule": "threshold", "kl": 0.01, "net_type": "layer_norm"},
         {**_DISCRETE, "decay": "lin", "rule": "rate", "n_epochs": 4, "rate": 1e-3},
     ),
+    "ReLU": (_RELU, _DISCRETE),
+    "1024 / LayerNorm": ({**_RELU, "rollout": 1024}, {**_DISCRETE, "net_type": "layer_norm"}),
+    "quiet / KL": (
+        {**_RELU, "log_std_init": -0.5},
+        {**_DISCRETE, "log_std_init": 0.0, "rule": "threshold", "kl": 0.01, "gamma": 0.995},
+    ),
+    "256 / 128": ({**_RELU, "width": 256}, {**_DISCRETE, "width": 128}),
+    "fast / fast": (
+        {**_RELU, "rollout": 1024, "n_epochs": 4, "rate": 1e-3, "rule": "threshold", "kl": 0.01},
+        {**_DISCRETE, "rollout": 1024, "n_epochs": 4, "rate": 1e-3, "rule": "rate"},
+    ),
+    "betas / 2": ({**_RELU, "betas": (0.9, 0.9)}, {**_DISCRETE, "n_envs": 2}),
+    "LayerNorm / entropy": (
+        {**_RELU, "net_type": "layer_norm"},
+        {**_DISCRETE, "net_type": "mlp", "ent_coef": 0.01},
+    ),
 }
-# The first three were in a race of their own, which the second one won: with seven seeds, it is as good as SB3's defaults with
-# `VecNormalize` and not better.
-ENDED = {"screened", "screened, LayerNorm", "screened, KL"}
-# After so many seeds, the better half of the candidates goes on.
+# The second race won against the first one, and its winner is in the third one.
+ENDED = set(list(CANDIDATES)[:6])
+# After so many seeds, the better half of the candidates goes on, for each kind of actions by itself.
 HALVED_AFTER = (1, 3)
 
 
@@ -134,6 +150,8 @@ def _policy_kwargs(levels: Mapping[str, Any]) -> str:
         "optimizer_kwargs": f"dict(betas={levels['betas']}, eps=1e-5)",
         "net_type": repr(levels["net_type"]),
     }
+    if levels["width"] != LEVERS["width"][0]:
+        keywords["net_arch"] = str([levels["width"]] * 2)
     return f"dict({', '.join(f'{name}={value}' for name, value in keywords.items())})"
 
 
@@ -189,12 +207,11 @@ def sampled_jobs(n_runs: int, tasks: list[str], limit: int | None = None) -> lis
     return [SearchJob(str(number), tasks[number % len(tasks)], FIRST_SEED + number, limit) for number in range(n_runs)]
 
 
-def race_jobs(number: int, racers: list[str], tasks: list[str], limit: int | None = None) -> list[SearchJob]:
+def race_jobs(number: int, racers: Mapping[str, list[str]], limit: int | None = None) -> list[SearchJob]:
     """
     :param number: Number of a round
-    :param racers: Names of the candidates that are left
-    :param tasks: Names of the tasks
+    :param racers: Names of the candidates that are left, for each task
     :param limit: Largest number of steps
     :return: A run of each candidate and of each reference on each task, with a seed that the round before did not have
     """
-    return [SearchJob(name, task, FIRST_SEED + number, limit) for task in tasks for name in (*racers, *REFERENCES)]
+    return [SearchJob(name, task, FIRST_SEED + number, limit) for task in racers for name in (*racers[task], *REFERENCES)]
