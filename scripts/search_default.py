@@ -3,8 +3,8 @@ A search for the entry `default`, on the tasks in `default_split.py`, in two pha
 
 First, a screening: each run is on one task, and has a random level of every lever in `search_space.py`. A lever is judged by
 the mean over all runs that have a level of it, not at one point (https://arxiv.org/abs/2412.07165). Then, a race: candidates,
-SB3's defaults with and without ``VecNormalize``, and today's `default` run on all tasks, with a further seed in each round.
-The better half of the candidates goes on, for each kind of actions.
+SB3's defaults with and without ``VecNormalize``, and the `default` before the search run on all tasks, with a further seed in
+each round. The better half of the candidates goes on, for each kind of actions.
 
 Run it: python scripts/search_default.py (hours; it needs RL Zoo, MuJoCo, Box2D and MinAtar)
 It writes benchmark/search.csv.xz after each run and continues where it was interrupted. `--report` writes benchmark/search.md

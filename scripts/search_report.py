@@ -18,11 +18,12 @@ from search_space import (
     CANDIDATES,
     CONTINUOUS_ONLY,
     DISCRETE_ONLY,
-    ENDED,
     FIRST_SEED,
     HALVED_AFTER,
     LEVERS,
+    RACERS,
     REFERENCES,
+    kind_of,
 )
 
 KINDS = {"all tasks": set(DEVELOPMENT), "discrete": DISCRETE, "continuous": set(DEVELOPMENT) - DISCRETE}
@@ -119,7 +120,8 @@ def _cell(effect: tuple[float, np.ndarray, int] | None) -> str:
 
 def of_race(rows: pd.DataFrame) -> pd.DataFrame:
     """:return: The ranked rows of candidates and references"""
-    return ranked(rows[rows["configuration"].isin([*CANDIDATES, *REFERENCES])])
+    names = {task: {*CANDIDATES[kind_of(task)], *REFERENCES} for task in DEVELOPMENT}
+    return ranked(rows[[name in names[task] for name, task in zip(rows["configuration"], rows["task"], strict=True)]])
 
 
 def racers(rows: pd.DataFrame, number: int, tasks: list[str]) -> dict[str, list[str]]:
@@ -130,12 +132,11 @@ def racers(rows: pd.DataFrame, number: int, tasks: list[str]) -> dict[str, list[
     :return: Names of the candidates that run in it, for each task: all at first; after some rounds, the better half goes on,
         for each kind of actions by itself
     """
-    of_kind = {kind: _left(rows[rows["task"].isin(KINDS[kind])], number) for kind in ("discrete", "continuous")}
-    return {task: of_kind["discrete" if task in DISCRETE else "continuous"] for task in tasks}
+    of_kind = {kind: _left(rows[rows["task"].isin(KINDS[kind])], RACERS[kind], number) for kind in RACERS}
+    return {task: of_kind[kind_of(task)] for task in tasks}
 
 
-def _left(rows: pd.DataFrame, number: int) -> list[str]:
-    left = [name for name in CANDIDATES if name not in ENDED]
+def _left(rows: pd.DataFrame, left: list[str], number: int) -> list[str]:
     for n_rounds in HALVED_AFTER:
         if n_rounds <= number:
             before = rows[rows["configuration"].isin([*left, *REFERENCES]) & (rows["seed"] < FIRST_SEED + n_rounds)]
@@ -169,14 +170,15 @@ def _better(rows: pd.DataFrame, name: str, baseline: str, tasks: set[str]) -> st
     return with_interval(*mean_improvement(ours, theirs))
 
 
-def task_lines(rows: pd.DataFrame) -> list[list[str]]:
-    """Scores of references and candidates on each task, and of the best sampled run."""
+def task_lines(rows: pd.DataFrame, kind: str) -> list[list[str]]:
+    """Scores of references and candidates on each task of a kind, and of the best sampled run."""
     lines = []
-    for task, timesteps in DEVELOPMENT.items():
-        cells = [scores_of(rows, name, task) for name in (*REFERENCES, *CANDIDATES)]
+    for task in (task for task in DEVELOPMENT if kind_of(task) == kind):
+        cells = [scores_of(rows, name, task) for name in (*REFERENCES, *CANDIDATES[kind])]
         others = rows[(rows["task"] == task) & rows["configuration"].str.isdecimal()].sort_values("score")
         best = "-" if others.empty else f"{others['score'].iloc[-1]:.1f} ({others['configuration'].iloc[-1]})"
-        lines.append([task, f"{timesteps / 1000:.0f}k", *(with_spread(cell) if len(cell) else "-" for cell in cells), best])
+        steps = f"{DEVELOPMENT[task] / 1000:.0f}k"
+        lines.append([task, steps, *(with_spread(cell) if len(cell) else "-" for cell in cells), best])
     return lines
 
 
@@ -192,8 +194,9 @@ def report(rows: pd.DataFrame, folder: Path) -> None:
     if len(screened) > 1:
         title = f"## Levers, from {len(screened)} runs"
         parts += [title, table(["lever", "from", "to", *KINDS], effect_lines(screened))]
-    header = ["task", "steps", *REFERENCES, *CANDIDATES, "best sampled run"]
-    parts += ["## Scores", table(header, task_lines(rows))]
+    for kind in CANDIDATES:
+        header = ["task", "steps", *REFERENCES, *CANDIDATES[kind], "best sampled run"]
+        parts += [f"## Scores, {kind}", table(header, task_lines(rows, kind))]
     text = "\n\n".join(parts)
     print(f"\n{text}", flush=True)
     (folder / "search.md").write_text(f"# Table: search for the default\n\n{text}\n")

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 from default_split import DEVELOPMENT, DISCRETE
-from returns_suites import FITTED, entries
+from returns_suites import FITTED
 
 # Seeds of the search; no published run has one of them.
 FIRST_SEED = 1000
-# Levels of each lever. The first one is near SB3's defaults or today's `default`; the others are compared with it.
+# Levels of each lever. The first one is near SB3's defaults or the `default` before it; the others are compared with it.
 # `scale` says what is normalised besides the observations: the rewards, or the targets of the critic.
 # `rule` says what sets the learning rate: `rate` itself, or the KL divergence, with `rate` as its first value and `kl` as its
 # target; `decay` acts on the rate or on the target.
@@ -28,9 +28,9 @@ LEVERS: dict[str, tuple[Any, ...]] = {
     "betas": ((0.9, 0.999), (0.9, 0.9), (0.99, 0.99)),
     "critic_rate": (None, 1e-3),
     "n_envs": (2, 8, 16, 64),
-    "rollout": (2048, 1024, 4096),
+    "rollout": (2048, 1024, 4096, 512),
     "batch_size": (64, 256),
-    "n_epochs": (10, 4),
+    "n_epochs": (10, 4, 20),
     "gamma": (0.99, 0.98, 0.995),
     "gae_lambda": (0.95, 0.9, 0.98),
     "clip_range": (0.2, 0.1, 0.3),
@@ -41,60 +41,95 @@ LEVERS: dict[str, tuple[Any, ...]] = {
     "net_type": ("mlp", "layer_norm"),
     "activation_fn": ("nn.Tanh", "nn.ReLU"),
     "width": (64, 128, 256),
+    "use_sde": (False, True),
 }
 FIRST_LEVELS = {name: levels[0] for name, levels in LEVERS.items()}
 # Levers that change nothing for some levels of another one
 ACTIVE = {"kl": ("rule", {"threshold", "proportional"})}
 # Levers that are sampled for one kind of actions only; the other one has their first level.
-CONTINUOUS_ONLY = {"log_std_init"}
+CONTINUOUS_ONLY = {"log_std_init", "use_sde"}
 DISCRETE_ONLY = {"ent_coef"}
 # Configurations at fixed points, with more seeds than the sampled ones have
 REFERENCES: dict[str, dict[str, Any]] = {
     "SB3's defaults": {"policy": "MlpPolicy"},
     "SB3's defaults + VecNormalize": {"policy": "MlpPolicy", "normalize": True},
-    "default": {**entries("ppo_ext")["default"]},
+    "former default": {
+        "policy": "MlpPolicy",
+        "normalize": True,
+        "n_envs": 2,
+        "n_steps": 1024,
+        "batch_size": 64,
+        "n_epochs": 10,
+        "learning_rate": 3e-4,
+        "gamma": 0.9925,
+        "gae_lambda": 0.97,
+        "adaptive_lr_kl": 0.01,
+    },
 }
-# What the screening favours
-_SCREENED = {"n_envs": 16, "normalize_freq": "rollout", "advantage_norm": "rollout", "betas": (0.9, 0.9)}
-_MINIBATCH = {"advantage_norm": "minibatch"}
-# What is left after the first race: each lever that helped where actions are continuous, nearer to SB3's defaults
+# Candidates for the race: levels that differ from the first ones, for each kind of actions. First, what the screening favours.
+_SCREENED = {"n_envs": 16, "normalize_freq": "rollout", "betas": (0.9, 0.9)}
+_LAYER_NORM = {"net_type": "layer_norm", "activation_fn": "nn.ReLU"}
+_KL = {"rule": "threshold", "kl": 0.01}
+# Then, nearer to SB3's defaults. With ReLU, Acrobot is often not learned.
 _RELU = {"n_envs": 8, "advantage_norm": "rollout", "activation_fn": "nn.ReLU"}
-_NARROW = {**_RELU, "log_std_init": -0.5, "rollout": 1024}
-_DISCRETE = {"advantage_norm": "minibatch", "normalize_freq": "rollout", "betas": (0.9, 0.9), "rollout": 2048}
-_DISCRETE["activation_fn"] = "nn.Tanh"  # With ReLU, Acrobot is often not learned.
-# Candidates for the race: levels that differ from the first ones, and those that differ again where actions are discrete.
-# Those of the third race differ from `ReLU`: the first word of a name where actions are continuous, the second one elsewhere.
-CANDIDATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "screened": (_SCREENED, _MINIBATCH),
-    "screened, LayerNorm": ({**_SCREENED, "net_type": "layer_norm", "activation_fn": "nn.ReLU"}, _MINIBATCH),
-    "screened, KL": ({**_SCREENED, "rule": "threshold", "kl": 0.01}, _MINIBATCH),
-    "ReLU, narrow": (_NARROW, {**_DISCRETE, "n_envs": 16}),
-    "ReLU, narrow, KL": ({**_NARROW, "rule": "threshold", "kl": 0.01}, {**_DISCRETE, "gamma": 0.995}),
-    "LayerNorm, narrow, KL": (
-        {**_NARROW, "rule": "threshold", "kl": 0.01, "net_type": "layer_norm"},
-        {**_DISCRETE, "decay": "lin", "rule": "rate", "n_epochs": 4, "rate": 1e-3},
-    ),
-    "ReLU": (_RELU, _DISCRETE),
-    "1024 / LayerNorm": ({**_RELU, "rollout": 1024}, {**_DISCRETE, "net_type": "layer_norm"}),
-    "quiet / KL": (
-        {**_RELU, "log_std_init": -0.5},
-        {**_DISCRETE, "log_std_init": 0.0, "rule": "threshold", "kl": 0.01, "gamma": 0.995},
-    ),
-    "256 / 128": ({**_RELU, "width": 256}, {**_DISCRETE, "width": 128}),
-    "fast / fast": (
-        {**_RELU, "rollout": 1024, "n_epochs": 4, "rate": 1e-3, "rule": "threshold", "kl": 0.01},
-        {**_DISCRETE, "rollout": 1024, "n_epochs": 4, "rate": 1e-3, "rule": "rate"},
-    ),
-    "betas / 2": ({**_RELU, "betas": (0.9, 0.9)}, {**_DISCRETE, "n_envs": 2}),
-    "LayerNorm / entropy": (
-        {**_RELU, "net_type": "layer_norm"},
-        {**_DISCRETE, "net_type": "mlp", "ent_coef": 0.01},
-    ),
+_SHORT = {**_RELU, "rollout": 1024}
+_TANH = {"n_envs": 8, "normalize_freq": "rollout", "betas": (0.9, 0.9)}
+_FAST = {"rollout": 1024, "n_epochs": 4, "rate": 1e-3}
+CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
+    "continuous": {
+        "screened": {**_SCREENED, "advantage_norm": "rollout"},
+        "screened, LayerNorm": {**_SCREENED, "advantage_norm": "rollout", **_LAYER_NORM},
+        "screened, KL": {**_SCREENED, "advantage_norm": "rollout", **_KL},
+        "ReLU": _RELU,
+        "ReLU, narrow": {**_SHORT, "log_std_init": -0.5},
+        "ReLU, narrow, KL": {**_SHORT, "log_std_init": -0.5, **_KL},
+        "LayerNorm, narrow, KL": {**_SHORT, "log_std_init": -0.5, **_KL, **_LAYER_NORM},
+        "rollout 1024": _SHORT,
+        "log_std_init": {**_RELU, "log_std_init": -0.5},
+        "width": {**_RELU, "width": 256},
+        "fast": {**_RELU, **_FAST, **_KL},
+        "betas": {**_RELU, "betas": (0.9, 0.9)},
+        "LayerNorm": {**_RELU, "net_type": "layer_norm"},
+        "1024, gSDE": {**_SHORT, "use_sde": True},
+        "1024, KL": {**_SHORT, **_KL},
+        "1024, LayerNorm, KL": {**_SHORT, **_KL, **_LAYER_NORM},
+        "1024, 2 environments": {**_SHORT, "n_envs": 2},
+        "1024, 20 epochs": {**_SHORT, "n_epochs": 20},
+        "rollout 512": {**_RELU, "rollout": 512},
+    },
+    "discrete": {
+        "screened": _SCREENED,
+        "screened, LayerNorm": {**_SCREENED, **_LAYER_NORM},
+        "screened, KL": {**_SCREENED, **_KL},
+        "ReLU": _TANH,
+        "ReLU, narrow": {**_TANH, "n_envs": 16, "log_std_init": -0.5},
+        "ReLU, narrow, KL": {**_TANH, **_KL, "gamma": 0.995, "log_std_init": -0.5},
+        "LayerNorm, narrow, KL": {
+            **{**_TANH, "log_std_init": -0.5, "kl": 0.01},
+            **{"net_type": "layer_norm", "decay": "lin", "n_epochs": 4, "rate": 1e-3},
+        },
+        "LayerNorm": {**_TANH, "net_type": "layer_norm"},
+        "KL": {**_TANH, **_KL, "gamma": 0.995},
+        "width": {**_TANH, "width": 128},
+        "fast": {**_TANH, **_FAST},
+        "2 environments": {**_TANH, "n_envs": 2},
+        "entropy": {**_TANH, "ent_coef": 0.01},
+        "KL, LayerNorm": {**_TANH, **_KL, "gamma": 0.995, "net_type": "layer_norm"},
+        "KL, entropy": {**_TANH, **_KL, "gamma": 0.995, "ent_coef": 0.01},
+    },
 }
-# The second race won against the first one, and its winner is in the third one.
-ENDED = set(list(CANDIDATES)[:6])
+# Those that are left. The first and the second race have ended, and so have the others of the third one.
+RACERS = {
+    "continuous": [*list(CANDIDATES["continuous"])[13:], "rollout 1024", "ReLU"],
+    "discrete": ["KL", "KL, LayerNorm", "KL, entropy"],
+}
 # After so many seeds, the better half of the candidates goes on, for each kind of actions by itself.
 HALVED_AFTER = (1, 3)
+
+
+def kind_of(task: str) -> str:
+    """:return: Kind of the actions of a task, a key of ``CANDIDATES``"""
+    return "discrete" if task in DISCRETE else "continuous"
 
 
 def sample(number: int, task: str) -> dict[str, Any]:
@@ -122,6 +157,8 @@ def entry_of(levels: Mapping[str, Any], task: str) -> dict[str, Any]:
     entry["normalize_reward" if levels["scale"] == "reward" else "normalize_value"] = True
     if entry["normalize_obs"] or levels["scale"] == "reward":
         entry["normalize_freq"] = levels["normalize_freq"]
+    if levels["use_sde"]:
+        entry |= {"use_sde": True, "sde_sample_freq": 4}
     if levels["critic_rate"] is not None:
         entry["critic_learning_rate"] = levels["critic_rate"]
     return {**entry, **_rate(levels), "policy_kwargs": _policy_kwargs(levels)}
@@ -181,8 +218,7 @@ class SearchJob:
             return None
         if self.configuration.isdecimal():
             return sample(int(self.configuration), self.task)
-        everywhere, discrete = CANDIDATES[self.configuration]
-        return {**FIRST_LEVELS, **everywhere, **(discrete if self.task in DISCRETE else {})}
+        return {**FIRST_LEVELS, **CANDIDATES[kind_of(self.task)][self.configuration]}
 
     def entry(self) -> dict[str, Any]:
         """The entry of the configuration, fitted to the observations of the task."""

@@ -77,7 +77,7 @@ def test_what_decays(levels, expected):
 
 def test_minatar_is_not_normalized():
     """Its observations are flags already, whatever the configuration."""
-    for name in ("default", "SB3's defaults + VecNormalize"):
+    for name in ("former default", "SB3's defaults + VecNormalize"):
         assert search_space.SearchJob(name, "MinAtar/Breakout-v1", 1000).entry()["normalize"] == "{'norm_obs': False}"
     assert "normalize" not in search_space.SearchJob("SB3's defaults", "MinAtar/Breakout-v1", 1000).entry()
     for scale, wanted in {"reward": "normalize_reward", "value": "normalize_value"}.items():
@@ -85,13 +85,21 @@ def test_minatar_is_not_normalized():
         assert {name for name, value in entry.items() if name.startswith("normalize") and value is True} == {wanted}
 
 
+def set_candidates(monkeypatch, listed):
+    for module in (search_space, search_report):
+        monkeypatch.setattr(module, "CANDIDATES", listed)
+        monkeypatch.setattr(module, "RACERS", {kind: list(names) for kind, names in listed.items()})
+
+
 @pytest.fixture
 def candidates(monkeypatch):
     """Four candidates, the second of which has other levels for discrete actions"""
-    listed = {name: ({"gamma": 0.98}, {"gamma": 0.995} if name == "b" else {}) for name in "abcd"}
-    for module in (search_space, search_report):
-        monkeypatch.setattr(module, "CANDIDATES", listed)
-    return list(listed)
+    listed = {
+        "continuous": {name: {"gamma": 0.98} for name in "abcd"},
+        "discrete": {name: {"gamma": 0.995 if name == "b" else 0.98} for name in "abcd"},
+    }
+    set_candidates(monkeypatch, listed)
+    return list("abcd")
 
 
 def test_sampled_runs():
@@ -208,8 +216,7 @@ def test_short_runs_want_a_folder_of_their_own(monkeypatch, capsys):
 @pytest.mark.integration
 def test_search_goes_on(tmp_path, monkeypatch):
     """Only what is missing is run, and a run gives the same score alone as after another one."""
-    for module in (search_space, search_report):
-        monkeypatch.setattr(module, "CANDIDATES", {})
+    set_candidates(monkeypatch, {"continuous": {}, "discrete": {}})
     path = tmp_path / search_default.FILE
     search = search_default.Search(1, 1, ("CartPole-v1",), 600)
     assert search_default.run_some(search, path, 2) == 2
@@ -224,8 +231,9 @@ def test_search_goes_on(tmp_path, monkeypatch):
 
 def test_candidates():
     """They have levels that are sampled, and no two are the same."""
-    for task in ("CartPole-v1", "Pendulum-v1"):
-        jobs = [search_space.SearchJob(name, task, 1000) for name in search_space.CANDIDATES]
+    for kind, task in {"discrete": "CartPole-v1", "continuous": "Pendulum-v1"}.items():
+        assert set(search_space.RACERS[kind]) <= search_space.CANDIDATES[kind].keys()
+        jobs = [search_space.SearchJob(name, task, 1000) for name in search_space.CANDIDATES[kind]]
         assert len({job.digest() for job in jobs}) == len(jobs)
         for job in jobs:
             levels = job.levels()
