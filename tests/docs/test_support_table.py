@@ -14,7 +14,7 @@ def test_support_table():
     lines = list(runpy.run_path(str(ROOT / "scripts" / "support_table.py"))["lines"]())
     for page in ("README.md", "docs/index.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        assert "\n".join(lines) in text, f"in {page}, paste what `python scripts/support_table.py` prints:\n" + "\n".join(lines)
+        assert "\n".join(lines) in text, f"in {page}, paste what `python scripts/support_table.py` prints"
 
 
 def test_length_of_the_readme():
