@@ -304,7 +304,7 @@ def test_refused(tmp_path):
         PPOExt.resume(tmp_path / "model.zip", make_toys())
     with pytest.raises(FileNotFoundError, match="no checkpoint of `TrainingCheckpoint` in"):
         PPOExt.resume(tmp_path, make_toys())
-    with pytest.raises(FileNotFoundError, match=r"There is no checkpoint .*missing\.zip: give one of `TrainingCheckpoint`"):
+    with pytest.raises(FileNotFoundError, match=r"missing\.zip: give a checkpoint of `TrainingCheckpoint`"):
         PPOExt.resume(tmp_path / "missing.zip", make_toys())
     with pytest.raises(IsADirectoryError, match=r"is a folder: give the zip of a model, such as .*model\.zip"):
         PPOExt.load(tmp_path)
