@@ -25,8 +25,8 @@ try:
     from matplotlib.ticker import EngFormatter
 except ImportError as error:
     if __name__ != "__main__":
-        raise ImportError(f"{error}: `pip install 'sb3-ppo-ext[zoo]'` has what plots need") from error
-    missing: str | None = f"{error}: `pip install 'sb3-ppo-ext[zoo]'` has what plots need"
+        raise ImportError(f"{error}: `pip install 'sb3-ppo-ext[plot]'` has what plots need") from error
+    missing: str | None = f"{error}: `pip install 'sb3-ppo-ext[plot]'` has what plots need"
 else:
     missing = None
 
