@@ -263,7 +263,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
             environments), fused and eager that supports the policy and the options. ``docs/options.md`` says what each engine
             supports, and how equal the results are
         :param native_threads: Number of threads that compute large networks in updates with ``backend="native"``; it changes
-            the speed alone, and has no effect with another engine. Results are equal bit for bit for every number of threads
+            only the speed, and has no effect with another engine. Results are equal bit for bit for every number of threads
         :param amp_dtype: Type in which the networks compute, ``"bfloat16"`` or ``"float16"``, for GPUs; action distributions,
             losses, parameters and the optimiser stay in float32; ``None`` for float32 everywhere. With ``"float16"``, the loss
             is scaled by a factor that adapts (https://arxiv.org/abs/1710.03740)
