@@ -25,8 +25,8 @@ try:
     from matplotlib.ticker import EngFormatter
 except ImportError as error:
     if __name__ != "__main__":
-        raise ImportError(f"{error}: `pip install 'sb3-ppo-ext[zoo]'` has what plots need") from error
-    missing: str | None = f"{error}: `pip install 'sb3-ppo-ext[zoo]'` has what plots need"
+        raise ImportError(f"{error}: `pip install 'sb3-ppo-ext[plot]'` has what plots need") from error
+    missing: str | None = f"{error}: `pip install 'sb3-ppo-ext[plot]'` has what plots need"
 else:
     missing = None
 
@@ -46,9 +46,12 @@ STYLE: Any = {
     "grid.alpha": 0.3,
     "legend.frameon": False,
     "savefig.dpi": 200,
-    # The same figure makes the same file.
+    # The same figure makes the same file, whose text can be read and searched.
     "svg.hashsalt": "sb3_ppo_ext",
+    "svg.fonttype": "none",
 }
+# What a legend says of curves with bands
+BAND = "lines: means where there are several seeds; bands: from the smallest to the largest value"
 # The colour of an algorithm in all plots; others have those of Matplotlib's cycle from the second one on
 COLORS = {"ppo": "0.45", "PPO": "0.45", "SB3": "0.45", "ppo_ext": "C0", "PPOExt": "C0", "native": "C0"}
 

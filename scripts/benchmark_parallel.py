@@ -368,23 +368,39 @@ def model() -> dict[str, Any]:
 # Tables
 
 
-def cell(result: Mapping[str, float]) -> str:
-    ratios_of_all = f"{result['ratio']:.2f} ({result['low']:.2f} to {result['high']:.2f})"
-    loud = f", {result['loud']:.0f} loud" if result["loud"] else ""
-    return f"{number(result['speed'])}; {result['fastest']:.2f}; {ratios_of_all}{loud}"
+def speed(result: Mapping[str, float]) -> str:
+    return number(result["speed"])
+
+
+def fastest(result: Mapping[str, float]) -> str:
+    return f"{result['fastest']:.2f}"
+
+
+def ratio(result: Mapping[str, float]) -> str:
+    return f"{result['ratio']:.2f} ({result['low']:.2f} to {result['high']:.2f})"
+
+
+# Cells of the tables by what they show
+CELLS = {
+    "thousand steps/s in the fastest turn": speed,
+    "ratio of the fastest turns": fastest,
+    "ratio of all turns": ratio,
+}
 
 
 def tables(results: Mapping[str, Any]) -> Iterator[str]:
     """
     :param results: Results by part; parts may be missing
-    :return: The table of each part
+    :return: The tables of each part, of which the last one has ratios to the first row
     """
-    corner = "thousand steps/s in the fastest turn; ratio of these to the first row; ratio of all turns"
-    for part in ("training", "make", "environments"):
-        if part in results:
-            yield table(corner, results[part], cell)
-    if "growth" in results:
-        yield table("as above; ratio to 0 workers", results["growth"], cell)
+    for part in ("training", "make", "environments", "growth"):
+        if part == "make" and part in results:
+            for name, of_task in results[part].items():
+                columns = {title: {row: cell(each) for row, each in of_task.items()} for title, cell in CELLS.items()}
+                yield table(name, columns, str)
+        elif part in results:
+            yield table("thousand steps/s in the fastest turn", results[part], speed)
+            yield table("ratio of all turns to the first row", results[part], ratio)
     if "model" in results:
         yield table("", transposed(transposed(results["model"])), number)
 
@@ -396,7 +412,7 @@ def measure(part: str, rounds: int, patience: float) -> dict[str, Any]:
     for name, make in contests(part):
         contenders = make()
         found[name] = take_turns(contenders, rounds, patience)
-        print(part, name, {each: cell(result) for each, result in found[name].items()}, flush=True)
+        print(part, name, {each: (speed(one), ratio(one)) for each, one in found[name].items()}, flush=True)
         for contender in contenders.values():
             contender.env.close()
     return found

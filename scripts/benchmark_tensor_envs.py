@@ -204,25 +204,30 @@ def write(rows: list[Row]) -> None:
 
 
 def tables(rows: list[Row]) -> Iterator[str]:
-    """The tables of the documentation: a column for each setting of a part, a row for each contender."""
+    """The tables of the documentation for each part, of speeds and of ratios: columns are settings, rows contenders."""
     for part in PARTS:
         of_part = [row for row in rows if row["part"] == part]
         if not of_part:
             continue
         settings = list(dict.fromkeys(row["setting"] for row in of_part))
         contenders = list(dict.fromkeys(row["contender"] for row in of_part))
-        cells = {(row["contender"], row["setting"]): cell(row) for row in of_part}
-        lines = [["thousand steps/s", *settings], ["---"] * (1 + len(settings))]
-        lines += [[NAMES[name], *(cells.get((name, setting), "") for setting in settings)] for name in contenders]
-        yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        for corner, cell in {"thousand steps/s": speed, f"ratio to {NAMES[contenders[0]]}": ratio}.items():
+            cells = {(row["contender"], row["setting"]): cell(row) for row in of_part}
+            lines = [[corner, *settings], ["---"] * (1 + len(settings))]
+            shown = [name for name in contenders if any(cells.get((name, setting)) for setting in settings)]
+            lines += [[NAMES[name], *(cells.get((name, setting), "") for setting in settings)] for name in shown]
+            yield "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def cell(row: Row) -> str:
-    speed = f"{float(row['steps_per_second']) / 1000:.0f}"
+def speed(row: Row) -> str:
+    return f"{float(row['steps_per_second']) / 1000:.0f}"
+
+
+def ratio(row: Row) -> str:
     if not row.get("ratio"):
-        return speed
-    ratio, low, high = (f"{float(row[key]):.1f}" for key in ("ratio", "low", "high"))
-    return f"{speed}; {ratio} times ({low} to {high})"
+        return ""
+    middle, low, high = (f"{float(row[key]):.1f}" for key in ("ratio", "low", "high"))
+    return f"{middle} ({low} to {high})"
 
 
 def main() -> None:

@@ -39,10 +39,11 @@ def redraw_returns(table: Path) -> None:
             report.plot_ablation(report.ablation(runs, runs["task"].unique(), arms), arms[0]), table.with_suffix(".svg")
         )
         return
-    # The runs that SB3 itself has computed are listed, and not drawn.
-    arms = sorted((arm for arm in runs["arm"].unique() if not arm.endswith(report.BY_SB3)), key=OURS.__contains__)
-    tasks = [task for task in runs["task"].unique() if set(arms) <= set(runs[runs["task"] == task]["arm"])]
-    if len(arms) < 2 or not tasks:
+    # The runs that SB3 itself has computed are listed, and not drawn; an arm is, once it has runs of all tasks.
+    of_arm = {arm: set(each["task"]) for arm, each in runs.groupby("arm") if not arm.endswith(report.BY_SB3)}
+    tasks = list(runs["task"].unique())
+    arms = sorted((arm for arm in of_arm if of_arm[arm] == set(tasks)), key=OURS.__contains__)
+    if len(arms) < 2:
         return  # So far, one of the arms has not been run.
     report.save(report.plot(runs, tasks, arms), table.with_suffix(".svg"))
 

@@ -18,7 +18,7 @@ from returns_suites import BY_SB3
 from rliable import library, metrics
 from scipy.stats import mannwhitneyu
 
-from sb3_ppo_ext.plot_run import COLORS, STYLE
+from sb3_ppo_ext.plot_run import BAND, COLORS, STYLE
 
 mpl.use("agg")
 import matplotlib.pyplot as plt
@@ -249,8 +249,7 @@ def plot(runs: pd.DataFrame, tasks: Sequence[str], arms: Sequence[str]) -> Figur
             ax.fill_between(mean.index / 1000, low, high, color=color, alpha=0.15, linewidth=0)
         ax.set(title=task, xlabel="1000 timesteps", ylabel="return")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    note = "lines: means over the seeds; bands: from the smallest to the largest value"
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, title=note, title_fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, title=BAND, title_fontsize=8)
     return figure
 
 

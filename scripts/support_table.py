@@ -1,5 +1,6 @@
 """
-The table "Can I use?" of README.md: which engine computes which policy and which actions, as the engines themselves say.
+The table "Can I use?" of README.md and docs/index.md: which engine computes which policy and which actions, as the engines
+themselves say.
 
 Run it: python scripts/support_table.py (seconds)
 """

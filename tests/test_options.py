@@ -35,6 +35,7 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.distributions import ACTION_DISTS, FAMILIES, ActionDist
 from sb3_ppo_ext.engines.registry import ENGINES, Backend
 from sb3_ppo_ext.options import ALL_OPTIONS, OWN_OPTIONS, table
+from sb3_ppo_ext.options.constructor import PolicyName
 from sb3_ppo_ext.options.reference import needed_by, reference
 from sb3_ppo_ext.update.config import AdvantageNorm
 from sb3_ppo_ext.update.losses import SURROGATES, SurrogateName
@@ -81,8 +82,9 @@ def test_reference_is_up_to_date():
         (SurrogateName, tuple(SURROGATES)),
         (ActionDist, [family.name for family in FAMILIES if family.name in ACTION_DISTS]),
         (OptimizerName, ("adam", *OPTIMIZERS, "muon")),
+        (PolicyName, tuple(PPOExt.policy_aliases)),
     ],
-    ids=["backend", "surrogate", "action_dist", "optimizer"],
+    ids=["backend", "surrogate", "action_dist", "optimizer", "policy"],
 )
 def test_types_name_what_is_registered(choices, registered):
     """The Literal types, which an editor completes, list what is registered."""

@@ -24,7 +24,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.plot_run import STYLE
+from sb3_ppo_ext.plot_run import BAND, STYLE
 
 mpl.use("agg")
 import matplotlib.pyplot as plt
@@ -32,7 +32,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-BAND = "lines: means over the seeds; bands: from the smallest to the largest value"
 plt.rcParams.update(STYLE)
 # Largest number of points of a curve in a plot; more would make large files in which nothing more is seen.
 MAX_POINTS = 80

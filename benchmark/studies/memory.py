@@ -71,7 +71,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "shared transformer, momentum 0.98": {**SHARED, **averaging_gradients(0.98)},
 }
 ARMS = ("PPO", "PPO, frames", "RecurrentPPO", *TRANSFORMERS, *RECURRENT)
-COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0", "C5", "C9", "C6", "C3", "C4"), strict=True))
+COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0", "C5", "C9", "C6", "C8", "C4"), strict=True))
 N_EVALUATIONS, EVALUATION_SEED = 10, 1000
 # For the tasks that the Zoo does not have
 OWN = dict(n_envs=8, n_steps=128, batch_size=256, n_epochs=10, learning_rate="lin_1e-3", gamma=0.99, ent_coef=0.01)

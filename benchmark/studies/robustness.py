@@ -80,7 +80,7 @@ COLORS = {
     "transformer": "C0",
     "frames": "C1",
     "RecurrentPPO": "C2",
-    "transformer, held KL": "C3",
+    "transformer, held KL": "C4",
 }
 # What falls in a run with such an option reaches zero after ``SHORT`` steps, in all others after ``LONG`` steps.
 SHORT_RUN, SHORT_HELD, SHORT_PROPORTIONAL = SHORT_RUNS = "short falling KL", "short held KL", "short proportional KL"

@@ -6,6 +6,9 @@ with the same relative links. A new file in ``docs/`` is a page of the site as s
 """
 
 import os
+from typing import Any
+
+from docutils import nodes
 
 import sb3_ppo_ext
 
@@ -52,3 +55,17 @@ html_show_sphinx = False
 # The first page is `docs/index.html`; this one leads there.
 html_extra_path = ["index.html"]
 copybutton_exclude = ".linenos, .gp, .go"
+
+
+def mark_sentences(app: Any, document: nodes.document) -> None:
+    """Browsers squeeze sentences between columns of numbers, and break numbers at ±: `site.css` keeps them from it."""
+    for cell in document.findall(nodes.entry):
+        text = cell.astext()
+        if len(text) > 40:
+            cell["classes"].append("sentence")
+        elif "±" in text:
+            cell["classes"].append("number")
+
+
+def setup(app: Any) -> None:
+    app.connect("doctree-read", mark_sentences)

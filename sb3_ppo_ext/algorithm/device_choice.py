@@ -96,7 +96,7 @@ def _n_parameters(situation: Situation) -> int:
 RULES = (
     _Rule(_steps_on_device, _device_of_steps, "the environments step there"),
     _Rule(lambda situation: not th.cuda.is_available(), lambda situation: _CPU, "there is no CUDA"),
-    _Rule(lambda situation: situation.backend in OF_CPU, lambda situation: _CPU, "`backend` computes there alone"),
+    _Rule(lambda situation: situation.backend in OF_CPU, lambda situation: _CPU, "`backend` computes only there"),
     _Rule(lambda situation: situation.backend == "device", lambda situation: _CUDA, '`backend` is "device"'),
     _Rule(_has_convolutions, lambda situation: _CUDA, "the policy reads images"),
     _Rule(_is_wide, lambda situation: _CUDA, "the policy has wide layers"),

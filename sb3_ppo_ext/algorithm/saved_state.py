@@ -34,6 +34,7 @@ from sb3_ppo_ext.memory.policies import MlpTransformerPolicy
 from sb3_ppo_ext.memory.saved_parameters import check_sharing, missing_sinks, shares_transformer
 from sb3_ppo_ext.options import ALL_OPTIONS, ConfiguredPPO
 from sb3_ppo_ext.options.constructor import option_names
+from sb3_ppo_ext.options.places import place_of
 from sb3_ppo_ext.policies.actor_critic import (
     check_parameters_are_of,
     fixes_std,
@@ -143,7 +144,7 @@ class SavedState(ConfiguredPPO):
         if not isinstance(custom_objects, dict):
             refuse("custom_objects", custom_objects, "custom_objects argument must be a dict or None")
         saved = read_model(path, cls.policy_aliases.values())
-        check_known_options(kwargs, saved.data.keys() | option_names(cls), f"{cls.__name__}.load")
+        check_known_options(kwargs, saved.data.keys() | option_names(cls), f"{cls.__name__}.load", place_of)
         masked = saved.data.get("action_masking", saved.algorithm == "MaskablePPO")
         remedy = "create a model with it, and give that the parameters by `set_parameters`"
         _check_kept(saved.name, "action_masking", kwargs.get("action_masking", masked), masked, remedy)

@@ -322,8 +322,10 @@ def read_checkpoint(path: CheckpointPath) -> tuple[pathlib.Path, TrainingState]:
     path = pathlib.Path(path)
     if path.is_dir():
         return _newest(path)
-    if not path.exists() and path.with_name(f"{path.name}.zip").exists():
-        path = path.with_name(f"{path.name}.zip")
+    if not path.exists():
+        given, path = path, path.with_name(f"{path.name}.zip")
+        if not path.exists():
+            raise FileNotFoundError(f"There is no {given}: give a checkpoint of `TrainingCheckpoint`, or their folder.")
     return path, _read(path)
 
 

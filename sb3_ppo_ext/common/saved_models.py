@@ -148,6 +148,7 @@ def read_model(path: SavedModel, own_policies: Iterable[type] = ()) -> ModelFile
     :raises FileNotFoundError: if there is no such file
     """
     name = str(path) if isinstance(path, str | pathlib.Path) else "the file"
+    _check_is_file(path)
     file = open_path(path, "r", suffix="zip")
     try:
         with refused_if_damaged(name):
@@ -163,6 +164,18 @@ def read_model(path: SavedModel, own_policies: Iterable[type] = ()) -> ModelFile
         if file is not path:
             file.close()
     return model
+
+
+def _check_is_file(path: SavedModel) -> None:
+    if not isinstance(path, str | pathlib.Path):
+        return
+    path = pathlib.Path(path)
+    if path.is_dir():
+        example = min(path.glob("*.zip"), default=path / "model.zip")
+        raise IsADirectoryError(f"{path} is a folder: give the zip of a model, such as {example}.")
+    with_suffix = path.with_name(f"{path.name}.zip")
+    if not path.exists() and not with_suffix.exists():
+        raise FileNotFoundError(f"There is no model {path}{'' if path.suffix == '.zip' else f' or {with_suffix}'}.")
 
 
 def _is_read(member: str) -> bool:

@@ -8,7 +8,7 @@ from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule
 
 from sb3_ppo_ext.common.type_aliases import StateDict
-from sb3_ppo_ext.common.validation import BadArgumentError, check_number, described, refuse
+from sb3_ppo_ext.common.validation import BadArgumentError, check_number, described, hint_of_string, refuse
 
 ScheduleLike: TypeAlias = float | str | Schedule
 LrDecay: TypeAlias = Literal["constant", "linear", "cosine"]
@@ -64,8 +64,7 @@ def _from_string(name: str, text: str, positive: bool) -> "LinearToZero":
         initial_value = math.nan
     if prefix not in STRINGS or not math.isfinite(initial_value):
         remedy = 'give a number, a callable, or a string such as "lin_0.001" or "hold_0.001"'
-        # YAML reads 3e-4 as a string.
-        refuse(name, text, f"{remedy} (in YAML, 3e-4 needs a dot, 3.0e-4, or it is a string)")
+        refuse(name, text, remedy + hint_of_string(text))
     check_number(name, initial_value, 0, open_low=positive)
     return STRINGS[prefix](initial_value)
 

@@ -135,12 +135,9 @@ def check_number(
     :raises BadArgumentError: if the value is not such a number
     """
     integers, kind = (int, np.integer), "an integer" if integer else "a number"
-    # YAML reads 3e-4 as a string, and a Python bool is an int.
+    # A Python bool is an int.
     if not isinstance(value, integers if integer else (*integers, float, np.floating)) or isinstance(value, bool):
-        hint = " (in YAML, write 0.0003 or `!!float 3e-4`: without the dot, 3e-4 is a string)"
-        if value == "None":
-            hint = ", or None, which is written `null` in YAML"
-        refuse(name, value, f"give {kind}{hint if isinstance(value, str) else ''}")
+        refuse(name, value, f"give {kind}{hint_of_string(value)}")
     number = int(value) if isinstance(value, integers) else float(value)
     above = low < number if open_low else low <= number
     below = number < high if open_high else number <= high
@@ -151,6 +148,27 @@ def check_number(
     # Where infinity is accepted, all large floats act like it. Larger integers cannot be converted to a float.
     if abs(number) > largest and not (infinite and isinstance(number, float)):
         refuse(name, value, f"it is too large; give {kind} up to {largest:.3g}")
+
+
+def hint_of_string(value: object) -> str:
+    """
+    :param value: Value that is no number
+    :return: How to write it, if it is a string that stands for one; the end of a message
+    """
+    if not isinstance(value, str):
+        return ""
+    if value == "None":
+        return ", or None, which is written `null` in YAML"
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    if not math.isfinite(number):
+        return f" (in Python, {number} is `float('{number}')`, in YAML `.{number}`)"
+    if "e" not in value.lower():
+        return " (it is a string: leave out the quotes)"
+    plain = np.format_float_positional(number, trim="-")
+    return f" (in YAML, write {plain}: without a dot and a sign after the e, {value} is a string)"
 
 
 def _interval(low: float, high: float, open_low: bool, open_high: bool) -> str:
@@ -200,11 +218,14 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
         refuse(name, value, f"give {', '.join(words[:-1])} or {words[-1]}")
 
 
-def check_known_options(given: Iterable[str], known: Iterable[str], where: str) -> None:
+def check_known_options(
+    given: Iterable[str], known: Iterable[str], where: str, place_of: Callable[[str], str | None] = lambda name: None
+) -> None:
     """
     :param given: Names of the options that were given
     :param known: Names of the options that exist
     :param where: Name of the class or argument that takes the options, for the message
+    :param place_of: Where an option of another place belongs, the end of the message; ``None`` for no such option
     :raises UnknownOptionError: if one of them does not exist
     """
     known = set(known)
@@ -213,7 +234,7 @@ def check_known_options(given: Iterable[str], known: Iterable[str], where: str) 
             public = sorted(option for option in known if not option.startswith("_"))
             close = [f"`{option}`" for option in get_close_matches(str(name), public, n=3)]
             there_are = f"there are {', '.join(public)}." if public else "it takes none."
-            remedy = f"did you mean {' or '.join(close)}?" if close else there_are
+            remedy = place_of(name) or (f"did you mean {' or '.join(close)}?" if close else there_are)
             raise UnknownOptionError(f"{where} has no option `{name}`: {remedy}")
 
 
@@ -226,19 +247,26 @@ def check_dictionary(name: str, value: object) -> None:
     check_type(name, value, Mapping, "give a dictionary, or None")
 
 
-def check_kwargs(name: str, kwargs: Any, function: Callable[..., Any], given: Iterable[str]) -> None:
+def check_kwargs(
+    name: str,
+    kwargs: Any,
+    function: Callable[..., Any],
+    given: Iterable[str],
+    place_of: Callable[[str], str | None] = lambda name: None,
+) -> None:
     """
     :param name: Name of the argument
     :param kwargs: Value of the argument, keyword arguments for ``function``
     :param function: Class or function that the keyword arguments are passed to
     :param given: Names of the arguments that ``function`` receives from elsewhere
+    :param place_of: Where an option of another place belongs, see :func:`check_known_options`
     :raises BadArgumentError: if ``kwargs`` is not a mapping
     :raises UnknownOptionError: if ``function`` does not take one of the keyword arguments
     """
     check_dictionary(name, kwargs)
     keywords = keywords_of(function)
     if keywords is not None:
-        check_known_options(kwargs, keywords - set(given), f"`{name}`")
+        check_known_options(kwargs, keywords - set(given), f"`{name}`", place_of)
 
 
 def keywords_of(function: Callable[..., object]) -> set[str] | None:

@@ -35,7 +35,7 @@ def choose_backend(backend: str, setup: Setup) -> tuple[str, dict[str, str]]:
     for name in AUTOMATIC if backend == "auto" else (backend,):
         reason = ENGINES[name].unsupported_reason(setup)
         if setup.has_amp and not ENGINES[name].supports_amp:
-            reason = f"`amp_dtype` is set, and {name!r} computes in float32 alone"
+            reason = f"`amp_dtype` is set, and {name!r} computes only in float32"
         if reason is not None:
             reasons[name] = reason
         elif backend != "auto" or ENGINES[name].is_automatic(setup):

@@ -150,7 +150,7 @@ def not_on_device(setup: Setup) -> str | None:
     :return: Reason why rollouts cannot stay on the device of the policy, ``None`` if they can
     """
     if type(setup.buffer) is not TensorRolloutBuffer:
-        return f"the rollout buffer is a {type(setup.buffer).__name__}, and this backend fills its own alone"
+        return f"the rollout buffer is a {type(setup.buffer).__name__}, and this backend fills only its own"
     if is_replaced(setup.buffer, "add"):
         return f"`add` of the {type(setup.buffer).__name__} was replaced, which this backend does not call"
     if len({parameter.dtype for parameter in setup.policy.parameters()}) != 1:

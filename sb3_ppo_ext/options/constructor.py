@@ -5,7 +5,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch as th
 from gymnasium import spaces
@@ -27,10 +27,23 @@ from sb3_ppo_ext.distributions import ActionDist, DeterministicAction
 from sb3_ppo_ext.engines.registry import Backend
 from sb3_ppo_ext.envs.normalizer import NormalizeFreq
 from sb3_ppo_ext.options.arguments import check_arguments, warn_about_minibatches, without_device_line
+from sb3_ppo_ext.options.places import place_of
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
 from sb3_ppo_ext.update.losses import SurrogateName, VfClipMode
 from sb3_ppo_ext.update.optimizers import OptimizerName
+
+PolicyName: TypeAlias = Literal[
+    "MlpPolicy",
+    "CnnPolicy",
+    "MultiInputPolicy",
+    "MlpTransformerPolicy",
+    "CnnTransformerPolicy",
+    "MultiInputTransformerPolicy",
+    "MlpLstmPolicy",
+    "CnnLstmPolicy",
+    "MultiInputLstmPolicy",
+]
 
 
 class ConfiguredPPO(OnPolicyAlgorithm):
@@ -41,7 +54,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
 
     def __init__(
         self,
-        policy: str | type[ActorCriticPolicy],
+        policy: PolicyName | str | type[ActorCriticPolicy],
         env: GymEnv | str,
         learning_rate: ScheduleLike = 3e-4,
         n_steps: int = 2048,
@@ -117,7 +130,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
         **unknown_options: NoReturn,
     ):
         """
-        :param policy: The policy model to use (MlpPolicy, CnnPolicy, MultiInputPolicy, or a class)
+        :param policy: The policy model to use, one of the names of :data:`PolicyName`, or a class
         :param env: The environment to learn from (if registered in Gymnasium, can be str)
         :param learning_rate: Learning rate of the optimiser. At least 0: a number, a function of the remaining progress (from
             1 to 0), ``"lin_3e-4"`` for a linear decay to 0, or ``"hold_3e-4"`` for one in the second half of the training
@@ -250,7 +263,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
             environments), fused and eager that supports the policy and the options. ``docs/options.md`` says what each engine
             supports, and how equal the results are
         :param native_threads: Number of threads that compute large networks in updates with ``backend="native"``; it changes
-            the speed alone, and has no effect with another engine. Results are equal bit for bit for every number of threads
+            only the speed, and has no effect with another engine. Results are equal bit for bit for every number of threads
         :param amp_dtype: Type in which the networks compute, ``"bfloat16"`` or ``"float16"``, for GPUs; action distributions,
             losses, parameters and the optimiser stay in float32; ``None`` for float32 everywhere. With ``"float16"``, the loss
             is scaled by a factor that adapts (https://arxiv.org/abs/1710.03740)
@@ -259,7 +272,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
             of them
         :raises ValueError: if an argument is unknown or not valid, or a space is not supported
         """
-        check_known_options(unknown_options, option_names(type(self)), type(self).__name__)
+        check_known_options(unknown_options, option_names(type(self)), type(self).__name__, place_of)
         check_arguments(
             policy, env, use_sde, rollout_buffer_kwargs, tensorboard_log, verbose, device, needs_env=_init_setup_model
         )

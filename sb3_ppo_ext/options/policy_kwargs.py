@@ -217,7 +217,7 @@ def _check_parts(space: Any, normalized: bool) -> None:
 def _check_images(policy_name: str, space: Any, normalized: bool) -> None:
     if not is_image_space(space, normalized_image=normalized):
         remedy = (
-            f"it reads images alone, uint8 from 0 to 255 with three dimensions, and the observation space is {space}; "
+            f"it reads only images, uint8 from 0 to 255 with three dimensions, and the observation space is {space}; "
             "give `MlpPolicy`, or `policy_kwargs=dict(normalize_images=False)` for images that are scaled already"
         )
         refuse("policy", policy_name, f"You should use NatureCNN only with images: {remedy}")

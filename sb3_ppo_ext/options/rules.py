@@ -23,6 +23,7 @@ from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.memory.recurrent_policies import check_recurrence, with_own_recurrence
 from sb3_ppo_ext.options.arguments import check_logging
 from sb3_ppo_ext.options.constructor import ConfiguredPPO
+from sb3_ppo_ext.options.places import place_of
 from sb3_ppo_ext.options.policy_kwargs import check_policy_kwargs
 from sb3_ppo_ext.options.row import Option
 from sb3_ppo_ext.options.table import (
@@ -166,8 +167,12 @@ def _check_policy(model: ConfiguredPPO) -> None:
             log_std_init=model.policy_kwargs.get("log_std_init", 0.0),
         )
     given_to_policy = ("observation_space", "action_space", "lr_schedule", "use_sde")
-    check_kwargs("policy_kwargs", model.policy_kwargs, policy_class, given_to_policy)
+    check_kwargs("policy_kwargs", model.policy_kwargs, policy_class, given_to_policy, _place_of_keyword)
     check_policy_kwargs(policy_class, model.policy_kwargs, makes_optimizer=model.optimizer == "adam")
+
+
+def _place_of_keyword(name: str) -> str | None:
+    return "it is an argument of `PPOExt` itself" if name in ALL_OPTIONS else place_of(name)
 
 
 def _check_keywords(model: ConfiguredPPO, policy_class: type) -> None:

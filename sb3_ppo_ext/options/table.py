@@ -314,7 +314,7 @@ ROWS = {
         example="bfloat16",
         conflicts=tuple(
             Conflict(
-                equals("backend", name), '`backend={backend!r}` computes in float32 alone; give `backend="auto"` or `"device"`'
+                equals("backend", name), '`backend={backend!r}` computes only in float32; give `backend="auto"` or `"device"`'
             )
             for name in ("native", "fused", "eager", "compile")
         ),

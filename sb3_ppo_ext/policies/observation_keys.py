@@ -285,7 +285,7 @@ def check_keys(
         if keys is None:
             continue
         if not isinstance(observation_space, spaces.Dict):
-            refuse(name, keys, f"the observation space is {observation_space}, a `Dict` alone has keys; leave it out")
+            refuse(name, keys, f"the observation space is {observation_space}, only a `Dict` has keys; leave it out")
         known = [key for key in observation_space.spaces if key not in not_read]
         remedy = f"give a list with some of the keys of the observations: {', '.join(map(repr, known))}"
         if not isinstance(keys, list | tuple) or not keys:

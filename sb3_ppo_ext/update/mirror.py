@@ -269,7 +269,7 @@ def _check_actions(where: str, value: object, reflection: SignedPermutation, spa
     if reflection.size != size:
         refuse(where, value, f"it has {reflection.size} elements, and {space} has {size} {what}; give one for each")
     if what == "choices" and (reflection.signs != 1).any():
-        refuse(where, value, "a choice has no sign; give indices alone")
+        refuse(where, value, "a choice has no sign; give only indices")
     if isinstance(space, spaces.MultiDiscrete):
         _check_blocks(where, value, reflection, choices_of(space))
     if isinstance(space, spaces.Box):

@@ -24,6 +24,7 @@ from sb3_ppo_ext.common.validation import (
     refuse,
 )
 from sb3_ppo_ext.options.constructor import option_names
+from sb3_ppo_ext.options.places import place_of
 from sb3_ppo_ext.ppo_ext import PPOExt
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _check_names(experiment: ExperimentManager, entry: Mapping[str, object]) -> 
         if given := sorted(OF_THE_COMMAND & entry.keys()):
             option = f"--{given[0].replace('_', '-')}"
             refuse(given[0], entry[given[0]], f"RL Zoo gives it to the model itself; give `{option}` on the command line")
-        check_known_options(entry, option_names(algorithm) | OF_THE_ZOO, algorithm.__name__)
+        check_known_options(entry, option_names(algorithm) | OF_THE_ZOO, algorithm.__name__, place_of)
     for key, example in (("n_timesteps", "100000"), ("policy", "MlpPolicy")):
         if key not in entry:
             raise BadArgumentError(

@@ -13,7 +13,7 @@ from support.toys import BOX_ACTION, VECTOR, make_toys
 from sb3_ppo_ext import MlpPolicy, PPOExt
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
 
-OPTIONS = Path(__file__).parents[2] / "docs" / "options.md"
+PAGE = Path(__file__).parents[2] / "docs" / "behaviour_cloning.md"
 WIDE_BOX = spaces.Box(np.float32([[-1, -3]]), np.float32([[1, 5]]))
 
 
@@ -135,7 +135,7 @@ def test_own_evaluation_is_called():
 
 def test_behaviour_cloning():
     """The example of the documentation clones the expert, here in fewer steps."""
-    (code,) = re.findall(r"```python\n(import numpy.*?)```", OPTIONS.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = re.findall(r"```python\n(import numpy as np\nimport torch.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     namespace = {}
     exec(code.replace("range(1000)", "range(200)"), namespace)
     assert np.abs(namespace["cloned"] - namespace["actions"]).mean() < 0.6

@@ -87,4 +87,4 @@ for word in ("--help", "logs"):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert "--help 0" in run.stdout
     assert run.stdout.splitlines()[-1] == "logs 2"
-    assert "pip install 'sb3-ppo-ext[zoo]'" in run.stderr.splitlines()[-1]
+    assert "pip install 'sb3-ppo-ext[plot]'" in run.stderr.splitlines()[-1]

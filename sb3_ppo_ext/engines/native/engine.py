@@ -43,7 +43,7 @@ class NativeEngine(Engine):
         if is_replaced(setup.policy.optimizer, "zero_grad"):
             return "`zero_grad` of the optimiser was replaced, and this backend would not call it"
         if type(setup.buffer) not in (RolloutBuffer, DictRolloutBuffer, TensorRolloutBuffer):
-            return f"the rollout buffer is a {type(setup.buffer).__name__}, and this backend reads SB3's rollout buffers alone"
+            return f"the rollout buffer is a {type(setup.buffer).__name__}, and this backend reads only SB3's rollout buffers"
         if (name := replaced_method(BUFFER_METHODS, setup.buffer)) is not None:
             return f"`{name}` of the rollout buffer was replaced, and this backend would not call it"
         return None

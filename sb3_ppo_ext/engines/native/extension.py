@@ -38,9 +38,7 @@ def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
     if module is None:
         return "the extension module was not built, since there was no C compiler"
     return (
-        None
-        if policy.device.type == "cpu"
-        else f"the policy is on {policy.device}, and this backend computes on the CPU alone"
+        None if policy.device.type == "cpu" else f"the policy is on {policy.device}, and this backend computes only on the CPU"
     )
 
 

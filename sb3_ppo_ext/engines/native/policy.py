@@ -287,7 +287,7 @@ def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
         return reason
     known = (ActorCriticPolicy, ActionDistributionMixin)
     if not isinstance(policy, ActorCriticPolicy) or not all(has_method_of(policy, name, *known) for name in METHODS):
-        return f"{type(policy).__name__} computes in its own way, and this backend computes SB3's policies alone"
+        return f"{type(policy).__name__} computes in its own way, and this backend computes only SB3's policies"
     if (reason := why_not_numpy(policy.action_dist)) is not None:
         return reason
     space = policy.action_space
@@ -315,7 +315,7 @@ def _only_flattens(extractor: nn.Module) -> bool:
 def _networks_reason(policy: ActorCriticPolicy) -> str | None:
     nets = policy.mlp_extractor
     if type(nets) is not MlpExtractor:
-        return f"the hidden layers are in a {type(nets).__name__}, and this backend reads SB3's `MlpExtractor` alone"
+        return f"the hidden layers are in a {type(nets).__name__}, and this backend reads only SB3's `MlpExtractor`"
     last, _ = _split(policy.action_net)
     networks = [[*layers_in(nets.policy_net), last], [*layers_in(nets.value_net), policy.value_net]]
     for network in networks:

@@ -1,0 +1,35 @@
+"""Sentences of the README and of the guides are short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Generated, or pages of results
+LEFT_OUT = {"memory", "options_reference", "performance"}
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in LEFT_OUT)]
+LONGEST = 35
+
+
+def sentences(text):
+    """The prose of a page: without code, comments, headings, tables, pictures and addresses; code in a line is one word."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"^\s*[#|].*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "Code", text)
+    for paragraph in re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", text, flags=re.MULTILINE):
+        yield from re.split(r"(?<=[.!?])[\"')*]*\s+(?=[A-Z\"*(])", " ".join(paragraph.split()))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_are_short(page):
+    """No sentence has more than 35 words."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert not [sentence for sentence in sentences(text) if len(sentence.split()) > LONGEST]
+
+
+def test_words_are_counted():
+    """What is no prose does not count, and a sentence ends where the next one begins."""
+    text = "# A b\n\nOne [two](x.md) `three four`. Five\nsix.\n\n- Seven!\n  | eight |\n```python\nnine\n```\n<!-- ten -->\n"
+    assert [each for each in sentences(text) if each] == ["One two Code.", "Five six.", "Seven!"]
