@@ -56,6 +56,7 @@ HELD_OUT = {
     "PyFlyt/QuadX-Hover-v1": 100_000,
     "AdroitHandDoor-v1": 100_000,
 }
+HELD_OUT_DISCRETE = set(list(HELD_OUT)[:11])
 # Packages that register them, by the beginning of their names; `envpool_ids` is beside this script.
 HELD_OUT_PACKAGES = {
     "EnvPool/": "envpool_ids",
@@ -80,3 +81,8 @@ NOT_NORMALIZED = {
     *("EnvPool/Boxing-v5", "EnvPool/CarRacing-v3", "EnvPool/Taxi-v3", "FlappyBird-v0"),
     *("popgym-HigherLowerEasy-v0", "popgym-CountRecallEasy-v0", "popgym-MineSweeperEasy-v0"),
 }
+
+
+def is_discrete(task: str) -> bool:
+    """:return: Whether a task of any suite has discrete actions"""
+    return task in DISCRETE | HELD_OUT_DISCRETE or task.startswith("MinAtar/")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from default_split import HELD_OUT, HELD_OUT_PACKAGES, HELD_OUT_POLICIES, NOT_NORMALIZED
+from default_split import HELD_OUT, HELD_OUT_PACKAGES, HELD_OUT_POLICIES, NOT_NORMALIZED, is_discrete
 
 # Numbers of steps: the Zoo's, or less than its million
 CLASSIC = {"Pendulum-v1": 100_000, "MountainCarContinuous-v0": 20_000, "LunarLanderContinuous-v3": 300_000}
@@ -241,7 +241,7 @@ class Job:
         if arm.source == "sb3" or (arm.source in {"ppo", "trpo"} and of_package(self.task, PACKAGES)):
             listed = {"policy": POLICIES.get(self.task, "MlpPolicy")}
         else:
-            listed = entries(arm.source)[arm.key or self._key(arm.source)]
+            listed = entries(arm.source)[self._key(arm)]
         return arm.changed({**listed, "n_timesteps": self.timesteps}, self.task)
 
     def fitted_entry(self) -> dict[str, Any]:
@@ -251,12 +251,14 @@ class Job:
         is_fitted = SUITES[self.suite][1][self.arm].key == "default" or entry.get("normalize") is True
         return {**entry, **{name: value for name, value in fitted.items() if is_fitted and name in entry}}
 
-    def _key(self, source: str) -> str:
-        listed = entries(source)
+    def _key(self, arm: Arm) -> str:
+        if arm.key is not None:
+            return "default-discrete" if arm.key == "default" and is_discrete(self.task) else arm.key
+        listed = entries(arm.source)
         for key in (self.task, re.sub("-v5$", "-v4", self.task), of_package(self.task, SHARED_ENTRIES)):
             if key in listed:
                 return key
-        raise ValueError(f"{source}.yml has no entry for {self.task}: add one, or leave the task out with --tasks")
+        raise ValueError(f"{arm.source}.yml has no entry for {self.task}: add one, or leave the task out with --tasks")
 
     def digest(self) -> str:
         """A hash of the hyperparameters."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from default_split import DEVELOPMENT, DISCRETE
+from default_split import DEVELOPMENT, DISCRETE, is_discrete
 from returns_suites import FITTED
 
 # Seeds of the search; no published run has one of them.
@@ -129,7 +129,7 @@ HALVED_AFTER = (1, 3)
 
 def kind_of(task: str) -> str:
     """:return: Kind of the actions of a task, a key of ``CANDIDATES``"""
-    return "discrete" if task in DISCRETE else "continuous"
+    return "discrete" if is_discrete(task) else "continuous"
 
 
 def sample(number: int, task: str) -> dict[str, Any]:

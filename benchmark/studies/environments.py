@@ -2,7 +2,7 @@
 Whether `default` learns as much with any number of environments, and with statistics that wait for the end of a rollout.
 
 Tasks are made without their ids, so that `make` takes its entry for unknown tasks: with 2, 8, 12, 16 and 64 environments at
-equal steps, and with the other `normalize_freq`. A score is the mean return of 20 episodes of the deterministic policy at the
+equal steps, and with both values of `normalize_freq`. A score is the mean return of 20 deterministic episodes at the
 end. Seeds are those that chose nothing.
 
 Run it: python benchmark/studies/environments.py (about 70 minutes on one core; what is done is not repeated)
@@ -28,14 +28,13 @@ from common import (
     print_table,
     read_csv,
     save_plot,
-    select,
     write_csv,
 )
 from matplotlib.figure import Figure
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
-from sb3_ppo_ext import make
+from sb3_ppo_ext import make, presets
 
 TASKS = {
     "Pendulum-v1": 100_000,
@@ -50,27 +49,34 @@ COUNTED = list(TASKS)[:5]
 COUNTS = (2, 8, 12, 16, 64)
 FIRST_SEED = 700
 N_EPISODES = 20
-OTHER = {"step": "rollout", "rollout": "step"}
+DISCRETE = {"LunarLander-v3"}
 
 
-def arms_of(task: str) -> dict[str, dict[str, Any]]:
-    """:return: Arguments of `make` by the name of the arm"""
-    counts = {str(count): {"n_envs": count} for count in COUNTS} if task in COUNTED else {}
-    return {"as it is": {}, "other normalize_freq": {}, **counts}
+ARMS: dict[str, dict[str, Any]] = {
+    **{freq: {"normalize_freq": freq} for freq in ("step", "rollout")},
+    **{str(count): {"n_envs": count} for count in COUNTS},
+}
+
+
+def entry_of(task: str) -> dict[str, Any]:
+    """:return: The entry that `make` takes for a task without an id"""
+    return presets()["default-discrete" if task in DISCRETE else "default"]
+
+
+def needs_run(task: str, arm: str) -> bool:
+    """:return: Whether the arm is not the same as another one, and concerns the task"""
+    return not arm.isdecimal() or (task in COUNTED and int(arm) != entry_of(task)["n_envs"])
 
 
 def run(job: Job) -> Row:
     task, arm = job.settings["task"], job.settings["arm"]
-    model, envs = make(lambda: gym.make(task), seed=job.seed, device="cpu", **arms_of(task)[arm])
-    if arm == "other normalize_freq":
-        envs.close()
-        model, envs = make(lambda: gym.make(task), seed=job.seed, device="cpu", normalize_freq=OTHER[model.normalize_freq])
+    model, envs = make(lambda: gym.make(task), seed=job.seed, device="cpu", **ARMS[arm])
     model.learn(job.timesteps)
     envs.close()
     evaluated = make_vec_env(task, 4, seed=job.seed + 100_000)
-    score, _ = evaluate_policy(model, evaluated, N_EPISODES)
+    returns, _ = evaluate_policy(model, evaluated, N_EPISODES, return_episode_rewards=True)
     evaluated.close()
-    return {**job.settings, "seed": job.seed, "n_envs": model.n_envs, "freq": model.normalize_freq, "score": float(score)}
+    return {**job.settings, "seed": job.seed, "score": float(np.mean(returns))}
 
 
 def run_missing(jobs: Sequence[Job], path: Path, n_processes: int) -> list[Row]:
@@ -87,10 +93,11 @@ def run_missing(jobs: Sequence[Job], path: Path, n_processes: int) -> list[Row]:
 
 
 def scores(rows: Sequence[Row], task: str, arm: str) -> np.ndarray:
-    """Scores of an arm by seed. `8`, the number of the entry, is the arm without changes."""
-    own = select(rows, task=task, arm="as it is")
+    """Scores of an arm by seed. With the number of environments of the entry, they are those with its statistics."""
+    if arm == str(entry_of(task)["n_envs"]):
+        arm = entry_of(task).get("normalize_freq", "step")
     found = [row for row in rows if row["task"] == task and str(row["arm"]) == arm]
-    return np.array([row["score"] for row in sorted(found or own, key=lambda row: row["seed"])])
+    return np.array([row["score"] for row in sorted(found, key=lambda row: row["seed"])])
 
 
 def difference(ours: np.ndarray, theirs: np.ndarray) -> str:
@@ -103,7 +110,7 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> str:
 
 
 def report(rows: list[Row]) -> None:
-    counted = [task for task in COUNTED if len(scores(rows, task, "2"))]
+    counted = [task for task in COUNTED if all(len(scores(rows, task, str(count))) for count in COUNTS)]
     header = ["task", *(f"{count} environments" for count in COUNTS)]
     lines = [[task, *(mean_and_std(scores(rows, task, str(count)), 1) for count in COUNTS)] for task in counted]
     print_table("return, mean ± std over seeds", header, lines)
@@ -113,12 +120,10 @@ def report(rows: list[Row]) -> None:
     print_table("difference from 2 environments (95 % interval)", ["task", *map(str, COUNTS[1:])], lines)
     lines = []
     for task in TASKS:
-        freqs = {row["freq"]: row["arm"] for row in rows if row["task"] == task and not str(row["arm"]).isdecimal()}
-        if len(freqs) == 2:
-            values = {freq: scores(rows, task, arm) for freq, arm in freqs.items()}
-            cells = [mean_and_std(values[freq], 1) for freq in OTHER]
-            lines.append([task, *cells, difference(values["rollout"], values["step"])])
-    print_table("statistics per step and per rollout", ["task", *OTHER, "difference (95 % interval)"], lines)
+        step, rollout = (scores(rows, task, freq) for freq in ("step", "rollout"))
+        if len(step) and len(rollout):
+            lines.append([task, mean_and_std(step, 1), mean_and_std(rollout, 1), difference(rollout, step)])
+    print_table("statistics", ["task", "per step", "per rollout", "difference (95 % interval)"], lines)
 
 
 def plot(rows: list[Row]) -> Figure:
@@ -136,15 +141,14 @@ def plot(rows: list[Row]) -> Figure:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__, timesteps=None, seeds=10, tasks=list(TASKS))
+    arguments = parse_arguments(__doc__, timesteps=None, seeds=10, tasks=list(TASKS), arms=list(ARMS))
     limit = arguments.timesteps
-    # The number of the entry is not run twice.
     jobs = [
         Job({"task": task, "arm": arm}, FIRST_SEED + number, min(TASKS[task], limit or TASKS[task]))
         for number in range(arguments.seeds)
         for task in arguments.tasks
-        for arm in arms_of(task)
-        if arm != "8"
+        for arm in arguments.arms
+        if needs_run(task, arm)
     ]
     rows = run_missing(jobs, arguments.out / "environments.csv.gz", arguments.processes)
     report(rows)

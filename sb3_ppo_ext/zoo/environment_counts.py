@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +13,10 @@ from sb3_ppo_ext.common.validation import check_number, refuse
 
 # Fewest steps per environment in a rollout: with fewer, advantages reach over hardly any steps.
 FEWEST_STEPS = 32
-# Default of the model
-DEFAULT_STEPS = 2048
+# Defaults of the model
+DEFAULT_STEPS, DEFAULT_BATCH_SIZE = 2048, 64
+# Largest change of the number of samples, as a share, that is made without a word for minibatches of equal size
+LARGEST_CHANGE = 0.1
 
 
 def check_n_envs(n_envs: object) -> None:
@@ -41,21 +44,30 @@ def steps_for(entry: Kwargs, n_envs: int, stacklevel: int = 3) -> int:
     """
     Say so if it cannot be kept.
 
-    :param entry: Entry with ``n_steps`` and ``n_envs``
+    :param entry: Entry with ``n_steps``, ``n_envs`` and ``batch_size``
     :param n_envs: Number of environments
     :param stacklevel: Whose line the warning names
-    :return: Number of steps of a rollout with which an update has as many samples as the entry says
+    :return: Number of steps of a rollout with which an update has as many samples as the entry says, or nearly as many in
+        minibatches of equal size
     """
     own_steps = entry.get("n_steps", DEFAULT_STEPS)
     n_samples = own_steps * entry.get("n_envs", 1)
-    n_steps = int(max(n_samples // n_envs, min(FEWEST_STEPS, own_steps)))
-    if n_steps * n_envs != n_samples:
+    n_steps = int(max(_nearest(n_samples, n_envs, entry.get("batch_size", DEFAULT_BATCH_SIZE)), min(FEWEST_STEPS, own_steps)))
+    if abs(n_steps * n_envs - n_samples) > LARGEST_CHANGE * n_samples:
         warnings.warn(
             f"`n_envs={n_envs}`: the preset has {n_samples} samples per update, and this one {n_steps * n_envs}, "
             f"{n_steps} steps of each environment. Give `n_steps` for another number.",
             stacklevel=stacklevel,
         )
     return n_steps
+
+
+def _nearest(n_samples: int, n_envs: int, batch_size: int) -> int:
+    if n_samples % n_envs == 0:
+        return n_samples // n_envs
+    multiple = batch_size // math.gcd(batch_size, n_envs)
+    n_steps = multiple * round(n_samples / (n_envs * multiple))
+    return n_steps if abs(n_steps * n_envs - n_samples) <= LARGEST_CHANGE * n_samples else n_samples // n_envs
 
 
 def with_environments(hyperparams: Mapping[str, object], given: Mapping[str, object], of_trial: int | None = None) -> Kwargs:

@@ -16,7 +16,6 @@ from pprint import pprint
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import gymnasium as gym
-from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ppo_ext.common.action_masks import ACTION_MASK
@@ -52,9 +51,12 @@ from sb3_ppo_ext.zoo.resuming import (
 from sb3_ppo_ext.zoo.run_folder import removed_if_not_begun, resumed_folder
 from sb3_ppo_ext.zoo.run_normalization import TRIAL, maybe_normalize, preprocess_action_noise
 from sb3_ppo_ext.zoo.yaml_entries import (
+    DEFAULT,
+    DEFAULTS,
     DEFAULTS_OF_RECURRENT_PPO,
     OF_RECURRENT_PPO,
     TrialHyperparams,
+    default_for,
     environments_of_trial,
     find_hyperparams,
     is_default_file,
@@ -94,13 +96,13 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
             hyperparams, saved_hyperparams = theirs()
     finally:
         experiment.env_name, experiment.trial_id = env_name, trial_id
-    if key == "default":
+    if key in DEFAULTS:
         fitting = _fitting_observations(experiment, hyperparams)
         print(f"For the observations of {env_name}: {fitting}")
         hyperparams, saved_hyperparams = {**hyperparams, **fitting}, OrderedDict({**saved_hyperparams, **fitting})
     _say_what_repeats(experiment, hyperparams)
     if key in ("memory", "recurrent"):
-        check_observation_space(_observation_space(experiment, hyperparams))
+        check_observation_space(_one(experiment, hyperparams).observation_space)
     if Path(experiment.config).name == OF_RECURRENT_PPO:
         # Its entries leave out what is the default of RecurrentPPO.
         hyperparams = {**DEFAULTS_OF_RECURRENT_PPO, **hyperparams}
@@ -172,6 +174,8 @@ def _choose_entry(experiment: "ExperimentManager") -> str | None:
     zoo_file = Path(experiment.config).with_name("ppo.yml")
     policy = (experiment.custom_hyperparams or {}).get("policy")
     path, key = find_hyperparams(env_id, experiment.entry_point(env_id), zoo_file, policy)
+    if key == DEFAULT:
+        key = default_for(_one(experiment, experiment.custom_hyperparams or {}).action_space)
     experiment.config = str(path)
     if key != env_id:
         print(f"No hyperparameters for {env_id}, using those of {key}")
@@ -183,24 +187,24 @@ def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str
     """Policy, wrappers and normalisation for the observations of an environment, except for what the user gives."""
     given = experiment.custom_hyperparams or {}
     fitting: dict[str, object] = {}
-    space = _observation_space(experiment, hyperparams)
+    space = _one(experiment, hyperparams).observation_space
     if "env_wrapper" not in given and (wrappers := wrappers_for(space)):
         fitting["env_wrapper"] = wrappers
-        space = _observation_space(experiment, {**hyperparams, **fitting})
+        space = _one(experiment, {**hyperparams, **fitting}).observation_space
     check_observation_space(space)
     if "normalize" not in given and (normalization := normalization_for(space)):
         fitting["normalize"] = str(normalization)
     return fitting if "policy" in given else {**fitting, "policy": policy_for(space)}
 
 
-def _observation_space(experiment: "ExperimentManager", hyperparams: Kwargs) -> spaces.Space:
-    """Observation space of one environment with its wrappers."""
+def _one(experiment: "ExperimentManager", hyperparams: Kwargs) -> gym.Env:
+    """An environment with its wrappers, which is closed and has spaces alone."""
     env_kwargs = {**experiment.env_kwargs, **hyperparams.get("env_kwargs", {})}
     env = gym.spec(experiment.env_name.gym_id).make(**env_kwargs)
     wrap = sys.modules["rl_zoo3.exp_manager"].get_wrapper_class(hyperparams)
     env = env if wrap is None else wrap(env)
     env.close()
-    return env.observation_space
+    return env
 
 
 def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentManager", hyperparams: Kwargs) -> Any:

@@ -14,11 +14,21 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import refuse, unknown_environments_as_value_errors
-from sb3_ppo_ext.envs.envpool_vec_env import check_envpool_id
+from sb3_ppo_ext.envs.envpool_vec_env import EnvPoolVecEnv, check_envpool_id
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.envs.tensors.gymnax_ids import GYMNAX_PREFIX, JaxVecEnv
 
 Wrap = Callable[[Any], Any]
+
+
+class Spaces(NamedTuple):
+    """
+    :param observation: Observation space
+    :param action: Action space
+    """
+
+    observation: spaces.Space
+    action: spaces.Space
 
 
 class Source(NamedTuple):
@@ -63,18 +73,20 @@ class Source(NamedTuple):
         check_envpool_id(env_id)
         return cls(env_id, None, None)
 
-    def observation_space(self, env_kwargs: Kwargs, wrap: Wrap | None) -> spaces.Space:
+    def spaces(self, env_kwargs: Kwargs, wrap: Wrap | None) -> Spaces:
         """
         :param env_kwargs: Keyword arguments of the environment
         :param wrap: Function that wraps an environment, ``None`` for none
-        :return: Observation space of one environment with its wrappers
+        :return: Spaces of one environment with its wrappers
         """
-        if self.make is None:
-            space: spaces.Space = (self.made if wrap is None else wrap(self.made)).observation_space
-            return space
-        env = self.one(env_kwargs, wrap)
+        if isinstance(self.made, VecEnv):
+            return Spaces(self.made.observation_space, self.made.action_space)
+        if self.made is not None:
+            env = self.made if wrap is None else wrap(self.made)
+            return Spaces(env.observation_space, env.action_space)
+        env = self.one(env_kwargs, wrap) if self.make is not None else EnvPoolVecEnv(str(self.env_id), **env_kwargs)
         env.close()
-        return env.observation_space
+        return Spaces(env.observation_space, env.action_space)
 
     def one(self, env_kwargs: Kwargs, wrap: Wrap | None) -> gym.Env:
         """

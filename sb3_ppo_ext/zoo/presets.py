@@ -12,6 +12,7 @@ import gymnasium as gym
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
+from sb3_ppo_ext.common.cores import available_cores
 from sb3_ppo_ext.common.guards import find_normalizers
 from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_number, check_observation_space, check_type, refuse
@@ -22,17 +23,23 @@ from sb3_ppo_ext.zoo.entry_normalization import options_of
 from sb3_ppo_ext.zoo.environment_counts import check_n_envs, number_of, steps_for
 from sb3_ppo_ext.zoo.made_environments import Source, wrapper_of
 from sb3_ppo_ext.zoo.yaml_entries import (
+    DEFAULT,
+    DEFAULTS,
     DEFAULTS_OF_RECURRENT_PPO,
     HYPERPARAMS,
     OF_RECURRENT_PPO,
     TEMPLATES,
     can_be_normalized,
+    default_for,
     find_hyperparams,
     is_scaled,
     policy_for,
     wrappers_for,
 )
 
+# Number of parameters from which on threads make updates faster (docs/scaling.md; two networks of 256-256 have more), and
+# the largest number of threads that the option takes
+LARGE, MOST_THREADS = 100_000, 256
 # What an entry says besides the arguments of the model
 OF_ENVIRONMENTS = ("n_envs", "env_kwargs", "env_wrapper", "vec_env_wrapper", "frame_stack")
 OF_ENTRY = (*OF_ENVIRONMENTS, "n_timesteps", "normalize", "callback", "policy")
@@ -51,8 +58,8 @@ def make(
 ) -> tuple[PPOExt, VecEnv]:
     """
     Make a model with tuned hyperparameters, and the environments to train it in. The hyperparameters are the entry of the
-    environment in ``ppo_ext.yml`` or, where RL Zoo is installed, in its ``ppo.yml``, or else ``default``, whose policy is
-    chosen by the observation space.
+    environment in ``ppo_ext.yml`` or, where RL Zoo is installed, in its ``ppo.yml``, or else ``default``, or
+    ``default-discrete`` where no part of the action space is a ``Box``. Their policy is chosen by the observation space.
 
     Where the entry normalises, the model does so (``normalize_obs``, ``normalize_reward``): ``evaluate_policy(model, env)``
     and ``PPOExt.load(path).predict(observation)`` take environments and observations as they are. The number of time steps
@@ -64,7 +71,8 @@ def make(
     :param env: Gymnasium's id, also with the module that registers it, such as ``"package.module:Task-v0"``; a class of
         environments, or a function that makes one; an environment; or vectorised environments, such as a ``TensorVecEnv``
     :param n_envs: Number of environments, at least 1; ``None`` for that of the entry, ``"auto"`` for at least one on each
-        core, in a :class:`~sb3_ppo_ext.ParallelVecEnv` if several processes are faster than one, which is measured
+        core, in a :class:`~sb3_ppo_ext.ParallelVecEnv` if several processes are faster than one, which is measured, and with
+        ``native_threads`` on all cores if the networks are large
     :param seed: Seed of the model and of the environments; ``None`` for none
     :param vec_env_cls: Class of the vectorised environments, such as ``ParallelVecEnv``; ``None`` for ``FastDummyVecEnv``;
         ``"envpool"`` for the environments with this id in EnvPool, :class:`~sb3_ppo_ext.EnvPoolVecEnv`
@@ -80,7 +88,7 @@ def make(
     _register()
     source = Source.of_envpool(env) if vec_env_cls == ENVPOOL else Source.of(env)
     _check_arguments(source, n_envs, seed, vec_env_cls, env_kwargs, verbose)
-    key, entry = _entry_of(source.env_id, hyperparams.get("policy"))
+    key, entry = _entry_of(source, env_kwargs or {}, hyperparams)
     found = {**entry, **hyperparams}
     if found.get("callback"):
         refuse("callback", found["callback"], "the model does not keep callbacks; give them to `learn`")
@@ -102,11 +110,14 @@ def make(
         venv = VecFrameStack(venv, found["frame_stack"])
     if (wrap_all := wrapper_of("vec_env_wrapper", found.get("vec_env_wrapper"))) is not None:
         venv = wrap_all(venv)
-    model_options = {**_normalization(found, key == "default" and "normalize" not in hyperparams, venv), **_of_model(found)}
+    model_options = {**_normalization(found, key in DEFAULTS and "normalize" not in hyperparams, venv), **_of_model(found)}
     if verbose:
         pprint({"preset": key, "n_envs": venv.num_envs, "policy": found["policy"], **model_options})
     same: Kwargs = dict(seed=seed, device=device, verbose=verbose, tensorboard_log=tensorboard_log)
-    return PPOExt(found["policy"], venv, **same, **model_options), venv
+    model = PPOExt(found["policy"], venv, **same, **model_options)
+    if n_envs == "auto" and "native_threads" not in found:
+        _use_threads(model)
+    return model, venv
 
 
 def _register() -> None:
@@ -137,10 +148,14 @@ def _check_arguments(
     check_number("verbose", verbose, 0, integer=True)
 
 
-def _entry_of(env_id: str | None, policy: object) -> tuple[str, Kwargs]:
+def _entry_of(source: Source, env_kwargs: Kwargs, given: Kwargs) -> tuple[str, Kwargs]:
     """Key and values of the entry for an environment."""
-    zoo_file = _file_of_the_zoo()
-    path, key = find_hyperparams(env_id or "", "" if env_id is None else _entry_point(env_id), zoo_file, policy)
+    env_id, zoo_file = source.env_id, _file_of_the_zoo()
+    entry_point = "" if env_id is None else _entry_point(env_id)
+    path, key = find_hyperparams(env_id or "", entry_point, zoo_file, given.get("policy"))
+    if key == DEFAULT:
+        env_kwargs = {**(given.get("env_kwargs") or {}), **env_kwargs}
+        key = default_for(source.spaces(env_kwargs, wrapper_of("env_wrapper", given.get("env_wrapper"))).action)
     entry = _read(path)[key]
     return key, {**DEFAULTS_OF_RECURRENT_PPO, **entry} if path.name == OF_RECURRENT_PPO else entry
 
@@ -163,16 +178,16 @@ def _fit_observations(
         refuse(
             "env_wrapper", found["env_wrapper"], "it is for single environments, and these are made already; wrap them before"
         )
-    if key not in ("default", "memory", "recurrent"):
+    if key not in (*DEFAULTS, "memory", "recurrent"):
         return wrap
-    space = source.observation_space(env_kwargs, wrap)
-    if key == "default" and "env_wrapper" not in given and (names := wrappers_for(space)):
+    space = source.spaces(env_kwargs, wrap).observation
+    if key in DEFAULTS and "env_wrapper" not in given and (names := wrappers_for(space)):
         if isinstance(source.made, VecEnv):
             refuse("env", source.made, f"its observations in {space} need the wrappers {names}; give one environment's class")
         wrap = wrapper_of("env_wrapper", names)
-        space = source.observation_space(env_kwargs, wrap)
+        space = source.spaces(env_kwargs, wrap).observation
     check_observation_space(space)
-    if key == "default" and "policy" not in given:
+    if key in DEFAULTS and "policy" not in given:
         found["policy"] = policy_for(space)
     return wrap
 
@@ -188,6 +203,14 @@ def _number_of_environments(
     if n_envs != "auto" or vec_env_cls is not None or source.steps_in_tensors(wrap):
         return number, None
     return number, choose_vec_env(lambda: source.one(env_kwargs, wrap), number)
+
+
+def _use_threads(model: PPOExt) -> None:
+    """Let all cores compute the updates of large networks, with the same results."""
+    if sum(parameter.numel() for parameter in model.policy.parameters()) >= LARGE:
+        model.native_threads = min(available_cores(), MOST_THREADS)
+        if model.verbose:
+            print(f"native_threads={model.native_threads}: the networks are large")
 
 
 def _normalization(found: Kwargs, leaves_scaled: bool, venv: VecEnv) -> Kwargs:
@@ -222,9 +245,9 @@ def _file_of_the_zoo() -> Path | None:
 
 def presets() -> dict[str, dict[str, object]]:
     """
-    :return: Hyperparameters by environment: all entries of ``ppo_ext.yml``, with ``default`` for environments without an entry
-        of their own, ``memory`` for transformer policies and ``recurrent`` for LSTM policies; and, where RL Zoo is installed,
-        its tuned entries for PPO of the other environments
+    :return: Hyperparameters by environment: all entries of ``ppo_ext.yml``, with ``default`` and ``default-discrete`` for
+        environments without an entry of their own, ``memory`` for transformer policies and ``recurrent`` for LSTM policies;
+        and, where RL Zoo is installed, its tuned entries for PPO of the other environments
     """
     theirs = {} if (path := _file_of_the_zoo()) is None else _read(path)
     return {name: entry for name, entry in {**theirs, **_read(HYPERPARAMS)}.items() if name not in TEMPLATES}

@@ -23,6 +23,8 @@ SMALLEST_IMAGE = 36
 # The Zoo's file for its RecurrentPPO, and the defaults of that algorithm that are others than PPO's
 OF_RECURRENT_PPO, DEFAULTS_OF_RECURRENT_PPO = "ppo_lstm.yml", {"n_steps": 128, "batch_size": 128}
 HYPERPARAMS = Path(__file__).parent / "hyperparams" / "ppo_ext.yml"
+# Entries for tasks without one of their own: the second one is for actions without a `Box`
+DEFAULTS = DEFAULT, DEFAULT_DISCRETE = "default", "default-discrete"
 # Keys of values that several entries share, which are no entries themselves
 TEMPLATES = {"shared"}
 
@@ -66,7 +68,18 @@ def find_hyperparams(env_id: str, entry_point: str, zoo_file: Path | None, polic
         return HYPERPARAMS, "minatar"
     # The wrapper of this entry has no place for the long instructions of BabyAI.
     is_minigrid = entry_point.startswith("minigrid.") and "babyai" not in entry_point
-    return HYPERPARAMS, "minigrid" if is_minigrid else "default"
+    return HYPERPARAMS, "minigrid" if is_minigrid else DEFAULT
+
+
+def default_for(space: spaces.Space) -> str:
+    """
+    :param space: Action space
+    :return: Key of the entry for tasks without one of their own; that for continuous actions if any part is a ``Box``
+    """
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        return DEFAULT if any(default_for(part) == DEFAULT for part in parts) else DEFAULT_DISCRETE
+    return DEFAULT if isinstance(space, spaces.Box) else DEFAULT_DISCRETE
 
 
 def policy_for(space: spaces.Space) -> str:

@@ -324,3 +324,17 @@ def test_the_main_process_ends(way_and_signal, tmp_path):
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_alive, pids))
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_script_without_a_guard(tmp_path):
+    """A script that starts processes while they import it is told what it lacks."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import gymnasium as gym\nfrom sb3_ppo_ext import ParallelVecEnv\n"
+        "ParallelVecEnv([lambda: gym.make('CartPole-v1')] * 2, n_workers=1, start_method='spawn')\n"
+    )
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert 'has to stand under `if __name__ == "__main__":`' in result.stderr.splitlines()[-1]

@@ -156,7 +156,7 @@ def test_tasks_without_an_entry(arm, tmp_path):
 
 @pytest.mark.parametrize(
     ("suite", "arm", "n_envs", "normalize"),
-    [("unseen", "default", 2, "{'norm_obs': False}"), ("discrete", "ppo_ext", 64, None)],
+    [("unseen", "default", 8, "{'norm_obs': False}"), ("discrete", "ppo_ext", 64, None)],
 )
 def test_minatar(suite, arm, n_envs, normalize):
     """MinAtar's games have an entry. `default` is still compared on them, as the Zoo would fit it to their observations."""

@@ -28,18 +28,20 @@ def twelve_cores(monkeypatch):
         (dict(n_envs=4), dict(n_envs=4)),
         (dict(n_envs=1), dict(n_envs=1, n_steps=1024)),
         (dict(n_envs=16), dict(n_envs=16, n_steps=64)),
+        (dict(n_envs=10), dict(n_envs=10, n_steps=96)),  # 15 whole minibatches
+        (dict(n_envs="auto"), dict(n_envs=12, n_steps=80)),
         (dict(n_envs=16, n_steps=5), dict(n_envs=16)),
     ],
 )
 def test_samples_per_update(given, found):
-    """The steps of a rollout are those that make as many samples, unless they are given."""
+    """The steps of a rollout are those that make as many samples, or nearly as many, unless they are given."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert with_environments(ENTRY, given) == found
     assert with_environments({"n_envs": 2}, {"n_envs": 8})["n_steps"] == 512  # of the 2048 that are the default
 
 
-@pytest.mark.parametrize(("n_envs", "n_steps", "samples"), [(64, 32, 2048), (10, 102, 1020), ("auto", 85, 1020)])
+@pytest.mark.parametrize(("n_envs", "n_steps", "samples"), [(64, 32, 2048), (100, 32, 3200)])
 def test_samples_that_cannot_be_kept(n_envs, n_steps, samples):
     """Where that is not possible, a warning has both numbers."""
     with pytest.warns(UserWarning, match=f"the preset has 1024 samples per update, and this one {samples}"):

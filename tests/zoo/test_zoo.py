@@ -417,9 +417,9 @@ def test_default_entry(env_id, policy, norm_obs, tmp_path):
     model, _ = experiment.setup_experiment()
     assert model.get_vec_normalize_env() is None
     assert (model.normalize_obs, model.normalize_reward) == (norm_obs, True)
-    assert (model.adaptive_lr_kl, model.n_epochs) == (0.01, 10)
-    assert model.gamma == 0.9925
-    assert model.gae_lambda == 0.97
+    is_box = isinstance(model.action_space, spaces.Box)
+    assert (model.adaptive_lr_kl, model.gamma) == ((None, 0.99) if is_box else (0.01, 0.995))
+    assert (model.advantage_norm, model.n_epochs) == ("rollout" if is_box else "minibatch", 10)
     model.learn(32)
 
 
@@ -433,7 +433,7 @@ def test_users_say_what_is_normalized(tmp_path):
 
 
 # Entries that are not for a single environment
-GENERAL_ENTRIES = {"memory", "recurrent", "default", "minatar", "minigrid", "shared", "simulator"}
+GENERAL_ENTRIES = {"memory", "recurrent", "default", "default-discrete", "minatar", "minigrid", "shared", "simulator"}
 
 
 def test_tasks_without_velocities():

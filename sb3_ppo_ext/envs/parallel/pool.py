@@ -29,6 +29,12 @@ Command: TypeAlias = tuple[str, tuple[Any, ...], Kwargs]
 # Seconds in which a worker whose main process has gone may close its environments
 GRACE = 2.0
 
+# New processes import the script that starts them, which must not start processes again then.
+NO_GUARD = (
+    ' If a script starts the environments, that has to stand under `if __name__ == "__main__":`, or give '
+    '`start_method="fork"` where there is no CUDA and no JAX.'
+)
+
 
 class RemoteTraceback(Exception):
     """The cause of an error of another process: its traceback there."""
@@ -59,6 +65,8 @@ class WorkerPool:
         # Whether a message was on its way when the main process was interrupted
         self.is_torn = False
         self.is_closed, self.deadline = False, 0.0
+        # What is added if a worker dies before it has created its environments
+        self.hint = ""
         # Steps of rollouts that each worker had begun when the deadline was set
         self.n_begun: list[int] = []
         # A forked copy of the main process has nothing to close.
@@ -73,6 +81,7 @@ class WorkerPool:
         :raises WorkerError: if an environment cannot be created
         """
         context: Any = mp.get_context(start_method)
+        self.hint = "" if start_method == "fork" else NO_GUARD
         for index, share in enumerate(self.shares):
             connection, theirs = context.Pipe()
             copies = [*self.connections, connection] if start_method == "fork" else []
@@ -91,6 +100,7 @@ class WorkerPool:
         self._set_deadline()
         for index in range(len(self.shares)):
             self.value(index)
+        self.hint = ""
 
     def _register(self, connection: Connection, process: BaseProcess) -> None:
         poll = None
@@ -224,7 +234,7 @@ class WorkerPool:
 
     def _explain(self, index: int, error: Exception) -> NoReturn:
         self.processes[index].join(1)
-        self.fail(f"{self.name(index)} {describe_death(self.processes[index].exitcode)}.", error)
+        self.fail(f"{self.name(index)} {describe_death(self.processes[index].exitcode)}.{self.hint}", error)
 
     def name(self, index: int) -> str:
         """
