@@ -79,8 +79,8 @@ def _candidate_and_update(products: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
 class _OverSequences(th.autograd.Function):
     """
     The states of a layer, ``h_t = (1 - z_t) * h_{t-1} + z_t * g_t``. The slopes are ``D_t * (g_t - h_{t-1})`` by ``z_t`` and
-    ``D_t * z_t`` by ``g_t``, where ``D_t = d_t + (1 - z_{t+1}) * D_{t+1}``, a scan in the opposite direction, adds up the
-    slopes ``d`` by the states.
+    ``D_t * z_t`` by ``g_t``, where ``D_t = d_t + (1 - z_{t+1}) * D_{t+1}``, a scan from the last step on, adds up the slopes
+    ``d`` by the states.
 
     Its inputs are the products of the layer's inputs, shape ``(n_samples, 2 * hidden_size)``, the states before each sequence,
     and the last two arguments of :meth:`MinGRU.over_sequences`.
@@ -89,9 +89,9 @@ class _OverSequences(th.autograd.Function):
     @staticmethod
     def forward(ctx: Any, products: th.Tensor, before: th.Tensor, firsts: th.Tensor, longest: int) -> th.Tensor:
         candidate, update = _candidate_and_update(products)
-        kept, added = 1.0 - update, update * candidate
-        added.index_add_(0, firsts, kept[firsts] * before)
-        states = scan(kept.index_fill_(0, firsts, 0.0), added, longest)
+        kept, states = 1.0 - update, update * candidate
+        states.index_add_(0, firsts, kept[firsts] * before)
+        scan_(kept.index_fill_(0, firsts, 0.0), states, longest)
         ctx.save_for_backward(candidate, update, kept, states, before, firsts)
         ctx.longest = longest
         return states
@@ -100,19 +100,20 @@ class _OverSequences(th.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_states: th.Tensor) -> tuple[th.Tensor | None, ...]:
         candidate, update, kept, states, before, firsts = ctx.saved_tensors
-        kept_after = th.cat([kept[1:], th.zeros_like(kept[:1])])
-        d_added = scan(kept_after.flip(0), d_states.flip(0), ctx.longest).flip(0)
-        states_before = states.roll(1, 0).index_copy_(0, firsts, before)
-        of_update = (candidate - states_before) * update * (1.0 - update)
+        d_all = d_states.clone()
+        scan_(kept, d_all, ctx.longest, is_reversed=True)
+        d_before = d_all[firsts] * (1.0 - update[firsts])
+        d_all *= update
+        of_update = (candidate - states.roll(1, 0).index_copy_(0, firsts, before)) * (1.0 - update)
         # Below one half, the candidate is a logistic function.
-        of_candidate = th.where(candidate < 0.5, candidate * (1.0 - candidate), 1.0) * update
-        d_before = d_added[firsts] * (1.0 - update[firsts])
-        return th.cat([d_added * of_update, d_added * of_candidate], dim=1), d_before, None, None
+        of_candidate = th.where(candidate < 0.5, candidate * (1.0 - candidate), 1.0)
+        return th.cat([d_all * of_update, d_all * of_candidate], dim=1), d_before, None, None
 
 
-def scan(kept: th.Tensor, added: th.Tensor, length: int) -> th.Tensor:
+def scan_(kept: th.Tensor, added: th.Tensor, length: int, is_reversed: bool = False) -> None:
     """
-    The states ``h_t = kept_t * h_{t-1} + added_t`` for all t, with ``h_{-1} = 0``, in logarithmically many operations.
+    Turn summands into the states ``h_t = kept_t * h_{t-1} + added_t`` for all t, with ``h_{-1} = 0``, in place and in
+    logarithmically many operations.
 
     They are computed as they stand, not by their logarithms as in the paper: products of numbers in [0, 1] do not overflow,
     and are exactly 0 where nothing is kept, while sums of logarithms are infinite there, and lose digits in long sequences.
@@ -122,12 +123,15 @@ def scan(kept: th.Tensor, added: th.Tensor, length: int) -> th.Tensor:
     :param kept: Factors in [0, 1], shape ``(n_steps, n_units)``
     :param added: Summands, of the same shape
     :param length: Number of steps after which a factor is 0 at the latest; ``n_steps`` is always right
-    :return: States, of the same shape
+    :param is_reversed: Whether to compute ``h_t = kept_{t+1} * h_{t+1} + added_t`` instead, from the last step on
     """
-    # Each pass doubles the number n of steps that a state contains. Products of n factors are needed from step n on.
-    states, kept, n = added.clone(), kept[1:], 1
+    # Each pass doubles the number n of steps that a state contains, with the products of n successive factors.
+    kept, n = kept[1:], 1
     while n < length:
-        states[n:] += kept * states[:-n]
+        later, earlier = added[n:], added[:-n]
+        if is_reversed:
+            earlier += kept * later
+        else:
+            later += kept * earlier
         kept = kept[n:] * kept[:-n]
         n *= 2
-    return states
