@@ -135,6 +135,7 @@ def test_attention_by_hand():
         scores = [query[0, i + 2] @ keys[0, j] / 2 + 8 * block.distance_scores[0, i + 2 - j] for j in seen]
         weights = th.softmax(th.stack([*scores, 8 * block.sink_scores[0]]), dim=0)
         attended[0, i] = sum(weight * values[0, j] for weight, j in zip(weights[:-1], seen, strict=True))
+    attended *= 1 + block.norm(tokens[:, 2:]) @ block.factors.weight.T
     after = tokens[:, 2:] + block.out(attended)
     th.testing.assert_close(block(tokens[:, 2:], keys, values, visible), after + block.ffn(after))
 
@@ -152,6 +153,17 @@ def test_initial_sinks():
     th.testing.assert_close(weights[2], th.full((4,), 8 / 9))
     # The last head treats all steps alike.
     th.testing.assert_close(weights[:, 3], th.tensor([1 / 2, 4 / 5, 8 / 9]))
+
+
+def test_initial_factors():
+    """Initially the factors change nothing, and their slopes are not zero: they are learned from the first step on."""
+    network = Transformer(3, 5, 4, 2)
+    features, episodes = th.randn(2, 6, 3), th.zeros(2, 6, dtype=th.long)
+    outputs = network(features, episodes)
+    (factors,) = (block.factors for block in network.layers)
+    assert not factors.weight.any()
+    (slopes,) = th.autograd.grad(outputs.square().sum(), factors.weight)
+    assert (slopes != 0).all()
 
 
 def test_without_feed_forward_network():
@@ -174,7 +186,7 @@ def attended_by(block, tokens):
         scores = keys[0, i : i + 3] @ query[0, i] / 2 + 8 * block.distance_scores[0].flip(0)
         weights = th.softmax(th.cat([scores, 8 * block.sink_scores]), dim=0)
         after.append(weights[:3] @ values[0, i : i + 3])
-    return block.out(th.stack(after))[None]
+    return block.out(th.stack(after) * (1 + block.norm(tokens[0, 2:]) @ block.factors.weight.T))[None]
 
 
 def test_small_observations_stay_small():
