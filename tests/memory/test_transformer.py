@@ -3,12 +3,14 @@
 import math
 from copy import deepcopy
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecNormalize
 from support.cases import one_in
@@ -623,3 +625,30 @@ def test_images_are_held_once():
     assert np.shares_memory(buffer.observations, buffer.memory.rows.observations.numpy())
     images = 128 * 2 * 36 * 36
     assert buffer.memory.rows.observations.nbytes <= 1.3 * images
+
+
+class Asked(gym.Env):
+    """Two cues in the first step; the eleventh and last one asks for one of them."""
+
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Box(-1.0, 1.0, (5,), np.float32)  # cues, whether this is the first step, which one is asked for
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cues, self.asked, self.now = self.np_random.integers(2, size=2), int(self.np_random.integers(2)), 0
+        return np.array([*(2 * self.cues - 1), 1, 0, 0], np.float32), {}
+
+    def step(self, action):
+        self.now += 1
+        right = action == self.cues[self.asked]
+        question = 3 + self.asked if self.now == 10 else -1
+        return np.float32(np.arange(5) == question), float(self.now == 11 and right), self.now == 11, False, {}
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_recalls_what_is_asked_for():
+    """The present question decides which of two cues matters: a sum of both answers seven of eight combinations."""
+    env = make_vec_env(Asked, 16, seed=0)
+    model = PPOExt("MlpTransformerPolicy", env, n_steps=128, batch_size=256, seed=0, device="cpu").learn(100_000)
+    assert np.mean([episode["r"] for episode in model.ep_info_buffer]) > 0.95
