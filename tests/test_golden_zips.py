@@ -51,15 +51,16 @@ def test_saved_again(name, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}], ids=str)
-def test_transformer_without_sinks(options):
-    """Transformers from before attention sinks get sinks without weight, and go on from the state of their optimiser."""
+def test_older_transformer(options):
+    """A transformer from before attention sinks and factors gets some that change nothing, and goes on with its optimiser."""
     saved = read_model(GOLDEN / "transformer").states("cpu")["policy.optimizer"]["state"]
     model = PPOExt.load(GOLDEN / "transformer", device="cpu", **options)
     parameters = dict(model.policy.named_parameters())
-    sinks = {name for name in parameters if "sink" in name}
-    assert sinks
-    for name in sinks:
-        np.testing.assert_array_equal(parameters.pop(name).detach(), -100)
+    for part, expected in (("sink", -100), ("factors", 0)):
+        added = {name for name in parameters if part in name}
+        assert added
+        for name in added:
+            np.testing.assert_array_equal(parameters.pop(name).detach(), expected)
     for state, parameter in zip(saved.values(), parameters.values(), strict=True):
         np.testing.assert_array_equal(model.policy.optimizer.state[parameter]["exp_avg"], state["exp_avg"])
 

@@ -1,9 +1,9 @@
 """
-Which policy solves partially observable tasks: PPO, PPO on stacked frames, RecurrentPPO (an LSTM), a transformer, or an LSTM
-or GRU in PPOExt.
+Which policy solves partially observable tasks: PPO, PPO on stacked frames, RecurrentPPO (an LSTM), a transformer, or an LSTM,
+GRU or MinGRU in PPOExt.
 
 The tasks are two T-mazes and RepeatPrevious (see memory_tasks.py), and control tasks without velocities. In the control tasks,
-PPO with and without stacked frames, RecurrentPPO and the LSTM and GRU use the hyperparameters that RL Zoo tuned for
+PPO with and without stacked frames, RecurrentPPO and the recurrent networks use the hyperparameters that RL Zoo tuned for
 RecurrentPPO, and the transformer uses its entry in ppo_ext.yml. In the other tasks, all use the same hyperparameters. In
 further arms, actor and critic share a transformer, unless the entry says otherwise, and in two of these, Adam averages the
 gradients with a decay rate of 0.95 or 0.98 instead of 0.9. The deterministic policy is evaluated.
@@ -12,7 +12,7 @@ Run it: python benchmark/studies/memory.py (hours on two cores, most of them for
 It writes benchmark/studies/memory.csv.gz after each task, and memory.svg. With `--tasks` and `--arms` it runs some of
 them and keeps the rows of the others. `--times` measures the CPU time per step instead, with all arms in turns in one process,
 first with the networks of the entries and then with those that each policy has by default, and `--lstm-times` that of
-RecurrentPPO and of LSTM and GRU in PPOExt with the rollouts of the Zoo's entries.
+RecurrentPPO and of recurrent networks in PPOExt with the rollouts of the Zoo's entries.
 """
 
 import importlib.util
@@ -61,7 +61,7 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo.yaml_entries import DEFAULTS_OF_RECURRENT_PPO
 
 # The recurrent arms of PPOExt and their networks
-RECURRENT = {"LSTM in PPOExt": "lstm", "GRU in PPOExt": "gru"}
+RECURRENT = {"LSTM in PPOExt": "lstm", "GRU in PPOExt": "gru", "MinGRU in PPOExt": "mingru"}
 SHARED = dict(share_features_extractor=True)
 # The arms with a transformer, and what is not the default of its policy. What an entry says takes precedence.
 TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "shared transformer, momentum 0.98": {**SHARED, **averaging_gradients(0.98)},
 }
 ARMS = ("PPO", "PPO, frames", "RecurrentPPO", *TRANSFORMERS, *RECURRENT)
-COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0", "C5", "C9", "C6", "C8", "C4"), strict=True))
+COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0", "C5", "C9", "C6", "C8", "C4", "C7"), strict=True))
 N_EVALUATIONS, EVALUATION_SEED = 10, 1000
 # For the tasks that the Zoo does not have
 OWN = dict(n_envs=8, n_steps=128, batch_size=256, n_epochs=10, learning_rate="lin_1e-3", gamma=0.99, ent_coef=0.01)

@@ -31,7 +31,7 @@ from sb3_ppo_ext.common.saved_models import (
 from sb3_ppo_ext.common.type_aliases import Kwargs, StateDict
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
 from sb3_ppo_ext.memory.policies import MlpTransformerPolicy
-from sb3_ppo_ext.memory.saved_parameters import check_sharing, missing_sinks, shares_transformer
+from sb3_ppo_ext.memory.saved_parameters import added_parameters, check_sharing, shares_transformer
 from sb3_ppo_ext.options import ALL_OPTIONS, ConfiguredPPO
 from sb3_ppo_ext.options.constructor import option_names
 from sb3_ppo_ext.options.places import place_of
@@ -223,7 +223,7 @@ class SavedState(ConfiguredPPO):
         if "policy.optimizer" in parameters:
             check_state_is_whole(parameters["policy.optimizer"])
             names = dict(self.policy.named_parameters()).keys()
-            new = missing_sinks(names, parameters["policy"]) if "policy" in parameters else set()
+            new = added_parameters(names, parameters["policy"]) if "policy" in parameters else set()
             parameters["policy.optimizer"] = adopt_state(self.policy, parameters["policy.optimizer"], new)
         for name in LEARNED:
             learner = getattr(self, name)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 
-def is_faster(network: nn.RNNBase) -> bool:
+def is_faster(network: nn.Module) -> bool:
     """
     :param network: Recurrent network
     :return: Whether :func:`over_time` computes the same as the network, in less time
@@ -21,7 +21,7 @@ def is_faster(network: nn.RNNBase) -> bool:
     return isinstance(network, nn.GRU) and network.dropout == 0 and network.weight_hh_l0.device.type == "cpu"
 
 
-def over_time(network: nn.RNNBase, inputs: th.Tensor, hidden: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
+def over_time(network: nn.Module, inputs: th.Tensor, hidden: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
     """
     :param network: GRU
     :param inputs: Inputs, shape ``(n_steps, n_sequences, input_size)``

@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sb3_ppo_ext.memory import gru
+from sb3_ppo_ext.memory.mingru import MinGRU
 
+Network: TypeAlias = nn.RNNBase | MinGRU
 # Hidden state, and cell state of an LSTM, each of shape (n_layers, n_sequences, hidden_size)
 State: TypeAlias = tuple[th.Tensor, ...]
 
@@ -21,7 +23,7 @@ class RecurrentStates(NamedTuple):
     """
     States of the recurrent networks, with the names of sb3-contrib's ``RNNStates``.
 
-    :param pi: State of the actor's network: hidden and cell state of an LSTM, the hidden state alone of a GRU, each of shape
+    :param pi: State of the actor's network: hidden and cell state of an LSTM, the hidden state alone of others, each of shape
         ``(n_layers, n_sequences, hidden_size)``
     :param vf: State of the critic's network; that of the actor if the critic has none of its own
     """
@@ -97,9 +99,9 @@ def without_memory(state: State, starts: th.Tensor) -> State:
     return tuple((1.0 - starts).view(1, -1, 1) * part for part in state)
 
 
-def step(network: nn.RNNBase, features: th.Tensor, state: State) -> tuple[th.Tensor, State]:
+def step(network: Network, features: th.Tensor, state: State) -> tuple[th.Tensor, State]:
     """
-    :param network: LSTM or GRU
+    :param network: Recurrent network
     :param features: Features of one step of each sequence, shape ``(n_sequences, features_dim)``
     :param state: State before the step
     :return: Outputs, shape ``(n_sequences, hidden_size)``, and the state after the step
@@ -179,12 +181,12 @@ def _split(n_going_on: np.ndarray, start: int, end: int, rows_of_call: float) ->
     yield from _split(n_going_on, start + best, end, rows_of_call)
 
 
-def over_windows(network: nn.RNNBase, features: th.Tensor, plan: Plan, state: State) -> th.Tensor:
+def over_windows(network: Network, features: th.Tensor, plan: Plan, state: State) -> th.Tensor:
     """
     Run a network over sequences of any lengths, in a call for each window. PyTorch's calls for packed sequences of different
     lengths take several times as long.
 
-    :param network: LSTM or GRU
+    :param network: Recurrent network
     :param features: Features of all sequences, one sequence after the other, shape ``(n_samples, features_dim)``
     :param plan: Plan for the lengths of the sequences
     :param state: State before the first sample of each sequence
@@ -204,12 +206,26 @@ def over_windows(network: nn.RNNBase, features: th.Tensor, plan: Plan, state: St
     return th.cat(outputs).index_select(0, plan.outputs)
 
 
-def over_padded(network: nn.RNNBase, features: th.Tensor, n_sequences: int, has_starts: bool, state: State) -> th.Tensor:
+def over_sequences(network: MinGRU, features: th.Tensor, lengths: np.ndarray, state: State) -> th.Tensor:
+    """
+    Run a network over sequences of any lengths in one call.
+
+    :param network: Network that computes all steps at once
+    :param features: Features of all sequences, one sequence after the other, shape ``(n_samples, features_dim)``
+    :param lengths: Number of samples of each sequence, shape ``(n_sequences,)``
+    :param state: State before the first sample of each sequence
+    :return: Outputs in the order of the features, shape ``(n_samples, hidden_size)``
+    """
+    (firsts,) = together(features.device, np.cumsum(lengths) - lengths)
+    return network.over_sequences(features, firsts, int(lengths.max()), state[0])
+
+
+def over_padded(network: Network, features: th.Tensor, n_sequences: int, has_starts: bool, state: State) -> th.Tensor:
     """
     Run a network over sequences of one length with the operations of RecurrentPPO: step by step where a sequence begins an
     episode, else in one call.
 
-    :param network: LSTM or GRU
+    :param network: Recurrent network
     :param features: Features of all sequences, shape ``(n_sequences * n_steps, features_dim)``
     :param n_sequences: Number of sequences
     :param has_starts: Whether a sequence begins an episode
@@ -228,7 +244,7 @@ def over_padded(network: nn.RNNBase, features: th.Tensor, n_sequences: int, has_
     return outputs.transpose(0, 1).flatten(0, 1)
 
 
-def _call(network: nn.RNNBase, inputs: th.Tensor | PackedSequence, state: State) -> tuple[Any, State]:
+def _call(network: Network, inputs: th.Tensor | PackedSequence, state: State) -> tuple[Any, State]:
     if isinstance(network, nn.LSTM):
         outputs, after = network(inputs, state)
         return outputs, after

@@ -1,4 +1,4 @@
-"""Recurrent policies (LSTM, GRU) for partially observable tasks (POMDPs), with the names and parameters of sb3-contrib's."""
+"""Recurrent policies for partially observable tasks (POMDPs), with the names and parameters of sb3-contrib's."""
 
 from __future__ import annotations
 
@@ -31,21 +31,24 @@ from sb3_ppo_ext.common.validation import (
     refuse,
 )
 from sb3_ppo_ext.memory.history import HistoryPolicy, episode_starts_of
+from sb3_ppo_ext.memory.mingru import MinGRU
 from sb3_ppo_ext.memory.recurrence import (
+    Network,
     Padding,
     Plan,
     RecurrentSequences,
     RecurrentStates,
     State,
     over_padded,
+    over_sequences,
     over_windows,
     step,
     without_memory,
 )
 from sb3_ppo_ext.memory.states import StateMemory
 
-Rnn = Literal["lstm", "gru"]
-NETWORKS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
+Rnn = Literal["lstm", "gru", "mingru"]
+NETWORKS: dict[str, type[Network]] = {"lstm": nn.LSTM, "gru": nn.GRU, "mingru": MinGRU}
 # What one more call of an LSTM costs on the CPU, as a number of rows: so many at least, as its weights are rearranged, and as
 # many as there are in this number of products
 ROWS_OF_CALL, PRODUCTS_OF_CALL = 64, 2**19
@@ -55,15 +58,16 @@ Latents = tuple[th.Tensor, th.Tensor]
 
 class RecurrentPolicyMixin(HistoryPolicy):
     """
-    Mixin that makes an actor-critic policy of SB3 recurrent; it comes before that policy among the base classes. An LSTM or
-    GRU reads the features of each observation, and its outputs go to the networks of actor and critic. Names, parameters and
-    their order are those of the policies of sb3-contrib's RecurrentPPO.
+    Mixin that makes an actor-critic policy of SB3 recurrent; it comes before that policy among the base classes. A recurrent
+    network reads the features of each observation, and its outputs go to the networks of actor and critic. Names, parameters
+    and their order are those of the policies of sb3-contrib's RecurrentPPO.
 
     ``evaluate_actions``, ``get_distribution`` and ``predict_values`` take
     :class:`~sb3_ppo_ext.memory.recurrence.RecurrentSequences`, which the rollout buffer returns. ``predict`` takes and returns
     the state of the actor's network, a tuple of arrays.
 
-    Papers: https://doi.org/10.1162/neco.1997.9.8.1735 (LSTM), https://arxiv.org/abs/1406.1078 (GRU)
+    Papers: https://doi.org/10.1162/neco.1997.9.8.1735 (LSTM), https://arxiv.org/abs/1406.1078 (GRU),
+    https://arxiv.org/abs/2410.01201 (MinGRU)
 
     :param args: Positional arguments of SB3's policy
     :param lstm_hidden_size: Number of hidden units of each layer
@@ -74,13 +78,15 @@ class RecurrentPolicyMixin(HistoryPolicy):
         layer takes its place, and the critic has no memory
     :param lstm_kwargs: Further keyword arguments of the networks: ``bias`` (whether they have biases) and ``dropout`` (between
         layers, in [0, 1])
-    :param rnn: Kind of the networks, ``"lstm"`` or ``"gru"``. A GRU has three quarters of the parameters, and one state
+    :param rnn: Kind of the networks, ``"lstm"``, ``"gru"`` or ``"mingru"``. A GRU has three quarters of the parameters of an
+        LSTM, and one state. A MinGRU also has one; its gates do not read it, so that all steps of a sequence are computed at
+        once, in a fraction of the time
     :param kwargs: Keyword arguments of SB3's policy and of :class:`~sb3_ppo_ext.policies.ActionDistributionMixin`
     :raises ValueError: if a keyword is not valid
     """
 
-    lstm_actor: nn.RNNBase
-    lstm_critic: nn.RNNBase | None
+    lstm_actor: Network
+    lstm_critic: Network | None
     critic: nn.Linear | None
 
     def __init__(
@@ -132,14 +138,14 @@ class RecurrentPolicyMixin(HistoryPolicy):
         make_optimizer: Any = self.optimizer_class
         self.optimizer = make_optimizer(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
-    def _make_network(self, n_inputs: int) -> nn.RNNBase:
+    def _make_network(self, n_inputs: int) -> Network:
         make: Any = NETWORKS[self.rnn]
-        network: nn.RNNBase = make(int(n_inputs), self.lstm_hidden_size, num_layers=self.n_lstm_layers, **self.lstm_kwargs)
+        network: Network = make(int(n_inputs), self.lstm_hidden_size, num_layers=self.n_lstm_layers, **self.lstm_kwargs)
         return network
 
     @property
     def n_states(self) -> int:
-        """Number of states of a network: hidden and cell state of an LSTM, the hidden state of a GRU."""
+        """Number of states of a network: hidden and cell state of an LSTM, the hidden state of others."""
         return 2 if self.rnn == "lstm" else 1
 
     def make_memory(self) -> StateMemory:
@@ -173,11 +179,13 @@ class RecurrentPolicyMixin(HistoryPolicy):
         assert self.lstm_critic is not None
         return self._run(self.lstm_critic, features, sequences, sequences.states.vf)
 
-    def _run(self, network: nn.RNNBase, features: th.Tensor, sequences: RecurrentSequences, state: State) -> th.Tensor:
+    def _run(self, network: Network, features: th.Tensor, sequences: RecurrentSequences, state: State) -> th.Tensor:
         lengths, starts = sequences.lengths, sequences.starts
         state = without_memory(state, starts)
         if sequences.is_padded:
             return over_padded(network, features, len(lengths), bool((starts != 0).any()), state)
+        if isinstance(network, MinGRU):
+            return over_sequences(network, features, lengths, state)
         if sequences.plan is not None:
             return over_windows(network, features, sequences.plan, state)
         return step(network, features, state)[0]
@@ -192,7 +200,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
                 f"A {type(self).__name__} reads `RecurrentSequences`, which PPOExt's rollout buffer returns; single "
                 "observations lack the states: use `predict` with its `state`."
             )
-        if sequences.is_padded or sequences.lengths.max() == 1:
+        if sequences.is_padded or sequences.lengths.max() == 1 or isinstance(self.lstm_actor, MinGRU):
             return sequences
         size = self.lstm_hidden_size
         rows_of_call = ROWS_OF_CALL + PRODUCTS_OF_CALL / (size * (size + self.features_dim))
@@ -315,7 +323,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
 
         :param observation: Observation of one environment, shape ``obs_shape``, or of several, shape ``(n_envs, *obs_shape)``
         :param state: State that the last call returned, ``None`` in the first call: hidden and cell state of an LSTM, the
-            hidden state of a GRU, each of shape ``(n_lstm_layers, n_envs, lstm_hidden_size)``
+            hidden state of others, each of shape ``(n_lstm_layers, n_envs, lstm_hidden_size)``
         :param episode_start: Whether each environment has begun an episode with this observation, shape ``(n_envs,)``;
             ``None`` if none has since the last call
         :param deterministic: Whether to return the deterministic action instead of a sample

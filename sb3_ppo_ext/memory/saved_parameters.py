@@ -11,16 +11,19 @@ from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 
+# Parameters of a block of a transformer that were added later
+ADDED = ("sink_scores", "factors.weight")
 
-def missing_sinks(names: Iterable[str], state: StateDict) -> set[str]:
+
+def added_parameters(names: Iterable[str], state: StateDict) -> set[str]:
     """
     :param names: Names of the parameters of a policy
     :param state: Saved parameters, by name
-    :return: Names of the attention sinks that the saved parameters lack, since they are older
+    :return: Names of those of a transformer that the saved parameters lack, since they are older
     """
-    sinks = {name for name in names if name.endswith("sink_scores") and name not in state}
+    missing = {(name, ending) for name in names for ending in ADDED if name.endswith(ending) and name not in state}
     # Without the scores beside them, these are parameters of another part of the policy.
-    return {name for name in sinks if name.replace("sink_scores", "distance_scores") in state}
+    return {name for name, ending in missing if name.removesuffix(ending) + "distance_scores" in state}
 
 
 def shares_transformer(state: Mapping[str, th.Tensor]) -> bool:

@@ -62,6 +62,9 @@ class Block(nn.Module):
     attention, so that a head can attend to nothing, and to more the more it has seen: the mean of what has been seen, which
     attention is otherwise, does not tell how often something was seen.
 
+    What has been attended to is multiplied by factors that the token chooses, initially by 1, as in gated attention
+    (https://arxiv.org/abs/2505.06708). Which of several things remembered matters at present is then a single product.
+
     :param span: Number of steps that the block looks back
     :param d_model: Size of a token
     :param n_heads: Number of attention heads
@@ -87,6 +90,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(d_model, eps=self.NORM_EPS)
         self.query = nn.Linear(d_model, d_model)
         self.key_value = nn.Linear(d_model, 2 * d_model)
+        self.factors = nn.Linear(d_model, d_model, bias=False)
         self.out = nn.Linear(d_model, d_model)
         slopes = th.tensor([0.0 if head == n_heads - 1 else 2.0**-head for head in range(n_heads)])
         scores = -slopes[:, None] * th.arange(span + 1)
@@ -107,12 +111,14 @@ class Block(nn.Module):
                 nn.init.orthogonal_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        nn.init.zeros_(self.factors.weight)
         for last in (self.out,) if self.ffn is None else (self.out, self.ffn[-1]):
             nn.init.orthogonal_(last.weight, gain=0.1)  # type: ignore[arg-type]
 
     def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object) -> None:
         if f"{prefix}distance_scores" in state_dict:
             state_dict.setdefault(f"{prefix}sink_scores", th.full_like(self.sink_scores, self.NO_SINK))
+            state_dict.setdefault(f"{prefix}factors.weight", th.zeros_like(self.factors.weight))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def keys_values(self, tokens: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
@@ -133,6 +139,7 @@ class Block(nn.Module):
         :return: New tokens, shape ``(batch_size, n, d_model)``
         """
         attended = (self.attention(tokens, keys, visible) @ self._heads(values)).transpose(1, 2).flatten(2)
+        attended = attended * (1.0 + self.factors(self.norm(tokens)))
         tokens = self.join_attention(tokens, self.out(attended))
         return tokens if self.ffn is None else self.join_ffn(tokens, self.ffn(tokens))
 

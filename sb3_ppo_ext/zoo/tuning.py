@@ -33,7 +33,7 @@ def sample_ppo_ext_params(
     """
     Sample PPO's hyperparameters and those of PPOExt: the action distribution (for a ``Box``), the normalization of advantages
     and values, the control of the KL divergence, a decay of the learning rate, a separate learning rate of the critic, the
-    kind of the networks, and for history-based policies the size of the transformer, LSTM or GRU. No minibatch is larger than
+    kind of the networks, and for history-based policies the size of the transformer or of the RNN. No minibatch is larger than
     a rollout. What would have no effect is not sampled: with one minibatch, statistics of the advantages per minibatch; with
     one step of the optimiser per update, which begins where the policy has not moved yet, a clip range and a control of the KL
     divergence.
@@ -133,7 +133,7 @@ def _suggest_transformer(trial: "optuna.Trial") -> None:
 
 
 def _suggest_recurrence(trial: "optuna.Trial") -> None:
-    trial.suggest_categorical("rnn", ["lstm", "gru"])
+    trial.suggest_categorical("rnn", ["lstm", "gru", "mingru"])
     trial.suggest_categorical("lstm_hidden_size", [16, 32, 64, 128, 256])
     trial.suggest_categorical("enable_critic_lstm", [False, True])
 
@@ -214,6 +214,6 @@ def is_transformer(policy: object) -> bool:
 def is_recurrent(policy: object) -> bool:
     """
     :param policy: Name or class of a policy
-    :return: Whether the policy has an LSTM or GRU
+    :return: Whether the policy has a recurrent network
     """
     return getattr(policy, "__name__", str(policy)).endswith("LstmPolicy")

@@ -184,7 +184,7 @@ def test_plots_are_there(browser, address):
     """The benchmark page and the guides show plots, at the width of a phone, too."""
     emulated = {"width": 390, "height": 800, "deviceScaleFactor": 2, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", emulated)
-    for page, least in (("benchmark/README", 4), ("docs/studies", 4), ("docs/memory", 2), ("docs/performance", 2)):
+    for page, least in (("benchmark/README", 4), ("docs/studies", 4), ("docs/memory_studies", 2), ("docs/performance", 2)):
         browser.get(f"{address}/{page}.html")
         assert len(browser.find_elements("css selector", "article img")) >= least, page
 

@@ -108,6 +108,7 @@ def test_names_of_the_options_are_right():
         "mean_tanh",
         "rnn",
         "lstm_hidden_size",
+        "n_lstm_layers",
         "momentum",
         "net_arch",
         "net_type",

@@ -106,6 +106,7 @@ CASES = {
     "transformer, dict": case("MultiInputTransformerPolicy", env=dict(observation_space=DICT), wrap=normalize),
     "LSTM": case("MlpLstmPolicy", env=BOX, wrap=normalize),
     "GRU": case("MlpLstmPolicy", policy_kwargs=dict(rnn="gru", n_lstm_layers=2), action_dist="squashed_gaussian"),
+    "MinGRU": case("MlpLstmPolicy", env=BOX, policy_kwargs=dict(rnn="mingru", n_lstm_layers=2)),
     "LSTM, images": case("CnnLstmPolicy", env=dict(observation_space=IMAGE)),
     "LSTM, dict": case("MultiInputLstmPolicy", env=dict(observation_space=DICT)),
     "masks": case(env=dict(masked=True), action_masking=True),
@@ -224,7 +225,9 @@ def assert_acts_as_predict(model, file, n_steps):
 @pytest.mark.parametrize("suffix", [".onnx", pytest.param(".pt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
-    one_in(len(CASES), CASES, "transformer, last action and reward", "GRU", "masks, normalised", "images, channels last"),
+    one_in(
+        len(CASES), CASES, "transformer, last action and reward", "GRU", "MinGRU", "masks, normalised", "images, channels last"
+    ),
 )
 def test_acts_as_predict(name, suffix, exported):
     """From raw observations of an environment, through several episodes, a file acts as `predict` does."""

@@ -3,12 +3,14 @@
 import math
 from copy import deepcopy
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecNormalize
 from support.cases import one_in
@@ -135,6 +137,7 @@ def test_attention_by_hand():
         scores = [query[0, i + 2] @ keys[0, j] / 2 + 8 * block.distance_scores[0, i + 2 - j] for j in seen]
         weights = th.softmax(th.stack([*scores, 8 * block.sink_scores[0]]), dim=0)
         attended[0, i] = sum(weight * values[0, j] for weight, j in zip(weights[:-1], seen, strict=True))
+    attended *= 1 + block.norm(tokens[:, 2:]) @ block.factors.weight.T
     after = tokens[:, 2:] + block.out(attended)
     th.testing.assert_close(block(tokens[:, 2:], keys, values, visible), after + block.ffn(after))
 
@@ -152,6 +155,17 @@ def test_initial_sinks():
     th.testing.assert_close(weights[2], th.full((4,), 8 / 9))
     # The last head treats all steps alike.
     th.testing.assert_close(weights[:, 3], th.tensor([1 / 2, 4 / 5, 8 / 9]))
+
+
+def test_initial_factors():
+    """Initially the factors change nothing, and their slopes are not zero: they are learned from the first step on."""
+    network = Transformer(3, 5, 4, 2)
+    features, episodes = th.randn(2, 6, 3), th.zeros(2, 6, dtype=th.long)
+    outputs = network(features, episodes)
+    (factors,) = (block.factors for block in network.layers)
+    assert not factors.weight.any()
+    (slopes,) = th.autograd.grad(outputs.square().sum(), factors.weight)
+    assert (slopes != 0).all()
 
 
 def test_without_feed_forward_network():
@@ -174,7 +188,7 @@ def attended_by(block, tokens):
         scores = keys[0, i : i + 3] @ query[0, i] / 2 + 8 * block.distance_scores[0].flip(0)
         weights = th.softmax(th.cat([scores, 8 * block.sink_scores]), dim=0)
         after.append(weights[:3] @ values[0, i : i + 3])
-    return block.out(th.stack(after))[None]
+    return block.out(th.stack(after) * (1 + block.norm(tokens[0, 2:]) @ block.factors.weight.T))[None]
 
 
 def test_small_observations_stay_small():
@@ -611,3 +625,30 @@ def test_images_are_held_once():
     assert np.shares_memory(buffer.observations, buffer.memory.rows.observations.numpy())
     images = 128 * 2 * 36 * 36
     assert buffer.memory.rows.observations.nbytes <= 1.3 * images
+
+
+class Asked(gym.Env):
+    """Two cues in the first step; the eleventh and last one asks for one of them."""
+
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Box(-1.0, 1.0, (5,), np.float32)  # cues, whether this is the first step, which one is asked for
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.cues, self.asked, self.now = self.np_random.integers(2, size=2), int(self.np_random.integers(2)), 0
+        return np.array([*(2 * self.cues - 1), 1, 0, 0], np.float32), {}
+
+    def step(self, action):
+        self.now += 1
+        right = action == self.cues[self.asked]
+        question = 3 + self.asked if self.now == 10 else -1
+        return np.float32(np.arange(5) == question), float(self.now == 11 and right), self.now == 11, False, {}
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_recalls_what_is_asked_for():
+    """The present question decides which of two cues matters: a sum of both answers seven of eight combinations."""
+    env = make_vec_env(Asked, 16, seed=0)
+    model = PPOExt("MlpTransformerPolicy", env, n_steps=128, batch_size=256, seed=0, device="cpu").learn(100_000)
+    assert np.mean([episode["r"] for episode in model.ep_info_buffer]) > 0.95
