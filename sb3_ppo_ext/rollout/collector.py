@@ -197,10 +197,14 @@ class RolloutCollector(OnPolicyAlgorithm):
             self._sample_space,
             self.device,
             self.num_timesteps,
-            is_watched=is_user_class(type(self)) or runs_user_code(callback),
+            is_watched=self._is_watched(callback),
             truncations=self._truncations,
             sde_sample_freq=self.sde_sample_freq,
         )
+
+    def _is_watched(self, callback: BaseCallback) -> bool:
+        """Whether code of a user runs at each step."""
+        return is_user_class(type(self)) or runs_user_code(callback)
 
     def _check_samples(self, actor: Actor, samples: np.ndarray, step: int) -> None:
         if not actor.checks_outputs:
