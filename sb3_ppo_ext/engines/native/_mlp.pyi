@@ -35,6 +35,7 @@ class Loss:
         log_std: np.ndarray | None,
         d_log_std: np.ndarray | None,
         columns: tuple[np.ndarray | None, ...],
+        bounds: tuple[np.ndarray, ...],
         is_spo: bool,
         is_max: bool,
         clip_range: float,
@@ -43,6 +44,10 @@ class Loss:
         value_scale: float,
         vf_coef: float,
         ent_coef: float,
+        kl_coef: float,
+        bounds_coef: float,
+        bounds_limit: float,
+        max_concentration: float,
     ) -> Loss: ...
     def add(
         self,
