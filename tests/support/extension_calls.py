@@ -126,6 +126,9 @@ class Entries:
         yield "Threads.backward", threads.backward, ([back], False), wrong_backward
         yield "Adam", self.module.Adam, (self.tensors,), (self.wrong_tensors(),)
         yield "Adam.norm", adam.norm, (), ()
+        watched = [None, 5, (x,), [None], [x, np.ones(3)], [np.ones((3, 3), np.float32).T], [Refusing()]]
+        yield "Watch", self.module.Watch, ([x],), (watched,)
+        yield "Watch.has_changed", self.module.Watch([x]).has_changed, (), ()
         betas = [*number, -0.1, 1.0, 2]
         wrong_steps = ([*number, 0, -1, 0.5], number, number, betas, betas, number, number)
         yield "Adam.step", adam.step, (3, 1.0, 1e-3, 0.9, 0.999, 1e-5, 0.0), wrong_steps

@@ -16,7 +16,7 @@ from sb3_ppo_ext.update.losses import SPO_MIN_RANGE, LossConfig, Penalty, bounds
 # Surrogates that the extension module knows, and whether each is SPO's
 IS_SPO = {"clip": False, "spo": True}
 # Penalties that it knows, and the families for which it does
-FAMILIES: dict[Any, tuple[str, ...]] = {
+PENALTY_FAMILIES: dict[Any, tuple[str, ...]] = {
     kl_penalty: ("gaussian", "squashed_gaussian", "categorical", "bernoulli"),
     bounds_penalty: ("gaussian", "squashed_gaussian"),
 }
@@ -35,7 +35,7 @@ def compiled_loss(
     family, options = distribution.compiled(), config
     if family is None or options.surrogate not in IS_SPO:
         return None
-    if any(family[0] not in FAMILIES.get(penalty.value, ()) for penalty in penalties.values()):
+    if any(family[0] not in PENALTY_FAMILIES.get(penalty.value, ()) for penalty in penalties.values()):
         return None
     m, samples = minibatches, minibatches.samples
     m.measure(penalties, describes=bounded_part(distribution.distribution) is not None)
