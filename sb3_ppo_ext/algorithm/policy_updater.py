@@ -21,7 +21,7 @@ from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_consta
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native import extension
-from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
+from sb3_ppo_ext.engines.registry import ENGINES, choose_backend, may_keep_on_device
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.memory.recurrent_policies import RecurrentPolicyMixin
 from sb3_ppo_ext.options import ConfiguredPPO
@@ -125,6 +125,9 @@ class PolicyUpdater(ConfiguredPPO, TensorRolloutCollector):
 
     def _collects_tensors(self) -> bool:
         setup = self._engine_setup()
+        # The choice takes long, and is made once more after `on_rollout_start`.
+        if not may_keep_on_device(self.backend, setup):
+            return False
         backend, _ = self._choice or choose_backend(self.backend, setup)
         return ENGINES[backend].keeps_rollouts_on_device(setup)
 
