@@ -21,7 +21,7 @@ from sb3_ppo_ext.common.schedules import KLAdaptive, in_float32_range, is_consta
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native import extension
-from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
+from sb3_ppo_ext.engines.registry import ENGINES, choose_backend, may_keep_on_device
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.memory.recurrent_policies import RecurrentPolicyMixin
 from sb3_ppo_ext.options import ConfiguredPPO
@@ -31,7 +31,6 @@ from sb3_ppo_ext.policies.value_normalization import normalized_value
 from sb3_ppo_ext.rollout.actors import Act, Actor, RolloutConfig
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 from sb3_ppo_ext.rollout.tensor_collector import TensorRolloutCollector
-from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.extra_loss import ExtraLoss
@@ -54,7 +53,7 @@ class PolicyUpdater(ConfiguredPPO, TensorRolloutCollector):
     adaptive_lr: KLAdaptive | None = None
     loss_scale: LossScale | None = None
     n_skipped_updates = 0
-    # Backend of the current rollout and its update, and why others are not, while that cannot change
+    # Backend, and why others are not, while `learn` runs no code of a user that might replace what decides
     _choice: tuple[str, dict[str, str]] | None = None
 
     def _setup_engine(self) -> None:
@@ -113,6 +112,10 @@ class PolicyUpdater(ConfiguredPPO, TensorRolloutCollector):
         if self.backend in reasons:
             warnings.warn(f'`backend="eager"` takes over from "{self.backend}": {reasons[self.backend]}', stacklevel=2)
         engine = self._engines.get(backend)
+        if engine is not None and not engine.is_for(self.policy) and self._choice is not None:
+            # An environment that holds the model has replaced something.
+            self._choice = None
+            return self._find_engine()
         if engine is None or not engine.is_for(self.policy):
             engine = self._engines[backend] = ENGINES[backend](self.policy)
         return engine
@@ -122,18 +125,24 @@ class PolicyUpdater(ConfiguredPPO, TensorRolloutCollector):
 
     def _collects_tensors(self) -> bool:
         setup = self._engine_setup()
+        # The choice takes long, and is made once more after `on_rollout_start`.
+        if not may_keep_on_device(self.backend, setup):
+            return False
         backend, _ = self._choice or choose_backend(self.backend, setup)
         return ENGINES[backend].keeps_rollouts_on_device(setup)
 
     @contextmanager
     def _engine_is_chosen(self, callback: BaseCallback) -> Iterator[None]:
-        """Choose the backend of a rollout and its update once, if no code of a user runs that might replace what decides."""
-        if not (is_user_class(type(self)) or runs_user_code(callback)):
+        """Choose the backend once, if no code of a user runs that might replace what decides."""
+        if not self._is_watched(callback):
             self._choice = choose_backend(self.backend, self._engine_setup())
         try:
             yield
         finally:
             self._choice = None
+
+    def _is_watched(self, callback: BaseCallback) -> bool:
+        return self._choice is None and super()._is_watched(callback)
 
     def _make_act(self) -> Act:
         return self._find_engine().make_act()

@@ -134,8 +134,8 @@ class TrainingLoop(SavedState):
             checkpoints = training_checkpoints(callback)
             iteration = self._start_iterations(callback, checkpoints)
 
-            while self.num_timesteps < total_timesteps:
-                with self._engine_is_chosen(callback):
+            with self._engine_is_chosen(callback):
+                while self.num_timesteps < total_timesteps:
                     if not self.collect_rollouts(self.env, callback, self.rollout_buffer, n_rollout_steps=self.n_steps):
                         break
                     iteration += 1
@@ -143,10 +143,10 @@ class TrainingLoop(SavedState):
                     if log_interval is not None and iteration % log_interval == 0:
                         self.dump_logs(iteration)
                     self.train()
-                if self.normalizer is not None:
-                    self.normalizer.end_rollout()
-                for checkpoint in checkpoints:
-                    checkpoint.on_iteration_end(iteration)
+                    if self.normalizer is not None:
+                        self.normalizer.end_rollout()
+                    for checkpoint in checkpoints:
+                        checkpoint.on_iteration_end(iteration)
 
             callback.on_training_end()
             self._before_step = ()

@@ -29,6 +29,9 @@ def clipped(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarra
     :param high: Upper bounds, shape ``action_shape``
     :return: What ``np.clip`` returns, in a third of its time
     """
+    if len(actions) == 1:
+        # NumPy takes longest for shapes that differ.
+        low, high = low.reshape(actions.shape), high.reshape(actions.shape)
     within: np.ndarray = np.minimum(np.maximum(actions, low), high)
     return within
 

@@ -54,10 +54,13 @@ def replaced_method(names: Iterable[str], *parts: object) -> str | None:
     :param parts: Objects
     :return: Class and name of the first of these methods that is a user's, see :func:`is_replaced`; ``None`` if none is
     """
+    classes: set[type] = set()
     for part in parts:
-        for name in names:
+        # Of a class that has been examined, an object may still hide methods.
+        for name in hidden_methods(part, names) if type(part) in classes else names:
             if hasattr(type(part), name) and is_replaced(part, name):
                 return f"{type(part).__name__}.{name}"
+        classes.add(type(part))
     return None
 
 

@@ -192,6 +192,13 @@ class NumpyDistribution(ABC):
         :return: Log probabilities of the actions, shape ``(batch_size,)``
         """
 
+    @property
+    def n_described(self) -> int:
+        """Number of columns of :meth:`described`, of a distribution that is compiled."""
+        compiled = self.compiled()
+        assert compiled is not None
+        return sum(compiled[1]) + (0 if self.log_std is None else len(self.parameter))
+
     def described(self, outputs: np.ndarray) -> np.ndarray:
         """
         :param outputs: Outputs that :meth:`log_prob` was last called with, shape ``(batch_size, n_outputs)``

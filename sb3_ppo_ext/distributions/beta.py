@@ -224,6 +224,9 @@ class NumpyBeta(NumpyDistribution):
     def sampler(self) -> Sampler:
         return partial(sample_beta, max_concentration=self.distribution.max_concentration)
 
+    def compiled(self) -> tuple[str, tuple[int, ...]]:
+        return "beta", (2,) * self.distribution.action_dim
+
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         x = np.clip(actions.astype(np.float64), EDGE, 1 - EDGE)
         self.logs = np.stack([np.log(x), np.log1p(-x)], axis=1)

@@ -140,6 +140,9 @@ class NumpySquashedGaussian(NumpyGaussian):
     def pack(self) -> None:
         self.log_stds = np.clip(self.parameter, *LOG_STD_RANGE)
 
+    def compiled(self) -> tuple[str, tuple[int, ...]]:
+        return "squashed_gaussian", (1,) * len(self.parameter)
+
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:
         self.outputs = outputs
         size = np.abs(actions)

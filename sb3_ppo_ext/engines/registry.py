@@ -41,3 +41,14 @@ def choose_backend(backend: str, setup: Setup) -> tuple[str, dict[str, str]]:
         elif backend != "auto" or ENGINES[name].is_automatic(setup):
             return name, reasons
     return "eager", reasons
+
+
+def may_keep_on_device(backend: str, setup: Setup) -> bool:
+    """
+    :param backend: Name of a backend, or ``"auto"``
+    :param setup: Policy and buffer
+    :return: Whether :func:`choose_backend` might return one that needs a rollout buffer in tensors
+    """
+    is_auto = backend == "auto"
+    engines = [ENGINES[name] for name in (AUTOMATIC if is_auto else (backend, "eager"))]
+    return any(each.keeps_rollouts_on_device(setup) and (not is_auto or each.is_automatic(setup)) for each in engines)

@@ -51,6 +51,8 @@ class Action(NamedTuple):
     """
     The output of the policy at a step.
 
+    Tensors that nobody but user code may read can be a :class:`~sb3_ppo_ext.rollout.lazy_locals.Later`.
+
     :param obs_tensor: Observations on the device of the policy, ``None`` if no user code can read them
     :param samples: Actions, or latents of a bounded distribution, as stored in the buffer, shape ``(n_envs, *action_shape)``
     :param values: Values of the observations, shape ``(n_envs, 1)``, ``None`` if they are computed later
@@ -59,8 +61,8 @@ class Action(NamedTuple):
 
     obs_tensor: object
     samples: np.ndarray
-    values: th.Tensor | None
-    log_probs: th.Tensor | None
+    values: Arrays
+    log_probs: Arrays
 
 
 class Transition(NamedTuple):

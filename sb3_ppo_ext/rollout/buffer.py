@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -41,12 +41,18 @@ class TruncatedEpisodes(NamedTuple):
 def _as_numpy(name: str) -> property:
     """Property of a buffer that reads a tensor as a NumPy array, and copies an array into the tensor."""
 
+    is_estimated = name in ("values", "log_probs")
+
     def read(buffer: TensorRolloutBuffer) -> Any:
+        if is_estimated:
+            buffer.complete()
+            buffer.is_read = True
         if not buffer.generator_ready and buffer.arrays:
             return buffer.arrays[name]
         return map_observations(lambda tensor: buffer.as_array(tensor, name), buffer.tensors[name])
 
     def write(buffer: TensorRolloutBuffer, values: object) -> None:
+        buffer.complete()
         map_observations(buffer.fill, buffer.tensors[name], values)
 
     return property(read, write, doc=f"{name} as a NumPy array, see :class:`TensorRolloutBuffer`")
@@ -80,10 +86,15 @@ class TensorRolloutBuffer(RolloutBuffer):
         self.tensors: dict[str, Arrays] = {}
         # The tensors as arrays, on the CPU alone
         self.arrays: dict[str, object] = {}
+        # What computes the values and log probabilities that are missing while a rollout is collected, and whether they have
+        # been read in it: whoever has done so may have kept the arrays
+        self.estimate: Callable[[], None] | None = None
+        self.is_read = False
         super().__init__(*args, **kwargs)
 
     def __getstate__(self) -> StateDict:
-        return {**vars(self), "arrays": {}}
+        self.complete()
+        return {**vars(self), "arrays": {}, "estimate": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
@@ -99,6 +110,12 @@ class TensorRolloutBuffer(RolloutBuffer):
             self.memory.keep_last(self.pos)
         self.generator_ready = False
         self.pos, self.full = 0, False
+        self.estimate, self.is_read = None, False
+
+    def complete(self) -> None:
+        """Compute values and log probabilities of the steps so far, if an engine has put this off."""
+        if self.estimate is not None:
+            self.estimate()
 
     def allocate(self, storage: th.device) -> None:
         """

@@ -27,6 +27,7 @@ from sb3_ppo_ext.memory.states import StateMemory
 from sb3_ppo_ext.rollout.actors import Actor, PolicyActor, RolloutConfig, Transition
 from sb3_ppo_ext.rollout.advice import NO_STATISTICS, advice_on, has_monitor, say_once
 from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes
+from sb3_ppo_ext.rollout.lazy_locals import Later, LazyLocals
 from sb3_ppo_ext.rollout.overlap import overlapped_collection
 from sb3_ppo_ext.rollout.own_copies import OwnCopies, TerminalWatch, kept_of
 from sb3_ppo_ext.rollout.shared_rollout import SharedRollout
@@ -153,8 +154,8 @@ class RolloutCollector(OnPolicyAlgorithm):
 
             self.num_timesteps += env.num_envs * self.ranks.size
 
-            further = actor.further_locals() if masks is None else actor.further_locals() | masks.further_locals(obs_tensor)
-            callback.update_locals({**locals(), **further} if further else locals())
+            further = actor.further_locals() if masks is None else _with_masks(actor, masks, obs_tensor)
+            callback.update_locals(_readable({**locals(), **further} if further else locals()))
             if not callback.on_step():
                 return False
 
@@ -178,7 +179,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         if isinstance(self.action_space, spaces.Discrete):
             actions = actions.reshape(-1, 1)  # as SB3 leaves them
 
-        callback.update_locals({**locals(), **actor.further_locals()})
+        callback.update_locals(_readable({**locals(), **actor.further_locals()}))
         callback.on_rollout_end()
 
         return True
@@ -196,10 +197,14 @@ class RolloutCollector(OnPolicyAlgorithm):
             self._sample_space,
             self.device,
             self.num_timesteps,
-            is_watched=is_user_class(type(self)) or runs_user_code(callback),
+            is_watched=self._is_watched(callback),
             truncations=self._truncations,
             sde_sample_freq=self.sde_sample_freq,
         )
+
+    def _is_watched(self, callback: BaseCallback) -> bool:
+        """Whether code of a user runs at each step."""
+        return is_user_class(type(self)) or runs_user_code(callback)
 
     def _check_samples(self, actor: Actor, samples: np.ndarray, step: int) -> None:
         if not actor.checks_outputs:
@@ -301,3 +306,13 @@ class RolloutCollector(OnPolicyAlgorithm):
         for message in advice_on(self):
             say_once(self, message)
         return results
+
+
+def _readable(variables: dict[str, object]) -> dict[str, object]:
+    """Variables for callbacks, of which those that the actor computes later are computed when they are read."""
+    return LazyLocals(variables) if isinstance(variables["log_probs"], Later) else variables
+
+
+def _with_masks(actor: Actor, masks: ActionMasks, obs_tensor: Arrays) -> dict[str, object]:
+    """Further variables for callbacks, those of masks among them."""
+    return actor.further_locals() | masks.further_locals(obs_tensor.get() if isinstance(obs_tensor, Later) else obs_tensor)

@@ -92,11 +92,7 @@ class LazyLocals(dict[str, Any]):
         :param kwargs: New values by name
         """
         for other in args:
-            if isinstance(other, LazyLocals):
-                for key in dict.keys(other):
-                    super().__setitem__(key, dict.__getitem__(other, key))
-            else:
-                super().update(other)
+            super().update(dict.items(other) if isinstance(other, LazyLocals) else other)
         if kwargs:
             super().update(kwargs)
 

@@ -93,7 +93,14 @@ def kept_of(info: Mapping[str, object]) -> Info:
     :param info: Info of a step
     :return: Copy of what a model keeps of it
     """
-    return {key: deepcopy(value) for key in KEPT if (value := info.get(key)) is not None}
+    return {key: _copy_of(value) for key in KEPT if (value := info.get(key)) is not None}
+
+
+def _copy_of(value: object) -> object:
+    # What a `Monitor` says of an episode, which `deepcopy` takes long for
+    if type(value) is dict and all(type(part) in (int, float) for part in value.values()):
+        return value.copy()
+    return deepcopy(value)
 
 
 class TerminalWatch:
@@ -119,7 +126,7 @@ class TerminalWatch:
         :param infos: Infos of the step
         """
         for index in np.flatnonzero(dones).tolist() if self.is_active else ():
-            is_lost = self._is_lost(_row(before, index), _row(after, index), infos[index])
+            is_lost = self._is_lost(before, after, index, infos[index])
             if is_lost is not None:
                 self.is_active, self.n_lost = self.is_active and is_lost, self.n_lost + 1
         if self.is_active and self.n_lost >= SUSPICIOUS:
@@ -133,15 +140,16 @@ class TerminalWatch:
                 stacklevel=2,
             )
 
-    def _is_lost(self, before: object, first: object, info: Info) -> bool | None:
+    def _is_lost(self, before: VecEnvObs, after: VecEnvObs, index: int, info: Info) -> bool | None:
         """Whether the terminal observation is lost, ``None`` if that cannot be told."""
         terminal = info.get("terminal_observation")
         if terminal is None:
             return True if self.is_of_sb3 else None
-        # Where observations do not change, or cannot be written into, equal ones say nothing.
-        if not info.get("TimeLimit.truncated", False) or not _can_be_written(terminal) or _equal(before, first):
+        if not info.get("TimeLimit.truncated", False) or not _can_be_written(terminal):
             return None
-        return _equal(terminal, first)
+        # Where observations do not change, or cannot be written into, equal ones say nothing.
+        first = _row(after, index)
+        return None if _equal(_row(before, index), first) else _equal(terminal, first)
 
 
 def _row(observations: VecEnvObs, index: int) -> Arrays:

@@ -426,12 +426,21 @@ def bounds_loss(mean_actions: th.Tensor, low: th.Tensor, high: th.Tensor, limit:
     :param limit: Limit b, at least 0, in units of the bounds
     :return: Scalar to minimise
     """
+    middle, half = middle_and_half(low, high)
+    z = (mean_actions - middle) / half
+    return th.relu(z.abs() - limit).square().sum(dim=1).mean()
+
+
+def middle_and_half(low: th.Tensor, high: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
+    """
+    :param low: Lower bounds, shape ``(action_dim,)``
+    :param high: Upper bounds, of the same shape
+    :return: Middle between them, and half of their distance, which is infinite where the bounds loss ignores a dimension
+    """
     middle, half = (high + low) / 2, (high - low) / 2
     counts = th.isfinite(half) & (half > 0)
     # With an infinite half-width, z and its gradient are 0.
-    middle, half = th.where(counts, middle, 0.0), th.where(counts, half, th.inf)
-    z = (mean_actions - middle) / half
-    return th.relu(z.abs() - limit).square().sum(dim=1).mean()
+    return th.where(counts, middle, 0.0), th.where(counts, half, th.inf)
 
 
 # Measurements

@@ -13,6 +13,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import FlattenExtractor
+from stable_baselines3.common.vec_env import DummyVecEnv
 from support.engines import SMALL, make
 from support.options import DEFAULTS
 from support.parity import assert_equal
@@ -20,10 +21,12 @@ from support.toys import DICT, IMAGE, VECTOR, ToyEnv, make_toys
 from torch import nn
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.algorithm import policy_updater
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.engine import NativeEngine
 from sb3_ppo_ext.engines.native.policy import unsupported_reason
 from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory
+from sb3_ppo_ext.engines.registry import choose_backend
 from sb3_ppo_ext.engines.torch_engine import EagerEngine, FusedEngine
 from sb3_ppo_ext.update.losses import PENALTIES
 
@@ -167,6 +170,34 @@ def test_reasons_that_come_later():
     assert "own way" in of(lambda policy: setattr(policy, "forward", lambda obs: None))
     assert "its own" in of(lambda policy: policy.register_parameter("extra", nn.Parameter(th.ones(1))))
     assert "nn.Linear" in of(lambda policy: setattr(policy, "action_net", nn.Linear(64, 2, bias=False)))
+
+
+class Meddling(ToyEnv):
+    """Registers a hook on the policy of the model that it holds, in the middle of a training."""
+
+    def step(self, action):
+        if self.model.num_timesteps == 32:
+            self.model.policy.mlp_extractor.register_forward_hook(lambda *_: None)
+        return super().step(action)
+
+
+def test_is_chosen_once(monkeypatch):
+    """Without code of a user, the engine is chosen once in a training; what an environment replaces is noticed."""
+    chosen = []
+    monkeypatch.setattr(policy_updater, "choose_backend", lambda *args: chosen.append(args) or choose_backend(*args))
+    model = make(backend="auto")
+    counts = []
+    for n_rollouts, callback in ((1, None), (4, None), (4, lambda *_: True)):
+        chosen.clear()
+        model.learn(32 * n_rollouts, callback)
+        counts.append(len(chosen))
+    assert counts[0] == counts[1] < counts[2]
+    env = DummyVecEnv([Meddling])
+    model = PPOExt("MlpPolicy", env, **{**SMALL, "batch_size": 16})
+    env.envs[0].unwrapped.model = model
+    model.learn(96)
+    assert type(model._find_engine()) is FusedEngine
+    assert set(model._engines) == {"native", "fused"}
 
 
 def test_without_the_extension_module(monkeypatch, capsys):

@@ -2,17 +2,19 @@
 
 import numpy as np
 import pytest
+import torch as th
 from gymnasium import spaces
 from support.engines import make
 from support.masks import make_masked
 
 from sb3_ppo_ext.common.guards import NonFiniteGradientError
+from sb3_ppo_ext.distributions import kl_divergence, parameters
 from sb3_ppo_ext.distributions.masked import INVALID
 from sb3_ppo_ext.engines.native import compiled_steps as native_steps
 from sb3_ppo_ext.engines.native import gradients as native_gradients
 from sb3_ppo_ext.engines.native import policy
 from sb3_ppo_ext.engines.native.epoch import FlatRollout, NativeMinibatches
-from sb3_ppo_ext.update.losses import SURROGATES, LossConfig, value_slope
+from sb3_ppo_ext.update.losses import PENALTIES, SURROGATES, LossConfig, bounds_loss, value_slope
 
 pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
 from sb3_ppo_ext.engines.native.compiled_loss import compiled_loss
@@ -26,7 +28,11 @@ SPACES = {
     "masked": spaces.Discrete(4),
     "several choices": spaces.MultiDiscrete([3, 1, 4]),
     "Bernoulli": spaces.MultiBinary(3),
+    "squashed Gaussian": spaces.Box(-1, 1, (3,), np.float32),
+    "Beta": spaces.Box(-1, 1, (3,), np.float32),
 }
+DISTS = {"squashed Gaussian": "squashed_gaussian", "Beta": "beta"}
+BOUNDS = (th.tensor([-1.0, -0.5, -th.inf]), th.tensor([1.0, 2.0, th.inf]))
 OPTIONS = {
     "SB3's": {},
     "dual clip": dict(dual_clip=1.05),
@@ -42,10 +48,12 @@ OPTIONS = {
 def minibatches_of(kind, weighted):
     """Distribution, outputs, values and minibatches with numbers at random."""
     rng = np.random.default_rng(0)
-    native = make(env=dict(action_space=SPACES[kind]))._find_engine().native
+    native = make(env=dict(action_space=SPACES[kind]), action_dist=DISTS.get(kind, "gaussian"))._find_engine().native
     distribution = native.distribution
     if distribution.parameter is not None:
         distribution.parameter[:] = rng.normal(size=len(distribution.parameter))
+        if kind == "squashed Gaussian":
+            distribution.parameter[:2] = -6, 3  # beyond the range
         distribution.pack()
     outputs = rng.normal(0, 2, size=(N, native.actor.n_outputs)).astype(np.float32)
     if kind == "masked":
@@ -55,7 +63,9 @@ def minibatches_of(kind, weighted):
         actions[:] = 2 * rng.integers(2, size=(N, 1))
     values, old_values, returns, advantages = rng.normal(size=(4, N)).astype(np.float32)
     old = distribution.log_prob(outputs, actions) + rng.normal(0, 0.3, size=N).astype(np.float32)
-    samples = FlatRollout(np.zeros((N, 1), np.float32), actions, old_values, old, advantages, returns)
+    with th.no_grad():
+        before = parameters(distribution.make(th.from_numpy(outputs + rng.normal(0, 0.3, outputs.shape).astype(np.float32))))
+    samples = FlatRollout(np.zeros((N, 1), np.float32), actions, old_values, old, advantages, returns, None, before.numpy())
     weights = rng.uniform(0, 2, size=N).astype(np.float32) if weighted else None
     return distribution, outputs, values, NativeMinibatches(np.arange(N), samples, np.array([N]), weights, distribution)
 
@@ -76,7 +86,9 @@ def by_numpy(distribution, outputs, values, m, config):
 
 def in_c(distribution, outputs, values, m, config):
     """The same of the extension module, in two blocks."""
-    loss, d_outputs, d_values = compiled_loss(distribution, m, config), np.empty_like(outputs), np.empty_like(values)
+    penalties = {name: PENALTIES[name] for name in config.penalties}
+    loss = compiled_loss(distribution, m, config, penalties)
+    d_outputs, d_values = np.empty_like(outputs), np.empty_like(values)
     squares = 0.0
     for part in (slice(10), slice(10, N)):
         arrays = [array[part] for array in (outputs, values, d_outputs, d_values)]
@@ -97,6 +109,34 @@ def test_equal(kind, options, weighted):
     for one, other in zip(expected, in_c(*inputs, config), strict=True):
         if one is not None:
             np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6 * max(1, np.abs(one).max()))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SPACES if kind != "Beta"])
+def test_penalties(kind):
+    """Values and gradients of the penalties are those of autograd, and descriptions of bounded distributions NumPy's."""
+    coefs = {"kl": 0.7} | ({"bounds_loss": 0.3} if "Gaussian" in kind else {})
+    config, plain = (LossConfig(0.2, penalties=penalties, action_bounds=BOUNDS, bounds_limit=0.4) for penalties in (coefs, {}))
+    distribution, outputs, values, m = minibatches_of(kind, weighted=False)
+    without, before = in_c(distribution, outputs, values, m, plain), m.samples.old
+    without[-1] = None if without[-1] is None else without[-1].copy()
+    results = in_c(distribution, outputs, values, m, config)
+    leaf = th.from_numpy(outputs).requires_grad_()
+    made = distribution.make(leaf)
+    kl = kl_divergence(th.from_numpy(before), made)
+    total = coefs["kl"] * kl.mean()
+    if "bounds_loss" in coefs:
+        each = [bounds_loss(mean[None], *BOUNDS, 0.4) for mean in leaf]
+        np.testing.assert_allclose(m.penalized["bounds_loss"], th.stack(each).detach(), rtol=1e-5)
+        total = total + coefs["bounds_loss"] * th.stack(each).mean()
+    leaves = [leaf] if distribution.log_std is None else [leaf, distribution.log_std]
+    gradients = th.autograd.grad(total, leaves)
+    np.testing.assert_allclose(m.penalized["kl"], kl.detach(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(results[5] - without[5], gradients[0], rtol=1e-3, atol=1e-5)
+    if len(leaves) > 1:
+        inside = slice(2 if kind == "squashed Gaussian" else 0, None)
+        np.testing.assert_allclose((results[-1] - without[-1])[inside], gradients[1][inside], rtol=1e-3, atol=1e-5)
+    if m.rows is not None:
+        np.testing.assert_array_equal(m.rows, distribution.described(outputs))
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
@@ -127,7 +167,8 @@ def test_is_taken(monkeypatch):
     note(AnalyticGradients, "_add_compiled", "C")
     note(CompiledSteps, "make", "steps in C")
     cases = [({}, "steps in C"), (dict(optimizer="adamw"), "C"), (dict(native_threads=2), "C")]
-    for options, expected in [*cases, (dict(bounds_coef=0.1), "NumPy"), (dict(action_dist="beta"), "NumPy")]:
+    cases += [(dict(bounds_coef=0.1, kl_coef=0.1), "steps in C"), (dict(action_dist="beta"), "steps in C")]
+    for options, expected in [*cases, (dict(action_dist="beta", kl_coef=0.1), "NumPy"), (dict(use_sde=True), "NumPy")]:
         make(**options).learn(32)
         assert set(taken) == {expected}
         taken.clear()
@@ -153,6 +194,9 @@ STEPS = {
     "V-trace": dict(vtrace=True),
     "another advantage_norm": dict(advantage_norm="rollout"),
     "stopped by the KL divergence": dict(target_kl=1e-4, learning_rate=1e-2),
+    "penalties": dict(bounds_coef=0.1, bounds_limit=0.1, kl_coef=0.5),
+    "squashed": dict(action_dist="squashed_gaussian", kl_coef=0.1, kl_target=0.01, ent_coef=0.01),
+    "Beta": dict(action_dist="beta", ent_coef=0.01),
     "weight decay": dict(policy_kwargs=dict(optimizer_kwargs=dict(weight_decay=0.1))),
 }
 

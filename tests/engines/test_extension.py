@@ -125,6 +125,21 @@ def test_normalisation_of_large_and_of_equal_numbers(instruction_set):
     assert np.isnan(out[4]).all()
 
 
+def test_watch():
+    """A change of any array is noticed once, and what is no array of float32 is refused."""
+    arrays = [np.zeros((3, 2), np.float32), np.zeros((), np.float32), np.zeros(0, np.float32)]
+    watch = _mlp.Watch(arrays)
+    assert not watch.has_changed()
+    for array in arrays[:2]:
+        array.flat[-1] = -0.0
+        assert watch.has_changed()
+        assert not watch.has_changed()
+    with pytest.raises(ValueError, match="float32"):
+        _mlp.Watch([arrays[0], np.zeros(2)])
+    with pytest.raises(TypeError, match="must be an array"):
+        _mlp.Watch([None])
+
+
 @pytest.mark.parametrize(("activation", "module"), ACTIVATIONS)
 @pytest.mark.parametrize("sizes", [(3, 64, 64, 1), (17, 33, 6), (5, 7), (1, 1, 1), (40, 100, 19, 20, 2)])
 def test_network(instruction_set, sizes, activation, module):

@@ -20,6 +20,7 @@ from torch import nn
 
 from sb3_ppo_ext import MlpPolicy, PPOExt
 from sb3_ppo_ext.engines.native.engine import NativeEngine
+from sb3_ppo_ext.engines.native.policy import Perceptron
 from sb3_ppo_ext.engines.registry import ENGINES
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 
@@ -72,6 +73,31 @@ class AllLocals(BaseCallback):
         return True
 
 
+class KeepsTheArrays(BaseCallback):
+    """Takes the arrays of the buffer once in each rollout."""
+
+    def _on_step(self):
+        return True
+
+    def _on_rollout_start(self):
+        buffer = self.model.rollout_buffer
+        self.kept, self._on_step = [buffer.values, buffer.log_probs], self.read
+
+    def read(self):
+        n = self.model.rollout_buffer.pos
+        self.seen = [*getattr(self, "seen", []), *(array[:n].copy() for array in self.kept)]
+        return True
+
+
+class CopiesTheBuffer(BaseCallback):
+    """Copies the buffer at each step."""
+
+    def _on_step(self):
+        buffer = copy.deepcopy(self.model.rollout_buffer)
+        self.seen = [*getattr(self, "seen", []), *(getattr(buffer, name)[: buffer.pos] for name in ("values", "log_probs"))]
+        return True
+
+
 class InAChild(EventCallback):
     """Lets a child callback read."""
 
@@ -103,6 +129,8 @@ READERS = {
     "a helper": InAHelper,
     "getattr": ByGetattr,
     "all locals": AllLocals,
+    "kept arrays": KeepsTheArrays,
+    "copies": CopiesTheBuffer,
     "a child": lambda: InAChild(InAHelper()),
     "a function": lambda_reader,
 }
@@ -695,6 +723,32 @@ def test_masks_of_observations_that_a_callback_replaces(backend):
 
 def make_masked_model(backend):
     return PPOExt("MlpPolicy", make_masked(), action_masking=True, backend=backend, **{**SMALL, "n_epochs": 1})
+
+
+class RelabelsObservations(BaseCallback):
+    """Writes into the observations and actions that the buffer has already."""
+
+    def _on_step(self):
+        buffer = self.model.rollout_buffer
+        buffer.observations[: buffer.pos] = 0.0
+        buffer.actions[: buffer.pos] = 0.0
+        return True
+
+
+def test_estimates_are_of_what_the_policy_saw():
+    """Values and log probabilities are those at collection time, in few batches, whatever becomes of the rest of the row."""
+    seen, calls, forward = [], [], Perceptron.__call__
+    for callback in (Silent(), RelabelsObservations()):
+        model = make(PPOExt, backend="native")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Perceptron, "__call__", lambda self, x: calls.append(self.n_outputs) or forward(self, x))
+            patch.setattr(model, "train", lambda: None)
+            model.learn(16, callback=callback)
+        seen.append([model.rollout_buffer.values.copy(), model.rollout_buffer.log_probs.copy()])
+    assert_equal(*seen, "with other rows")
+    assert not model.rollout_buffer.observations[:-1].any()
+    # Values of the rollout, of the last observations, and where an episode was truncated
+    assert calls.count(1) < 10
 
 
 class Silent(BaseCallback):

@@ -126,6 +126,9 @@ class Entries:
         yield "Threads.backward", threads.backward, ([back], False), wrong_backward
         yield "Adam", self.module.Adam, (self.tensors,), (self.wrong_tensors(),)
         yield "Adam.norm", adam.norm, (), ()
+        watched = [None, 5, (x,), [None], [x, np.ones(3)], [np.ones((3, 3), np.float32).T], [Refusing()]]
+        yield "Watch", self.module.Watch, ([x],), (watched,)
+        yield "Watch.has_changed", self.module.Watch([x]).has_changed, (), ()
         betas = [*number, -0.1, 1.0, 2]
         wrong_steps = ([*number, 0, -1, 0.5], number, number, betas, betas, number, number)
         yield "Adam.step", adam.step, (3, 1.0, 1e-3, 0.9, 0.999, 1e-5, 0.0), wrong_steps
@@ -147,20 +150,30 @@ class Entries:
         """Calls for the loss of a Gaussian, and of two choices with a weight for each sample."""
         array, number, n = self.array, list(WRONG_NUMBERS), 5
         read, written = (lambda a: list(wrong_arrays(a, False))), (lambda a: list(wrong_arrays(a, True)))
-        options = (False, True, 0.2, 3.0, 0.1, 1.0, 0.5, 0.01)
-        for family, choices, weights in (("gaussian", (1, 1, 1), None), ("categorical", (3, 2), array(n))):
+        options = (False, True, 0.2, 3.0, 0.1, 1.0, 0.5, 0.01, 0.1)
+        families = (("gaussian", (1, 1, 1), None, (0.1, 1.0)), ("categorical", (3, 2), array(n), (0.0, 1.0)))
+        for family, choices, weights, of_bounds in (*families, ("beta", (2, 2, 2), None, (0.0, 1.0))):
+            is_gaussian, n_old = family == "gaussian", 6 if family != "categorical" else 5
             actions, stds = array(n, len(choices)), [array(3), array(3)]
             actions[:] = 1
-            columns = (actions, *(array(n) for _ in range(4)), weights, *(array(n) for _ in range(5)))
-            right = (family, choices, *stds, columns, *options)
+            columns = (actions, *(array(n) for _ in range(4)), weights, array(n, n_old), *(array(n) for _ in range(5)))
+            columns += (array(n, n_old), array(n), array(n))
+            bounds = (array(3), array(3))
+            kl = (0.0,) if family == "beta" else options[-1:]
+            right = (family, choices, *stds, columns, bounds, *options[:-1], *kl, *of_bounds, 1000.0)
             names = [name for name in WRONG_NAMES if name is not None]
             wrong_choices = [None, [1], 5, (0,) * len(choices), (-1, 5, 1), ("a",) * 3, (2**62,) * 3, (2**70,), (), (2,)]
             wrong_columns = [None, [], (), columns[:-1], (*columns, columns[-1])]
             for i in range(len(columns)):
-                values = [] if columns[i] is None else wrong_arrays(columns[i], i > 5)
-                wrong_columns += [(*columns[:i], v, *columns[i + 1 :]) for v in values if not (i == 5 and v is None)]
-            wrong_stds = [read(stds[0]), written(stds[1])] if family == "gaussian" else [[], []]
-            yield "Loss", self.module.Loss, right, (names, wrong_choices, *wrong_stds, wrong_columns)
+                values = [] if columns[i] is None else wrong_arrays(columns[i], i > 6)
+                needs = i not in (5, 6, 12, 13, 14)
+                wrong_columns += [(*columns[:i], v, *columns[i + 1 :]) for v in values if needs or v is not None]
+            wrong_stds = [read(stds[0]), written(stds[1])] if is_gaussian else [[], []]
+            wrong_bounds = [None, [], 5]
+            if is_gaussian:
+                wrong_bounds += [(), bounds[:1], *((v, bounds[1]) for v in read(bounds[0])), (*bounds, bounds[0])]
+                wrong_columns += [(*columns[:i], None, *columns[i + 1 :]) for i in (6, 13, 14)]
+            yield "Loss", self.module.Loss, right, (names, wrong_choices, *wrong_stds, wrong_columns, wrong_bounds)
             arrays = [array(2, sum(choices)), array(2), array(2, sum(choices)), array(2)]
             wrong = ([*number, -1, n - 1], [*number, 0], *map(read, arrays[:2]), *map(written, arrays[2:]))
             yield "Loss.add", self.module.Loss(*right).add, (1, n, *arrays, True), wrong
@@ -169,8 +182,9 @@ class Entries:
         """Calls for steps of the optimiser, with a Gaussian."""
         array, number, n = self.array, list(WRONG_NUMBERS), 5
         actor, critic = (self.module.Network([self.layer(3, 4), "tanh", self.layer(4, k)]) for k in (2, 1))
-        columns = (array(n, 2), *(array(n) for _ in range(4)), None, *(array(n) for _ in range(5)))
-        loss = self.module.Loss("gaussian", (1, 1), array(2), array(2), columns, False, False, 0.2, 3.0, 0.1, 1.0, 0.5, 0.01)
+        columns = (array(n, 2), *(array(n) for _ in range(4)), None, None, *(array(n) for _ in range(5)), None, None, None)
+        options = (False, False, 0.2, 3.0, 0.1, 1.0, 0.5, 0.01, 0.0, 0.0, 1.0, 1000.0)
+        loss = self.module.Loss("gaussian", (1, 1), array(2), array(2), columns, (), *options)
         features, invalid = array(n, 3), np.zeros((n, 2), bool)
         right = (actor, critic, loss, self.adam, features, invalid, 2)
         objects = [None, 5, object(), self.module.Network, self.threads]

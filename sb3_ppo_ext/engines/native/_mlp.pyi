@@ -11,6 +11,10 @@ class Network:
     def latents(self, out: np.ndarray, /) -> None: ...
     def backward(self, d_out: np.ndarray, add: bool, /) -> None: ...
 
+class Watch:
+    def __new__(cls, arrays: list[np.ndarray]) -> Watch: ...
+    def has_changed(self) -> bool: ...
+
 class Threads:
     def __new__(cls, n: int) -> Threads: ...
     def forward(self, parts: list[tuple[Network, np.ndarray, np.ndarray]], /) -> None: ...
@@ -31,6 +35,7 @@ class Loss:
         log_std: np.ndarray | None,
         d_log_std: np.ndarray | None,
         columns: tuple[np.ndarray | None, ...],
+        bounds: tuple[np.ndarray, ...],
         is_spo: bool,
         is_max: bool,
         clip_range: float,
@@ -39,6 +44,10 @@ class Loss:
         value_scale: float,
         vf_coef: float,
         ent_coef: float,
+        kl_coef: float,
+        bounds_coef: float,
+        bounds_limit: float,
+        max_concentration: float,
     ) -> Loss: ...
     def add(
         self,

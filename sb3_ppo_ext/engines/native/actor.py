@@ -1,12 +1,14 @@
 """
-The actor of the native engine. At each step only the action is computed. Values and log probabilities are computed for all
-steps at once at the end, unless user code may read them at each step.
+The actor of the native engine. At each step only the action is computed. Values and log probabilities are computed for many
+steps at once: all of them at the end, or where user code may change what they are computed from, a few steps later, and before
+it reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch as th
@@ -20,13 +22,14 @@ from sb3_ppo_ext.common.observations import map_observations, stack
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.layers import Forward
-from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
+from sb3_ppo_ext.engines.native.policy import BLOCK, NativePolicy, blocks, mask
 from sb3_ppo_ext.engines.native.share_actor import NativeShareActor
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.policies.actor_critic import actions_for_env
 from sb3_ppo_ext.policies.normalized_observations import inputs_of
 from sb3_ppo_ext.rollout.actors import Action, DivisibleActor, RolloutConfig, Transition, note_truncations
-from sb3_ppo_ext.rollout.buffer import TruncatedEpisodes, columns_of
+from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes, columns_of
+from sb3_ppo_ext.rollout.lazy_locals import Later
 
 
 class NativeActor(DivisibleActor):
@@ -48,7 +51,9 @@ class NativeActor(DivisibleActor):
         # The observations in them, if these are what the networks read
         self.inputs = None if config.is_watched else native.inputs_in(self.rows["observations"])
         native.pack()
-        native.has_changed()
+        # User code may change parameters in place, in ways that torch does not track.
+        self.has_changed = native.watch().has_changed if config.is_watched else native.has_changed
+        self.has_changed()
         # Random numbers of all steps
         self.noise = native.distribution.noise(config.n_steps, buffer.n_envs, native.actor.n_outputs)
         self._scale_noise(0)
@@ -59,6 +64,10 @@ class NativeActor(DivisibleActor):
         self.observations: Arrays = None
         # Number of steps with values and log probabilities in the buffer
         self.n_estimated = 0
+        # Features, outputs of the actor and samples of the steps after these, if user code may write into the buffer
+        self.unestimated: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        if config.is_watched and isinstance(buffer, TensorRolloutBuffer):
+            buffer.estimate = self._estimate_seen
         # Step, environment and terminal observation of truncated episodes that have not been bootstrapped yet
         self.truncated: list[tuple[int, int, object]] = []
 
@@ -78,30 +87,30 @@ class NativeActor(DivisibleActor):
     def act(self, policy: ActorCriticPolicy, observations: Arrays, starts: np.ndarray, step: int) -> Action:
         native = self.native
         if self.is_watched:
-            # User code may have changed parameters in place, in ways that torch does not track.
-            native.pack()
             self.rows = columns_of(self.buffer)
         _write_observations(self.rows["observations"], step, observations)
         self.observations = observations
         features = native.features(observations) if self.inputs is None else self.inputs[step]
-        if not self.is_watched and native.has_changed():
-            # Earlier steps are evaluated with the parameters of the policy that made them.
-            self._estimate(step)
-            native.pack()
-            self._scale_noise(step)
+        self._follow_changes(step)
         outputs = mask(native.actor(features), native.invalid(observations))
         check_outputs(policy, outputs, step, self._num_timesteps(step))
-        noise = native.distribution.scaled(self.noise[step]) if self.is_watched else self.scaled_noise[step]
-        samples = native.distribution.sample(outputs, noise)
-        if self.is_watched or not self.samples_are_finite:
+        samples = native.distribution.sample(outputs, self.scaled_noise[step])
+        if not self.samples_are_finite:
             check_outputs(policy, samples, step, self._num_timesteps(step))
         if self.sample_shape is not None and samples.shape != self.sample_shape:
             samples = samples.reshape(self.sample_shape)
         if not self.is_watched:
             return Action(None, samples, None, None)
-        log_probs = native.distribution.log_prob(outputs, samples.reshape(len(features), -1))
-        values = th.from_numpy(native.critic(features))
-        return Action(obs_as_tensor(observations, self.config.device), samples, values, th.from_numpy(log_probs))
+        self.unestimated.append((features.copy(), outputs, samples.reshape(len(features), -1).astype(np.float32)))
+        values, log_probs = (Later(partial(self._estimated, name, step)) for name in ("values", "log_probs"))
+        return Action(Later(partial(obs_as_tensor, observations, self.config.device)), samples, values, log_probs)
+
+    def _follow_changes(self, step: int) -> None:
+        if self.has_changed():
+            # Earlier steps are evaluated with the parameters of the policy that made them.
+            self._estimate(step)
+            self.native.pack()
+            self._scale_noise(step)
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
         buffer, rows, step, action = self.buffer, self.rows, transition.step, transition.action
@@ -110,15 +119,13 @@ class NativeActor(DivisibleActor):
         rows["actions"][step] = action.samples.reshape(buffer.n_envs, -1)
         rows["rewards"][step] = transition.rewards
         rows["episode_starts"][step] = transition.starts
-        if action.values is not None and action.log_probs is not None:
-            rows["values"][step] = action.values.numpy().ravel()
-            rows["log_probs"][step] = action.log_probs.numpy()
-            self.n_estimated = step + 1
+        if self.is_watched:
+            self._record_estimates(step, values=action.values, log_probs=action.log_probs)
         if transition.truncated:
             self.gamma = transition.gamma
             self.truncated += [(step, *truncated) for truncated in transition.truncated]
             if self.is_watched:
-                self.native.pack()
+                self._follow_changes(step + 1)
                 self._bootstrap()
         buffer.pos = step + 1
 
@@ -167,8 +174,7 @@ class NativeActor(DivisibleActor):
 
     def finish(self, policy: ActorCriticPolicy, observations: Arrays, dones: np.ndarray) -> th.Tensor:
         self.buffer.full = self.buffer.pos == self.buffer.buffer_size
-        if self.is_watched:
-            self.native.pack()
+        self._follow_changes(self.config.n_steps)
         self._estimate(self.config.n_steps)
         return self._estimate_advantages(observations, np.asarray(dones))
 
@@ -176,21 +182,53 @@ class NativeActor(DivisibleActor):
 
     def _estimate(self, end: int) -> None:
         """Compute missing values and log probabilities of the steps before ``end``, and bootstrap truncated episodes."""
-        native, buffer, steps = self.native, self.buffer, slice(self.n_estimated, end)
-        self.n_estimated = end
+        steps, shape = slice(self.n_estimated, end), (-1, self.buffer.n_envs)
         if steps.start == end:
             return
-        shape = buffer.rewards[steps].shape
-        observations = _joined(buffer.observations, steps)
+        self.n_estimated = end
+        values, log_probs = self._estimates_kept() if self.unestimated else self._estimates_stored(steps)
+        columns = columns_of(self.buffer)
+        columns["values"][steps], columns["log_probs"][steps] = values.reshape(shape), log_probs.reshape(shape)
+        self._bootstrap()
+
+    def _estimates_kept(self) -> tuple[np.ndarray, np.ndarray]:
+        """Values and log probabilities of the steps that have not been estimated."""
+        features, outputs, samples = map(_one_batch, zip(*self.unestimated, strict=True))
+        self.unestimated.clear()
+        return self.native.critic(features), self.native.distribution.log_prob(outputs, samples)
+
+    def _estimates_stored(self, steps: slice) -> tuple[np.ndarray, np.ndarray]:
+        """The same of steps in the buffer."""
+        native, observations = self.native, _joined(self.buffer.observations, steps)
         features, invalid = native.features(observations), native.invalid(observations)
-        actions = buffer.actions[steps].reshape(len(features), -1).astype(np.float32, copy=False)
+        actions = self.buffer.actions[steps].reshape(len(features), -1).astype(np.float32, copy=False)
         values, log_probs = np.empty((2, len(features)), np.float32)
         for rows in blocks(0, len(features)):
             outputs, values[rows] = native.evaluate(features[rows])
             mask(outputs, None if invalid is None else invalid[rows])
             log_probs[rows] = native.distribution.log_prob(outputs, actions[rows])
-        buffer.values[steps], buffer.log_probs[steps] = values.reshape(shape), log_probs.reshape(shape)
-        self._bootstrap()
+        return values, log_probs
+
+    # What user code sees
+
+    def _estimated(self, name: str, step: int) -> th.Tensor:
+        """Copy of the values, shape ``(n_envs, 1)``, or log probabilities, shape ``(n_envs,)``, of a step."""
+        self._estimate(max(step + 1, self.n_estimated))
+        shape = (-1, 1) if name == "values" else (-1,)
+        return th.from_numpy(np.array(columns_of(self.buffer)[name][step], np.float32).reshape(shape))
+
+    def _estimate_seen(self) -> None:
+        """Let the buffer have the estimates of all steps so far."""
+        self._estimate(self.n_estimated + len(self.unestimated))
+
+    def _record_estimates(self, step: int, **shown: Later) -> None:
+        buffer = self.buffer
+        is_read = not isinstance(buffer, TensorRolloutBuffer) or buffer.is_read
+        if is_read or len(self.unestimated) * buffer.n_envs >= BLOCK:
+            self._estimate(step + 1)
+        for name in (name for name, later in shown.items() if later.made):
+            # User code may have written into them.
+            columns_of(buffer)[name][step] = shown[name].get().numpy().ravel()
 
     def _bootstrap(self) -> None:
         if not self.truncated:
@@ -228,6 +266,10 @@ def _write_observations(rows: Arrays, step: int, observations: Arrays) -> None:
         rows[step] = observations
     else:
         rows[step] = observations.reshape(rows.shape[1:])
+
+
+def _one_batch(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _fill(rows: np.ndarray, observations: np.ndarray) -> None:

@@ -21,7 +21,7 @@ from sb3_ppo_ext.update.loop import GradientSource, Stepper
 
 class NativeEngine(Engine):
     """
-    Networks, GAE and Adam are computed by the extension module, gradients of the losses analytically in NumPy.
+    The extension module computes networks, GAE, Adam and most losses; NumPy and autograd differentiate the others.
 
     :param policy: Policy that acts and is updated, with which the engine shares the memory of the parameters
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,10 @@ from sb3_ppo_ext.update.metrics import Metrics
 
 
 class FlatRollout(NamedTuple):
-    """The samples of a rollout, as arrays of shape ``(n_samples, ...)``; ``invalid`` is ``None`` if all actions are valid."""
+    """
+    The samples of a rollout, as arrays of shape ``(n_samples, ...)``; ``invalid`` is ``None`` if all actions are valid, and
+    ``old``, parameters of the old action distributions, if no loss reads them.
+    """
 
     features: np.ndarray
     actions: np.ndarray
@@ -23,6 +27,7 @@ class FlatRollout(NamedTuple):
     advantages: np.ndarray
     returns: np.ndarray
     invalid: np.ndarray | None = None
+    old: np.ndarray | None = None
 
     def take(self, order: np.ndarray, out: FlatRollout | None = None) -> FlatRollout:
         """
@@ -61,7 +66,21 @@ class NativeMinibatches:
         self.samples, self.sizes, self.weights, self.distribution = samples, sizes, weights, distribution
         self.measurements = np.empty((5, len(samples.features)), np.float32)
         self.log_ratios, self.ratios, self.objectives, self.errors, self.entropies = self.measurements
+        # What the extension module measures besides: descriptions of the distributions, and penalties of the samples, by name
+        self.rows: np.ndarray | None = None
+        self.penalized: dict[str, np.ndarray] = {}
         self.begin(order)
+
+    def measure(self, penalties: Iterable[str], describes: bool) -> None:
+        """
+        Make arrays for what the extension module measures besides.
+
+        :param penalties: Names of penalties
+        :param describes: Whether it describes the distributions, see ``NumpyDistribution.described``
+        """
+        n, n_outputs = len(self.samples.features), self.distribution.n_described
+        self.rows = np.empty((n, n_outputs), np.float32) if describes else None
+        self.penalized = {name: np.empty(n, np.float32) for name in penalties}
 
     def begin(self, order: np.ndarray) -> None:
         """
@@ -99,6 +118,7 @@ class NativeMinibatches:
             "policy_gradient_loss": -float(np.mean(self.objectives[part] * weights)),
             "value_loss": float(np.mean(squares * weights)),
             "entropy_loss": -float(np.mean(self._entropies(part, n))),
+            **{name: float(np.mean(values[part])) for name, values in self.penalized.items()},
         }
 
     def _entropies(self, part: slice, n: int) -> np.ndarray:
@@ -113,17 +133,19 @@ class NativeMinibatches:
         kept = np.ones(len(sizes), bool)
         kept[self.skipped] = False
         log_ratios, ratios, objectives, errors, entropies = self.measurements[:, :n].copy()
+        rows = None if self.rows is None else self.rows[:n].copy()
         return MeasuredMinibatches(
             sizes,
             kept,
             self.penalties[: len(sizes)],
-            np.concatenate(self.described) if self.described else None,
-            entropies,
+            np.concatenate(self.described) if self.described else rows,
+            None if self.described else entropies,
             objectives,
             errors,
             ratios,
             log_ratios,
             None if self.weights is None else self.weights[:n],
+            *(None if (values := self.penalized.get(name)) is None else values[:n].copy() for name in ("kl", "bounds_loss")),
         )
 
 
@@ -134,26 +156,30 @@ class MeasuredMinibatches(NamedTuple):
     :param sizes: Number of samples in each minibatch, shape ``(n_minibatches,)``
     :param kept: Whether each minibatch is included in the metrics, shape ``(n_minibatches,)``
     :param penalties: Weighted sum of the penalties of each minibatch, shape ``(n_minibatches,)``
-    :param described: Results of ``NumpyDistribution.described`` for each sample, shape ``(n_samples, n)``; ``None`` if the
-        entropies are known
-    :param entropies: Entropies, shape ``(n_samples,)``, if they are known
+    :param described: Results of ``NumpyDistribution.described`` for each sample, shape ``(n_samples, n)``; ``None`` if nothing
+        is computed from them
+    :param entropies: Entropies, shape ``(n_samples,)``; ``None`` if they are computed from these
     :param objectives: Surrogate objectives, shape ``(n_samples,)``
     :param errors: Errors of the values, with the value loss as their mean square, shape ``(n_samples,)``
     :param ratios: Probability ratios, shape ``(n_samples,)``
     :param log_ratios: Logarithms of the probability ratios, shape ``(n_samples,)``
     :param weights: Importance weights, shape ``(n_samples,)``, ``None`` for equal weights
+    :param kl: KL divergences, shape ``(n_samples,)``, ``None`` if they are among the penalties above or there are none
+    :param bounds_loss: The same of the bounds losses
     """
 
     sizes: np.ndarray
     kept: np.ndarray
     penalties: np.ndarray
     described: np.ndarray | None
-    entropies: np.ndarray
+    entropies: np.ndarray | None
     objectives: np.ndarray
     errors: np.ndarray
     ratios: np.ndarray
     log_ratios: np.ndarray
     weights: np.ndarray | None
+    kl: np.ndarray | None
+    bounds_loss: np.ndarray | None
 
     @classmethod
     def merged(cls, parts: list[MeasuredMinibatches]) -> MeasuredMinibatches:
@@ -174,17 +200,26 @@ class MeasuredMinibatches(NamedTuple):
         weights = 1.0 if self.weights is None else self.weights
         policy_loss = -self._means(self.objectives * weights)
         value_loss = self._means(np.square(self.errors) * weights)
-        entropies = self.entropies if self.described is None else distribution.entropies(self.described)
+        entropies = self.entropies
+        if entropies is None:
+            assert self.described is not None
+            entropies = distribution.entropies(self.described)
         entropy_loss = -self._means(entropies)
         coefficients = (config.ent_coef, config.vf_coef)
         ent_coef, vf_coef = coefficients
+        penalties = self.penalties[self.kept]
+        for name, values in (("kl", self.kl), ("bounds_loss", self.bounds_loss)):
+            if values is not None:
+                penalties = penalties + config.penalties[name] * self._means(values)
         means = {
             "policy_gradient_loss": policy_loss,
             "value_loss": value_loss,
             "entropy_loss": entropy_loss,
             "clip_fraction": self._means(np.abs(self.ratios - 1) > config.clip_range),
-            "loss": policy_loss + ent_coef * entropy_loss + vf_coef * value_loss + self.penalties[self.kept],
+            "loss": policy_loss + ent_coef * entropy_loss + vf_coef * value_loss + penalties,
         }
+        if self.bounds_loss is not None:
+            means["bounds_loss"] = self._means(self.bounds_loss)
         for name, values in means.items():
             if len(values):
                 metrics[name].append(th.from_numpy(values))
@@ -201,6 +236,8 @@ class MeasuredMinibatches(NamedTuple):
         if len(approx_kl):
             metrics["approx_kl"].append(th.from_numpy(approx_kl))
             metrics["ratio"].append(th.from_numpy(self.ratios[samples]))
+            if self.kl is not None:
+                metrics["kl"].append(th.from_numpy(self._means(self.kl)))
         parameters = None if self.described is None else distribution.parameters(self.described)
         if parameters is not None:
             metrics["action_parameters"].append(parameters[samples])

@@ -1,7 +1,7 @@
 """
-Analytic gradients: the extension module differentiates the networks, and PPO's losses for most action distributions. For the
-others, and with penalties, the slopes in ``update.losses`` differentiate PPO's losses, and autograd differentiates penalties
-with respect to the outputs of the networks.
+Analytic gradients: the extension module differentiates the networks, and the losses for most action distributions. For the
+others, the slopes in ``update.losses`` differentiate PPO's losses, and autograd differentiates penalties with respect to the
+outputs of the networks.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class AnalyticGradients(GradientSource):
             advantages,
             returns,
             self.native.invalid(buffer.observations),
+            None if (old := self.estimates.old_distribution) is None else old.numpy(),
         )
 
     def steps(self) -> Iterator[Step]:
@@ -141,7 +142,7 @@ class AnalyticGradients(GradientSource):
         is_spread = minibatches.weights is not None and config.ranks.are_several
         self.parts = list(_steps(sizes.tolist(), int(sizes.max()) if is_spread else config.batch_size))
         self.minibatches = minibatches
-        self.compiled = None if self.penalties else compiled_loss(self.distribution, minibatches, self.loss)
+        self.compiled = compiled_loss(self.distribution, minibatches, self.loss, self.penalties)
         ends = tuple(step[-1].stop for step in self.parts)
         self.compiled_steps = compiled_steps(self.native, minibatches, self.compiled, self.stepper, config, ends)
 
@@ -198,8 +199,8 @@ class AnalyticGradients(GradientSource):
     def _add_minibatch(self, part: slice, size: int, accumulate: bool, metrics: Metrics) -> None:
         """Add the gradient of a minibatch, for a loss that is the mean over the ``size`` samples of the step."""
         self.native.pack()
-        # Auxiliary losses are of the minibatch as a whole.
-        parts = [part] if self.penalties else list(blocks(part.start, part.stop))
+        # For autograd, auxiliary losses are of the minibatch as a whole.
+        parts = [part] if self.penalties and self.compiled is None else list(blocks(part.start, part.stop))
         self.minibatches.n += 1
         if self.compiled is not None:
             for number, each in enumerate(parts):
@@ -380,8 +381,8 @@ class NativeInputs:
     @cached_property
     def old_distribution(self) -> th.Tensor | None:
         """Parameters of the action distributions before the update, shape ``(batch_size, n)``."""
-        old = self._gradients.estimates.old_distribution
-        return None if old is None else old[self._indices]
+        old = self._gradients.minibatches.samples.old
+        return None if old is None else th.from_numpy(old[self._part])
 
 
 def _steps(sizes: list[int], batch_size: int) -> Iterator[Step]:

@@ -66,6 +66,12 @@ class Perceptron(Forward):
         if isinstance(last, NormalizedValue):
             self.statistics = last.mean.numpy(), last.std.numpy()
             self.is_completed = True
+        self.pack()
+
+    def pack(self) -> None:
+        """Load the values of the parameters and statistics."""
+        self.network.pack()
+        self.packed_statistics = self.statistics and (self.statistics[0].copy(), self.statistics[1].copy())
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, np.ndarray]]:
         """:return: Pairs of each parameter and its gradient"""
@@ -84,8 +90,8 @@ class Perceptron(Forward):
         :param outputs: Outputs of the last forward pass, shape ``(n, n_outputs)``
         :return: Outputs, of a critic in the units of the return, with the latents if these are needed
         """
-        if self.statistics is not None:
-            mean, std = self.statistics
+        if self.packed_statistics is not None:
+            mean, std = self.packed_statistics
             outputs = outputs * std + mean
         return super().complete(outputs)
 
@@ -210,8 +216,12 @@ class NativePolicy:
     def pack(self) -> None:
         """Load the values of the parameters. To be called after they have changed."""
         for network in self.networks:
-            network.network.pack()
+            network.pack()
         self.distribution.pack()
+
+    def watch(self) -> Any:
+        """:return: Object whose ``has_changed`` compares all values of the parameters, which NumPy may have written"""
+        return extension.module.Watch([tensor.detach().numpy() for tensor in self._tensors])
 
     def has_changed(self) -> bool:
         """:return: Whether PyTorch has modified a parameter in place since the last call"""

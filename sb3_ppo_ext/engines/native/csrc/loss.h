@@ -1,15 +1,25 @@
 /*
  * The loss of PPO and its slope, sample by sample: what `update/losses.py` and `distributions/` compute with NumPy, for action
- * distributions whose log probabilities need no more than exponentials and logarithms.
+ * distributions whose log probabilities need no more than exponentials, logarithms and the gamma function.
  */
 
 #pragma once
 
 #include "arrays.h"
+#include "gamma.h"
 #include "instruction_sets.h"
 
-enum family { GAUSSIAN, CATEGORICAL, BERNOULLI, N_FAMILIES };
-static const char *const family_names[] = {"gaussian", "categorical", "bernoulli"};
+enum family { GAUSSIAN, SQUASHED, BETA, CATEGORICAL, BERNOULLI, N_FAMILIES };
+static const char *const family_names[] = {"gaussian", "squashed_gaussian", "beta", "categorical", "bernoulli"};
+
+/* `LOG_STD_RANGE`, and the mixture of Gaussians of `distributions/squashed_gaussian.py` */
+#define MIN_LOG_STD -5.0f
+#define MAX_LOG_STD 2.0f
+#define N_MIXED 5
+static const float mixture_weights[] = {0.06414671f, 0.1583854f, 0.34971161f, 0.41469906f, 0.01305722f};
+static const float mixture_stds[] = {0.46235241f, 1.29235961f, 0.65422092f, 0.92111073f, 1.80819375f};
+/* `EDGE` of `distributions/base.py` */
+#define EDGE 1e-6
 
 /* What is known of the samples, and what is measured of them */
 enum column {
@@ -19,15 +29,25 @@ enum column {
     VALUES,
     RETURNS,
     WEIGHTS,
+    OLD,
     LOG_RATIOS,
     RATIOS,
     OBJECTIVES,
     ERRORS,
     ENTROPIES,
+    DESCRIBED,
+    KLS,
+    BOUNDS,
     N_COLUMNS
 };
-static const char *const column_names[] = {"actions",    "log_probs", "advantages", "values", "returns",  "weights",
-                                           "log_ratios", "ratios",    "objectives", "errors", "entropies"};
+static const char *const column_names[] = {"actions", "log_probs", "advantages", "values", "returns",
+                                           "weights", "old",       "log_ratios", "ratios", "objectives",
+                                           "errors",  "entropies", "described",  "kl",     "bounds_loss"};
+
+/* What the gradient of a Beta needs: of both parameters minus 1 and their sum */
+struct beta {
+    double excess[2], of_log_prob[2], of_entropy[2], logistic[2], shrink;
+};
 
 typedef struct {
     PyObject_HEAD
@@ -36,15 +56,21 @@ typedef struct {
     long n, n_actions, n_outputs;
     /* Number of logits of each action, of categorical distributions */
     long *choices;
-    /* Without weights, and without a standard deviation, the views are empty. */
-    Py_buffer columns[N_COLUMNS], log_std, d_log_std;
+    /* Views of what is not needed are empty, such as weights and the standard deviation. */
+    Py_buffer columns[N_COLUMNS], log_std, d_log_std, middle, half;
     /* Of the current sample, two numbers for each action; of Gaussians, the inverses and the gradients of all deviations */
     float *kept, *inverse_stds;
-    double *d_stds;
+    double *d_stds, max_concentration;
+    struct beta *betas;
     float log_constant;
     int is_spo, is_max;
-    float clip_range, low, high, dual_clip, value_limit, value_scale, vf_coef, ent_coef;
+    float clip_range, low, high, dual_clip, value_limit, value_scale, vf_coef, ent_coef, kl_coef, bounds_coef, bounds_limit;
 } Loss;
+
+static int has_std(const Loss *self)
+{
+    return self->family == GAUSSIAN || self->family == SQUASHED;
+}
 
 /* Log probability of a sample. What the gradient needs is kept: of categorical distributions, the probabilities in its row. */
 static float log_prob_gaussian(const Loss *self, const float *mean, const float *action)
@@ -55,6 +81,69 @@ static float log_prob_gaussian(const Loss *self, const float *mean, const float 
         sum += z * z;
     }
     return -0.5f * sum - self->log_constant;
+}
+
+/* log of the derivative of tanh at the actions before it */
+static float log_tanh_derivatives(const Loss *self, const float *action)
+{
+    float sum = 0;
+    for (long i = 0; i < self->n_actions; i++)
+        sum += 0.69314718f - fabsf(action[i]) - log1pf(expf(-2 * fabsf(action[i])));
+    return 2 * sum;
+}
+
+/* The mean of log cosh under a Gaussian, see `TanhGaussianDistribution.entropy`, and its derivatives */
+static float mean_log_cosh(float mean, float std, float *d_mean, float *d_log_std)
+{
+    float sum = -0.69314718f;
+    *d_mean = *d_log_std = 0;
+    for (int k = 0; k < N_MIXED; k++) {
+        float width = sqrtf(std * std + mixture_stds[k] * mixture_stds[k]), z = mean / (1.41421356f * width);
+        float w = mixture_weights[k], of_mean = w * erff(z), density = w * 0.79788456f * expf(-z * z);
+        sum += mean * of_mean + width * density;
+        *d_mean += of_mean, *d_log_std += density * std * std / width;
+    }
+    return sum;
+}
+
+static float entropy_squashed(const Loss *self, const float *mean)
+{
+    float entropy = self->log_constant + 0.5f * self->n_outputs, d_mean, d_log_std;
+    for (long i = 0; i < self->n_outputs; i++)
+        entropy -= 2 * mean_log_cosh(mean[i], 1 / self->inverse_stds[i], &d_mean, &d_log_std);
+    return entropy;
+}
+
+static double softplus(double x)
+{
+    return (x > 0 ? x : 0) + log1p(exp(-fabs(x)));
+}
+
+/* Outputs are those of alpha, then those of beta. Everything is in double precision, as in PyTorch. */
+static float log_prob_beta(Loss *self, const float *outputs, const float *action, float *entropy)
+{
+    double log_prob = 0, total = 0;
+    for (long i = 0, n = self->n_actions; i < n; i++) {
+        struct beta *kept = &self->betas[i];
+        double x = action[i] < EDGE ? EDGE : action[i] > 1 - EDGE ? 1 - EDGE : action[i];
+        double inputs[] = {outputs[i], outputs[n + i]}, of_inputs[] = {softplus(inputs[0]), softplus(inputs[1])};
+        kept->shrink = 1 / (1 + (of_inputs[0] + of_inputs[1]) / self->max_concentration);
+        double both = (of_inputs[0] + of_inputs[1]) * kept->shrink, logs[] = {log(x), log1p(-x)};
+        struct gammas of_both = gammas_of(2 + both);
+        log_prob += of_both.log - 0.69314718055994531;
+        total += both * of_both.first - of_both.log + 0.69314718055994531;
+        for (int j = 0; j < 2; j++) {
+            double excess = kept->excess[j] = of_inputs[j] * kept->shrink;
+            struct gammas each = gammas_of(1 + excess);
+            log_prob += excess * logs[j] - each.log;
+            total += each.log - excess * each.first;
+            kept->of_log_prob[j] = logs[j] - each.first + of_both.first;
+            kept->of_entropy[j] = both * of_both.second - excess * each.second;
+            kept->logistic[j] = exp(inputs[j] - of_inputs[j]) + (inputs[j] - inputs[j]); /* Infinity becomes NaN. */
+        }
+    }
+    *entropy = (float)total;
+    return (float)log_prob;
 }
 
 static float log_prob_categorical(const Loss *self, const float *logits, const float *action, float *probs, float *entropy)
@@ -103,6 +192,31 @@ static void differentiate_gaussian(Loss *self, const float *mean, const float *a
     }
 }
 
+static void differentiate_squashed(Loss *self, const float *mean, const float *action, float d_log_prob, float ent, float *d)
+{
+    differentiate_gaussian(self, mean, action, d_log_prob, ent, d);
+    for (long i = 0; ent != 0 && i < self->n_outputs; i++) {
+        float d_mean, d_log_std;
+        mean_log_cosh(mean[i], 1 / self->inverse_stds[i], &d_mean, &d_log_std);
+        d[i] += 2 * ent * d_mean;
+        self->d_stds[i] += 2 * ent * d_log_std;
+    }
+}
+
+static void differentiate_beta(const Loss *self, float d_log_prob, float ent, float *d)
+{
+    for (long i = 0, n = self->n_actions; i < n; i++) {
+        const struct beta *kept = &self->betas[i];
+        double slopes[2], common = 0;
+        for (int j = 0; j < 2; j++) {
+            slopes[j] = d_log_prob * kept->of_log_prob[j] - ent * kept->of_entropy[j];
+            common += slopes[j] * kept->excess[j] / self->max_concentration;
+        }
+        for (int j = 0; j < 2; j++)
+            d[j * n + i] = (float)(kept->shrink * (slopes[j] - common) * kept->logistic[j]);
+    }
+}
+
 static void differentiate_categorical(const Loss *self, const float *logits, const float *action, float d_log_prob, float ent,
                                       float *d)
 {
@@ -123,6 +237,70 @@ static void differentiate_bernoulli(const Loss *self, const float *logits, const
 {
     for (long i = 0; i < self->n_outputs; i++)
         d[i] = d_log_prob * (action[i] - d[i]) + ent * logits[i] * d[i] * (1 - d[i]);
+}
+
+/* KL divergences from the old distributions, whose gradients are added: `kl_divergence` in `distributions/` */
+static float kl_gaussian(Loss *self, const float *mean, const float *old, float factor, float *d)
+{
+    float sum = 0;
+    for (long i = 0; i < self->n_outputs; i++) {
+        float inverse = self->inverse_stds[i], z = (mean[i] - old[i]) * inverse, wider = old[self->n_outputs + i] * inverse;
+        float squares = wider * wider + z * z;
+        sum += 0.5f * (squares - 1) - logf(wider);
+        d[i] += factor * z * inverse;
+        self->d_stds[i] += factor * (1 - squares);
+    }
+    return sum;
+}
+
+static float kl_categorical(const Loss *self, const float *logits, const float *old, float factor, float *d)
+{
+    float sum = 0;
+    for (long i = 0; i < self->n_actions; logits += self->choices[i], old += self->choices[i], d += self->choices[i], i++)
+        for (long j = 0; j < self->choices[i]; j++) {
+            float log_prob = logits[j] - self->kept[2 * i], before = expf(old[j]);
+            sum += before == 0 ? 0 : before * (old[j] - log_prob);
+            d[j] += factor * (expf(log_prob) - before);
+        }
+    return sum;
+}
+
+static float kl_bernoulli(const Loss *self, const float *logits, const float *old, float factor, float *d)
+{
+    float sum = 0;
+    for (long i = 0; i < self->n_outputs; i++) {
+        float small = expf(-fabsf(logits[i])), before = expf(-fabsf(old[i]));
+        float prob = (logits[i] >= 0 ? 1 : small) / (1 + small), prob_before = (old[i] >= 0 ? 1 : before) / (1 + before);
+        float softplus_of = (logits[i] > 0 ? logits[i] : 0) + log1pf(small);
+        float softplus_before = (old[i] > 0 ? old[i] : 0) + log1pf(before);
+        sum += prob_before * (old[i] - logits[i]) + softplus_of - softplus_before;
+        d[i] += factor * (prob - prob_before);
+    }
+    return sum;
+}
+
+static float kl_divergence(Loss *self, const float *outputs, const float *old, float factor, float *d)
+{
+    if (self->family == CATEGORICAL)
+        return kl_categorical(self, outputs, old, factor, d);
+    if (self->family == BERNOULLI)
+        return kl_bernoulli(self, outputs, old, factor, d);
+    return kl_gaussian(self, outputs, old, factor, d);
+}
+
+/* `bounds_loss` of the means */
+static float excess_over_bounds(const Loss *self, const float *mean, float factor, float *d)
+{
+    const float *middle = self->middle.buf, *half = self->half.buf;
+    float sum = 0;
+    for (long i = 0; i < self->n_outputs; i++) {
+        float z = (mean[i] - middle[i]) / half[i], excess = fabsf(z) - self->bounds_limit;
+        if (!(excess > 0))
+            continue;
+        sum += excess * excess;
+        d[i] += 2 * factor * copysignf(excess, z) / half[i];
+    }
+    return sum;
 }
 
 /* NaN stays NaN. */
@@ -195,12 +373,14 @@ static int read_choices(Loss *self, PyObject *choices)
 
 static int open_column(Loss *self, int which, PyObject *array)
 {
-    if (which == WEIGHTS && array == Py_None)
+    int is_optional = which == WEIGHTS || which == OLD || which >= DESCRIBED;
+    if (is_optional && array == Py_None)
         return 0;
-    long n = which == ACTIONS ? -1 : self->n;
-    int n_dimensions = which == ACTIONS ? 2 : 1;
-    if (get_floats(array, &self->columns[which], n_dimensions, SHAPE(n, self->n_actions), which >= LOG_RATIOS,
-                   column_names[which]) < 0)
+    long n = which == ACTIONS ? -1 : self->n, width = which == ACTIONS ? self->n_actions : self->n_outputs;
+    /* Standard deviations follow the outputs. */
+    width *= which != ACTIONS && has_std(self) ? 2 : 1;
+    int n_dimensions = which == ACTIONS || which == OLD || which == DESCRIBED ? 2 : 1;
+    if (get_floats(array, &self->columns[which], n_dimensions, SHAPE(n, width), which >= LOG_RATIOS, column_names[which]) < 0)
         return -1;
     if (which == ACTIONS)
         self->n = self->columns[which].shape[0];
@@ -219,29 +399,51 @@ static int check_choices(const Loss *self, long start, long n)
     return 0;
 }
 
+static int refuse_loss(const char *message)
+{
+    PyErr_SetString(PyExc_ValueError, message);
+    return -1;
+}
+
+/* What is penalized: the KL divergence from the old distributions, and means outside of bounds */
+static int open_penalties(Loss *self, PyObject *bounds)
+{
+    if (self->kl_coef != 0 && (!self->columns[OLD].buf || !self->columns[KLS].buf || self->family == BETA))
+        return refuse_loss("kl_coef needs old distributions that are not Beta, and an array for the divergences");
+    if (self->bounds_coef == 0)
+        return 0;
+    if (!self->columns[BOUNDS].buf || !has_std(self) || PyTuple_GET_SIZE(bounds) != 2)
+        return refuse_loss("bounds_coef needs a Gaussian, middle and half of its bounds, and an array for what exceeds them");
+    return get_floats(PyTuple_GET_ITEM(bounds, 0), &self->middle, 1, SHAPE(self->n_outputs), 0, "middle") < 0 ||
+                   get_floats(PyTuple_GET_ITEM(bounds, 1), &self->half, 1, SHAPE(self->n_outputs), 0, "half") < 0
+               ? -1
+               : 0;
+}
+
 static int open_loss(Loss *self, const char *family, PyObject *choices, PyObject *log_std, PyObject *d_log_std,
-                     PyObject *columns)
+                     PyObject *columns, PyObject *bounds)
 {
     if (find_family(self, family) < 0 || read_choices(self, choices) < 0)
         return -1;
-    if (self->family != CATEGORICAL && self->n_outputs != self->n_actions) {
-        PyErr_SetString(PyExc_ValueError, "such an action has one output");
-        return -1;
-    }
+    if (self->family != CATEGORICAL && self->n_outputs != (self->family == BETA ? 2 : 1) * self->n_actions)
+        return refuse_loss("such an action has one output, that of a Beta two");
     if (PyTuple_GET_SIZE(columns) != N_COLUMNS) {
         PyErr_Format(PyExc_TypeError, "a loss has %d columns", N_COLUMNS);
         return -1;
     }
-    if (self->family == GAUSSIAN && (get_floats(log_std, &self->log_std, 1, SHAPE(self->n_outputs), 0, "log_std") < 0 ||
-                                     get_floats(d_log_std, &self->d_log_std, 1, SHAPE(self->n_outputs), 1, "d_log_std") < 0))
+    if (has_std(self) && (get_floats(log_std, &self->log_std, 1, SHAPE(self->n_outputs), 0, "log_std") < 0 ||
+                          get_floats(d_log_std, &self->d_log_std, 1, SHAPE(self->n_outputs), 1, "d_log_std") < 0))
         return -1;
     for (int i = 0; i < N_COLUMNS; i++)
         if (open_column(self, i, PyTuple_GET_ITEM(columns, i)) < 0)
             return -1;
+    if (open_penalties(self, bounds) < 0)
+        return -1;
+    self->betas = PyMem_Calloc(self->family == BETA ? self->n_actions : 1, sizeof(struct beta));
     self->kept = PyMem_Calloc(2 * self->n_actions + 1, sizeof(float));
     self->inverse_stds = PyMem_Calloc(self->n_outputs + 1, sizeof(float));
     self->d_stds = PyMem_Calloc(self->n_outputs + 1, sizeof(double));
-    if (!self->kept || !self->inverse_stds || !self->d_stds) {
+    if (!self->betas || !self->kept || !self->inverse_stds || !self->d_stds) {
         PyErr_NoMemory();
         return -1;
     }
@@ -250,15 +452,19 @@ static int open_loss(Loss *self, const char *family, PyObject *choices, PyObject
 
 static PyObject *loss_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"family",     "choices",   "log_std",     "d_log_std",   "columns", "is_spo",   "is_max",
-                               "clip_range", "dual_clip", "value_limit", "value_scale", "vf_coef", "ent_coef", NULL};
+    static char *keywords[] = {"family",  "choices",  "log_std",    "d_log_std",   "columns",      "bounds",
+                               "is_spo",  "is_max",   "clip_range", "dual_clip",   "value_limit",  "value_scale",
+                               "vf_coef", "ent_coef", "kl_coef",    "bounds_coef", "bounds_limit", "max_concentration",
+                               NULL};
     const char *family;
-    PyObject *choices, *log_std, *d_log_std, *columns;
+    PyObject *choices, *log_std, *d_log_std, *columns, *bounds;
     int is_spo, is_max;
-    double clip_range, dual_clip, value_limit, value_scale, vf_coef, ent_coef;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!OOO!ppdddddd:Loss", keywords, &family, &PyTuple_Type, &choices,
-                                     &log_std, &d_log_std, &PyTuple_Type, &columns, &is_spo, &is_max, &clip_range, &dual_clip,
-                                     &value_limit, &value_scale, &vf_coef, &ent_coef))
+    double clip_range, dual_clip, value_limit, value_scale, vf_coef, ent_coef, kl_coef, bounds_coef, bounds_limit,
+        concentration;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!OOO!O!ppdddddddddd:Loss", keywords, &family, &PyTuple_Type, &choices,
+                                     &log_std, &d_log_std, &PyTuple_Type, &columns, &PyTuple_Type, &bounds, &is_spo, &is_max,
+                                     &clip_range, &dual_clip, &value_limit, &value_scale, &vf_coef, &ent_coef, &kl_coef,
+                                     &bounds_coef, &bounds_limit, &concentration))
         return NULL;
     Loss *self = (Loss *)type->tp_alloc(type, 0);
     if (!self)
@@ -266,8 +472,9 @@ static PyObject *loss_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->is_spo = is_spo, self->is_max = is_max, self->clip_range = (float)clip_range;
     self->low = (float)(1 - clip_range), self->high = (float)(1 + clip_range), self->dual_clip = (float)dual_clip;
     self->value_limit = (float)value_limit, self->value_scale = (float)value_scale;
-    self->vf_coef = (float)vf_coef, self->ent_coef = (float)ent_coef;
-    if (open_loss(self, family, choices, log_std, d_log_std, columns) < 0)
+    self->vf_coef = (float)vf_coef, self->ent_coef = (float)ent_coef, self->max_concentration = concentration;
+    self->kl_coef = (float)kl_coef, self->bounds_coef = (float)bounds_coef, self->bounds_limit = (float)bounds_limit;
+    if (open_loss(self, family, choices, log_std, d_log_std, columns, bounds) < 0)
         Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -278,29 +485,38 @@ static void loss_dealloc(Loss *self)
     for (int i = 0; i < N_COLUMNS; i++)
         PyBuffer_Release(&self->columns[i]);
     PyBuffer_Release(&self->log_std), PyBuffer_Release(&self->d_log_std);
+    PyBuffer_Release(&self->middle), PyBuffer_Release(&self->half);
     PyMem_Free(self->choices), PyMem_Free(self->kept), PyMem_Free(self->inverse_stds), PyMem_Free(self->d_stds);
+    PyMem_Free(self->betas);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
 }
 
-/* Read the standard deviations, which a step of the optimiser has changed. */
-static void begin_minibatch(Loss *self)
+/* Read the standard deviations, which a step of the optimiser has changed. Their gradient may go on. */
+static void begin_minibatch(Loss *self, int add)
 {
     const float *log_std = self->log_std.buf;
     float sum = 0;
-    for (long i = 0; self->family == GAUSSIAN && i < self->n_outputs; i++) {
-        self->inverse_stds[i] = expf(-log_std[i]), self->d_stds[i] = 0;
-        sum += log_std[i];
+    for (long i = 0; has_std(self) && i < self->n_outputs; i++) {
+        float chosen = self->family == SQUASHED ? clamped(log_std[i], MIN_LOG_STD, MAX_LOG_STD) : log_std[i];
+        self->inverse_stds[i] = expf(-chosen), self->d_stds[i] = add ? self->d_stds[i] : 0;
+        sum += chosen;
     }
     self->log_constant = sum + 0.91893853f * self->n_outputs; /* log(2 pi) / 2 */
 }
 
-static void write_d_log_std(Loss *self, int add)
+static void write_d_log_std(Loss *self)
 {
+    const float *log_std = self->log_std.buf;
     float *d_log_std = self->d_log_std.buf;
-    for (long i = 0; self->family == GAUSSIAN && i < self->n_outputs; i++)
-        d_log_std[i] = (float)self->d_stds[i] + (add ? d_log_std[i] : 0);
+    for (long i = 0; has_std(self) && i < self->n_outputs; i++) {
+        double d = self->d_stds[i];
+        /* As `clamp` in `distributions/base.py`: outside of the range, only what leads back into it is kept. */
+        if (self->family == SQUASHED && ((log_std[i] < MIN_LOG_STD && d > 0) || (log_std[i] > MAX_LOG_STD && d < 0)))
+            d = 0;
+        d_log_std[i] = (float)d;
+    }
 }
 
 static float log_prob(Loss *self, const float *outputs, const float *action, float *d, float *entropy)
@@ -309,8 +525,11 @@ static float log_prob(Loss *self, const float *outputs, const float *action, flo
         return log_prob_categorical(self, outputs, action, d, entropy);
     if (self->family == BERNOULLI)
         return log_prob_bernoulli(self, outputs, action, d, entropy);
-    *entropy = self->log_constant + 0.5f * self->n_outputs;
-    return log_prob_gaussian(self, outputs, action);
+    if (self->family == BETA)
+        return log_prob_beta(self, outputs, action, entropy);
+    *entropy = self->family == SQUASHED ? entropy_squashed(self, outputs) : self->log_constant + 0.5f * self->n_outputs;
+    float log_derivatives = self->family == SQUASHED ? log_tanh_derivatives(self, action) : 0;
+    return log_prob_gaussian(self, outputs, action) - log_derivatives;
 }
 
 static void differentiate(Loss *self, const float *outputs, const float *action, float d_log_prob, float ent, float *d)
@@ -319,11 +538,34 @@ static void differentiate(Loss *self, const float *outputs, const float *action,
         differentiate_categorical(self, outputs, action, d_log_prob, ent, d);
     else if (self->family == BERNOULLI)
         differentiate_bernoulli(self, outputs, action, d_log_prob, ent, d);
+    else if (self->family == BETA)
+        differentiate_beta(self, d_log_prob, ent, d);
+    else if (self->family == SQUASHED)
+        differentiate_squashed(self, outputs, action, d_log_prob, ent, d);
     else
         differentiate_gaussian(self, outputs, action, d_log_prob, ent, d);
 }
 
 #define COLUMN(which) ((float *)self->columns[which].buf)
+
+static void penalize(Loss *self, long i, float share, const float *outputs, float *d_outputs)
+{
+    long n_old = has_std(self) ? 2 * self->n_outputs : self->n_outputs;
+    if (self->kl_coef != 0)
+        COLUMN(KLS)[i] = kl_divergence(self, outputs, COLUMN(OLD) + i * n_old, self->kl_coef * share, d_outputs);
+    if (self->bounds_coef != 0)
+        COLUMN(BOUNDS)[i] = excess_over_bounds(self, outputs, self->bounds_coef * share, d_outputs);
+}
+
+/* Outputs, and the parameter of the standard deviation, as `NumpyDistribution.described` */
+static void describe(const Loss *self, long i, const float *outputs)
+{
+    long n = self->n_outputs;
+    float *row = COLUMN(DESCRIBED) + i * (has_std(self) ? 2 * n : n);
+    memcpy(row, outputs, n * sizeof(float));
+    if (has_std(self))
+        memcpy(row + n, self->log_std.buf, n * sizeof(float));
+}
 
 /* Measure the i-th sample, and write its gradients; return the square of the error of its value. */
 static float add_sample(Loss *self, long i, float share, const float *outputs, float value, float *d_outputs, float *d_value)
@@ -335,6 +577,9 @@ static float add_sample(Loss *self, long i, float share, const float *outputs, f
     COLUMN(LOG_RATIOS)[i] = log_ratio, COLUMN(RATIOS)[i] = ratio;
     float slope = surrogate(self, COLUMN(ADVANTAGES)[i], ratio, &COLUMN(OBJECTIVES)[i]);
     differentiate(self, outputs, action, -share * slope * weight, self->ent_coef * share, d_outputs);
+    penalize(self, i, share, outputs, d_outputs);
+    if (self->columns[DESCRIBED].buf)
+        describe(self, i, outputs);
     float error = COLUMN(ERRORS)[i] = value_error(self, value, COLUMN(VALUES)[i], COLUMN(RETURNS)[i], &d_error);
     *d_value = 2 * self->vf_coef * share * d_error * weight;
     return error * error;
@@ -345,11 +590,11 @@ static float add_samples(Loss *self, long start, long n, long size, const float 
                          float *d_outputs, float *d_values, int add)
 {
     float total = 0, share = 1 / (float)size;
-    begin_minibatch(self);
+    begin_minibatch(self, add);
     for (long i = 0; i < n; i++)
         total += add_sample(self, start + i, share, outputs + i * self->n_outputs, values[i], d_outputs + i * self->n_outputs,
                             d_values + i);
-    write_d_log_std(self, add);
+    write_d_log_std(self);
     return total;
 }
 
@@ -390,10 +635,12 @@ static PyMethodDef loss_methods[] = {
 };
 
 PyDoc_STRVAR(loss_doc,
-             "Loss(family, choices, log_std, d_log_std, columns, is_spo, is_max, clip_range, dual_clip, value_limit, "
-             "value_scale, vf_coef, ent_coef)\n\nThe loss of PPO for the samples of an epoch. Choices are the numbers of "
-             "outputs of each action. The columns are arrays of the samples: actions, log_probs, advantages, values, returns, "
-             "weights or None; and those that are written: log_ratios, ratios, objectives, errors, entropies.");
+             "Loss(family, choices, log_std, d_log_std, columns, bounds, is_spo, is_max, clip_range, dual_clip, value_limit, "
+             "value_scale, vf_coef, ent_coef, kl_coef, bounds_coef, bounds_limit, max_concentration)\n\nThe loss of PPO for "
+             "the samples of an epoch. Choices are the numbers of outputs of each action. The columns are arrays of the "
+             "samples: actions, log_probs, advantages, values, returns, weights or None, parameters of the old distributions "
+             "or None; and those that are written: log_ratios, ratios, objectives, errors, entropies, and, each an array or "
+             "None, descriptions of the distributions, KL divergences and bounds losses.");
 static PyType_Slot loss_slots[] = {
     {Py_tp_new, loss_new},
     {Py_tp_dealloc, loss_dealloc},

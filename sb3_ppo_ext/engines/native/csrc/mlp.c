@@ -10,6 +10,7 @@
 #include "normalize.h"
 #include "steps.h"
 #include "threads.h"
+#include "watch.h"
 
 PyDoc_STRVAR(use_doc, "use(name)\n\nUse an instruction set, one of `available()`; for tests. The fastest one is the default.");
 static PyObject *use(PyObject *module, PyObject *name)
@@ -43,7 +44,7 @@ static int exec_module(PyObject *module)
     for (int i = sizeof(instruction_sets) / sizeof(*instruction_sets); i--;)
         if (is_supported(instruction_sets[i].name))
             kernels = instruction_sets[i].kernels;
-    PyType_Spec *specs[] = {&network_spec, &adam_spec, &threads_spec, &loss_spec, &steps_spec};
+    PyType_Spec *specs[] = {&network_spec, &adam_spec, &threads_spec, &loss_spec, &steps_spec, &watch_spec};
     int failed = 0;
     for (size_t i = 0; i < sizeof(specs) / sizeof(*specs) && !failed; i++) {
         PyObject *type = PyType_FromSpec(specs[i]);
