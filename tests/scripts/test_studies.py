@@ -23,6 +23,7 @@ STUDIES = ROOT / "benchmark" / "studies"
         ("bounds", 20480, []),
         ("adaptive_lr", 8192, []),
         ("backends", 4096, []),
+        ("environments", 4096, ["--tasks", "Pendulum-v1", "Reacher-v5"]),
         # The others take longer, and LunarLander needs Box2D, which the tests do without.
         ("memory", 2048, ["--tasks", "T-maze 10", "CartPoleNoVel-v1"]),
         ("robustness", 60_000, ["--tasks", "counting", "--arms", "transformer", "frames", "--rates", "1e-3"]),
