@@ -107,6 +107,8 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
         "KL, entropy": {**_TANH, **_KL, "gamma": 0.995, "ent_coef": 0.01},
     },
 }
+# What the entries `default` and `default-discrete` are
+CHOSEN = {"continuous": "rollout 1024", "discrete": "KL"}
 # Those that are left. The first and the second race have ended, and so have the others of the third one.
 RACERS = {
     "continuous": [*list(CANDIDATES["continuous"])[13:], "rollout 1024", "ReLU"],
