@@ -25,7 +25,7 @@ from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from rl_zoo3.utils import SimpleLinearSchedule, get_hf_trained_models
 from stable_baselines3 import PPO
 from support.parity import assert_equal
-from support.zoo import MODULE, RL_ZOO3, config, manager, run, saved, train
+from support.zoo import MODULE, config, manager, run, saved, train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import register
@@ -79,12 +79,10 @@ def test_train_writes_what_the_zoo_writes(trained):
 
 
 @pytest.mark.xdist_group("trained")
-def test_enjoy(trained):
+def test_enjoy(trained, enjoy_here, monkeypatch):
     """`enjoy` loads the agent and plays it."""
-    printed = run(
-        *RL_ZOO3, "enjoy", "--algo", "ppo_ext", "--env", "CartPole-v1", "-f", "logs", "-n", "200", "--no-render", cwd=trained
-    )
-    assert "Mean reward" in printed
+    monkeypatch.chdir(trained)
+    assert "Mean reward" in enjoy_here("CartPole-v1", 200)
 
 
 @pytest.mark.slow
