@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch as th
 from stable_baselines3 import PPO
-from support.processes import run_fresh
 from support.masks import make_masked
 from support.policies import SMALL
+from support.processes import run_fresh
 from support.toys import ToyEnv, make_toys
 from support.zips import Zip
 

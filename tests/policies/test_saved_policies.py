@@ -5,9 +5,9 @@ import pytest
 import torch as th
 from stable_baselines3 import PPO
 from support.cases import one_in
-from support.processes import run_fresh
 from support.parity import assert_equal
 from support.policies import BOUNDED, POLICIES, SCHEDULE, SMALL, make
+from support.processes import run_fresh
 from support.toys import BOX_ACTION, make_toys
 from support.zips import Zip
 

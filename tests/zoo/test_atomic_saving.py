@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from stable_baselines3.common.callbacks import EvalCallback
 from stable_baselines3.common.vec_env import VecNormalize
-from support.processes import run_fresh
 from support.policies import SMALL
+from support.processes import run_fresh
 from support.toys import make_toys
 
 from sb3_ppo_ext import PPOExt

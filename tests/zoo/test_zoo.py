@@ -179,19 +179,21 @@ def trials(storage, name="study"):
         pytest.param("random", "none", ["--max-total-trials", "2", "--optimization-log-path", "t"], marks=pytest.mark.slow),
     ],
 )
-def test_tuning(sampler, pruner, more, tmp_path):
+def test_tuning(sampler, pruner, more, tmp_path, train_here, short_episodes):
     """Studies with each sampler and pruner complete, with several jobs as well, in an SQLite database."""
     storage = f"sqlite:///{tmp_path}/study.db"
     study = ["--storage", storage, "--study-name", "study"]
-    optimize(partial(train, cwd=tmp_path), "--sampler", sampler, "--pruner", pruner, *study, *more)
+    short_episodes("MountainCarContinuous-v0")
+    optimize(train_here, "--sampler", sampler, "--pruner", pruner, *study, *more)
     states = [trial.state for trial in trials(storage)]
     assert len(states) == int(more[1])
     assert set(states) <= {optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED}
     assert optuna.trial.TrialState.COMPLETE in states
 
 
-def test_trial_of_a_journal(tmp_path, train_here):
+def test_trial_of_a_journal(tmp_path, train_here, short_episodes):
     """`--trial-id` trains with a trial's values, those of the first one, and the entry's `policy_kwargs` stay."""
+    short_episodes("MountainCarContinuous-v0")
     study = ["--storage", "studies/study.log", "--study-name", "study"]
     optimize(train_here, *study, "--n-trials", "1")
     journal = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / study[1])))
