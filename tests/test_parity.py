@@ -81,13 +81,9 @@ CASES = {
     "multi-binary observations": Case(toys(observation_space=spaces.MultiBinary(4))),
     "float64 observations": Case(toys(observation_space=spaces.Box(-1.0, 1.0, (3,), np.float64))),
     "images": Case(toys(observation_space=IMAGE), "CnnPolicy"),
-    "images, discrete actions": Case(
-        toys(observation_space=IMAGE, action_space=spaces.Discrete(3)), "CnnPolicy"
-    ),
+    "images, discrete actions": Case(toys(observation_space=IMAGE, action_space=spaces.Discrete(3)), "CnnPolicy"),
     "dict": Case(toys(observation_space=DICT), "MultiInputPolicy"),
-    "dict, discrete actions": Case(
-        toys(observation_space=DICT, action_space=spaces.Discrete(3)), "MultiInputPolicy"
-    ),
+    "dict, discrete actions": Case(toys(observation_space=DICT, action_space=spaces.Discrete(3)), "MultiInputPolicy"),
     # Number of environments, lengths of episodes
     "one environment": Case(toys(n_envs=1)),
     "five environments, truncated together": Case(toys(n_envs=5, p_end=0.0), timesteps=96),
