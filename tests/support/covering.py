@@ -95,7 +95,7 @@ class CoveringArray:
     :param n_options: Largest number of options of a cell, with those that they need
     """
 
-    def __init__(self, n_options=10):
+    def __init__(self, n_options=7):
         self.n_options, self.cells = n_options, []
         self.rng = np.random.default_rng(0)
         # For each item those that it has not met, and may meet
