@@ -75,6 +75,14 @@ def train_here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def short_episodes(monkeypatch):
+    """A function that gives an environment of Gymnasium's registry episodes of 20 steps, for evaluations."""
+    import gymnasium as gym
+
+    return lambda env_id: monkeypatch.setattr(gym.spec(env_id), "max_episode_steps", 20)
+
+
+@pytest.fixture
 def enjoy_here(tmp_path, monkeypatch, capsys):
     """What RL Zoo's command `enjoy` prints, in this process and in the folder of the test."""
     from rl_zoo3.enjoy import enjoy

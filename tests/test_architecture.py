@@ -7,21 +7,16 @@ import ast
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from functools import cached_property
 from pathlib import Path
 from types import FunctionType
 
 import pytest
+from support.processes import run_fresh
 
 import sb3_ppo_ext
 
 PACKAGE = Path(sb3_ppo_ext.__file__).parent
-
-
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.integration
@@ -35,7 +30,7 @@ for name in {modules}:
     importlib.import_module(name)
     print(name, {heavy} & set(sys.modules))
 """
-    assert run(code).splitlines() == [f"{name} set()" for name in modules]
+    assert run_fresh(code).splitlines() == [f"{name} set()" for name in modules]
 
 
 @pytest.mark.integration
@@ -53,7 +48,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert run(code) == "RL Zoo is not installed: `pip install 'sb3-ppo-ext[zoo]'`\n"
+    assert run_fresh(code) == "RL Zoo is not installed: `pip install 'sb3-ppo-ext[zoo]'`\n"
 
 
 @pytest.mark.integration
@@ -82,7 +77,7 @@ assert state() == after
 assert methods == {name: value for name, value in vars(PPO).items()}
 print("the same")
 """
-    assert run(code) == "the same\n"
+    assert run_fresh(code) == "the same\n"
 
 
 def test_version():

@@ -20,7 +20,7 @@ from support.toys import DICT, IMAGE, ToyEnv, make_toys
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.bootstrap import terminal_values
 
-SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
+SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, device="cpu")
 
 
 def reference(algorithm):
@@ -29,7 +29,7 @@ def reference(algorithm):
 
 
 class Case:
-    def __init__(self, make_env=make_toys, policy="MlpPolicy", timesteps=96, stop_at=None, **kwargs):
+    def __init__(self, make_env=make_toys, policy="MlpPolicy", timesteps=64, stop_at=None, **kwargs):
         self.make_env, self.policy, self.timesteps, self.stop_at = make_env, policy, timesteps, stop_at
         self.kwargs = {**SMALL, **kwargs}
 
@@ -80,17 +80,13 @@ CASES = {
     "multi-discrete observations": Case(toys(observation_space=spaces.MultiDiscrete([4, 3]))),
     "multi-binary observations": Case(toys(observation_space=spaces.MultiBinary(4))),
     "float64 observations": Case(toys(observation_space=spaces.Box(-1.0, 1.0, (3,), np.float64))),
-    "images": Case(toys(observation_space=IMAGE), "CnnPolicy", timesteps=64),
-    "images, discrete actions": Case(
-        toys(observation_space=IMAGE, action_space=spaces.Discrete(3)), "CnnPolicy", timesteps=64
-    ),
-    "dict": Case(toys(observation_space=DICT), "MultiInputPolicy", timesteps=64),
-    "dict, discrete actions": Case(
-        toys(observation_space=DICT, action_space=spaces.Discrete(3)), "MultiInputPolicy", timesteps=64
-    ),
+    "images": Case(toys(observation_space=IMAGE), "CnnPolicy"),
+    "images, discrete actions": Case(toys(observation_space=IMAGE, action_space=spaces.Discrete(3)), "CnnPolicy"),
+    "dict": Case(toys(observation_space=DICT), "MultiInputPolicy"),
+    "dict, discrete actions": Case(toys(observation_space=DICT, action_space=spaces.Discrete(3)), "MultiInputPolicy"),
     # Number of environments, lengths of episodes
     "one environment": Case(toys(n_envs=1)),
-    "five environments, truncated together": Case(toys(n_envs=5, p_end=0.0)),
+    "five environments, truncated together": Case(toys(n_envs=5, p_end=0.0), timesteps=96),
     "images, truncated together": Case(toys(n_envs=3, observation_space=IMAGE, p_end=0.0), "CnnPolicy", timesteps=96),
     "dict, truncated together": Case(toys(n_envs=3, observation_space=DICT, p_end=0.0), "MultiInputPolicy", timesteps=96),
     "never truncated": Case(toys(length=10**6, p_end=0.2)),
@@ -116,7 +112,7 @@ CASES = {
     # Policies
     "separate extractors": Case(policy_kwargs=dict(share_features_extractor=False)),
     "separate extractors, images": Case(
-        toys(observation_space=IMAGE), "CnnPolicy", timesteps=64, policy_kwargs=dict(share_features_extractor=False)
+        toys(observation_space=IMAGE), "CnnPolicy", policy_kwargs=dict(share_features_extractor=False)
     ),
     "shared extractor class": Case(policy_kwargs=dict(features_extractor_class=FlattenExtractor)),
     "dropout": Case(policy_kwargs=dict(features_extractor_class=NoisyExtractor)),
@@ -132,15 +128,15 @@ CASES = {
     "VecNormalize, rewards alone": Case(lambda: VecNormalize(make_toys(p_end=0.0), norm_obs=False)),
     "VecNormalize, observations alone": Case(lambda: VecNormalize(make_toys(p_end=0.0), norm_reward=False)),
     "VecNormalize, dict": Case(
-        lambda: VecNormalize(make_toys(observation_space=DICT), norm_obs_keys=["joints"]), "MultiInputPolicy", timesteps=64
+        lambda: VecNormalize(make_toys(observation_space=DICT), norm_obs_keys=["joints"]), "MultiInputPolicy"
     ),
     "VecFrameStack": Case(lambda: VecFrameStack(make_toys(), 3)),
-    "VecFrameStack, images": Case(lambda: VecFrameStack(make_toys(observation_space=IMAGE), 2), "CnnPolicy", timesteps=64),
+    "VecFrameStack, images": Case(lambda: VecFrameStack(make_toys(observation_space=IMAGE), 2), "CnnPolicy"),
     "SubprocVecEnv": Case(toys(vec_env_class=SubprocVecEnv)),
     "an environment, not vectorised": Case(ToyEnv),
     # Gymnasium's own
-    "CartPole-v1": Case(lambda: make_vec_env("CartPole-v1", 4), n_steps=64, batch_size=32, timesteps=1024),
-    "Pendulum-v1": Case(lambda: make_vec_env("Pendulum-v1", 2), n_steps=256, batch_size=64, timesteps=1024),
+    "CartPole-v1": Case(lambda: make_vec_env("CartPole-v1", 4), n_steps=64, batch_size=32, timesteps=512),
+    "Pendulum-v1": Case(lambda: make_vec_env("Pendulum-v1", 2), n_steps=128, batch_size=64, timesteps=512),
     "an id": Case(lambda: "CartPole-v1"),
 }
 
@@ -252,8 +248,13 @@ def test_cpu_hint_on_cuda():
         model._maybe_recommend_cpu()
 
 
-@pytest.mark.parametrize("source", [PPO, PPOExt])
-@pytest.mark.parametrize("name", ["box", "discrete", "gsde", "clip_range_vf", "dict", "separate extractors"])
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        *((PPO, name) for name in ("box", "gsde", "clip_range_vf", "dict")),
+        *((PPOExt, name) for name in ("box", "discrete", "separate extractors")),
+    ],
+)
 def test_load_and_continue(source, name, tmp_path):
     """A zip of PPO, or of PPOExt, continues in PPOExt as it continues in PPO."""
     case = CASES[name]
@@ -263,7 +264,7 @@ def test_load_and_continue(source, name, tmp_path):
         for algorithm in (PPO, PPOExt)
     ]
     assert_equal_runs(*runs)
-    assert runs[1].model._n_updates > case.kwargs["n_epochs"] * 3
+    assert runs[1].model._n_updates == case.kwargs["n_epochs"] * 4
 
 
 def test_saved_and_continued_is_trained_straight_through(tmp_path):

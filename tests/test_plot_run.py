@@ -13,7 +13,6 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Figure as TensorBoardFigure
 from stable_baselines3.common.logger import configure
 from support.toys import make_toys
-from support.zoo import MODULE, run
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.plot_run import PANELS, find_runs, main, plot_runs, read_log
@@ -170,10 +169,12 @@ def test_no_file_is_overwritten(run_folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.xdist_group("trained")
-def test_run_of_the_zoo(trained):
+def test_run_of_the_zoo(trained, monkeypatch, capsys):
     """One command plots a run of the Zoo, which keeps the log of `ppo_ext`, evaluations included."""
     folder = trained / "logs" / "ppo_ext" / "CartPole-v1_1"
-    assert run(*MODULE, "sb3_ppo_ext.plot_run", folder, cwd=trained).strip() == str(folder / "run.png")
+    monkeypatch.setattr(sys, "argv", ["plot_run", str(folder)])
+    main()
+    assert capsys.readouterr().out.strip() == str(folder / "run.png")
     assert (folder / "run.png").stat().st_size > 10_000
     assert {"eval/mean_reward", "rollout/ep_rew_mean", "train/clip_fraction"} <= read_log(folder).keys()
 

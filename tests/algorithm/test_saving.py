@@ -2,8 +2,6 @@
 
 import io
 import pathlib
-import subprocess
-import sys
 import warnings
 import zipfile
 
@@ -13,6 +11,7 @@ import torch as th
 from stable_baselines3 import PPO
 from support.masks import make_masked
 from support.policies import SMALL
+from support.processes import run_fresh
 from support.toys import ToyEnv, make_toys
 from support.zips import Zip
 
@@ -123,8 +122,7 @@ try:
 except OSError as error:
     print(error.strerror)
 """
-    printed = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True).stdout
-    assert printed == "File too large\n"
+    assert run_fresh(code, path) == "File too large\n"
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

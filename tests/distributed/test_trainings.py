@@ -116,7 +116,7 @@ def test_ranks_equal_one_process_with_every_option(tmp_path, n_ranks):
 
 ZOO = ["--algo", "ppo_ext", "--env", "CartPole-v1", "--device", "cpu", "--verbose", "0"]
 OF_THE_ZOO = ["-n", "1024", "--eval-freq", "512", "--eval-episodes", "1"]
-OF_THE_ZOO += ["-params", "n_envs:4", "n_steps:64", "normalize:True"]
+OF_THE_ZOO += ["-params", "n_envs:4", "n_steps:64", "n_epochs:2", "normalize:True"]
 SCENARIOS = ("plain", "seeds", "off", "differences", "bad_input", "stop", "changed_weights", "memory", "zips", "error")
 
 

@@ -3,17 +3,18 @@
 import inspect
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 from sb3_contrib import MaskablePPO, RecurrentPPO
+from stable_baselines3.common.evaluation import evaluate_policy
+from support.processes import run_forked
 from support.snippets import ROOT, blocks, blocks_in, commands, module_and_arguments, pages, quick_defaults, script
 
 from sb3_ppo_ext import PPOExt
 
-ENVIRONMENT = {**os.environ, "SDL_VIDEODRIVER": "dummy", "OMP_NUM_THREADS": "1"}
 PAGES = {page: blocks(page) for page in pages()}
 LANGUAGES = {"python", "bash", "yaml"}
 # Not code that runs: a citation, what a program prints, the contents of the site
@@ -58,28 +59,31 @@ def test_no_marker_is_without_effect(page):
 def test_python(page, tmp_path, monkeypatch, quick_compiler):
     """The Python blocks of a page run, one after the other."""
     monkeypatch.chdir(tmp_path)
-    quick_defaults(monkeypatch, PPOExt)
+    quick_defaults(monkeypatch, PPOExt.__init__, evaluate_policy)
     code = compile(script(PAGES[page]), str(ROOT / page), "exec")
     exec(code, {"__name__": "__main__"})
 
 
 def run_commands(page, folder):
-    """Run the commands of a page in one process, which imports everything once."""
-    lines = ["import runpy, sys, os"]
+    """Run the commands of a page in one process, a fork of this one, which has imported everything."""
+    commands_of_page = []
     for line, words in commands(PAGES[page]):
         if not isinstance(words[-1], str):
             path = folder / f"hyperparameters_{words[-1].line}.yml"
             path.write_text(words[-1].code)
             words = [*words[:-1], str(path)]
-        module, arguments = module_and_arguments(words)
-        lines.append(f"print('{page}:{line}:', {' '.join(words)!r}, flush=True)")
-        lines.append(f"sys.argv = {[module, *arguments]!r}")
-        lines.append(f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)")
-    (folder / "commands.py").write_text("\n".join(lines))
-    done = subprocess.run(
-        [sys.executable, "commands.py"], cwd=folder, capture_output=True, text=True, env=ENVIRONMENT, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        commands_of_page.append((f"{page}:{line}: {' '.join(words)}", *module_and_arguments(words)))
+    status, printed = run_forked(run_modules, folder, commands_of_page)
+    assert status == 0, printed[-6000:]
+
+
+def run_modules(folder, commands_of_page):
+    os.chdir(folder)
+    os.environ["SDL_VIDEODRIVER"] = "dummy"
+    for title, module, arguments in commands_of_page:
+        print(title, flush=True)
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.integration

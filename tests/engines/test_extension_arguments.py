@@ -6,12 +6,13 @@ import sys
 import numpy as np
 import pytest
 from support import extension_calls
+from support.cases import one_in
 
 _mlp = pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", one_in(3, range(3)))
 def test_wrong_calls(seed):
     """
     Each argument of each entry point is wrong in each way, then arguments are drawn at random, with each instruction set: all

@@ -137,5 +137,5 @@ def test_behaviour_cloning():
     """The example of the documentation clones the expert, here in fewer steps."""
     (code,) = re.findall(r"```python\n(import numpy as np\nimport torch.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     namespace = {}
-    exec(code.replace("range(1000)", "range(200)"), namespace)
+    exec(code.replace("range(1_000)", "range(200)"), namespace)
     assert np.abs(namespace["cloned"] - namespace["actions"]).mean() < 0.6

@@ -1,8 +1,5 @@
 """What is saved of a policy and its action distribution, and what is refused when it is loaded."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch as th
@@ -10,6 +7,7 @@ from stable_baselines3 import PPO
 from support.cases import one_in
 from support.parity import assert_equal
 from support.policies import BOUNDED, POLICIES, SCHEDULE, SMALL, make
+from support.processes import run_fresh
 from support.toys import BOX_ACTION, make_toys
 from support.zips import Zip
 
@@ -26,8 +24,7 @@ import sb3_ppo_ext
 model = sb3_ppo_ext.PPOExt.load({str(tmp_path / "model")!r}, device="cpu")
 print(model.action_dist, model.predict({observation.tolist()}, deterministic=True)[0].tolist())
 """
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed == f"{action_dist} {model.predict(observation, deterministic=True)[0].tolist()}\n"
+    assert run_fresh(code) == f"{action_dist} {model.predict(observation, deterministic=True)[0].tolist()}\n"
 
 
 KEYWORDS = [

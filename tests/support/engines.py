@@ -10,7 +10,7 @@ from torch import nn
 
 from sb3_ppo_ext import PPOExt
 
-SMALL = dict(n_steps=16, batch_size=8, n_epochs=3, seed=3, device="cpu")
+SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, device="cpu")
 VECTORS = spaces.Dict({"joints": VECTOR, "gear": spaces.Discrete(3)})
 KEYS = dict(actor_keys=["joints"])
 

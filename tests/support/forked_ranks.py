@@ -13,6 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import rl_zoo3.train  # noqa: F401
 import torch._dynamo  # noqa: F401  # which PyTorch imports with the first optimizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -27,6 +27,12 @@ RANK = int(os.environ["RANK"])
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, device="cpu")
 
 
+MEMORIES = {
+    "MlpTransformerPolicy": dict(context_length=3, n_stacked=1, d_model=4, n_heads=1),
+    "MlpLstmPolicy": dict(lstm_hidden_size=4),
+}
+
+
 class Count(BaseCallback):
     """A user's callback, which counts its calls and can end the training."""
 
@@ -169,9 +175,9 @@ def changed_weights(folder):
 def memory(folder):
     """History-based policies: transformers and recurrent ones, with options that read whole rollouts."""
     results = {}
-    for policy in ("MlpTransformerPolicy", "MlpLstmPolicy"):
+    for policy, size in MEMORIES.items():
         for options in ({}, {"vtrace": True, "priority_alpha": 0.5, "kl_coef": 0.1}):
-            model = PPOExt(policy, VecNormalize(make_toys()), **SMALL, **options).learn(128)
+            model = PPOExt(policy, VecNormalize(make_toys()), policy_kwargs=size, **SMALL, **options).learn(128)
             results[f"{policy}, {len(options)} options"] = [weights(model), model.num_timesteps]
     return results
 

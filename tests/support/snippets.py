@@ -10,7 +10,7 @@ Comments in the Markdown, directly before a block and invisible to readers, say 
 
 Numbers written with underscores, such as ``100_000``, are lengths of trainings: they are cut to ``LENGTH``. The commands of RL
 Zoo train for ``LENGTH`` steps, and `SHORT` replaces the values of other arguments. A YAML block holds entries of a file of
-hyperparameters, each of which is trained with. By default, models of Python blocks have the short rollouts of ``QUICK``.
+hyperparameters, each of which is trained with. By default, models and evaluations of Python blocks are as short as ``QUICK``.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 256
-QUICK = {"n_steps": 32, "n_epochs": 1}
+QUICK = {"n_steps": 32, "n_epochs": 1, "n_eval_episodes": 1}
 # Arguments of RL Zoo's commands that would make them long, with the values that replace theirs
 SHORT = {"--n-trials": "2", "--n-jobs": "1", "--n-evaluations": "1", "--trial-id": "0", "--save-freq": str(LENGTH // 2)}
 BLOCK = re.compile(
@@ -125,8 +125,9 @@ def shortened(module, arguments):
     return [*arguments, "-n", str(LENGTH), *extra]
 
 
-def quick_defaults(monkeypatch, algorithm):
-    """Let models of an algorithm have ``QUICK`` by default."""
-    parameters = inspect.signature(algorithm.__init__).parameters.values()
-    positional = [p for p in parameters if p.default is not p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    monkeypatch.setattr(algorithm.__init__, "__defaults__", tuple(QUICK.get(p.name, p.default) for p in positional))
+def quick_defaults(monkeypatch, *functions):
+    """Let functions have ``QUICK`` by default."""
+    for function in functions:
+        parameters = inspect.signature(function).parameters.values()
+        positional = [p for p in parameters if p.default is not p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        monkeypatch.setattr(function, "__defaults__", tuple(QUICK.get(p.name, p.default) for p in positional))

@@ -3,8 +3,6 @@
 import io
 import pathlib
 import pickle
-import subprocess
-import sys
 from copy import deepcopy
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 from stable_baselines3.common.callbacks import EvalCallback
 from stable_baselines3.common.vec_env import VecNormalize
 from support.policies import SMALL
+from support.processes import run_fresh
 from support.toys import make_toys
 
 from sb3_ppo_ext import PPOExt
@@ -36,8 +35,7 @@ import pickle, sys
 normalizer = pickle.load(open({str(tmp_path / "vecnormalize.pkl")!r}, "rb"))
 print(type(normalizer).__name__, normalizer.clip_obs, normalizer.obs_rms.mean.tolist(), "sb3_ppo_ext" in sys.modules)
 """
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed == f"VecNormalize 3.0 {env.obs_rms.mean.tolist()} False\n"
+    assert run_fresh(code) == f"VecNormalize 3.0 {env.obs_rms.mean.tolist()} False\n"
     assert type(pickle.loads(pickle.dumps(env))) is VecNormalize
     assert type(deepcopy(env)) is VecNormalize
     loaded = VecNormalize.load(tmp_path / "vecnormalize.pkl", make_toys())

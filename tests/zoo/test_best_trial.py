@@ -27,6 +27,11 @@ STUDY = ["--storage", "study.log", "--study-name", "study"]
 SHORT = ["--n-startup-trials", "9", "--n-evaluations", "1", "--eval-episodes", "1", "--no-optim-plots"]
 
 
+@pytest.fixture(autouse=True)
+def _short_episodes(short_episodes):
+    short_episodes(ENV_ID)
+
+
 def optimize(command, *arguments, n_trials=2, env_id=ENV_ID):
     command("-optimize", "--env", env_id, "-n", 200, *STUDY, *SHORT, "--max-total-trials", n_trials, *arguments)
 

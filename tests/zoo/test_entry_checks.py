@@ -9,7 +9,8 @@ import pytest
 from rl_zoo3.wrappers import FrameSkip
 from stable_baselines3.common.callbacks import CallbackList
 from stable_baselines3.common.vec_env import VecCheckNan, is_vecenv_wrapped
-from support.zoo import manager, saved, train
+from support.processes import run_forked
+from support.zoo import manager, saved
 
 from sb3_ppo_ext.zoo.__main__ import main
 from sb3_ppo_ext.zoo.entry_checks import CommandError
@@ -208,9 +209,10 @@ def test_evaluation_has_the_arguments_of_the_entry(arguments, tmp_path):
 
 
 @pytest.mark.integration
-def test_what_a_user_sees(tmp_path):
+def test_what_a_user_sees(train_here):
     """The last line is the message, there is no traceback, and the exit status is that of an error."""
-    printed = train("--env", "CartPole-v1", "-params", "n_step:5", cwd=tmp_path, fails=True)
+    status, printed = run_forked(train_here, "--env", "CartPole-v1", "-params", "n_step:5")
+    assert status == 1
     assert "Traceback" not in printed
     assert "\nError: PPOExt has no option `n_step`: did you mean `n_steps`" in printed
 

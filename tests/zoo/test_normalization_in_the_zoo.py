@@ -28,6 +28,11 @@ gym.register("ZooMixed-v0", lambda: ToyEnv(MIXED, BOX_ACTION))
 gym.register("ZooSmallImage-v0", lambda: ToyEnv(spaces.Dict(a=VECTOR, b=spaces.Box(0, 255, (8, 8, 3), np.uint8)), BOX_ACTION))
 
 
+@pytest.fixture(autouse=True)
+def _short_episodes(short_episodes):
+    short_episodes(ENV)
+
+
 def trained(folder, env_id=ENV, **hyperparams):
     given = {**SMALL, "backend": "eager", **hyperparams}
     experiment = manager(env_id=env_id, folder=folder, hyperparams=given, eval_freq=64, n_timesteps=192, log_interval=1)
@@ -73,7 +78,7 @@ def test_one_file(tmp_path, train_here, enjoy_here):
     stored = config(tmp_path, ENV)
     assert "normalize" not in stored
     assert stored["normalize_obs"] is stored["normalize_reward"] is True
-    assert "Mean reward" in enjoy_here(ENV, 201)
+    assert "Mean reward" in enjoy_here(ENV, 41)
     count = PPOExt.load(path).normalizer.obs_rms.count
     assert count > 128
     train_here("--env", ENV, "-n", "64", "-i", path, *PARAMS, "normalize:dict(clip_obs=5.0)", "normalize_freq:'rollout'")
@@ -90,13 +95,13 @@ def test_runs_with_a_vec_normalize(tmp_path, train_here, enjoy_here):
     pickled = path.parent / ENV / "vecnormalize.pkl"
     env = PPOExt("MlpPolicy", ENV).env
     count = VecNormalize.load(str(pickled), env).obs_rms.count
-    assert "Loading running average" in enjoy_here(ENV, 201)
+    assert "Loading running average" in enjoy_here(ENV, 41)
     for normalize in ("True", "False"):
         train_here("--env", ENV, "-n", "64", "-i", path, *PARAMS, f"normalize:{normalize}")
         continued = saved(tmp_path, ENV).parent / ENV / "vecnormalize.pkl"
         assert VecNormalize.load(str(continued), env).obs_rms.count > count + 60
         assert PPOExt.load(saved(tmp_path, ENV)).normalizer is None
-        assert "Loading running average" in enjoy_here(ENV, 201)
+        assert "Loading running average" in enjoy_here(ENV, 41)
     export([str(path.parent), "--output", str(tmp_path / "actor.onnx")])
 
 

@@ -25,7 +25,7 @@ from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from rl_zoo3.utils import SimpleLinearSchedule, get_hf_trained_models
 from stable_baselines3 import PPO
 from support.parity import assert_equal
-from support.zoo import MODULE, RL_ZOO3, config, manager, run, saved, train
+from support.zoo import MODULE, config, manager, run, saved, train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import register
@@ -46,7 +46,7 @@ SMALL = ["-params", "n_steps:128", "n_epochs:2"]
     [
         pytest.param("CartPole-v1", ["-n", "600"], marks=pytest.mark.slow),  # in our YAML, as a command
         pytest.param("Pendulum-v1", ["-n", "8192", "-conf", str(ZOO_FILE), *SMALL], marks=pytest.mark.slow),  # with gSDE
-        ("HalfCheetah-v4", ["-n", "600", "-params", "n_epochs:1"]),  # in the Zoo's: normalised, with policy_kwargs
+        ("HalfCheetah-v4", ["-n", "200", *SMALL]),  # in the Zoo's: normalised, with policy_kwargs
         pytest.param("BipedalWalkerHardcore-v3", ["-n", "2048", *SMALL], marks=pytest.mark.slow),
     ],
 )
@@ -79,12 +79,10 @@ def test_train_writes_what_the_zoo_writes(trained):
 
 
 @pytest.mark.xdist_group("trained")
-def test_enjoy(trained):
+def test_enjoy(trained, enjoy_here, monkeypatch):
     """`enjoy` loads the agent and plays it."""
-    printed = run(
-        *RL_ZOO3, "enjoy", "--algo", "ppo_ext", "--env", "CartPole-v1", "-f", "logs", "-n", "200", "--no-render", cwd=trained
-    )
-    assert "Mean reward" in printed
+    monkeypatch.chdir(trained)
+    assert "Mean reward" in enjoy_here("CartPole-v1", 200)
 
 
 @pytest.mark.slow
@@ -181,19 +179,21 @@ def trials(storage, name="study"):
         pytest.param("random", "none", ["--max-total-trials", "2", "--optimization-log-path", "t"], marks=pytest.mark.slow),
     ],
 )
-def test_tuning(sampler, pruner, more, tmp_path):
+def test_tuning(sampler, pruner, more, tmp_path, train_here, short_episodes):
     """Studies with each sampler and pruner complete, with several jobs as well, in an SQLite database."""
     storage = f"sqlite:///{tmp_path}/study.db"
     study = ["--storage", storage, "--study-name", "study"]
-    optimize(partial(train, cwd=tmp_path), "--sampler", sampler, "--pruner", pruner, *study, *more)
+    short_episodes("MountainCarContinuous-v0")
+    optimize(train_here, "--sampler", sampler, "--pruner", pruner, *study, *more)
     states = [trial.state for trial in trials(storage)]
     assert len(states) == int(more[1])
     assert set(states) <= {optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED}
     assert optuna.trial.TrialState.COMPLETE in states
 
 
-def test_trial_of_a_journal(tmp_path, train_here):
+def test_trial_of_a_journal(tmp_path, train_here, short_episodes):
     """`--trial-id` trains with a trial's values, those of the first one, and the entry's `policy_kwargs` stay."""
+    short_episodes("MountainCarContinuous-v0")
     study = ["--storage", "studies/study.log", "--study-name", "study"]
     optimize(train_here, *study, "--n-trials", "1")
     journal = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / study[1])))

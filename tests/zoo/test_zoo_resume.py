@@ -23,8 +23,9 @@ PARAMS = ["-params", "n_envs:2", "n_steps:64", "batch_size:32", "n_epochs:2", "n
 
 
 @pytest.fixture
-def zoo_here(tmp_path, monkeypatch):
+def zoo_here(tmp_path, monkeypatch, short_episodes):
     """The command ``python -m sb3_ppo_ext.zoo`` in this process, and in the folder of the test."""
+    short_episodes(ENV)
 
     def command(*arguments, cwd=tmp_path):
         monkeypatch.chdir(cwd)

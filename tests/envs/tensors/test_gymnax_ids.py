@@ -1,13 +1,11 @@
 """Environments of gymnax by name, through Gymnasium's registry."""
 
-import subprocess
-import sys
-
 import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from stable_baselines3.common.vec_env import DummyVecEnv
+from support.processes import run_fresh
 
 from sb3_ppo_ext import JaxVecEnv
 from sb3_ppo_ext.envs.tensors import gymnax_ids
@@ -52,6 +50,5 @@ def test_registering_is_light():
 import sys, gymnasium as gym, sb3_ppo_ext.envs.tensors.gymnax_ids
 print("jax" in sys.modules, "gymnax/Pendulum-v1" in gym.registry)
 """
-    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert completed.stdout == "False True\n"
+    assert run_fresh(code) == "False True\n"
     assert gym.make("sb3_ppo_ext.envs.tensors.gymnax_ids:gymnax/Pendulum-v1").action_space.shape == (1,)
