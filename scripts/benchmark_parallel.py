@@ -8,7 +8,7 @@ than a tenth of a core, and is repeated if they have used more meanwhile. After 
 the table says how many of the turns were such "loud" ones. The parts:
 
 - training: steps per second of whole training runs, batches of 256, 10 epochs, networks of 64-64
-- make: as training, of a preset that `make` returns, with normalisation in the model and by `VecNormalize`
+- make: as training, of what `make` returns: a preset, with normalisation in the model and by `VecNormalize`, and `default`
 - environments: steps per second of the environments alone, among them images of 84 x 84 x 4, and environments that compute, or
   wait, for 5 ms
 - growth: as environments, with 0, 1, 3, ... workers
@@ -156,8 +156,8 @@ def trainer(algorithm: Any, setting: tuple[Any, int, int], vec_env_cls: Any, **v
     return trained(algorithm("MlpPolicy", env, n_steps=n_steps, batch_size=256, n_epochs=10, seed=0, device="cpu"), env)
 
 
-def trained(model: Any, env: VecEnv) -> Contender:
-    steps = model.n_envs * model.n_steps
+def trained(model: Any, env: VecEnv, n_rollouts: int = 1) -> Contender:
+    steps = n_rollouts * model.n_envs * model.n_steps
     return Contender(lambda: model.learn(steps, reset_num_timesteps=False), steps, env.unwrapped)
 
 
@@ -209,6 +209,25 @@ def of_make() -> dict[str, Contender]:
     }
 
 
+def unknown_task() -> gym.Env:
+    return gym.make(PRESET[0])
+
+
+def as_unknown(vec_env_cls: Any, **options: Any) -> tuple[PPOExt, VecEnv]:
+    return make_preset(unknown_task, PRESET[1], 0, vec_env_cls, device="cpu", **options)
+
+
+def of_default() -> dict[str, Contender]:
+    made = {
+        "one process": as_unknown(None),
+        "one process, statistics per step": as_unknown(None, normalize_freq="step"),
+        "ParallelVecEnv": as_unknown(ParallelVecEnv),
+        "ParallelVecEnv, statistics per step": as_unknown(ParallelVecEnv, normalize_freq="step"),
+        "ParallelVecEnv, two threads": as_unknown(ParallelVecEnv, native_threads=2),
+    }
+    return {name: trained(*each, n_rollouts=8) for name, each in made.items()}
+
+
 def environments(setting: tuple[Any, int, int]) -> dict[str, Contender]:
     return {
         "FastDummyVecEnv": stepper(setting, FastDummyVecEnv),
@@ -228,6 +247,7 @@ def contests(part: str) -> Iterator[tuple[str, Callable[[], dict[str, Contender]
         yield from ((name, lambda setting=setting: training(setting)) for name, setting in TRAINING.items())
     elif part == "make":
         yield "{}, {} environments".format(*PRESET), of_make
+        yield "{} with `default`, {} environments".format(*PRESET), of_default
     elif part == "environments":
         yield from ((name, lambda setting=setting: environments(setting)) for name, setting in ENVIRONMENTS.items())
     elif part == "growth":
@@ -352,6 +372,7 @@ def model() -> dict[str, Any]:
         name: (partial(of_setting, setting), setting[1]) for name, setting in TRAINING.items()
     }
     kinds["{}, {}, `make`".format(*PRESET)] = (partial(of_preset, normalize_freq="rollout"), PRESET[1])
+    kinds["{}, {}, `default`".format(*PRESET)] = (as_unknown, PRESET[1])
     found: dict[str, Any] = {}
     for name, (make, n_envs) in kinds.items():
         parts = parts_of(make, n_envs)

@@ -15,7 +15,7 @@ import pandas as pd
 ROOT = Path(__file__).parents[1]
 SCRIPTS, STUDIES = ROOT / "scripts", ROOT / "benchmark" / "studies"
 # Our arms in the suites of the learning benchmark, each of which has one more
-OURS = {"ppo_ext", "default", "best trial"}
+OURS = {"ppo_ext", "former default", "best trial"}
 
 
 def redraw_study(table: Path) -> None:

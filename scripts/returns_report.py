@@ -29,8 +29,8 @@ plt.rcParams.update(STYLE)
 # Titles of the tables, which are pages of the documentation
 TITLES = {
     "presets": "Table: presets and RL Zoo's tuned PPO",
-    "default": "Table: `default` and SB3's defaults",
-    "unseen": "Table: `default` on tasks that played no part in choosing it",
+    "default": "Table: the former `default` and SB3's defaults",
+    "unseen": "Table: the former `default` on tasks that played no part in choosing it",
     "memory": "Table: history-based policies",
     "robots": "Table: robots of MuJoCo, one million steps",
     "discrete": "Table: discrete actions, one million steps",

@@ -16,6 +16,7 @@ from returns_report import BOOTSTRAPS, mean_improvement, table, with_interval, w
 from search_space import (
     ACTIVE,
     CANDIDATES,
+    CHOSEN,
     CONTINUOUS_ONLY,
     DISCRETE_ONLY,
     FIRST_SEED,
@@ -119,9 +120,11 @@ def _cell(effect: tuple[float, np.ndarray, int] | None) -> str:
 
 
 def of_race(rows: pd.DataFrame) -> pd.DataFrame:
-    """:return: The ranked rows of candidates and references"""
+    """:return: The ranked rows of candidates and references, and those of the chosen candidates again, as `default`"""
     names = {task: {*CANDIDATES[kind_of(task)], *REFERENCES} for task in DEVELOPMENT}
-    return ranked(rows[[name in names[task] for name, task in zip(rows["configuration"], rows["task"], strict=True)]])
+    rows = ranked(rows[[name in names[task] for name, task in zip(rows["configuration"], rows["task"], strict=True)]])
+    is_chosen = [name == CHOSEN[kind_of(task)] for name, task in zip(rows["configuration"], rows["task"], strict=True)]
+    return pd.concat([rows, rows[is_chosen].assign(configuration="default")], ignore_index=True)
 
 
 def racers(rows: pd.DataFrame, number: int, tasks: list[str]) -> dict[str, list[str]]:

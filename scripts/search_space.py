@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from default_split import DEVELOPMENT, DISCRETE, is_discrete
-from returns_suites import FITTED
+from returns_suites import FITTED, entries
 
 # Seeds of the search; no published run has one of them.
 FIRST_SEED = 1000
@@ -53,18 +53,7 @@ DISCRETE_ONLY = {"ent_coef"}
 REFERENCES: dict[str, dict[str, Any]] = {
     "SB3's defaults": {"policy": "MlpPolicy"},
     "SB3's defaults + VecNormalize": {"policy": "MlpPolicy", "normalize": True},
-    "former default": {
-        "policy": "MlpPolicy",
-        "normalize": True,
-        "n_envs": 2,
-        "n_steps": 1024,
-        "batch_size": 64,
-        "n_epochs": 10,
-        "learning_rate": 3e-4,
-        "gamma": 0.9925,
-        "gae_lambda": 0.97,
-        "adaptive_lr_kl": 0.01,
-    },
+    "former default": entries("ablation")["default"],
 }
 # Candidates for the race: levels that differ from the first ones, for each kind of actions. First, what the screening favours.
 _SCREENED = {"n_envs": 16, "normalize_freq": "rollout", "betas": (0.9, 0.9)}
@@ -118,6 +107,8 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
         "KL, entropy": {**_TANH, **_KL, "gamma": 0.995, "ent_coef": 0.01},
     },
 }
+# What the entries `default` and `default-discrete` are
+CHOSEN = {"continuous": "rollout 1024", "discrete": "KL"}
 # Those that are left. The first and the second race have ended, and so have the others of the third one.
 RACERS = {
     "continuous": [*list(CANDIDATES["continuous"])[13:], "rollout 1024", "ReLU"],

@@ -100,6 +100,11 @@ def scores(rows: Sequence[Row], task: str, arm: str) -> np.ndarray:
     return np.array([row["score"] for row in sorted(found, key=lambda row: row["seed"])])
 
 
+def counted_tasks(rows: Sequence[Row]) -> list[str]:
+    """:return: The tasks that have runs with every number of environments"""
+    return [task for task in COUNTED if all(len(scores(rows, task, str(count))) for count in COUNTS)]
+
+
 def difference(ours: np.ndarray, theirs: np.ndarray) -> str:
     """Difference of two means with a 95 % bootstrap interval; bold if it excludes 0"""
     rng = np.random.default_rng(0)
@@ -110,7 +115,7 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> str:
 
 
 def report(rows: list[Row]) -> None:
-    counted = [task for task in COUNTED if all(len(scores(rows, task, str(count))) for count in COUNTS)]
+    counted = counted_tasks(rows)
     header = ["task", *(f"{count} environments" for count in COUNTS)]
     lines = [[task, *(mean_and_std(scores(rows, task, str(count)), 1) for count in COUNTS)] for task in counted]
     print_table("return, mean ± std over seeds", header, lines)
@@ -127,8 +132,8 @@ def report(rows: list[Row]) -> None:
 
 
 def plot(rows: list[Row]) -> Figure:
-    figure, axes = grid_of_axes(len(COUNTED))
-    for ax, task in zip(axes, COUNTED, strict=True):
+    figure, axes = grid_of_axes(len(counted_tasks(rows)))
+    for ax, task in zip(axes, counted_tasks(rows), strict=True):
         values = [scores(rows, task, str(count)) for count in COUNTS]
         [line] = ax.plot(COUNTS, [each.mean() for each in values], "o-", label="`default`, 100 000 steps")
         low, high = ([bound(each) for each in values] for bound in (np.min, np.max))
@@ -152,7 +157,8 @@ def main() -> None:
     ]
     rows = run_missing(jobs, arguments.out / "environments.csv.gz", arguments.processes)
     report(rows)
-    save_plot(plot(rows), arguments.out / "environments.svg")
+    if counted_tasks(rows):
+        save_plot(plot(rows), arguments.out / "environments.svg")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ Run it: python benchmark/studies/mountain_car.py (about 7 minutes on two cores)
 It writes benchmark/studies/mountain_car.csv.gz and benchmark/studies/mountain_car.svg.
 """
 
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -83,9 +83,8 @@ class GoalRecorder(Recorder):
 
 
 def default_entry() -> dict[str, Any]:
-    """:return: Hyperparameters in the entry `default`"""
-    path = resources.files("sb3_ppo_ext") / "zoo" / "hyperparams" / "ppo_ext.yml"
-    entry = yaml.safe_load(path.read_text())["default"]
+    """:return: Hyperparameters in the entry `default`, as it was before the search"""
+    entry = yaml.safe_load((Path(__file__).parents[1] / "ablation.yml").read_text())["default"]
     assert entry.pop("normalize")
     del entry["n_timesteps"]
     return entry

@@ -4,10 +4,13 @@ import json
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pandas as pd
 import pytest
 from torch import nn
+
+from sb3_ppo_ext import make
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -256,3 +259,17 @@ def test_baselines_of_the_robots():
     assert len(jobs) == len(set(jobs)) == 6 * sum(continue_evidence.N_SEEDS.values())
     assert "computed by SB3" in jobs[-1].arm
     assert {job.arm for job in jobs[:3]} == returns_suites.BASELINES.keys()
+
+
+@pytest.mark.parametrize(("env_id", "kind"), [("Pendulum-v1", "continuous"), ("CartPole-v1", "discrete")])
+def test_default_is_what_was_chosen(env_id, kind):
+    """`make` trains a task without an entry with what the search has chosen for its kind of actions."""
+    entry = search_space.SearchJob(search_space.CHOSEN[kind], env_id, 1000).entry()
+    model, _ = make(lambda: gym.make(env_id), device="cpu")
+    names = ("n_envs", "n_steps", "batch_size", "n_epochs", "gamma", "gae_lambda", "advantage_norm", "ent_coef", "vtrace")
+    assert {name: getattr(model, name) for name in names} == {name: entry[name] for name in names}
+    assert (model.adaptive_lr_kl, model.lr_schedule(1.0)) == (entry.get("adaptive_lr_kl"), entry["learning_rate"])
+    keywords = eval(entry["policy_kwargs"], {"nn": nn, "dict": dict})
+    assert isinstance(model.policy.mlp_extractor.policy_net[1], keywords["activation_fn"])
+    assert model.policy.optimizer.defaults["betas"] == keywords["optimizer_kwargs"]["betas"]
+    assert model.normalize_obs is model.normalize_reward is True

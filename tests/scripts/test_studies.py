@@ -23,6 +23,7 @@ STUDIES = ROOT / "benchmark" / "studies"
         ("bounds", 20480, []),
         ("adaptive_lr", 8192, []),
         ("backends", 4096, []),
+        ("environments", 4096, ["--tasks", "Pendulum-v1", "Reacher-v5"]),
         # The others take longer, and LunarLander needs Box2D, which the tests do without.
         ("memory", 2048, ["--tasks", "T-maze 10", "CartPoleNoVel-v1"]),
         ("robustness", 60_000, ["--tasks", "counting", "--arms", "transformer", "frames", "--rates", "1e-3"]),
@@ -152,7 +153,7 @@ def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "asymmetric", "hybrid_actions"}
-    names |= {"auxiliary_losses", "mountain_car"}
+    names |= {"auxiliary_losses", "mountain_car", "environments"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 
