@@ -8,6 +8,7 @@ without cloning.
 
 import argparse
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -115,6 +116,39 @@ def _take(data: Any, batch: np.ndarray) -> Any:
     return [data[index] for index in batch] if isinstance(data, list) else data[batch]
 
 
+def demonstrations_of(episodes: Iterable[Any], gamma: float) -> Demonstrations:
+    """
+    :param episodes: Recorded episodes with ``observations``, ``actions`` and ``rewards``, such as those of a data set of
+        Minari; the observation after the last action is left out
+    :param gamma: Discount factor of the returns, which end with the episode
+    :return: Their steps
+    """
+    observations, actions, returns = [], [], []
+    for episode in episodes:
+        observations.append(_take(episode.observations, np.arange(len(episode.rewards))))
+        actions += _steps_of(episode.actions)
+        returns.append(discounted(episode.rewards, gamma))
+    if isinstance(observations[0], dict):
+        seen: Any = {key: np.concatenate([each[key] for each in observations]) for key in observations[0]}
+    else:
+        seen = np.concatenate(observations)
+    return Demonstrations(
+        seen, actions if isinstance(actions[0], dict | tuple) else np.stack(actions), np.concatenate(returns)
+    )
+
+
+def _steps_of(actions: Any) -> list[Any]:
+    if isinstance(actions, dict):
+        return [dict(zip(actions, step, strict=True)) for step in zip(*actions.values(), strict=True)]
+    return list(zip(*actions, strict=True)) if isinstance(actions, tuple) else list(actions)
+
+
+def discounted(rewards: Sequence[float], gamma: float) -> np.ndarray:
+    """The discounted sum of the rewards that follow each step of an episode."""
+    following = 0.0
+    return np.array([following := float(reward) + gamma * following for reward in reversed(rewards)])[::-1]
+
+
 def swing_up(observation: np.ndarray) -> np.ndarray:
     """An expert for Pendulum-v1: it pumps energy until the pendulum is close to the top, where it holds it."""
     cosine, sine, speed = observation
@@ -149,10 +183,8 @@ def record(n_episodes: int, gamma: float, noise: float = 0.5, seed: int = 0) -> 
             rewards.append(float(reward))
             over = terminated or truncated
         totals.append(sum(rewards))
-        following = 0.0
-        discounted = [following := reward + gamma * following for reward in reversed(rewards)]
-        returns += discounted[::-1]
-    return Demonstrations(np.stack(observations), np.stack(actions), np.array(returns)), float(np.mean(totals))
+        returns.append(discounted(rewards, gamma))
+    return Demonstrations(np.stack(observations), np.stack(actions), np.concatenate(returns)), float(np.mean(totals))
 
 
 def make_model(action_dist: str, seed: int) -> PPOExt:

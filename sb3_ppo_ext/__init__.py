@@ -4,7 +4,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from sb3_ppo_ext.algorithm.hparams import HParamCallback, hyperparameters
 from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
-from sb3_ppo_ext.common.schedules import DecaySchedule, HoldThenLinearToZero, KLAdaptive, LinearToZero
 from sb3_ppo_ext.common.workers import WorkerError
 from sb3_ppo_ext.envs.action_mask_wrapper import ActionMaskWrapper
 from sb3_ppo_ext.envs.checked_subproc_vec_env import CheckedSubprocVecEnv
@@ -23,8 +22,8 @@ from sb3_ppo_ext.memory.policies import CnnTransformerPolicy, MlpTransformerPoli
 from sb3_ppo_ext.memory.recurrent_policies import CnnLstmPolicy, MlpLstmPolicy, MultiInputLstmPolicy
 from sb3_ppo_ext.policies import CnnPolicy, MlpPolicy, MultiInputPolicy, TransformerExtractor
 from sb3_ppo_ext.ppo_ext import PPOExt
-from sb3_ppo_ext.update.mirror import Mirror, mirror_loss
-from sb3_ppo_ext.update.smoothness import smoothness_loss
+from sb3_ppo_ext.schedules import DecaySchedule, HoldThenLinearToZero, KLAdaptive, LinearToZero
+from sb3_ppo_ext.update.mirror import Mirror
 from sb3_ppo_ext.zoo.presets import make, presets
 
 try:
@@ -38,16 +37,12 @@ __all__ = [
     "CnnLstmPolicy",
     "CnnPolicy",
     "CnnTransformerPolicy",
-    "DecaySchedule",
     "EncodeText",
     "EnvPoolVecEnv",
     "FastDummyVecEnv",
     "HParamCallback",
-    "HoldThenLinearToZero",
     "JaxVecEnv",
-    "KLAdaptive",
     "LastRewardWrapper",
-    "LinearToZero",
     "Mirror",
     "MlpLstmPolicy",
     "MlpPolicy",
@@ -69,13 +64,11 @@ __all__ = [
     "__version__",
     "hyperparameters",
     "make",
-    "mirror_loss",
     "presets",
-    "smoothness_loss",
 ]
 
 # Zips and pickles refer to a class by its module. It is this one, so that files can move.
-for _name in __all__:
-    if isinstance(_class := globals()[_name], type):
+for _class in (*map(globals().get, __all__), DecaySchedule, HoldThenLinearToZero, KLAdaptive, LinearToZero):
+    if isinstance(_class, type):
         _class.__module__ = __name__
-del _name, _class
+del _class

@@ -12,6 +12,7 @@ It writes benchmark/studies/held_back.csv.gz and benchmark/studies/held_back.svg
 keeps the rows of the others.
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -211,14 +212,15 @@ def report_gradients(rows: list[Row]) -> None:
 
 def plot(rows: list[Row]) -> Figure:
     labels = {"gain": "gain of the objective", "kl": "KL divergence, nats", "value_error": "squared error of the value"}
-    figure, axes = grid_of_axes(len(labels))
-    for ax, (name, label) in zip(axes, labels.items(), strict=True):
+    figure, axes = grid_of_axes(len(labels) * len(PARTS), sharex=True, sharey="row")
+    for ax, ((name, label), part) in zip(axes, itertools.product(labels.items(), PARTS), strict=True):
         for number, arm in enumerate(ARMS):
-            for part, style in zip(PARTS, ("-", "--"), strict=True):
-                epochs = range(1, N_EPOCHS + 1)
-                means = [np.mean([row[name] for row in select(rows, arm=arm, part=part, epoch=epoch)]) for epoch in epochs]
-                ax.plot(epochs, means, style, color=f"C{number}", label=f"{arm}, {part}")
-        ax.set(xlabel="epoch", ylabel=label)
+            epochs = range(1, N_EPOCHS + 1)
+            means = [np.mean([row[name] for row in select(rows, arm=arm, part=part, epoch=epoch)]) for epoch in epochs]
+            ax.plot(epochs, means, color=f"C{number}", label=arm)
+        ax.set(title=part, ylabel=label if part == PARTS[0] else "")
+    for ax in axes[-2:]:
+        ax.set_xlabel("epoch")
     legend_below(figure, axes[0], "means over updates and seeds", n_columns=2)
     return figure
 

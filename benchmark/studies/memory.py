@@ -71,7 +71,9 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "shared transformer, momentum 0.98": {**SHARED, **averaging_gradients(0.98)},
 }
 ARMS = ("PPO", "PPO, frames", "RecurrentPPO", *TRANSFORMERS, *RECURRENT)
-COLORS = dict(zip(ARMS, ("0.6", "C1", "C2", "C0", "C5", "C9", "C6", "C8", "C4", "C7"), strict=True))
+# The others are in the tables.
+DRAWN = ("PPO", "PPO, frames", "RecurrentPPO", "transformer", "shared transformer", "GRU in PPOExt")
+COLORS = dict(zip(DRAWN, ("0.6", "C1", "C2", "C0", "C5", "C4"), strict=True))
 N_EVALUATIONS, EVALUATION_SEED = 10, 1000
 # For the tasks that the Zoo does not have
 OWN = dict(n_envs=8, n_steps=128, batch_size=256, n_epochs=10, learning_rate="lin_1e-3", gamma=0.99, ent_coef=0.01)
@@ -233,7 +235,7 @@ def tasks_of(rows: list[Row]) -> list[str]:
 def plot(rows: list[Row]) -> Figure:
     figure, axes = grid_of_axes(len(tasks_of(rows)))
     for ax, task in zip(axes, tasks_of(rows), strict=True):
-        for arm in ARMS:
+        for arm in DRAWN:
             kind = select(rows, task=task, arm=arm)
             if kind:
                 plot_curve(ax, kind, "evaluation", label=arm, color=COLORS[arm])

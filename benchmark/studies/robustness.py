@@ -284,17 +284,23 @@ def best_of(found: dict[tuple[str, float], np.ndarray], task: str) -> float:
 def plot(rows: list[Row]) -> Figure:
     figure, axes = grid_of_axes(len(TASKS), sharex=True)
     for ax, task in zip(axes, TASKS, strict=True):
-        styles = zip(map(float, RATES), (":", "--", "-"), strict=True)
-        for (arm, color), (rate, style) in itertools.product(COLORS.items(), styles):
-            kind = select(rows, task=task, arm=arm, rate=rate)
-            ends = sorted({row["timesteps"] for row in kind})
-            means = [np.mean([row["return"] for row in kind if row["timesteps"] == end]) for end in ends]
-            ax.plot(np.array(ends) / 1000, means, style, color=color, label=f"{arm}, {rate:g}" if means else None)
+        for arm, color in COLORS.items():
+            ends, of_rates = curves(rows, task, arm)
+            ax.plot(ends / 1000, of_rates.mean(axis=0), color=color, label=arm)
+            ax.fill_between(ends / 1000, of_rates.min(axis=0), of_rates.max(axis=0), color=color, alpha=0.2, linewidth=0)
         ax.set(title=task, ylabel="return")
     for ax in axes[-2:]:
         ax.set_xlabel("1000 timesteps")
-    legend_below(figure, axes[0], "means over the seeds; numbers: learning rates")
+    legend_below(figure, axes[0], "means over seeds and three learning rates; bands: from the worst rate to the best")
     return figure
+
+
+def curves(rows: list[Row], task: str, arm: str) -> tuple[np.ndarray, np.ndarray]:
+    """Ends of the periods that there are of all learning rates, and the mean return of each rate in each of them."""
+    kinds = [select(rows, task=task, arm=arm, rate=float(rate)) for rate in RATES]
+    ends = sorted(set.intersection(*({row["timesteps"] for row in kind} for kind in kinds)))
+    means = [[np.mean([row["return"] for row in kind if row["timesteps"] == end]) for end in ends] for kind in kinds]
+    return np.array(ends), np.array(means)
 
 
 def is_chosen(row: Row, arguments: argparse.Namespace) -> bool:

@@ -15,7 +15,15 @@ from torch import nn
 
 from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.user_code import is_known_module
-from sb3_ppo_ext.common.validation import BadArgumentError, check_kwargs, check_sizes, check_type, described, refuse
+from sb3_ppo_ext.common.validation import (
+    BadArgumentError,
+    check_kwargs,
+    check_sizes,
+    check_type,
+    described,
+    hint_of_string,
+    refuse,
+)
 from sb3_ppo_ext.options.values import Accepted, Dictionary, Flag, Optional
 from sb3_ppo_ext.policies.observation_keys import KEYWORDS as KEYS
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin, check_keys, select_space
@@ -126,6 +134,9 @@ def check_policy_kwargs(policy_class: type[BasePolicy], policy_kwargs: Kwargs, m
     for name, value in policy_kwargs.items():
         if name in KEYWORDS:
             KEYWORDS[name].check(name, value)
+    for name, value in (policy_kwargs.get("optimizer_kwargs") or {}).items():
+        if hint := hint_of_string(value):
+            refuse(f"optimizer_kwargs[{name!r}]", value, f"give a number{hint}")
     if makes_optimizer:
         _check_optimizer(policy_kwargs)
     extractor = _argument("features_extractor_class", policy_class, policy_kwargs)

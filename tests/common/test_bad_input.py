@@ -211,7 +211,7 @@ BAD_POLICY_KWARGS = [
     (dict(optimizer_class=th.optim.SparseAdam), "`optimizer_class=.*SparseAdam.*dense gradients"),
     (dict(optimizer_kwargs=dict(momentum=0.9)), "`optimizer_kwargs={'momentum': 0.9}` is not valid: TypeError"),
     (dict(optimizer_kwargs=dict(betas=(2, 2))), "`optimizer_kwargs=.*is not valid: ValueError: Invalid beta"),
-    (dict(optimizer_kwargs=dict(eps="1e-5")), "`optimizer_kwargs=.*is not valid: TypeError"),
+    (dict(optimizer_kwargs=dict(eps="1e-5")), "`optimizer_kwargs.'eps'.='1e-5'`.*in YAML, write 0.00001"),
     (dict(optimizer_kwargs=dict(lr=1e-3)), "`optimizer_kwargs=.*`learning_rate`"),
 ]
 BAD_MEMORY = [

@@ -14,8 +14,8 @@ from stable_baselines3.common.utils import ConstantSchedule, FloatSchedule, Line
 from support.parity import assert_equal
 
 import sb3_ppo_ext
-from sb3_ppo_ext import DecaySchedule, HoldThenLinearToZero, KLAdaptive, LinearToZero
 from sb3_ppo_ext.common.plain_data import NotPlainError, from_plain, python_numbers, to_plain, to_plain_or_culprit
+from sb3_ppo_ext.schedules import DecaySchedule, HoldThenLinearToZero, KLAdaptive, LinearToZero
 
 NESTED = spaces.Dict(OrderedDict(z=spaces.Discrete(2), a=spaces.Dict(b=spaces.MultiBinary(1))))
 SPACES = [

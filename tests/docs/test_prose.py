@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Generated, or pages of results
-LEFT_OUT = {"memory", "memory_studies", "options_reference", "performance"}
+LEFT_OUT = {"memory_studies", "options_reference"}
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in LEFT_OUT)]
 LONGEST = 35
 

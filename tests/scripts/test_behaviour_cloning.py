@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -149,6 +150,23 @@ def test_demonstrations(example):
     undiscounted, same_mean = example.record(2, gamma=1.0, noise=0.5)
     assert undiscounted.returns[[0, 200]].mean() == pytest.approx(mean_return) == pytest.approx(same_mean)
     assert demonstrations.returns[199] == undiscounted.returns[199]
+
+
+@pytest.mark.parametrize("kind", ["box", "dict"])
+def test_episodes_of_minari(kind, example):
+    """Episodes as Minari has them, with one observation more than actions, become steps."""
+    seen, actions = np.arange(18.0).reshape(6, 3), np.arange(5)
+    if kind == "dict":
+        seen, actions = dict(seen=seen, other=np.arange(6)), dict(gear=np.arange(5), force=np.zeros((5, 1)))
+    episode = SimpleNamespace(observations=seen, actions=actions, rewards=np.ones(5), infos={})
+    found = example.demonstrations_of([episode, episode], gamma=0.5)
+    assert found.returns.tolist() == 2 * [1.9375, 1.875, 1.75, 1.5, 1.0]
+    if kind == "box":
+        assert np.array_equal(found.observations, np.concatenate([seen[:5], seen[:5]]))
+        assert found.actions.tolist() == 2 * list(range(5))
+    else:
+        assert found.observations["other"].tolist() == 2 * list(range(5))
+        assert [(action["gear"], action["force"].shape) for action in found.actions] == 2 * [(n, (1,)) for n in range(5)]
 
 
 @pytest.mark.slow

@@ -12,8 +12,9 @@ from support.masks import make_masked
 from support.toys import DICT, IMAGE, make_toys
 from support.training import BOTH, changed, logged, make, run
 
-from sb3_ppo_ext import ActionMaskWrapper, Mirror, PPOExt, mirror_loss
+from sb3_ppo_ext import ActionMaskWrapper, Mirror, PPOExt
 from sb3_ppo_ext.distributions import location
+from sb3_ppo_ext.losses import mirror_loss
 
 SQUARE = spaces.Box(-1.0, 1.0, (2,), np.float32)
 OBS = [0, [1, -1], [2, -1]]

@@ -9,8 +9,9 @@ from support.masks import make_masked
 from support.toys import DICT, IMAGE, make_toys
 from support.training import changed, logged, make, run
 
-from sb3_ppo_ext import ActionMaskWrapper, PPOExt, smoothness_loss
+from sb3_ppo_ext import ActionMaskWrapper, PPOExt
 from sb3_ppo_ext.distributions import location
+from sb3_ppo_ext.losses import smoothness_loss
 from sb3_ppo_ext.update.smoothness import SpatialSmoothness
 
 
