@@ -73,7 +73,7 @@ def lines() -> Iterator[str]:
 
 
 def _line(title: str, names: Collection[str]) -> str:
-    return f"| {title} | " + " | ".join("✔️" if name in names else "❌" for name in COLUMNS) + " |"
+    return f"| {title} | " + " | ".join("✔️" if name in names else "✘" for name in COLUMNS) + " |"
 
 
 if __name__ == "__main__":
