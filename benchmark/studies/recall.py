@@ -1,6 +1,6 @@
 """
-How well the transformer recalls with everything at its default, on four tasks whose sizes and seeds chose nothing: what is to be
-answered in the last step of an episode depends on a combination of what was seen before, and on nothing else.
+How well the transformer recalls with everything at its default, on four tasks whose sizes and seeds chose nothing: what is to
+be answered in the last step of an episode depends on a combination of what was seen before, and on nothing else.
 
 - "asked": three symbols are shown in a random order, each with a sign; the last step asks for the sign of one of them
 - "order": two events come one after the other; which was the first?

@@ -152,7 +152,7 @@ def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "asymmetric", "hybrid_actions"}
-    names |= {"auxiliary_losses", "mountain_car"}
+    names |= {"auxiliary_losses", "mountain_car", "recall"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 
