@@ -7,7 +7,7 @@ be answered in the last step of an episode depends on a combination of what was 
 - "count": a pulse comes between zero and four times; how often?
 - "pair": two cues have one of three values each; are they the same?
 
-Each of them with two constant learning rates, and with a KL divergence that is held, as in robustness.py. "frames" is PPO on
+Each of them with a KL divergence that is held, as in robustness.py, and with two constant learning rates. "frames" is PPO on
 stacked observations of whole episodes. A run ends when 99 % of the last thousand answers are right. Seeds begin at 200.
 
 Run it: python benchmark/studies/recall.py
@@ -89,9 +89,9 @@ TASKS: dict[str, tuple[Callable[[np.random.Generator, int], Episodes], int]] = {
 }
 ARMS = "transformer", "frames"
 RATES: dict[str, dict[str, Any]] = {
+    "held KL": HELD,
     "constant 3e-4": {"learning_rate": 3e-4},
     "constant 1e-3": {"learning_rate": 1e-3},
-    "held KL": HELD,
 }
 OPTIONS: dict[str, Any] = dict(n_steps=128, batch_size=256, device="cpu")
 N_ENVS, TIMESTEPS, FIRST_SEED, N_ANSWERS, ENOUGH = 16, 150_000, 200, 1000, 0.99
@@ -152,7 +152,7 @@ def run(job: Job) -> Row:
 def jobs_of(arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Job]:
     """Runs that are not in the table, the first seed of all of them first."""
     seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
-    for seed, arm, task, rate in itertools.product(seeds, arguments.arms, arguments.tasks, arguments.rates):
+    for seed, arm, rate, task in itertools.product(seeds, arguments.arms, arguments.rates, arguments.tasks):
         settings = {"task": task, "arm": arm, "rate": rate}
         if not select(rows, **settings, seed=seed):
             yield Job(settings, seed, arguments.timesteps)
