@@ -207,7 +207,8 @@ def test_bad_arguments(match, arguments):
 
 def test_values_that_the_zoo_does_not_take():
     """Classes and functions, and None where it is a value, are those of PPOExt."""
-    schedules = dict(learning_rate=lambda left: 1e-3 * left, lr_decay="constant", clip_range_vf=None)
+    schedules = dict(learning_rate=lambda left: 1e-3 * left, clip_range_vf=None)
+    schedules |= dict(adaptive_lr_kl=None, adaptive_lr_rule="threshold")
     model, env = make("CartPole-v1", policy=MlpTransformerPolicy, **schedules)
     assert isinstance(model.policy, MlpTransformerPolicy)
     assert (model.lr_schedule(1.0), model.lr_schedule(0.5)) == (1e-3, 5e-4)
