@@ -48,6 +48,21 @@ def test_study(name, timesteps, tasks, tmp_path):
     assert (tmp_path / f"{name}.svg").stat().st_size > 10_000
 
 
+@pytest.mark.integration
+@pytest.mark.slow
+def test_recall_is_not_repeated(tmp_path):
+    """The study of recall has a row for each run, prints a table, and leaves alone what it has run."""
+    options = ["--arms", "frames", "--seeds", 1, "--timesteps", 4096, "--out", tmp_path]
+    command = [sys.executable, STUDIES / "recall.py", *options]
+    tables = []
+    for _ in range(2):
+        printed = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout
+        tables.append(gzip.decompress((tmp_path / "recall.csv.gz").read_bytes()))
+    assert tables[0] == tables[1]
+    assert len(tables[0].splitlines()) == 1 + 4 * 3
+    assert printed.startswith("\nframes: share of right answers")
+
+
 def printed_lines(code):
     """Lines that code prints which imports the studies as they import each other."""
     command = [sys.executable, "-c", code]
@@ -153,7 +168,7 @@ def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "asymmetric", "hybrid_actions"}
-    names |= {"auxiliary_losses", "mountain_car", "environments"}
+    names |= {"auxiliary_losses", "mountain_car", "environments", "recall"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 

@@ -8,11 +8,21 @@ import pytest
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecNormalize, unwrap_vec_normalize
 from support.parity import assert_equal
+from support.snippets import ROOT, blocks
 from support.torch_envs import TorchPendulum
 from support.zoo import manager, saved
 from torch import nn
 
-from sb3_ppo_ext import FastDummyVecEnv, MlpTransformerPolicy, ParallelVecEnv, PPOExt, TorchVecEnv, make, presets
+from sb3_ppo_ext import (
+    FastDummyVecEnv,
+    MlpTransformerPolicy,
+    ParallelVecEnv,
+    PPOExt,
+    TorchVecEnv,
+    hyperparameters,
+    make,
+    presets,
+)
 from sb3_ppo_ext.envs import choice_of_vec_env
 from sb3_ppo_ext.zoo import environment_counts
 from sb3_ppo_ext.zoo import presets as zoo_presets
@@ -197,7 +207,8 @@ def test_bad_arguments(match, arguments):
 
 def test_values_that_the_zoo_does_not_take():
     """Classes and functions, and None where it is a value, are those of PPOExt."""
-    schedules = dict(learning_rate=lambda left: 1e-3 * left, lr_decay="constant", clip_range_vf=None)
+    schedules = dict(learning_rate=lambda left: 1e-3 * left, clip_range_vf=None)
+    schedules |= dict(adaptive_lr_kl=None, adaptive_lr_rule="threshold")
     model, env = make("CartPole-v1", policy=MlpTransformerPolicy, **schedules)
     assert isinstance(model.policy, MlpTransformerPolicy)
     assert (model.lr_schedule(1.0), model.lr_schedule(0.5)) == (1e-3, 5e-4)
@@ -320,3 +331,19 @@ def test_preset_for_simulators():
     assert entry["batch_size"] * 4 == entry["n_envs"] * entry["n_steps"]
     given = {name: value for name, value in entry.items() if name not in ("n_envs", "n_timesteps", "normalize", "policy")}
     PPOExt("MlpPolicy", "CartPole-v1", **{**given, "batch_size": 6}, device="cpu").learn(24)
+
+
+def test_entry_for_memory_is_the_arm_of_the_study(monkeypatch, tmp_path):
+    """`make`, the Zoo and the first snippet of the documentation make the model of the arm that the study recommends."""
+    monkeypatch.syspath_prepend(ROOT / "benchmark" / "studies")
+    robustness, snippet = importlib.import_module("robustness"), {}
+    exec(blocks("docs/memory.md")[0].code.replace("model.learn", "#"), snippet)
+    policy = dict(policy="MlpTransformerPolicy")
+    made, _ = make("CartPole-v1", **policy)
+    of_zoo, _ = manager(env_id="CartPole-v1", folder=tmp_path, eval_freq=-1, hyperparams=policy).setup_experiment()
+    [rate] = {float(rate) for rate in robustness.RATES} & {made.learning_rate}
+    arm = robustness.make_model("counting", f"transformer, {robustness.SHORT_HELD}", rate, seed=0)
+    differs = {"seed": None, "device": None}
+    first, *others = ({**hyperparameters(model), **differs} for model in (made, of_zoo, snippet["model"], arm))
+    assert all(each == first for each in others)
+    assert presets()["memory"]["n_timesteps"] == robustness.SHORT
