@@ -250,7 +250,8 @@ def test_kinds_of_environments(name):
     assert made.num_envs == model.n_envs == n_envs
     assert made is env or not isinstance(env, VecEnv)
     assert model.normalize_obs is model.normalize_reward is True
-    assert model.n_steps * n_envs == pytest.approx(2048, rel=0.04)
+    n_samples = 1024 if isinstance(model.action_space, spaces.Box) else 2048
+    assert model.n_steps * n_envs == pytest.approx(n_samples, rel=0.04)
     assert unwrap_vec_normalize(model.env) is None
 
 
