@@ -67,7 +67,7 @@ def test_engine_can_change_in_the_middle():
     for backend in ("native", "eager", "native", "auto"):
         model.backend = backend
         model.learn(32, reset_num_timesteps=False)
-    assert {int(state["step"]) for state in model.policy.optimizer.state.values()} == {4 * 3 * 4}
+    assert {int(state["step"]) for state in model.policy.optimizer.state.values()} == {4 * SMALL["n_epochs"] * 4}
     other = make(seed=4)
     with th.no_grad():
         for parameter in model.policy.parameters():
@@ -221,7 +221,7 @@ def test_optimizers_that_torch_steps():
     th.optim.lr_scheduler.LambdaLR(model.policy.optimizer, lambda step: 1.0)
     assert not takes(model)
     model.learn(32)
-    assert {int(state["step"]) for state in model.policy.optimizer.state.values()} == {12}
+    assert {int(state["step"]) for state in model.policy.optimizer.state.values()} == {4 * SMALL["n_epochs"]}
     for kwargs in (dict(amsgrad=True), dict(maximize=True)):
         assert not takes(make(policy_kwargs=dict(optimizer_kwargs=kwargs)))
 

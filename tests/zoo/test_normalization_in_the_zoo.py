@@ -60,7 +60,8 @@ def test_equal_to_the_wrapper(env_id, normalize, options, tmp_path):
     policy = "MultiInputPolicy" if env_id == "ZooMixed-v0" else "MlpPolicy"
     seen = []
     for more in ({}, {"epsilon": 1e-8}):
-        model, _, experiment = trained(tmp_path, env_id, normalize={**normalize, **more} or True, policy=policy, gamma=0.9)
+        same = dict(policy=policy, gamma=0.9, normalize_freq="step")
+        model, _, experiment = trained(tmp_path, env_id, normalize={**normalize, **more} or True, **same)
         results = np.load(f"{experiment.save_path}/evaluations.npz")["results"]
         normalizer = unwrap_vec_normalize(model.env) or model.normalizer
         assert (model.normalizer is None) == bool(more)
