@@ -260,7 +260,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
             for bit; ``"fused"`` replaces Adam and the clipping of gradients by C; ``"native"`` computes MLP policies on the
             CPU in C, and may draw other random numbers; ``"device"`` keeps rollouts and updates on the device of the policy;
             ``"compile"`` uses ``torch.compile``; ``"auto"`` is the first of native, device (on a GPU, or with tensor
-            environments), fused and eager that supports the policy and the options. ``docs/options.md`` says what each engine
+            environments), fused and eager that supports the policy and the options. ``docs/engines.md`` says what each engine
             supports, and how equal the results are
         :param native_threads: Number of threads that compute large networks in updates with ``backend="native"``; it changes
             only the speed, and has no effect with another engine. Results are equal bit for bit for every number of threads

@@ -16,7 +16,7 @@ OF_ENTRIES = {"n_timesteps", "frame_stack", "env_wrapper", "vec_env_wrapper"}
 POLICIES: Mapping[str, type] = {
     "": MlpPolicy,
     ' of a transformer policy, such as `policy="MlpTransformerPolicy"`': MlpTransformerPolicy,
-    ' of an LSTM or GRU policy, such as `policy="MlpLstmPolicy"`': MlpLstmPolicy,
+    ' of a recurrent policy, such as `policy="MlpLstmPolicy"`': MlpLstmPolicy,
 }
 
 

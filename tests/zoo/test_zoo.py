@@ -30,7 +30,7 @@ from support.zoo import MODULE, config, manager, run, saved, train
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import register
 from sb3_ppo_ext.zoo.__main__ import main
-from sb3_ppo_ext.zoo.yaml_entries import HYPERPARAMS, TrialHyperparams, find_hyperparams
+from sb3_ppo_ext.zoo.yaml_entries import HYPERPARAMS, TrialHyperparams, default_for, find_hyperparams
 
 pytestmark = pytest.mark.integration
 
@@ -400,6 +400,21 @@ class Mixed(gym.Env):
 
 
 gym.register("Mixed-v0", Mixed, max_episode_steps=20)
+
+
+@pytest.mark.parametrize(
+    ("space", "key"),
+    [
+        (spaces.MultiDiscrete([2, 3]), "default-discrete"),
+        (spaces.MultiBinary(2), "default-discrete"),
+        (spaces.Tuple([spaces.Discrete(2), spaces.Box(-1, 1, (1,))]), "default"),
+        (spaces.Dict(a=spaces.Discrete(2), b=spaces.Dict(c=spaces.Box(-1, 1, (1,)))), "default"),
+        (spaces.Dict(a=spaces.Discrete(2), b=spaces.MultiBinary(2)), "default-discrete"),
+    ],
+)
+def test_default_for_actions(space, key):
+    """A `Box` anywhere in the action space makes it continuous."""
+    assert default_for(space) == key
 
 
 @pytest.mark.parametrize(
