@@ -14,7 +14,7 @@ from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 
 # Seconds that processes lose per step of all environments, for messages and for the policy, which each of them computes. By
-# `scripts/benchmark_choice.py` on two free cores, trainings in which more is saved are 1.1 to 1.4 times as fast. Where less is,
+# `scripts/benchmark_choice.py` on two free cores, trainings in which more is saved are 1.1 to 1.4 times as fast. Below that,
 # processes gain at times and lose at others.
 COST = 2e-5
 # Limits of the measurement
