@@ -63,6 +63,22 @@ def test_recall_is_not_repeated(tmp_path):
     assert printed.startswith("\nframes: share of right answers")
 
 
+@pytest.mark.integration
+@pytest.mark.slow
+def test_popgym_is_not_repeated(tmp_path):
+    """The study of POPGym has a row for each run, prints its tables, and leaves alone what it has run."""
+    pytest.importorskip("popgym")
+    options = ["--tasks", "MineSweeper", "PositionOnlyPendulum", "--seeds", 1, "--timesteps", 2048, "--out", tmp_path]
+    command = [sys.executable, STUDIES / "popgym_easy.py", *options]
+    tables = []
+    for _ in range(2):
+        printed = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout
+        tables.append(gzip.decompress((tmp_path / "popgym_easy.csv.gz").read_bytes()))
+    assert tables[0] == tables[1]
+    assert len(tables[0].splitlines()) == 1 + 2 * 5
+    assert printed.startswith("\nReturn, at the end, mean ± std over seeds")
+
+
 def printed_lines(code):
     """Lines that code prints which imports the studies as they import each other."""
     command = [sys.executable, "-c", code]
@@ -168,7 +184,7 @@ def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "asymmetric", "hybrid_actions"}
-    names |= {"auxiliary_losses", "mountain_car", "environments", "recall"}
+    names |= {"auxiliary_losses", "mountain_car", "environments", "recall", "popgym_easy"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 
