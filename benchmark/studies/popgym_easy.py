@@ -82,11 +82,11 @@ def make_model(task: str, arm: str, seed: int) -> PPOExt:
     return PPOExt("MlpLstmPolicy", env, n_steps=128, batch_size=128, seed=seed, device="cpu")
 
 
-def measured(env: VecEnv) -> Row:
+def measured(env: VecEnv, timesteps: int) -> Row:
     """Mean returns of the episodes that have ended, by when they have."""
     episodes = zip(env.env_method("get_episode_lengths"), env.env_method("get_episode_rewards"), strict=True)
     ends, returns = np.hstack([(N_ENVS * np.cumsum(lengths), rewards) for lengths, rewards in episodes])
-    periods = np.ceil(ends / PERIOD)
+    periods = np.ceil(ends / PERIOD).clip(max=max(timesteps // PERIOD, 1))  # without a short one at the end
     best = max(returns[periods == period].mean() for period in np.unique(periods))
     return {"return": float(returns[ends > ends.max() - END].mean()), "best": float(best)}
 
@@ -95,8 +95,8 @@ def run(job: Job) -> Row:
     model, start = make_model(**job.settings, seed=job.seed), time.process_time()
     model.learn(job.timesteps)
     assert model.env is not None
-    seconds = time.process_time() - start
-    return {**job.settings, "seed": job.seed, "timesteps": job.timesteps, **measured(model.env), "cpu_seconds": seconds}
+    returns, seconds = measured(model.env, job.timesteps), time.process_time() - start
+    return {**job.settings, "seed": job.seed, "timesteps": job.timesteps, **returns, "cpu_seconds": seconds}
 
 
 def jobs_of(arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Job]:
