@@ -55,6 +55,12 @@ FLAGS = Extension(
     extra_compile_args=["-O3"],
     optional=ARE_OPTIONAL,
 )
+SCAN = Extension(
+    "sb3_ppo_ext.memory._scan",
+    ["sb3_ppo_ext/memory/csrc/scan.c"],
+    extra_compile_args=["-O3", "-std=c11"],
+    optional=ARE_OPTIONAL,
+)
 
 
 def project_metadata(url: str, version: str) -> dict[str, Any]:
@@ -109,6 +115,6 @@ if __name__ == "__main__":
     assert version is not None
     setup(
         cmdclass={"build_py": BuildWithStartupHook},
-        ext_modules=[MLP, SHARED_SUM, FLAGS],
+        ext_modules=[MLP, SHARED_SUM, FLAGS, SCAN],
         **project_metadata(os.environ.get("SB3_PPO_EXT_URL", "").rstrip("/"), version[1]),
     )

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sb3_ppo_ext.memory import gru
-from sb3_ppo_ext.memory.mingru import MinGRU
+from sb3_ppo_ext.memory.linear_rnns import LinearRNN
 
-Network: TypeAlias = nn.RNNBase | MinGRU
+Network: TypeAlias = nn.RNNBase | LinearRNN
 # Hidden state, and cell state of an LSTM, each of shape (n_layers, n_sequences, hidden_size)
 State: TypeAlias = tuple[th.Tensor, ...]
 
@@ -206,7 +206,7 @@ def over_windows(network: Network, features: th.Tensor, plan: Plan, state: State
     return th.cat(outputs).index_select(0, plan.outputs)
 
 
-def over_sequences(network: MinGRU, features: th.Tensor, lengths: np.ndarray, state: State) -> th.Tensor:
+def over_sequences(network: LinearRNN, features: th.Tensor, lengths: np.ndarray, state: State) -> th.Tensor:
     """
     Run a network over sequences of any lengths in one call.
 

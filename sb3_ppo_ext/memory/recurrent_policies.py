@@ -31,7 +31,7 @@ from sb3_ppo_ext.common.validation import (
     refuse,
 )
 from sb3_ppo_ext.memory.history import HistoryPolicy, episode_starts_of
-from sb3_ppo_ext.memory.mingru import MinGRU
+from sb3_ppo_ext.memory.linear_rnns import LRU, LinearRNN, MinGRU
 from sb3_ppo_ext.memory.recurrence import (
     Network,
     Padding,
@@ -47,8 +47,8 @@ from sb3_ppo_ext.memory.recurrence import (
 )
 from sb3_ppo_ext.memory.states import StateMemory
 
-Rnn = Literal["lstm", "gru", "mingru"]
-NETWORKS: dict[str, type[Network]] = {"lstm": nn.LSTM, "gru": nn.GRU, "mingru": MinGRU}
+Rnn = Literal["lstm", "gru", "mingru", "lru"]
+NETWORKS: dict[str, type[Network]] = {"lstm": nn.LSTM, "gru": nn.GRU, "mingru": MinGRU, "lru": LRU}
 # What one more call of an LSTM costs on the CPU, as a number of rows: so many at least, as its weights are rearranged, and as
 # many as there are in this number of products
 ROWS_OF_CALL, PRODUCTS_OF_CALL = 64, 2**19
@@ -102,6 +102,8 @@ class RecurrentPolicyMixin(HistoryPolicy):
     ):
         check_sizes(dict(lstm_hidden_size=lstm_hidden_size, n_lstm_layers=n_lstm_layers))
         check_choice("rnn", rnn, get_args(Rnn))
+        if rnn == "lru" and lstm_hidden_size % 2 == 1:
+            refuse("lstm_hidden_size", lstm_hidden_size, "the units of an LRU are pairs of numbers; give an even number")
         check_lstm_kwargs(lstm_kwargs)
         flags = dict(shared_lstm=shared_lstm, enable_critic_lstm=enable_critic_lstm)
         for name, flag in flags.items():
@@ -184,7 +186,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
         state = without_memory(state, starts)
         if sequences.is_padded:
             return over_padded(network, features, len(lengths), bool((starts != 0).any()), state)
-        if isinstance(network, MinGRU):
+        if isinstance(network, LinearRNN):
             return over_sequences(network, features, lengths, state)
         if sequences.plan is not None:
             return over_windows(network, features, sequences.plan, state)
@@ -200,7 +202,7 @@ class RecurrentPolicyMixin(HistoryPolicy):
                 f"A {type(self).__name__} reads `RecurrentSequences`, which PPOExt's rollout buffer returns; single "
                 "observations lack the states: use `predict` with its `state`."
             )
-        if sequences.is_padded or sequences.lengths.max() == 1 or isinstance(self.lstm_actor, MinGRU):
+        if sequences.is_padded or sequences.lengths.max() == 1 or isinstance(self.lstm_actor, LinearRNN):
             return sequences
         size = self.lstm_hidden_size
         rows_of_call = ROWS_OF_CALL + PRODUCTS_OF_CALL / (size * (size + self.features_dim))

@@ -133,7 +133,7 @@ def _suggest_transformer(trial: "optuna.Trial") -> None:
 
 
 def _suggest_recurrence(trial: "optuna.Trial") -> None:
-    trial.suggest_categorical("rnn", ["lstm", "gru", "mingru"])
+    trial.suggest_categorical("rnn", ["lstm", "gru", "mingru", "lru"])
     trial.suggest_categorical("lstm_hidden_size", [16, 32, 64, 128, 256])
     trial.suggest_categorical("enable_critic_lstm", [False, True])
 

@@ -41,6 +41,7 @@ CONFIGURATIONS = {
     "LSTM": dict(policy="MlpLstmPolicy", policy_kwargs=dict(lstm_hidden_size=8)),
     "GRU, V-trace": dict(policy="MlpLstmPolicy", policy_kwargs=dict(lstm_hidden_size=8, rnn="gru"), vtrace=True),
     "MinGRU": dict(policy="MlpLstmPolicy", policy_kwargs=dict(lstm_hidden_size=8, rnn="mingru", n_lstm_layers=2)),
+    "LRU": dict(policy="MlpLstmPolicy", policy_kwargs=dict(lstm_hidden_size=8, rnn="lru", n_lstm_layers=2)),
     "LSTM, eager": dict(policy="MlpLstmPolicy", policy_kwargs=dict(lstm_hidden_size=8), backend="eager"),
     "V-trace with segments": dict(vtrace=True, priority_alpha=0.6, priority_segment=8),
     "linear schedules": dict(learning_rate="lin_1e-3", clip_range="lin_0.2", ent_coef="lin_0.01", lr_warmup=0),

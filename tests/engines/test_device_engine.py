@@ -92,7 +92,7 @@ def test_history_based_policies_in_tensor_environments(sim):
     assert counts.to_host + counts.items + counts.to_device <= BUDGET
 
 
-@pytest.mark.parametrize("rnn", ["lstm", "gru", "mingru"])
+@pytest.mark.parametrize("rnn", ["lstm", "gru", "mingru", "lru"])
 def test_recurrent_policies_in_tensor_environments(sim, rnn):
     """Recurrent policies train on the device as on the CPU, and wait for it a few times in an iteration."""
     options = {**SMALL, "batch_size": 64, "policy_kwargs": dict(LSTM, rnn=rnn)}

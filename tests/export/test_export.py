@@ -107,6 +107,7 @@ CASES = {
     "LSTM": case("MlpLstmPolicy", env=BOX, wrap=normalize),
     "GRU": case("MlpLstmPolicy", policy_kwargs=dict(rnn="gru", n_lstm_layers=2), action_dist="squashed_gaussian"),
     "MinGRU": case("MlpLstmPolicy", env=BOX, policy_kwargs=dict(rnn="mingru", n_lstm_layers=2)),
+    "LRU": case("MlpLstmPolicy", env=BOX, policy_kwargs=dict(rnn="lru", n_lstm_layers=2)),
     "LSTM, images": case("CnnLstmPolicy", env=dict(observation_space=IMAGE)),
     "LSTM, dict": case("MultiInputLstmPolicy", env=dict(observation_space=DICT)),
     "masks": case(env=dict(masked=True), action_masking=True),
@@ -226,7 +227,7 @@ def assert_acts_as_predict(model, file, n_steps):
 @pytest.mark.parametrize(
     "name",
     one_in(
-        len(CASES), CASES, "transformer, last action and reward", "GRU", "MinGRU", "masks, normalised", "images, channels last"
+        len(CASES), CASES, "transformer, last action and reward", "GRU", "MinGRU", "LRU", "masks, normalised", "images, channels last"
     ),
 )
 def test_acts_as_predict(name, suffix, exported):

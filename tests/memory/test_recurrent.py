@@ -186,12 +186,13 @@ UPDATES = {
     "GRU": of(keywords=GRU),
     "GRU, two layers, shared": of(keywords=dict(GRU, n_lstm_layers=2, shared_lstm=True, enable_critic_lstm=False)),
     "MinGRU, two layers": of(keywords=dict(rnn="mingru", n_lstm_layers=2)),
+    "LRU, two layers": of(keywords=dict(rnn="lru", n_lstm_layers=2)),
     "gSDE": of(use_sde=True, ent_coef=0.1),
     "accumulated": of(accumulate_grad=2, batch_size=5),
 }
 
 
-@pytest.mark.parametrize("name", one_in(3, UPDATES, "MinGRU, two layers"))
+@pytest.mark.parametrize("name", one_in(3, UPDATES, "MinGRU, two layers", "LRU, two layers"))
 def test_fused_updates(name):
     """From the same rollout, the fused engine, which packs sequences, makes the update of the eager one, which pads them."""
     assert_same_update(other="fused", **UPDATES[name])
@@ -231,7 +232,7 @@ def test_predict(name, tmp_path):
 
 def test_predict_acts_as_while_collecting():
     """Deterministic actions depend on the states as those of a rollout do; an LSTM has two states, others one."""
-    for rnn, n_states in (("lstm", 2), ("gru", 1), ("mingru", 1)):
+    for rnn, n_states in (("lstm", 2), ("gru", 1), ("mingru", 1), ("lru", 1)):
         model = of_kind(rnn)
         model.learn(16)
         buffer, state = model.rollout_buffer, None
@@ -272,7 +273,7 @@ def test_evaluation():
 # Rollouts
 
 
-@pytest.mark.parametrize("rnn", ["lstm", "gru", "mingru"])
+@pytest.mark.parametrize("rnn", ["lstm", "gru", "mingru", "lru"])
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_minibatches_agree_with_rollouts(rnn, is_padded):
     """Before the first update, any minibatch has the values and log probabilities of the rollout."""
@@ -395,7 +396,7 @@ print(type(PPOExt.load({str(tmp_path / "model")!r}).policy).__name__)
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "MlpLstmPolicy\n"
 
 
-@pytest.mark.parametrize("rnn", ["lstm", "gru", "mingru"])
+@pytest.mark.parametrize("rnn", ["lstm", "gru", "mingru", "lru"])
 def test_own_zips(rnn, tmp_path):
     """What is saved is loaded, with and without trust; a policy saved by itself, too."""
     model = of_kind(rnn, action_dist="beta")

@@ -62,7 +62,7 @@ OF_LSTM = {
     "shared_lstm": ("False", "True"),
     "enable_critic_lstm": ("True", "False"),
     "lstm_kwargs": ("None", "{}", "dict(bias=False)"),
-    "rnn": ("'lstm'", "'gru'", "'mingru'"),
+    "rnn": ("'lstm'", "'gru'", "'mingru'", "'lru'"),
 }
 RUBBISH = {
     "net_type": ("None", "'resnet'", "5", "['simba']", "'simba', 'net_arch': [4, 3]"),
