@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 
-MODULES = ("engines.native._mlp", "envs.parallel._flags", "distributed._shared_sum")
+MODULES = ("engines.native._mlp", "envs.parallel._flags", "distributed._shared_sum", "memory._scan")
 
 
 def load(name: str) -> ModuleType:

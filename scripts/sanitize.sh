@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$(cd "${1:-.venv/bin}" && pwd)
-tests=(tests/engines tests/envs/test_flags.py tests/distributed/test_shared_sum.py -k "not compile and not gpu" -m "not slow" -n "${JOBS:-2}" --dist loadgroup -x -q -p no:cacheprovider)
+tests=(tests/engines tests/envs/test_flags.py tests/distributed/test_shared_sum.py tests/memory/test_linear_rnns.py -k "not compile and not gpu" -m "not slow" -n "${JOBS:-2}" --dist loadgroup -x -q -p no:cacheprovider)
 found=0
 
 build() { # compiler, folder, further flags

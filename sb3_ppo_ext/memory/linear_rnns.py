@@ -14,13 +14,13 @@ import torch as th
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from sb3_ppo_ext.memory.scan import states_of
+from sb3_ppo_ext.memory.scan import product, states_of
 
 
 class Layer(nn.Linear):
     """
-    A layer with states ``h_t = kept_t * h_{t-1} + added_t``. Factors and summands may be complex numbers; a state is then the
-    real and the imaginary part of each number, one after the other.
+    A layer with states ``h_t = kept_t * h_{t-1} + added_t``. If these are complex numbers, a state consists of the real parts
+    of all numbers, and then their imaginary parts.
 
     :param input_size: Number of inputs
     :param hidden_size: Number of units
@@ -32,16 +32,29 @@ class Layer(nn.Linear):
         """
         :param inputs: Inputs, shape ``(n_samples, input_size)``
         :param dtype: Precision of the states
-        :return: Factors and summands of each sample
+        :return: Factors and summands of each sample, shape ``(n_samples, hidden_size)``, or ``(n_samples, 2, hidden_size / 2)``
+            for complex numbers
         """
 
-    @abstractmethod
     def step(self, inputs: th.Tensor, before: th.Tensor) -> th.Tensor:
         """
         :param inputs: Inputs of one step, shape ``(n_sequences, input_size)``
         :param before: States before the step, shape ``(n_sequences, hidden_size)``
         :return: States after the step
         """
+        kept, added = self.terms(inputs, before.dtype)
+        return (product(kept, before.view_as(added)) + added).flatten(1)
+
+    def over_sequences(self, inputs: th.Tensor, firsts: th.Tensor, longest: int, before: th.Tensor) -> th.Tensor:
+        """
+        :param inputs: Inputs of all sequences, shape ``(n_samples, input_size)``
+        :param firsts: Index of the first sample of each sequence, shape ``(n_sequences,)``
+        :param longest: Number of samples of the longest sequence
+        :param before: States before these samples, shape ``(n_sequences, hidden_size)``
+        :return: States, shape ``(n_samples, hidden_size)``
+        """
+        kept, added = self.terms(inputs, before.dtype)
+        return states_of(kept, added, before.view(-1, *added.shape[1:]), firsts, longest).flatten(1)
 
 
 class MinGRULayer(Layer):
@@ -111,23 +124,11 @@ class LRULayer(Layer):
         # Inputs that are unrelated to each other then lead to states as large as they are.
         self.gamma = nn.Parameter(0.5 * (1.0 - squares).log())
 
-    def _factors(self) -> tuple[th.Tensor, th.Tensor]:
-        """Real and imaginary parts of lambda"""
-        modulus, angle = th.exp(-th.exp(self.nu)), th.exp(self.theta)
-        return modulus * th.cos(angle), modulus * th.sin(angle)
-
-    def _summands(self, inputs: th.Tensor, dtype: th.dtype) -> th.Tensor:
-        return self(inputs).to(dtype).unflatten(-1, (-1, 2)) * th.exp(self.gamma).unsqueeze(-1)
-
     def terms(self, inputs: th.Tensor, dtype: th.dtype) -> tuple[th.Tensor, th.Tensor]:
-        added = th.view_as_complex(self._summands(inputs, dtype))
-        return th.complex(*self._factors()).expand_as(added), added
-
-    def step(self, inputs: th.Tensor, before: th.Tensor) -> th.Tensor:
-        # With real numbers alone, which can be exported
-        (real, imaginary), (x, y) = self._factors(), before.unflatten(-1, (-1, 2)).unbind(-1)
-        kept = th.stack([real * x - imaginary * y, real * y + imaginary * x], dim=-1)
-        return (kept + self._summands(inputs, before.dtype)).flatten(-2)
+        modulus, angle = th.exp(-th.exp(self.nu)), th.exp(self.theta)
+        kept = th.stack([modulus * th.cos(angle), modulus * th.sin(angle)])
+        added = self(inputs).to(dtype).unflatten(1, (2, -1)) * th.exp(self.gamma)
+        return kept.to(dtype).expand_as(added), added
 
 
 class LinearRNN(nn.Module):
@@ -177,11 +178,7 @@ class LinearRNN(nn.Module):
         :return: Outputs, shape ``(n_samples, hidden_size)``
         """
         for number, (layer, before) in enumerate(zip(self.layers, hidden, strict=True)):
-            kept, added = layer.terms(self._inputs_of(number, features), before.dtype)
-            if added.is_complex():
-                before = th.view_as_complex(before.unflatten(-1, (-1, 2)))
-            states = states_of(kept, added, before, firsts, longest)
-            features = th.view_as_real(states).flatten(-2) if states.is_complex() else states
+            features = layer.over_sequences(self._inputs_of(number, features), firsts, longest, before)
         return features
 
     def _inputs_of(self, number: int, states: th.Tensor) -> th.Tensor:

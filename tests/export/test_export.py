@@ -227,7 +227,14 @@ def assert_acts_as_predict(model, file, n_steps):
 @pytest.mark.parametrize(
     "name",
     one_in(
-        len(CASES), CASES, "transformer, last action and reward", "GRU", "MinGRU", "LRU", "masks, normalised", "images, channels last"
+        len(CASES),
+        CASES,
+        "transformer, last action and reward",
+        "GRU",
+        "MinGRU",
+        "LRU",
+        "masks, normalised",
+        "images, channels last",
     ),
 )
 def test_acts_as_predict(name, suffix, exported):

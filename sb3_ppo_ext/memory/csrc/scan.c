@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-/* Numbers of a state that are computed together, so that they stay in the cache; even, for complex numbers */
+/* Units that are computed together, so that they stay in the cache */
 #define BLOCK 64
 
 /* Make a step. The state is in double precision, so that rounding does not add up over many steps. */
@@ -18,35 +18,43 @@ static void advance_real(double *restrict state, const float *restrict kept, flo
         added[i] = (float)(state[i] = kept[i] * state[i] + added[i]);
 }
 
-/* The same for complex numbers, of which `n` counts the real and imaginary parts */
-static void advance_complex(double *restrict state, const float *restrict kept, float *restrict added, Py_ssize_t n)
+/* The same for complex numbers, whose imaginary parts are `n_units` behind their real parts */
+static void advance_complex(double *restrict state, const float *restrict kept, float *restrict added, Py_ssize_t n,
+                            Py_ssize_t n_units)
 {
-    for (Py_ssize_t i = 0; i < n; i += 2) {
-        double real = kept[i] * state[i] - kept[i + 1] * state[i + 1] + added[i];
-        double imaginary = kept[i] * state[i + 1] + kept[i + 1] * state[i] + added[i + 1];
+    const float *restrict kept_imaginary = kept + n_units;
+    float *restrict added_imaginary = added + n_units;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        double real = kept[i] * state[i] - kept_imaginary[i] * state[BLOCK + i] + added[i];
+        double imaginary = kept[i] * state[BLOCK + i] + kept_imaginary[i] * state[i] + added_imaginary[i];
         added[i] = (float)(state[i] = real);
-        added[i + 1] = (float)(state[i + 1] = imaginary);
+        added_imaginary[i] = (float)(state[BLOCK + i] = imaginary);
     }
 }
 
-static void scan_steps(const float *kept, float *added, Py_ssize_t n_steps, Py_ssize_t n, int is_complex, int is_reversed)
+static void scan_steps(const float *kept, float *added, Py_ssize_t n_steps, Py_ssize_t n_units, int is_complex,
+                       int is_reversed)
 {
-    for (Py_ssize_t start = 0; start < n; start += BLOCK) {
-        double state[BLOCK] = {0};
-        Py_ssize_t size = n - start < BLOCK ? n - start : BLOCK;
+    Py_ssize_t stride = is_complex ? 2 * n_units : n_units;
+    for (Py_ssize_t start = 0; start < n_units; start += BLOCK) {
+        double state[2 * BLOCK] = {0};
+        Py_ssize_t n = n_units - start < BLOCK ? n_units - start : BLOCK;
         for (Py_ssize_t i = 0; i < n_steps; i++) {
             Py_ssize_t step = is_reversed ? n_steps - 1 - i : i;
             /* The factor of the first of these steps multiplies zeros, whichever it is. */
-            const float *factors = kept + (is_reversed && i > 0 ? step + 1 : step) * n + start;
-            (is_complex ? advance_complex : advance_real)(state, factors, added + step * n + start, size);
+            const float *factors = kept + (is_reversed && i > 0 ? step + 1 : step) * stride + start;
+            if (is_complex)
+                advance_complex(state, factors, added + step * stride + start, n, n_units);
+            else
+                advance_real(state, factors, added + step * stride + start, n);
         }
     }
 }
 
-/* Whether an array is in float32, of shape (n_steps, n_units) or (n_steps, n_units, 2) */
+/* Whether an array is in float32, of shape (n_steps, n_units) or (n_steps, 2, n_units) */
 static int is_valid(const Py_buffer *view)
 {
-    return strcmp(view->format, "f") == 0 && (view->ndim == 2 || (view->ndim == 3 && view->shape[2] == 2));
+    return strcmp(view->format, "f") == 0 && (view->ndim == 2 || (view->ndim == 3 && view->shape[1] == 2));
 }
 
 static PyObject *scan_views(const Py_buffer *kept, const Py_buffer *added, int is_reversed)
@@ -54,13 +62,13 @@ static PyObject *scan_views(const Py_buffer *kept, const Py_buffer *added, int i
     if (!is_valid(kept) || !is_valid(added) || kept->ndim != added->ndim ||
         memcmp(kept->shape, added->shape, (size_t)added->ndim * sizeof(Py_ssize_t)) != 0) {
         PyErr_SetString(PyExc_ValueError,
-                        "give arrays in float32 of the same shape, (n_steps, n_units) or (n_steps, n_units, 2)");
+                        "give arrays in float32 of the same shape, (n_steps, n_units) or (n_steps, 2, n_units)");
         return NULL;
     }
-    int is_complex = added->ndim == 3;
-    Py_ssize_t n = added->shape[1] * (is_complex ? 2 : 1);
-    Py_BEGIN_ALLOW_THREADS scan_steps(kept->buf, added->buf, added->shape[0], n, is_complex, is_reversed);
-    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS;
+    scan_steps(kept->buf, added->buf, added->shape[0], added->shape[added->ndim - 1], added->ndim == 3, is_reversed);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
 }
 
 static PyObject *scan(PyObject *module, PyObject *args)
