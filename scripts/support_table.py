@@ -29,7 +29,7 @@ POLICIES: dict[str, tuple[str, spaces.Space, dict[str, Any]]] = {
     "`CnnPolicy`": ("CnnPolicy", IMAGE, {}),
     "`MultiInputPolicy`": ("MultiInputPolicy", PARTS, {}),
     "transformer policies": ("MlpTransformerPolicy", NUMBERS, {}),
-    "LSTM, GRU and MinGRU policies": ("MlpLstmPolicy", NUMBERS, {}),
+    "LSTM, GRU, MinGRU and LRU policies": ("MlpLstmPolicy", NUMBERS, {}),
 }
 ACTIONS: dict[str, tuple[spaces.Space, dict[str, Any]]] = {
     "`Box`": (FORCE, {}),

@@ -1,6 +1,6 @@
 """
 Which policy solves partially observable tasks: PPO, PPO on stacked frames, RecurrentPPO (an LSTM), a transformer, or an LSTM,
-GRU or MinGRU in PPOExt.
+GRU, MinGRU or LRU in PPOExt.
 
 The tasks are two T-mazes and RepeatPrevious (see memory_tasks.py), and control tasks without velocities. In the control tasks,
 PPO with and without stacked frames, RecurrentPPO and the recurrent networks use the hyperparameters that RL Zoo tuned for
@@ -61,7 +61,7 @@ from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo.yaml_entries import DEFAULTS_OF_RECURRENT_PPO
 
 # The recurrent arms of PPOExt and their networks
-RECURRENT = {"LSTM in PPOExt": "lstm", "GRU in PPOExt": "gru", "MinGRU in PPOExt": "mingru"}
+RECURRENT = {"LSTM in PPOExt": "lstm", "GRU in PPOExt": "gru", "MinGRU in PPOExt": "mingru", "LRU in PPOExt": "lru"}
 SHARED = dict(share_features_extractor=True)
 # The arms with a transformer, and what is not the default of its policy. What an entry says takes precedence.
 TRANSFORMERS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """
 Which policy remembers what POPGym's easy tasks hide, after 100 thousand steps: PPO on eight stacked frames, the transformer
-with the entry `memory`, a MinGRU of two layers and an LSTM with the entry `recurrent`, and RecurrentPPO of sb3-contrib with
-its defaults. Nothing was chosen on these tasks.
+with the entry `memory`, MinGRU and LRU of two layers and an LSTM with the entry `recurrent`, and RecurrentPPO of sb3-contrib
+with its defaults. Nothing was chosen on these tasks.
 
 Observations are those of POPGym's own experiments: they contain the previous action and whether an episode begins. All arms
 have eight environments, and the frames have the options of the entry `memory`. RecurrentPPO is computed by PPOExt, which is
@@ -53,7 +53,11 @@ TASKS: dict[str, float | None] = {
     "MineSweeper": None,
     "MultiarmedBandit": 0.619,
 }
-RECURRENT: dict[str, dict[str, Any]] = {"MinGRU": dict(rnn="mingru", n_lstm_layers=2), "LSTM": {}}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "MinGRU": dict(rnn="mingru", n_lstm_layers=2),
+    "LRU": dict(rnn="lru", n_lstm_layers=2),
+    "LSTM": {},
+}
 ARMS = ("frames", "transformer", *RECURRENT, "RecurrentPPO")
 # With the networks of the entry
 SIZES: dict[str, Any] = dict(lstm_hidden_size=64, net_arch=dict(pi=[64], vf=[64]))
@@ -94,7 +98,6 @@ def measured(env: VecEnv, timesteps: int) -> Row:
 def run(job: Job) -> Row:
     model, start = make_model(**job.settings, seed=job.seed), time.process_time()
     model.learn(job.timesteps)
-    assert model.env is not None
     returns, seconds = measured(model.env, job.timesteps), time.process_time() - start
     return {**job.settings, "seed": job.seed, "timesteps": job.timesteps, **returns, "cpu_seconds": seconds}
 

@@ -1,8 +1,8 @@
 """
 How the transformer learns on eight partially observable tasks where nobody tuned it, next to PPO on stacked frames,
 RecurrentPPO, a transformer that actor and critic share ("shared transformer"), and shared ones without attention sinks and
-with heavier ones, and to a MinGRU. All of them train with the same hyperparameters and three learning rates, and with their
-default networks.
+with heavier ones, and to a MinGRU and an LRU. All of them train with the same hyperparameters and three learning rates, and
+with their default networks.
 In further arms, `adaptive_lr_kl=0.01` adapts the learning rate, beginning with each of the three, also to a KL divergence
 that falls linearly to zero ("falling KL": from 0.01; "small" and "large": from 0.005 and 0.02). In others, the learning rate
 itself falls linearly to zero, `target_kl=0.03` ends updates early, or Adam averages the gradients with a decay rate of 0.95
@@ -101,14 +101,15 @@ OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "momentum 0.95": dict(policy_kwargs=averaging_gradients(0.95)),
     "momentum 0.98": dict(policy_kwargs=averaging_gradients(0.98)),
 }
-SHARED, MINGRU = "shared transformer", "MinGRU"
+SHARED = "shared transformer"
+LINEAR_RNNS = {"MinGRU": "mingru", "LRU": "lru"}
 OTHER_POLICIES = "frames", "RecurrentPPO"
 ARMS = (*COLORS, f"transformer, {SHORT_RUN}", SHARED, *(f"{SHARED}, {name}" for name in OPTIONS_OF_ARMS))
 ARMS += tuple(f"{policy}, {name}" for policy in ("transformer", *OTHER_POLICIES) for name in (SHORT_PROPORTIONAL, SHORT_HELD))
 ARMS += tuple(f"{policy}, held KL" for policy in OTHER_POLICIES)
 ARMS += ("transformer, falling KL", "frames, adaptive rate", "frames, falling KL", f"frames, {SHORT_RUN}")
 ARMS += ("RecurrentPPO, falling KL", "RecurrentPPO, large falling KL", f"RecurrentPPO, {SHORT_RUN}")
-ARMS += ("without sinks", "heavy sinks", MINGRU)
+ARMS += ("without sinks", "heavy sinks", *LINEAR_RNNS)
 # Initial weights of the sinks in full contexts, where they are others than the default
 SINKS = {"without sinks": 0.0, "heavy sinks": 1.0}
 RATES = ("1e-4", "3e-4", "1e-3")
@@ -127,8 +128,8 @@ def make_model(
         kwargs[name] = value.format(rate=rate) if isinstance(value, str) else value
     if policy == "RecurrentPPO":
         return recurrent_ppo("MlpLstmPolicy", env, **kwargs)
-    if policy == MINGRU:
-        return PPOExt("MlpLstmPolicy", env, policy_kwargs=dict(rnn="mingru"), **kwargs)
+    if policy in LINEAR_RNNS:
+        return PPOExt("MlpLstmPolicy", env, policy_kwargs=dict(rnn=LINEAR_RNNS[policy]), **kwargs)
     if policy == "frames":
         return PPOExt("MlpPolicy", VecFrameStack(env, N_FRAMES), **kwargs)
     if policy in (SHARED, *SINKS):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch as th
@@ -32,8 +33,8 @@ class Layer(nn.Linear):
         """
         :param inputs: Inputs, shape ``(n_samples, input_size)``
         :param dtype: Precision of the states
-        :return: Factors and summands of each sample, shape ``(n_samples, hidden_size)``, or ``(n_samples, 2, hidden_size / 2)``
-            for complex numbers
+        :return: Factors and summands of each sample, shape ``(n_samples, hidden_size)``, or for complex numbers
+            ``(n_samples, 2, hidden_size / 2)``
         """
 
     def step(self, inputs: th.Tensor, before: th.Tensor) -> th.Tensor:
@@ -104,8 +105,8 @@ class _Gates(th.autograd.Function):
 
 class LRULayer(Layer):
     """
-    ``h_t = lambda * h_{t-1} + gamma * (B x_t + b)`` with complex numbers ``lambda = exp(-exp(nu) + i exp(theta))``, whose modulus
-    is less than 1 whatever is learned: each unit forgets at a rate of its own, and turns by an angle of its own.
+    ``h_t = lambda * h_{t-1} + gamma * (B x_t + b)`` with complex numbers ``lambda = exp(-exp(nu) + i exp(theta))``: each unit
+    forgets at a rate of its own, and turns by an angle of its own. The modulus is never above 1, whatever is learned.
 
     What the paper reads from the states, ``C h_t + D x_t``, is left to the networks that follow.
     """
@@ -161,7 +162,7 @@ class LinearRNN(nn.Module):
         outputs = []
         for of_step in inputs:
             states = [of_step]
-            for number, (layer, before) in enumerate(zip(self.layers, hidden, strict=True)):
+            for number, (layer, before) in enumerate(zip(self._layers(), hidden, strict=True)):
                 states.append(layer.step(self._inputs_of(number, states[-1]), before))
             hidden = th.stack(states[1:])
             outputs.append(states[-1])
@@ -177,15 +178,19 @@ class LinearRNN(nn.Module):
         :param hidden: Hidden states before these samples, shape ``(n_layers, n_sequences, hidden_size)``
         :return: Outputs, shape ``(n_samples, hidden_size)``
         """
-        for number, (layer, before) in enumerate(zip(self.layers, hidden, strict=True)):
+        for number, (layer, before) in enumerate(zip(self._layers(), hidden, strict=True)):
             features = layer.over_sequences(self._inputs_of(number, features), firsts, longest, before)
         return features
+
+    def _layers(self) -> Iterator[Layer]:
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            yield layer
 
     def _inputs_of(self, number: int, states: th.Tensor) -> th.Tensor:
         return states if number == 0 else nn.functional.dropout(self.between(states), self.dropout, self.training)
 
-    @staticmethod
-    def between(states: th.Tensor) -> th.Tensor:
+    def between(self, states: th.Tensor) -> th.Tensor:
         """
         :param states: States of a layer
         :return: Inputs of the next layer
@@ -203,4 +208,6 @@ class LRU(LinearRNN):
     """Linear Recurrent Units, a state-space model, with GELU between two layers."""
 
     kind = LRULayer
-    between = staticmethod(nn.functional.gelu)
+
+    def between(self, states: th.Tensor) -> th.Tensor:
+        return nn.functional.gelu(states)

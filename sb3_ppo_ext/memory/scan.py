@@ -82,8 +82,8 @@ class _States(th.autograd.Function):
 
 def scan_(kept: th.Tensor, added: th.Tensor, length: int, is_reversed: bool = False) -> None:
     """
-    Turn summands into the states ``h_t = kept_t * h_{t-1} + added_t`` for all t, with ``h_{-1} = 0``, in place: step by step in
-    C, or in logarithmically many operations.
+    Turn summands into the states ``h_t = kept_t * h_{t-1} + added_t`` for all t, with ``h_{-1} = 0``, in place: one after the
+    other in C, or in logarithmically many operations.
 
     States are computed as they stand, not by their logarithms: products of numbers in [0, 1] do not overflow, and are exactly
     0 where nothing is kept, while sums of logarithms are infinite there, and lose digits in long sequences.

@@ -75,7 +75,7 @@ def test_popgym_is_not_repeated(tmp_path):
         printed = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout
         tables.append(gzip.decompress((tmp_path / "popgym_easy.csv.gz").read_bytes()))
     assert tables[0] == tables[1]
-    assert len(tables[0].splitlines()) == 1 + 2 * 5
+    assert len(tables[0].splitlines()) == 1 + 2 * 6
     assert printed.startswith("\nReturn, at the end, mean ± std over seeds")
 
 
