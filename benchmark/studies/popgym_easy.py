@@ -98,6 +98,7 @@ def measured(env: VecEnv, timesteps: int) -> Row:
 def run(job: Job) -> Row:
     model, start = make_model(**job.settings, seed=job.seed), time.process_time()
     model.learn(job.timesteps)
+    assert model.env is not None
     returns, seconds = measured(model.env, job.timesteps), time.process_time() - start
     return {**job.settings, "seed": job.seed, "timesteps": job.timesteps, **returns, "cpu_seconds": seconds}
 
