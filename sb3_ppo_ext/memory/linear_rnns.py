@@ -105,8 +105,9 @@ class _Gates(th.autograd.Function):
 
 class LRULayer(Layer):
     """
-    ``h_t = lambda * h_{t-1} + gamma * (B x_t + b)`` with complex numbers ``lambda = exp(-exp(nu) + i exp(theta))``: each unit
-    forgets at a rate of its own, and turns by an angle of its own. The modulus is never above 1, whatever is learned.
+    ``h_t = lambda * h_{t-1} + gamma * (B x_t + b)`` with complex numbers ``lambda = exp(-nu + i theta)``: each unit forgets at
+    a rate of its own, and turns by an angle of its own. The parameters are the logarithms of ``nu``, ``theta`` and ``gamma``,
+    so that the modulus is never above 1, whatever is learned.
 
     What the paper reads from the states, ``C h_t + D x_t``, is left to the networks that follow.
     """
@@ -120,15 +121,15 @@ class LRULayer(Layer):
         # Uniform on the ring
         smallest, largest = (modulus**2 for modulus in self.MODULI)
         squares = smallest + (largest - smallest) * th.rand(hidden_size // 2).clamp(min=1e-3)
-        self.nu = nn.Parameter((-0.5 * squares.log()).log())
-        self.theta = nn.Parameter((self.ANGLE * th.rand(hidden_size // 2).clamp(min=1e-3)).log())
+        self.log_nu = nn.Parameter((-0.5 * squares.log()).log())
+        self.log_theta = nn.Parameter((self.ANGLE * th.rand(hidden_size // 2).clamp(min=1e-3)).log())
         # Inputs that are unrelated to each other then lead to states as large as they are.
-        self.gamma = nn.Parameter(0.5 * (1.0 - squares).log())
+        self.log_gamma = nn.Parameter(0.5 * (1.0 - squares).log())
 
     def terms(self, inputs: th.Tensor, dtype: th.dtype) -> tuple[th.Tensor, th.Tensor]:
-        modulus, angle = th.exp(-th.exp(self.nu)), th.exp(self.theta)
+        modulus, angle = th.exp(-th.exp(self.log_nu)), th.exp(self.log_theta)
         kept = th.stack([modulus * th.cos(angle), modulus * th.sin(angle)])
-        added = self(inputs).to(dtype).unflatten(1, (2, -1)) * th.exp(self.gamma)
+        added = self(inputs).to(dtype).unflatten(1, (2, -1)) * th.exp(self.log_gamma)
         return kept.to(dtype).expand_as(added), added
 
 

@@ -104,8 +104,8 @@ def make_optimizer(
 
     :param policy: Policy with the parameters to optimise
     :param name: ``"adam"`` (the optimiser class of the policy, Adam by default), ``"adamw"``, ``"sgd"`` or ``"muon"``
-    :param weight_decay: Weight decay, decoupled for AdamW and Muon, an L2 penalty for the others. ``log_std`` is excluded,
-        since decay would pull the standard deviation towards 1
+    :param weight_decay: Weight decay, decoupled for AdamW and Muon, an L2 penalty for the others. Logarithms are excluded,
+        such as ``log_std``, since decay would pull the standard deviation towards 1
     :param own_critic: Whether the parameters of the critic have groups of their own
     :param optimizer_kwargs: Additional arguments given by the user; for ``"adam"``, those of the policy are used
     :return: Optimiser of the policy
@@ -163,11 +163,12 @@ def parameter_groups(
     groups: dict[tuple[str, str, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in policy.named_parameters():
         role = "all" if not own_critic else "critic" if parameter in of_critic else "actor"
-        key = (role, "Muon" if parameter in of_muon else algorithm, name == "log_std")
+        is_logarithm = name.rpartition(".")[2].startswith("log_")
+        key = (role, "Muon" if parameter in of_muon else algorithm, is_logarithm)
         groups.setdefault(key, []).append((name, parameter))
     return [
-        {"params": parameters, "role": role, "algorithm": made_by, **({"weight_decay": 0.0} if is_log_std else {})}
-        for (role, made_by, is_log_std), parameters in groups.items()
+        {"params": parameters, "role": role, "algorithm": made_by, **({"weight_decay": 0.0} if is_logarithm else {})}
+        for (role, made_by, is_logarithm), parameters in groups.items()
     ]
 
 

@@ -51,9 +51,9 @@ def test_lru_by_hand(way):
         layer = network.layers[0]
         layer.weight.copy_(th.tensor([[2.0], [1.0]]))
         layer.bias.copy_(th.tensor([0.0, 4.0]))
-        layer.nu.fill_(np.log(np.log(2.0)))
-        layer.theta.fill_(np.log(np.pi / 2))
-        layer.gamma.fill_(np.log(0.25))
+        layer.log_nu.fill_(np.log(np.log(2.0)))
+        layer.log_theta.fill_(np.log(np.pi / 2))
+        layer.log_gamma.fill_(np.log(0.25))
     # i/2 * (4 + 2i) + (1/4) * (2 + 5i), then i/2 * (-1/2 + 13/4 i) + (1/4) * 4i
     expected = th.tensor([[-0.5, 3.25], [-1.625, 0.75]])
     assert_is_by_hand(network, th.tensor([[1.0], [0.0]]), th.tensor([4.0, 2.0]), expected)
@@ -126,7 +126,7 @@ def test_initial_states_of_an_lru():
     outputs = LRU(8, 64, bias=False)(th.randn(2000, 1, 8), th.zeros(1, 1, 64))[0][500:].detach()
     assert outputs.square().mean() == pytest.approx(0.5, abs=0.1)
     layer = LRU(8, 64).layers[0]
-    th.nn.init.constant_(layer.nu, -30.0)
+    th.nn.init.constant_(layer.log_nu, -30.0)
     assert layer.terms(th.zeros(1, 8), th.float32)[0].abs().max() <= 1.0
 
 
@@ -134,6 +134,17 @@ def test_an_lru_needs_pairs():
     """An odd number of units is refused."""
     with pytest.raises(ValueError, match=r"`lstm_hidden_size=7`.*even number"):
         PPOExt("MlpLstmPolicy", make_toys(2), policy_kwargs=dict(rnn="lru", lstm_hidden_size=7))
+
+
+def test_weight_decay_spares_logarithms():
+    """What an LRU keeps is not pulled towards a rate of its own; its weights are, as others."""
+    kwargs = dict(rnn="lru", lstm_hidden_size=8)
+    model = PPOExt("MlpLstmPolicy", make_toys(2), policy_kwargs=kwargs, optimizer="adamw", weight_decay=0.1)
+    decay = {
+        parameter: group["weight_decay"] for group in model.policy.optimizer.param_groups for parameter in group["params"]
+    }
+    layer = model.policy.lstm_critic.layers[0]
+    assert [decay[each] for each in (layer.log_nu, layer.log_theta, layer.log_gamma, layer.weight)] == [0.0, 0.0, 0.0, 0.1]
 
 
 @pytest.mark.parametrize("rnn", NETWORKS)
