@@ -67,10 +67,10 @@ class RecurrentPolicyMixin(HistoryPolicy):
     the state of the actor's network, a tuple of arrays.
 
     Papers: https://doi.org/10.1162/neco.1997.9.8.1735 (LSTM), https://arxiv.org/abs/1406.1078 (GRU),
-    https://arxiv.org/abs/2410.01201 (MinGRU)
+    https://arxiv.org/abs/2410.01201 (MinGRU), https://arxiv.org/abs/2303.06349 (LRU)
 
     :param args: Positional arguments of SB3's policy
-    :param lstm_hidden_size: Number of hidden units of each layer
+    :param lstm_hidden_size: Number of hidden units of each layer; even for LRUs
     :param n_lstm_layers: Number of layers
     :param shared_lstm: Whether the critic reads the outputs of the actor's network, without changing that network. Needs
         ``enable_critic_lstm=False`` and ``share_features_extractor=True``
@@ -78,9 +78,9 @@ class RecurrentPolicyMixin(HistoryPolicy):
         layer takes its place, and the critic has no memory
     :param lstm_kwargs: Further keyword arguments of the networks: ``bias`` (whether they have biases) and ``dropout`` (between
         layers, in [0, 1])
-    :param rnn: Kind of the networks, ``"lstm"``, ``"gru"`` or ``"mingru"``. A GRU has three quarters of the parameters of an
-        LSTM, and one state. A MinGRU also has one; its gates do not read it, so that all steps of a sequence are computed at
-        once, in a fraction of the time
+    :param rnn: Kind of the networks, ``"lstm"``, ``"gru"``, ``"mingru"`` or ``"lru"``. A GRU has three quarters of the
+        parameters of an LSTM, and one state. So have the others: the gates of a MinGRU do not read it, and Linear Recurrent
+        Units, a state-space model, have no gates, so that all steps of a sequence are computed at once, in a third of the time
     :param kwargs: Keyword arguments of SB3's policy and of :class:`~sb3_ppo_ext.policies.ActionDistributionMixin`
     :raises ValueError: if a keyword is not valid
     """
