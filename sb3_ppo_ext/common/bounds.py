@@ -25,8 +25,8 @@ def bounds_on_device(low: np.ndarray, high: np.ndarray, device: th.device) -> tu
 def clipped(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """
     :param actions: Actions, shape ``(n, *action_shape)``
-    :param low: Lower bounds, shape ``action_shape``
-    :param high: Upper bounds, shape ``action_shape``
+    :param low: Lower bounds, shape ``action_shape``, or that of the actions, for which it takes a third as long
+    :param high: Upper bounds, of the same shape
     :return: What ``np.clip`` returns, in a third of its time
     """
     if len(actions) == 1:
@@ -34,6 +34,15 @@ def clipped(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarra
         low, high = low.reshape(actions.shape), high.reshape(actions.shape)
     within: np.ndarray = np.minimum(np.maximum(actions, low), high)
     return within
+
+
+def repeated_bounds(space: spaces.Space, n: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """
+    :param space: Space of actions
+    :param n: Number of actions
+    :return: Lower and upper bounds of so many actions, each of shape ``(n, *action_shape)``; ``None`` if it has none
+    """
+    return (np.stack([space.low] * n), np.stack([space.high] * n)) if isinstance(space, spaces.Box) else None
 
 
 def middle_and_half(space: spaces.Box) -> tuple[np.ndarray, np.ndarray]:

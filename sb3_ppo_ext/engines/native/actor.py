@@ -51,6 +51,8 @@ class NativeActor(DivisibleActor):
         # The observations in them, if these are what the networks read
         self.inputs = None if config.is_watched else native.inputs_in(self.rows["observations"])
         native.pack()
+        # From outputs and noise to samples
+        self.sample = native.distribution.sampler() or native.distribution.sample
         # User code may change parameters in place, in ways that torch does not track.
         self.has_changed = native.watch().has_changed if config.is_watched else native.has_changed
         self.has_changed()
@@ -92,9 +94,11 @@ class NativeActor(DivisibleActor):
         self.observations = observations
         features = native.features(observations) if self.inputs is None else self.inputs[step]
         self._follow_changes(step)
-        outputs = mask(native.actor(features), native.invalid(observations))
+        outputs = native.actor(features)
+        if native.mask_key is not None:
+            mask(outputs, native.invalid(observations))
         check_outputs(policy, outputs, step, self._num_timesteps(step))
-        samples = native.distribution.sample(outputs, self.scaled_noise[step])
+        samples = self.sample(outputs, self.scaled_noise[step])
         if not self.samples_are_finite:
             check_outputs(policy, samples, step, self._num_timesteps(step))
         if self.sample_shape is not None and samples.shape != self.sample_shape:
