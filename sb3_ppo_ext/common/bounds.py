@@ -36,15 +36,6 @@ def clipped(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarra
     return within
 
 
-def repeated_bounds(space: spaces.Space, n: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """
-    :param space: Space of actions
-    :param n: Number of actions
-    :return: Lower and upper bounds of so many actions, each of shape ``(n, *action_shape)``; ``None`` if it has none
-    """
-    return (np.stack([space.low] * n), np.stack([space.high] * n)) if isinstance(space, spaces.Box) else None
-
-
 def middle_and_half(space: spaces.Box) -> tuple[np.ndarray, np.ndarray]:
     """
     :param space: Space of actions

@@ -209,7 +209,8 @@ class ActionDistributionMixin(ActionMaskingMixin):
         """
         if (bounded := bounded_part(self.action_dist)) is None:
             return super().unscale_action(scaled_action)
-        return actions_of_latents(scaled_action, bounded.position, self.action_space)
+        space = self.action_space
+        return actions_of_latents(scaled_action, space.low, space.high, bounded.position, space)
 
     def scale_action(self, action: np.ndarray) -> np.ndarray:
         """
@@ -376,13 +377,20 @@ def actions_at(
     # Not low + position * (high - low), which can overflow.
     actions = low * (1 - positions) + high * positions
     # Rounding can step over a bound.
-    within: np.ndarray = np.clip(actions.astype(low.dtype), low, high)
-    return within
+    return clipped(actions.astype(low.dtype), low, high)
 
 
-def actions_of_latents(samples: np.ndarray, position: Callable[[np.ndarray], np.ndarray], space: spaces.Box) -> np.ndarray:
+def actions_of_latents(
+    samples: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    position: Callable[[np.ndarray], np.ndarray],
+    space: spaces.Box,
+) -> np.ndarray:
     """
     :param samples: Samples of a bounded distribution, shape ``(n, *action_shape)``
+    :param low: Lower bounds of the space, or of each sample
+    :param high: Upper bounds, likewise
     :param position: Function :meth:`BoundedDistribution.position` of the distribution
     :param space: Space of the samples
     :return: Actions within the bounds and of their dtype, shape ``(n, *action_shape)``
@@ -390,7 +398,7 @@ def actions_of_latents(samples: np.ndarray, position: Callable[[np.ndarray], np.
     """
     check_actions(samples)
     latents, others = split_boxes(space, samples)
-    low, high = (split_boxes(space, bound)[0] for bound in (space.low, space.high))
+    low, high = (split_boxes(space, bound)[0] for bound in (low, high))
     return joined(actions_at(latents, position, low, high), others)
 
 
@@ -398,6 +406,29 @@ def _unsquashed(samples: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.nd
     """As SB3's ``unscale_action``."""
     actions: np.ndarray = low + (0.5 * (samples + 1.0) * (high - low))
     return actions
+
+
+class WithinBounds:
+    """
+    Turns samples of a policy into actions within the bounds. It keeps the bounds of a whole batch, since NumPy takes longest
+    for shapes that differ.
+
+    :param space: Space of the samples
+    :param function: Function of samples, lower and upper bounds, which returns new arrays
+    """
+
+    def __init__(self, space: spaces.Box, function: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]):
+        self.space, self.function = space, function
+        self.low, self.high = space.low[np.newaxis], space.high[np.newaxis]
+
+    def __call__(self, samples: np.ndarray) -> np.ndarray:
+        """
+        :param samples: Samples, shape ``(n, *action_shape)``
+        :return: Actions, of the same shape
+        """
+        if len(samples) != len(self.low):
+            self.low, self.high = (np.stack([bound] * len(samples)) for bound in (self.space.low, self.space.high))
+        return self.function(samples, self.low, self.high)
 
 
 class ActionsForEnv:
@@ -428,12 +459,14 @@ def actions_for_env(policy: ActorCriticPolicy) -> ActionsForEnv | None:
     if not isinstance(space, spaces.Box):
         return ActionsForEnv(space, np.copy)
     if not policy.squash_output:
-        return ActionsForEnv(space, partial(clipped, low=space.low, high=space.high))
+        return ActionsForEnv(space, WithinBounds(space, clipped))
     if not unscales_as_known(policy):
         return None
     if (bounded := bounded_part(policy.action_dist)) is None:
-        return ActionsForEnv(space, partial(_unsquashed, low=space.low, high=space.high))
-    return ActionsForEnv(space, partial(actions_of_latents, position=bounded.position, space=space))
+        return ActionsForEnv(space, WithinBounds(space, _unsquashed))
+    return ActionsForEnv(
+        space, WithinBounds(space, partial(actions_of_latents, position=bounded.position, space=space))
+    )
 
 
 def unscales_as_known(policy: ActorCriticPolicy) -> bool:

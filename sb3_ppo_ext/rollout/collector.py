@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_ppo_ext.common.action_masks import add_mask, choices_of
-from sb3_ppo_ext.common.bounds import clipped, repeated_bounds
+from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, reset_after_errors, restored_if_refused
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
@@ -129,7 +129,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             with reset_after_errors(self):
                 return overlapped.run()
         copies, space = OwnCopies(env), self._sample_space
-        bounds = repeated_bounds(space, env.num_envs)
+        within_bounds = actor.within_bounds or self._within_bounds
         checks = StepChecks(self, are_arrays=copies.are_of_sb3)
         are_read = not is_empty(callback)  # these variables
         self._last_obs, self._last_episode_starts = copies.of(self._last_obs), copies.of(self._last_episode_starts)
@@ -145,7 +145,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             action = actor.act(self.policy, seen, self._last_episode_starts, n_steps)
             obs_tensor, samples, values, log_probs = action
             self._check_samples(actor, samples, n_steps)
-            clipped_actions = self._within_bounds(samples, bounds)
+            clipped_actions = within_bounds(samples)
             actions = clipped_actions if self._samples_latents else samples
             env_actions = structured(space, clipped_actions.copy())  # its own, which it may write into
 
@@ -213,10 +213,9 @@ class RolloutCollector(OnPolicyAlgorithm):
         if not actor.checks_outputs:
             check_outputs(self.policy, samples, step, self.num_timesteps)
 
-    def _within_bounds(self, actions: np.ndarray, bounds: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+    def _within_bounds(self, actions: np.ndarray) -> np.ndarray:
         """
         :param actions: Actions or latents that the policy sampled, shape ``(n_envs, *action_shape)``
-        :param bounds: Bounds of all of them, see :func:`repeated_bounds`; ``None`` for those of the space
         :return: Actions within the bounds of the action space, of the same shape
         """
         space = self._sample_space
@@ -225,7 +224,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         if self.policy.squash_output:
             return self.policy.unscale_action(actions)
         # Samples of a Gaussian are unbounded.
-        return clipped(actions, *(bounds or (space.low, space.high)))
+        return clipped(actions, space.low, space.high)
 
     def _actions_for_env(self, actions: np.ndarray) -> Arrays:
         """
