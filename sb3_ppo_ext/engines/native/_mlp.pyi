@@ -48,6 +48,8 @@ class Loss:
         bounds_coef: float,
         bounds_limit: float,
         max_concentration: float,
+        use_expln: bool,
+        epsilon: float,
     ) -> Loss: ...
     def add(
         self,

@@ -238,7 +238,7 @@ class AnalyticGradients(GradientSource):
         outputs, values = self.native.evaluate(samples.features[part])
         if samples.invalid is not None:
             mask(outputs, samples.invalid[part])
-        d_outputs, d_values = np.empty_like(outputs), np.empty_like(values)
+        d_outputs, d_values = self.native.actor.empty(outputs), np.empty_like(values)
         self.squared_errors += loss.add(part.start, size, outputs, values, d_outputs, d_values, accumulate)
         self.native.backward(d_outputs, d_values, accumulate)
 
