@@ -464,9 +464,7 @@ def actions_for_env(policy: ActorCriticPolicy) -> ActionsForEnv | None:
         return None
     if (bounded := bounded_part(policy.action_dist)) is None:
         return ActionsForEnv(space, WithinBounds(space, _unsquashed))
-    return ActionsForEnv(
-        space, WithinBounds(space, partial(actions_of_latents, position=bounded.position, space=space))
-    )
+    return ActionsForEnv(space, WithinBounds(space, partial(actions_of_latents, position=bounded.position, space=space)))
 
 
 def unscales_as_known(policy: ActorCriticPolicy) -> bool:

@@ -224,8 +224,8 @@ static void differentiate_gaussian(Loss *self, const float *mean, const float *a
     }
 }
 
-static void differentiate_state_dependent(const Loss *self, const float *mean, const float *action, float d_log_prob, float ent,
-                                          float *d)
+static void differentiate_state_dependent(const Loss *self, const float *mean, const float *action, float d_log_prob,
+                                          float ent, float *d)
 {
     for (long i = 0; i < self->n_outputs; i++) {
         float variance = self->sde.row[i] + self->sde.epsilon, error = action[i] - mean[i];
@@ -576,10 +576,10 @@ static int open_loss(Loss *self, const char *family, PyObject *choices, PyObject
 
 static PyObject *loss_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"family",  "choices",  "log_std",    "d_log_std",   "columns",      "bounds",
-                               "is_spo",  "is_max",   "clip_range", "dual_clip",   "value_limit",  "value_scale",
-                               "vf_coef", "ent_coef", "kl_coef",    "bounds_coef", "bounds_limit", "max_concentration",
-                               "use_expln", "epsilon", NULL};
+    static char *keywords[] = {"family",    "choices",  "log_std",    "d_log_std",   "columns",      "bounds",
+                               "is_spo",    "is_max",   "clip_range", "dual_clip",   "value_limit",  "value_scale",
+                               "vf_coef",   "ent_coef", "kl_coef",    "bounds_coef", "bounds_limit", "max_concentration",
+                               "use_expln", "epsilon",  NULL};
     const char *family;
     PyObject *choices, *log_std, *d_log_std, *columns, *bounds;
     int is_spo, is_max, use_expln;
@@ -774,7 +774,7 @@ struct rows {
 
 /* The same of consecutive samples, for a loss that is the mean of so many; return the sum of the squares. */
 static float add_samples(Loss *self, long start, long n, long size, struct rows rows, const float *values, float *d_outputs,
-                          float *d_values, int add)
+                         float *d_values, int add)
 {
     float total = 0, share = 1 / (float)size;
     begin_minibatch(self, add);
@@ -807,8 +807,8 @@ static PyObject *loss_add(Loss *self, PyObject *args)
         return NULL;
     long ld = self->n_outputs + self->sde.n_latents;
     for (int i = 0; i < 4 && !failed; i++) {
-        failed = get_floats(arrays[i], &views[i], i % 2 ? 1 : 2, i % 2 ? SHAPE(n) : SHAPE(n, i ? self->n_outputs : ld),
-                            i >= 2, names[i]) < 0;
+        failed = get_floats(arrays[i], &views[i], i % 2 ? 1 : 2, i % 2 ? SHAPE(n) : SHAPE(n, i ? self->n_outputs : ld), i >= 2,
+                            names[i]) < 0;
         n = failed ? n : views[i].shape[0];
     }
     if (!failed && (start < 0 || n > self->n - start || size < 1)) {
@@ -832,13 +832,15 @@ static PyMethodDef loss_methods[] = {
     {NULL},
 };
 
-PyDoc_STRVAR(loss_doc,
-             "Loss(family, choices, log_std, d_log_std, columns, bounds, is_spo, is_max, clip_range, dual_clip, value_limit, "
-             "value_scale, vf_coef, ent_coef, kl_coef, bounds_coef, bounds_limit, max_concentration, use_expln, epsilon)\n\nThe "
-             "loss of PPO for the samples of an epoch. Choices are the numbers of outputs of each action. The columns are arrays of the "
-             "samples: actions, log_probs, advantages, values, returns, weights or None, parameters of the old distributions "
-             "or None; and those that are written: log_ratios, ratios, objectives, errors, entropies, and, each an array or "
-             "None, descriptions of the distributions, KL divergences and bounds losses.");
+PyDoc_STRVAR(
+    loss_doc,
+    "Loss(family, choices, log_std, d_log_std, columns, bounds, is_spo, is_max, clip_range, dual_clip, value_limit, "
+    "value_scale, vf_coef, ent_coef, kl_coef, bounds_coef, bounds_limit, max_concentration, use_expln, epsilon)\n\nThe "
+    "loss of PPO for the samples of an epoch. Choices are the numbers of outputs of each action. The columns are arrays of "
+    "the "
+    "samples: actions, log_probs, advantages, values, returns, weights or None, parameters of the old distributions "
+    "or None; and those that are written: log_ratios, ratios, objectives, errors, entropies, and, each an array or "
+    "None, descriptions of the distributions, KL divergences and bounds losses.");
 static PyType_Slot loss_slots[] = {
     {Py_tp_new, loss_new},
     {Py_tp_dealloc, loss_dealloc},

@@ -39,9 +39,10 @@ static void sample_row(const float *outputs, const float *noise, long n, double 
     }
 }
 
-PyDoc_STRVAR(sample_beta_doc,
-             "sample_beta(outputs, noise, max_concentration, out)\n\nWrite samples of Beta distributions. Noise has for each row "
-             "normal numbers x and numbers log u - x^2 / 2, each for alpha and beta of each action, eight of them.");
+PyDoc_STRVAR(
+    sample_beta_doc,
+    "sample_beta(outputs, noise, max_concentration, out)\n\nWrite samples of Beta distributions. Noise has for each row "
+    "normal numbers x and numbers log u - x^2 / 2, each for alpha and beta of each action, eight of them.");
 static PyObject *sample_beta(PyObject *module, PyObject *args)
 {
     PyObject *outputs, *noise, *out;
@@ -49,6 +50,10 @@ static PyObject *sample_beta(PyObject *module, PyObject *args)
     Py_buffer views[3] = {{0}};
     if (!PyArg_ParseTuple(args, "OOdO:sample_beta", &outputs, &noise, &max_concentration, &out))
         return NULL;
+    if (!(max_concentration > 0) || isinf(max_concentration)) {
+        PyErr_SetString(PyExc_ValueError, "max_concentration must be a positive number");
+        return NULL;
+    }
     int failed = get_floats(out, &views[0], 2, SHAPE(-1, -1), 1, "out") < 0;
     long rows = failed ? 0 : views[0].shape[0], n = failed ? 0 : views[0].shape[1];
     failed = failed || get_floats(outputs, &views[1], 2, SHAPE(rows, 2 * n), 0, "outputs") < 0 ||
