@@ -133,7 +133,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         checks = StepChecks(self, are_arrays=copies.are_of_sb3)
         are_read = not is_empty(callback)  # these variables
         self._last_obs, self._last_episode_starts = copies.of(self._last_obs), copies.of(self._last_episode_starts)
-        masks = self._masks_of(env) if self.action_masking else None
+        masks = self._masks_of(env)
 
         while n_steps < n_rollout_steps:
             if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
@@ -187,7 +187,9 @@ class RolloutCollector(OnPolicyAlgorithm):
 
         return True
 
-    def _masks_of(self, env: VecEnv) -> ActionMasks:
+    def _masks_of(self, env: VecEnv) -> ActionMasks | None:
+        if not self.action_masking:
+            return None
         key = self.action_mask_key
         return ActionMasks(self.action_space, key, env.num_envs, reader(env) if key is None else list)
 

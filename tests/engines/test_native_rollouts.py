@@ -115,10 +115,9 @@ def _shaped(actions, model):
 
 
 def test_samples_of_beta():
-    """From the same random numbers, the extension module samples what NumPy does, also far out and where the noise is extreme."""
-    distribution = (
-        make(action_dist="beta", env=dict(action_space=spaces.Box(-1, 1, (3,), np.float32)))._find_engine().native.distribution
-    )
+    """From the same random numbers, the extension module samples what NumPy does, also far out and for extreme numbers."""
+    env = dict(action_space=spaces.Box(-1, 1, (3,), np.float32))
+    distribution = make(action_dist="beta", env=env)._find_engine().native.distribution
     outputs = np.random.default_rng(0).normal(0, 20, size=(200, 6)).astype(np.float32)
     noise = distribution.noise(1, 200, 6)[0]
     noise[:9, 0] = -30  # No proposal is accepted.
