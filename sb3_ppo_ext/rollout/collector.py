@@ -133,7 +133,7 @@ class RolloutCollector(OnPolicyAlgorithm):
         checks = StepChecks(self, are_arrays=copies.are_of_sb3)
         are_read = not is_empty(callback)  # these variables
         self._last_obs, self._last_episode_starts = copies.of(self._last_obs), copies.of(self._last_episode_starts)
-        masks = self._masks_of(env)
+        masks = self._masks_of(env) if self.action_masking else None
 
         while n_steps < n_rollout_steps:
             if self.use_sde and self.sde_sample_freq > 0 and n_steps % self.sde_sample_freq == 0:
@@ -179,17 +179,15 @@ class RolloutCollector(OnPolicyAlgorithm):
             self._last_episode_starts = dones
 
         values = actor.finish(self.policy, self._seen_by_critic(self._last_obs, env.num_envs), dones)
-        if isinstance(self.action_space, spaces.Discrete):
-            actions = actions.reshape(-1, 1)  # as SB3 leaves them
+        # As SB3 leaves them
+        actions = actions.reshape(-1, 1) if isinstance(self.action_space, spaces.Discrete) else actions
 
         callback.update_locals(_readable({**locals(), **actor.further_locals()}))
         callback.on_rollout_end()
 
         return True
 
-    def _masks_of(self, env: VecEnv) -> ActionMasks | None:
-        if not self.action_masking:
-            return None
+    def _masks_of(self, env: VecEnv) -> ActionMasks:
         key = self.action_mask_key
         return ActionMasks(self.action_space, key, env.num_envs, reader(env) if key is None else list)
 
