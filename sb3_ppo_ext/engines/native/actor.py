@@ -100,7 +100,8 @@ class NativeActor(DivisibleActor):
         outputs = native.actor(features)
         if native.mask_key is not None:
             mask(outputs, native.invalid(observations))
-        check_outputs(policy, outputs, step, self._num_timesteps(step))
+        if not native.actor.are_finite:
+            check_outputs(policy, outputs, step, self._num_timesteps(step))
         samples = self.sample(outputs, self.scaled_noise[step])
         if not self.samples_are_finite:
             check_outputs(policy, samples, step, self._num_timesteps(step))
