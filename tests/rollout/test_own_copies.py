@@ -1,8 +1,8 @@
 """What an environment is given is its own, and what it gives is copied where it is kept."""
 
 import itertools
-from functools import partial
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
