@@ -3,8 +3,9 @@ How fast PPOExt trains compared with SB3's PPO: the same hyperparameters and env
 
 Machines change their speed from second to second, so only ratios of runs that are close in time are meaningful. The contenders
 therefore run in turns in random order, each for about a second, between two runs of a fixed workload that measures the speed
-of the machine at that time. Times are those of the processor, which other processes take no part of. The script prints the median of the ratios over all rounds with its 95 % confidence interval
-(bootstrap). SBX takes part if it is installed (`pip install sbx-rl`).
+of the machine at that time. Times are those of the processor, which other processes take no part of. The script prints the
+median of the ratios over all rounds with its 95 % confidence interval (bootstrap). SBX takes part if it is installed (`pip
+install sbx-rl`).
 
 Run it: python scripts/benchmark_speed.py (about 20 minutes; `--parts`, `--rounds`)
 It writes docs/performance/benchmark.json and benchmark.svg. With `--markdown` it measures nothing and prints the tables of
