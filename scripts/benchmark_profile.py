@@ -176,7 +176,7 @@ def minibatches(sb3: Stopwatch, ext: Stopwatch, rounds: int) -> dict[str, dict[s
     return results
 
 
-def forward_of_a_layer(n: int) -> Callable[[], None]:
+def forward_of_a_layer(n: int) -> Callable[[], bool]:
     """The forward pass of a single linear layer with 64 inputs and outputs."""
     weight, bias, x, out = (np.ones(shape, np.float32) for shape in ((64, 64), 64, (n, 64), (n, 64)))
     network = _mlp.Network([(weight, bias, np.zeros_like(weight), np.zeros_like(bias))])

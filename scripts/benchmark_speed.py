@@ -3,8 +3,9 @@ How fast PPOExt trains compared with SB3's PPO: the same hyperparameters and env
 
 Machines change their speed from second to second, so only ratios of runs that are close in time are meaningful. The contenders
 therefore run in turns in random order, each for about a second, between two runs of a fixed workload that measures the speed
-of the machine at that time. The script prints the median of the ratios over all rounds with its 95 % confidence interval
-(bootstrap). SBX takes part if it is installed (`pip install sbx-rl`).
+of the machine at that time. Times are those of the processor, which other processes take no part of. The script prints the
+median of the ratios over all rounds with its 95 % confidence interval (bootstrap). SBX takes part if it is installed (`pip
+install sbx-rl`).
 
 Run it: python scripts/benchmark_speed.py (about 20 minutes; `--parts`, `--rounds`)
 It writes docs/performance/benchmark.json and benchmark.svg. With `--markdown` it measures nothing and prints the tables of
@@ -282,17 +283,19 @@ class CleanRLStyle:
 # Measuring
 
 
-def calibrate() -> float:
+def calibrate(clock: Callable[[], float]) -> float:
     """Seconds of a fixed workload of interpreted code and small matrix products, as in training."""
     a = np.ones((64, 64), np.float32)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(400):
         a = np.tanh(a @ a)
         sum(range(100))
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def take_turns(contenders: Mapping[str, Callable[[], None] | None], rounds: int) -> dict[str, list[float]]:
+def take_turns(
+    contenders: Mapping[str, Callable[[], None] | None], rounds: int, clock: Callable[[], float] = time.process_time
+) -> dict[str, list[float]]:
     """The time of each contender's turn in each round, in units of the calibrations before and after it."""
     present = {name: turn for name, turn in contenders.items() if turn is not None}
     for turn in present.values():
@@ -300,10 +303,10 @@ def take_turns(contenders: Mapping[str, Callable[[], None] | None], rounds: int)
     times: dict[str, list[float]] = {name: [] for name in present}
     for _ in range(rounds):
         for name in np.random.permutation(list(present)):
-            before, start = calibrate(), time.perf_counter()
+            before, start = calibrate(clock), clock()
             present[name]()
-            taken = time.perf_counter() - start
-            times[name].append(taken / (before + calibrate()) * 2)
+            taken = clock() - start
+            times[name].append(taken / (before + calibrate(clock)) * 2)
     return times
 
 
@@ -348,7 +351,7 @@ def measure(parts: list[str], rounds: int) -> Iterator[tuple[str, str, dict[str,
         elif part == THREADS_PART:
             for name, setting, updates in THREADS:
                 turns = {f"{n} threads": trainer_in_threads(setting, updates, native_threads=n) for n in (1, 2)}
-                yield part, name, ratios(take_turns(turns, rounds), "1 threads")
+                yield part, name, ratios(take_turns(turns, rounds, time.perf_counter), "1 threads")
         for name, contenders in contests(part):
             yield part, name, ratios(take_turns(contenders, rounds))
 

@@ -178,7 +178,7 @@ def contests(part: str) -> Iterator[tuple[str, Mapping[str, Turn]]]:
 def measure(part: str, rounds: int) -> Iterator[Row]:
     for name, contenders in contests(part):
         reference = next(iter(contenders))
-        found = ratios(take_turns(contenders, rounds), reference)
+        found = ratios(take_turns(contenders, rounds, time.perf_counter), reference)
         for contender, turn in contenders.items():
             row: Row = {"part": part, "setting": name, "contender": contender, "steps_per_second": round(turn.speed())}
             if contender in found:

@@ -25,8 +25,8 @@ def bounds_on_device(low: np.ndarray, high: np.ndarray, device: th.device) -> tu
 def clipped(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """
     :param actions: Actions, shape ``(n, *action_shape)``
-    :param low: Lower bounds, shape ``action_shape``
-    :param high: Upper bounds, shape ``action_shape``
+    :param low: Lower bounds, shape ``action_shape``, or that of the actions, for which it takes a third as long
+    :param high: Upper bounds, of the same shape
     :return: What ``np.clip`` returns, in a third of its time
     """
     if len(actions) == 1:

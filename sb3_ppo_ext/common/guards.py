@@ -127,7 +127,7 @@ def check_actions(actions: np.ndarray) -> None:
     :param actions: Latents or vectors, any shape
     :raises NonFinitePolicyError: if they contain NaN or infinity
     """
-    if not np.isfinite(actions).all():
+    if not (_is_surely_finite(actions) or np.isfinite(actions).all()):
         raise NonFinitePolicyError(
             f"{np.sum(~np.isfinite(actions))} of {np.size(actions)} numbers in the policy's actions are not finite: check its "
             "observations and its parameters for NaN."

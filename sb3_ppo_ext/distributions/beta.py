@@ -219,7 +219,7 @@ class NumpyBeta(NumpyDistribution):
         normal = th.randn(2, n_steps, n_envs, 2, n_outputs // 2, ROUNDS)
         # What the logarithm of a uniform number has to stay below, without the part that depends on the parameters
         normal[1] = th.rand(normal.shape[1:]).log_() - 0.5 * normal[0].square()
-        return normal.movedim(0, 2).numpy()
+        return normal.movedim(0, 2).contiguous().numpy()
 
     def sampler(self) -> Sampler:
         return partial(sample_beta, max_concentration=self.distribution.max_concentration)

@@ -71,6 +71,9 @@ class NumpyStateDependentNoise(NumpyDistribution):
     def sampler(self) -> Sampler:
         return partial(explore, n_actions=self.n_actions, is_squashed=self.distribution.bijector is not None)
 
+    def compiled(self) -> tuple[str, tuple[int, ...]] | None:
+        return None if self.distribution.bijector is not None else ("state_dependent_noise", (1,) * self.n_actions)
+
     def make(self, outputs: th.Tensor, log_std: Any = None) -> Distribution:
         means, latents = self._split(outputs)
         own: Any = self.log_std if log_std is None else log_std

@@ -209,7 +209,8 @@ class ActionDistributionMixin(ActionMaskingMixin):
         """
         if (bounded := bounded_part(self.action_dist)) is None:
             return super().unscale_action(scaled_action)
-        return actions_of_latents(scaled_action, bounded.position, self.action_space)
+        space = self.action_space
+        return actions_of_latents(scaled_action, *_in_float64(space), bounded.position, space)
 
     def scale_action(self, action: np.ndarray) -> np.ndarray:
         """
@@ -368,21 +369,26 @@ def actions_at(
     """
     :param latents: Latents of a bounded distribution, shape ``(n, *action_shape)``
     :param position: Its function :meth:`BoundedDistribution.position`
-    :param low: Lower bounds of the actions, shape ``action_shape``
-    :param high: Upper bounds of the actions, shape ``action_shape``
-    :return: Actions within the bounds and of their dtype, shape ``(n, *action_shape)``
+    :param low: Lower bounds of the actions in float64, shape ``action_shape``, or that of the latents
+    :param high: Upper bounds of the actions, of the same shape
+    :return: Actions within the bounds, float64, shape ``(n, *action_shape)``
     """
     positions = position(np.asarray(latents, dtype=np.float64))
-    # Not low + position * (high - low), which can overflow.
-    actions = low * (1 - positions) + high * positions
-    # Rounding can step over a bound.
-    within: np.ndarray = np.clip(actions.astype(low.dtype), low, high)
-    return within
+    # Not low + position * (high - low), which can overflow. Rounding can step over a bound.
+    return clipped(low * (1 - positions) + high * positions, low, high)
 
 
-def actions_of_latents(samples: np.ndarray, position: Callable[[np.ndarray], np.ndarray], space: spaces.Box) -> np.ndarray:
+def actions_of_latents(
+    samples: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    position: Callable[[np.ndarray], np.ndarray],
+    space: spaces.Box,
+) -> np.ndarray:
     """
     :param samples: Samples of a bounded distribution, shape ``(n, *action_shape)``
+    :param low: Lower bounds of the space in float64, or of each sample
+    :param high: Upper bounds, likewise
     :param position: Function :meth:`BoundedDistribution.position` of the distribution
     :param space: Space of the samples
     :return: Actions within the bounds and of their dtype, shape ``(n, *action_shape)``
@@ -390,14 +396,45 @@ def actions_of_latents(samples: np.ndarray, position: Callable[[np.ndarray], np.
     """
     check_actions(samples)
     latents, others = split_boxes(space, samples)
-    low, high = (split_boxes(space, bound)[0] for bound in (space.low, space.high))
-    return joined(actions_at(latents, position, low, high), others)
+    low, high = (split_boxes(space, bound)[0] for bound in (low, high))
+    actions = actions_at(latents, position, low, high).astype(space.low.dtype)
+    return joined(actions, others)
+
+
+def _in_float64(space: spaces.Box) -> tuple[np.ndarray, np.ndarray]:
+    return space.low.astype(np.float64), space.high.astype(np.float64)
 
 
 def _unsquashed(samples: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """As SB3's ``unscale_action``."""
     actions: np.ndarray = low + (0.5 * (samples + 1.0) * (high - low))
     return actions
+
+
+class WithinBounds:
+    """
+    Turns samples of a policy into actions within the bounds. It keeps the bounds of a whole batch, since NumPy takes longest
+    for shapes that differ.
+
+    :param low: Lower bounds, shape ``action_shape``
+    :param high: Upper bounds, shape ``action_shape``
+    :param function: Function of samples, lower and upper bounds of each, which returns new arrays
+    """
+
+    def __init__(
+        self, low: np.ndarray, high: np.ndarray, function: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+    ):
+        self.bounds, self.function = (low, high), function
+        self.low, self.high = low[np.newaxis], high[np.newaxis]
+
+    def __call__(self, samples: np.ndarray) -> np.ndarray:
+        """
+        :param samples: Samples, shape ``(n, *action_shape)``
+        :return: Actions, of the same shape
+        """
+        if len(samples) != len(self.low):
+            self.low, self.high = (np.stack([bound] * len(samples)) for bound in self.bounds)
+        return self.function(samples, self.low, self.high)
 
 
 class ActionsForEnv:
@@ -428,12 +465,14 @@ def actions_for_env(policy: ActorCriticPolicy) -> ActionsForEnv | None:
     if not isinstance(space, spaces.Box):
         return ActionsForEnv(space, np.copy)
     if not policy.squash_output:
-        return ActionsForEnv(space, partial(clipped, low=space.low, high=space.high))
+        return ActionsForEnv(space, WithinBounds(space.low, space.high, clipped))
     if not unscales_as_known(policy):
         return None
     if (bounded := bounded_part(policy.action_dist)) is None:
-        return ActionsForEnv(space, partial(_unsquashed, low=space.low, high=space.high))
-    return ActionsForEnv(space, partial(actions_of_latents, position=bounded.position, space=space))
+        return ActionsForEnv(space, WithinBounds(space.low, space.high, _unsquashed))
+    return ActionsForEnv(
+        space, WithinBounds(*_in_float64(space), partial(actions_of_latents, position=bounded.position, space=space))
+    )
 
 
 def unscales_as_known(policy: ActorCriticPolicy) -> bool:

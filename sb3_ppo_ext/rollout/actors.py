@@ -94,6 +94,8 @@ class Actor(Protocol):
 
     # Whether `act` itself refuses outputs of the policy that are not finite
     checks_outputs: ClassVar[bool] = False
+    # Function from samples to actions within the bounds; `None` for that of the current policy
+    within_bounds: Callable[[np.ndarray], np.ndarray] | None = None
 
     def act(self, policy: ActorCriticPolicy, observations: object, starts: np.ndarray, step: int) -> Action:
         """

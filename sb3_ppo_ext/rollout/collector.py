@@ -32,7 +32,7 @@ from sb3_ppo_ext.rollout.overlap import overlapped_collection
 from sb3_ppo_ext.rollout.own_copies import OwnCopies, TerminalWatch, kept_of
 from sb3_ppo_ext.rollout.shared_rollout import SharedRollout
 from sb3_ppo_ext.rollout.step_checks import StepChecks
-from sb3_ppo_ext.rollout.user_code import environments_of, is_user_class, runs_user_code
+from sb3_ppo_ext.rollout.user_code import environments_of, is_empty, is_user_class, runs_user_code
 
 
 class RolloutCollector(OnPolicyAlgorithm):
@@ -129,7 +129,9 @@ class RolloutCollector(OnPolicyAlgorithm):
             with reset_after_errors(self):
                 return overlapped.run()
         copies, space = OwnCopies(env), self._sample_space
+        within_bounds = actor.within_bounds or self._within_bounds
         checks = StepChecks(self, are_arrays=copies.are_of_sb3)
+        are_read = not is_empty(callback)  # these variables
         self._last_obs, self._last_episode_starts = copies.of(self._last_obs), copies.of(self._last_episode_starts)
         masks = self._masks_of(env) if self.action_masking else None
 
@@ -143,7 +145,7 @@ class RolloutCollector(OnPolicyAlgorithm):
             action = actor.act(self.policy, seen, self._last_episode_starts, n_steps)
             obs_tensor, samples, values, log_probs = action
             self._check_samples(actor, samples, n_steps)
-            clipped_actions = self._within_bounds(samples)
+            clipped_actions = within_bounds(samples)
             actions = clipped_actions if self._samples_latents else samples
             env_actions = structured(space, clipped_actions.copy())  # its own, which it may write into
 
@@ -154,8 +156,9 @@ class RolloutCollector(OnPolicyAlgorithm):
 
             self.num_timesteps += env.num_envs * self.ranks.size
 
-            further = actor.further_locals() if masks is None else _with_masks(actor, masks, obs_tensor)
-            callback.update_locals(_readable({**locals(), **further} if further else locals()))
+            if are_read:
+                further = actor.further_locals() if masks is None else _with_masks(actor, masks, obs_tensor)
+                callback.update_locals(_readable({**locals(), **further} if further else locals()))
             if not callback.on_step():
                 return False
 
@@ -176,8 +179,8 @@ class RolloutCollector(OnPolicyAlgorithm):
             self._last_episode_starts = dones
 
         values = actor.finish(self.policy, self._seen_by_critic(self._last_obs, env.num_envs), dones)
-        if isinstance(self.action_space, spaces.Discrete):
-            actions = actions.reshape(-1, 1)  # as SB3 leaves them
+        # As SB3 leaves them
+        actions = actions.reshape(-1, 1) if isinstance(self.action_space, spaces.Discrete) else actions
 
         callback.update_locals(_readable({**locals(), **actor.further_locals()}))
         callback.on_rollout_end()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.user_code import is_known_module, is_of_user
@@ -49,6 +49,16 @@ def _called(callback: BaseCallback) -> Iterator[Any]:
             continue
         parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else [value]
         yield from (part for part in parts if hasattr(part, "on_step") or (callable(part) and not isinstance(part, type)))
+
+
+def is_empty(callback: BaseCallback) -> bool:
+    """
+    :param callback: Callback of the training
+    :return: Whether it is what SB3 makes of no callback at all, so that nobody reads its ``locals``
+    """
+    if type(callback) is CallbackList:
+        return all(map(is_empty, callback.callbacks))
+    return type(callback) is ConvertCallback and callback.callback is None
 
 
 def environments_of(callback: BaseCallback) -> list[VecEnv]:

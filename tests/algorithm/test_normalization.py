@@ -20,6 +20,7 @@ from support.torch_envs import TorchPendulum
 from support.toys import DICT, IMAGE, VECTOR, LogRecorder, ToyEnv, make_toys
 
 from sb3_ppo_ext import MlpPolicy, ParallelVecEnv, PPOExt, TensorVecNormalize, TorchVecEnv, TrainingCheckpoint
+from sb3_ppo_ext.envs.normalizer import _moments
 
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, device="cpu")
 BOTH = dict(normalize_obs=True, normalize_reward=True)
@@ -482,3 +483,13 @@ def test_statistics_of_a_refused_rollout():
     with pytest.raises(ValueError, match="observation"):
         model.learn(32, reset_num_timesteps=False)
     assert_equal(before, statistics(model.normalizer), "statistics")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(1,), (1, 17), (4, 3), (16, 17), (7, 2, 3), (2048,)])
+def test_moments(shape, dtype):
+    """Means and variances of a batch are NumPy's, bit for bit."""
+    rows = np.random.default_rng(0).normal(3, 1e3, size=shape).astype(dtype)
+    mean, variance = _moments(rows)
+    np.testing.assert_array_equal(mean, np.mean(rows, axis=0))
+    np.testing.assert_array_equal(variance, np.var(rows, axis=0))

@@ -30,8 +30,17 @@ SPACES = {
     "Bernoulli": spaces.MultiBinary(3),
     "squashed Gaussian": spaces.Box(-1, 1, (3,), np.float32),
     "Beta": spaces.Box(-1, 1, (3,), np.float32),
+    "gSDE": spaces.Box(-1, 1, (3,), np.float32),
+    "gSDE with expln": spaces.Box(-1, 1, (3,), np.float32),
+    "gSDE with one deviation": spaces.Box(-1, 1, (3,), np.float32),
 }
-DISTS = {"squashed Gaussian": "squashed_gaussian", "Beta": "beta"}
+KINDS = {
+    "squashed Gaussian": dict(action_dist="squashed_gaussian"),
+    "Beta": dict(action_dist="beta"),
+    "gSDE": dict(use_sde=True),
+    "gSDE with expln": dict(use_sde=True, policy_kwargs=dict(use_expln=True)),
+    "gSDE with one deviation": dict(use_sde=True, policy_kwargs=dict(full_std=False)),
+}
 BOUNDS = (th.tensor([-1.0, -0.5, -th.inf]), th.tensor([1.0, 2.0, th.inf]))
 OPTIONS = {
     "SB3's": {},
@@ -48,14 +57,14 @@ OPTIONS = {
 def minibatches_of(kind, weighted):
     """Distribution, outputs, values and minibatches with numbers at random."""
     rng = np.random.default_rng(0)
-    native = make(env=dict(action_space=SPACES[kind]), action_dist=DISTS.get(kind, "gaussian"))._find_engine().native
+    native = make(env=dict(action_space=SPACES[kind]), **KINDS.get(kind, {}))._find_engine().native
     distribution = native.distribution
     if distribution.parameter is not None:
-        distribution.parameter[:] = rng.normal(size=len(distribution.parameter))
+        distribution.parameter[:] = rng.normal(size=distribution.parameter.shape)
         if kind == "squashed Gaussian":
             distribution.parameter[:2] = -6, 3  # beyond the range
         distribution.pack()
-    outputs = rng.normal(0, 2, size=(N, native.actor.n_outputs)).astype(np.float32)
+    outputs = rng.normal(0, 2, size=(N, native.actor.n_outputs + native.actor.n_latents)).astype(np.float32)
     if kind == "masked":
         outputs[:, 3], outputs[::2, 1] = INVALID, INVALID
     actions = np.stack([np.atleast_1d(SPACES[kind].sample()) for _ in range(N)]).astype(np.float32)
@@ -88,7 +97,8 @@ def in_c(distribution, outputs, values, m, config):
     """The same of the extension module, in two blocks."""
     penalties = {name: PENALTIES[name] for name in config.penalties}
     loss = compiled_loss(distribution, m, config, penalties)
-    d_outputs, d_values = np.empty_like(outputs), np.empty_like(values)
+    # Latents, which gSDE reads, have no gradient.
+    d_outputs, d_values = np.empty((N, sum(distribution.compiled()[1])), np.float32), np.empty_like(values)
     squares = 0.0
     for part in (slice(10), slice(10, N)):
         arrays = [array[part] for array in (outputs, values, d_outputs, d_values)]
@@ -111,27 +121,30 @@ def test_equal(kind, options, weighted):
             np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6 * max(1, np.abs(one).max()))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SPACES if kind != "Beta"])
+@pytest.mark.parametrize("kind", SPACES)
 def test_penalties(kind):
     """Values and gradients of the penalties are those of autograd, and descriptions of bounded distributions NumPy's."""
-    coefs = {"kl": 0.7} | ({"bounds_loss": 0.3} if "Gaussian" in kind else {})
+    coefs = {} if "gSDE" in kind else {"kl": 0.7}
+    coefs |= {"bounds_loss": 0.3} if "Gaussian" in kind or "gSDE" in kind else {}
     config, plain = (LossConfig(0.2, penalties=penalties, action_bounds=BOUNDS, bounds_limit=0.4) for penalties in (coefs, {}))
     distribution, outputs, values, m = minibatches_of(kind, weighted=False)
     without, before = in_c(distribution, outputs, values, m, plain), m.samples.old
     without[-1] = None if without[-1] is None else without[-1].copy()
     results = in_c(distribution, outputs, values, m, config)
     leaf = th.from_numpy(outputs).requires_grad_()
-    made = distribution.make(leaf)
-    kl = kl_divergence(th.from_numpy(before), made)
-    total = coefs["kl"] * kl.mean()
+    total = th.zeros(())
+    if "kl" in coefs:
+        kl = kl_divergence(th.from_numpy(before), distribution.make(leaf))
+        np.testing.assert_allclose(m.penalized["kl"], kl.detach(), rtol=1e-4, atol=1e-5)
+        total = total + coefs["kl"] * kl.mean()
     if "bounds_loss" in coefs:
-        each = [bounds_loss(mean[None], *BOUNDS, 0.4) for mean in leaf]
+        each = [bounds_loss(mean[None], *BOUNDS, 0.4) for mean in leaf[:, : results[5].shape[1]]]
         np.testing.assert_allclose(m.penalized["bounds_loss"], th.stack(each).detach(), rtol=1e-5)
         total = total + coefs["bounds_loss"] * th.stack(each).mean()
-    leaves = [leaf] if distribution.log_std is None else [leaf, distribution.log_std]
+    leaves = [leaf] if distribution.log_std is None or "gSDE" in kind else [leaf, distribution.log_std]
     gradients = th.autograd.grad(total, leaves)
-    np.testing.assert_allclose(m.penalized["kl"], kl.detach(), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(results[5] - without[5], gradients[0], rtol=1e-3, atol=1e-5)
+    expected = gradients[0][:, : results[5].shape[1]]
+    np.testing.assert_allclose(results[5] - without[5], expected, rtol=1e-3, atol=1e-5)
     if len(leaves) > 1:
         inside = slice(2 if kind == "squashed Gaussian" else 0, None)
         np.testing.assert_allclose((results[-1] - without[-1])[inside], gradients[1][inside], rtol=1e-3, atol=1e-5)
@@ -167,8 +180,9 @@ def test_is_taken(monkeypatch):
     note(AnalyticGradients, "_add_compiled", "C")
     note(CompiledSteps, "make", "steps in C")
     cases = [({}, "steps in C"), (dict(optimizer="adamw"), "C"), (dict(native_threads=2), "C")]
-    cases += [(dict(bounds_coef=0.1, kl_coef=0.1), "steps in C"), (dict(action_dist="beta"), "steps in C")]
-    for options, expected in [*cases, (dict(action_dist="beta", kl_coef=0.1), "NumPy"), (dict(use_sde=True), "NumPy")]:
+    cases += [(dict(bounds_coef=0.1, kl_coef=0.1), "steps in C"), (dict(action_dist="beta", kl_coef=0.1), "steps in C")]
+    cases += [(dict(use_sde=True, bounds_coef=0.1), "steps in C"), (dict(use_sde=True, native_threads=2), "C")]
+    for options, expected in [*cases, (dict(use_sde=True, kl_coef=0.1), "NumPy")]:
         make(**options).learn(32)
         assert set(taken) == {expected}
         taken.clear()
@@ -196,20 +210,22 @@ STEPS = {
     "stopped by the KL divergence": dict(target_kl=1e-4, learning_rate=1e-2),
     "penalties": dict(bounds_coef=0.1, bounds_limit=0.1, kl_coef=0.5),
     "squashed": dict(action_dist="squashed_gaussian", kl_coef=0.1, kl_target=0.01, ent_coef=0.01),
-    "Beta": dict(action_dist="beta", ent_coef=0.01),
+    "Beta": dict(action_dist="beta", ent_coef=0.01, kl_coef=0.1),
+    "gSDE": dict(use_sde=True, sde_sample_freq=4, ent_coef=0.01),
     "weight decay": dict(policy_kwargs=dict(optimizer_kwargs=dict(weight_decay=0.1))),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_are_those_of_the_loop(name, monkeypatch):
-    """Steps that the extension module makes are those of the loop, bit for bit, and so is what is logged."""
+    """Steps that the extension module makes are those of the loop, epoch by epoch, bit for bit, and so is what is logged."""
     monkeypatch.setattr(policy, "BLOCK", 3)
     monkeypatch.setattr(native_steps, "BLOCK", 3)
     if name != "more steps than in a call":
         monkeypatch.setattr(native_steps, "MAX_SAMPLES", 24)
     results, logs = trained(STEPS[name], STEPS[name].get("n_steps", 64) * 2)
     monkeypatch.setattr(native_gradients, "compiled_steps", lambda *args: None)
+    monkeypatch.setattr(native_gradients, "MAX_SAMPLES", 1)
     expected, expected_logs = trained(STEPS[name], STEPS[name].get("n_steps", 64) * 2)
     for one, other in zip(expected, results, strict=True):
         np.testing.assert_array_equal(other, one)

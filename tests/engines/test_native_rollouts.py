@@ -19,6 +19,7 @@ from support.toys import BOX_ACTION, VECTOR, RolloutRecorder, ToyEnv, make_toys
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.guards import NonFinitePolicyError
 from sb3_ppo_ext.engines.native.inputs import Inputs
+from sb3_ppo_ext.engines.native.samplers import sampler_of
 from sb3_ppo_ext.rollout import collector
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 
@@ -111,6 +112,18 @@ def _shaped(actions, model):
         if isinstance(model.action_space, spaces.Discrete)
         else actions.reshape(-1, *model.action_space.shape)
     )
+
+
+def test_samples_of_beta():
+    """From the same random numbers, the extension module samples what NumPy does, also far out and for extreme numbers."""
+    env = dict(action_space=spaces.Box(-1, 1, (3,), np.float32))
+    distribution = make(action_dist="beta", env=env)._find_engine().native.distribution
+    outputs = np.random.default_rng(0).normal(0, 20, size=(200, 6)).astype(np.float32)
+    noise = distribution.noise(1, 200, 6)[0]
+    noise[:9, 0] = -30  # No proposal is accepted.
+    sampled = distribution.sampler()(outputs, noise)
+    np.testing.assert_allclose(sampler_of(distribution)(outputs, noise), sampled, rtol=1e-6)
+    assert np.ptp(sampled) > 0.99
 
 
 def test_callbacks_that_read_estimates_find_them():

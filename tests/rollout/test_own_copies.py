@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -255,7 +256,7 @@ def test_known_environments(make_env, expected):
         actions = np.stack([env.action_space.sample() for _ in range(env.num_envs)])
         first, second = env.step(actions), env.step(actions)
         assert not any(np.shares_memory(one, other) for one, other in zip(first[:3], second[:3], strict=True))
-    env.step = env.step
+    env.step = partial(env.step)
     assert not gives_new_arrays(env)
 
 

@@ -143,38 +143,46 @@ class Entries:
             (vectors[0], 2, vectors[1]),
             (read(vectors[0]), [*number, 0], written(vectors[1])),
         )
+        of_beta = (array(2, 6), array(2, 2, 2, 3, 8), 1000.0, array(2, 3))
+        wrong_beta = (read(of_beta[0]), read(of_beta[1]), [*number, 0, -1], written(of_beta[3]))
+        yield "sample_beta", self.module.sample_beta, of_beta, wrong_beta
         yield "use", self.module.use, ("any",), (list(WRONG_NAMES),)
         yield "available", self.module.available, (), ()
 
     def losses(self):
-        """Calls for the loss of a Gaussian, and of two choices with a weight for each sample."""
+        """Calls for the loss of a Gaussian, of two choices with a weight for each sample, of Betas, and of gSDE."""
         array, number, n = self.array, list(WRONG_NUMBERS), 5
         read, written = (lambda a: list(wrong_arrays(a, False))), (lambda a: list(wrong_arrays(a, True)))
         options = (False, True, 0.2, 3.0, 0.1, 1.0, 0.5, 0.01, 0.1)
         families = (("gaussian", (1, 1, 1), None, (0.1, 1.0)), ("categorical", (3, 2), array(n), (0.0, 1.0)))
-        for family, choices, weights, of_bounds in (*families, ("beta", (2, 2, 2), None, (0.0, 1.0))):
-            is_gaussian, n_old = family == "gaussian", 6 if family != "categorical" else 5
-            actions, stds = array(n, len(choices)), [array(3), array(3)]
+        families += (("beta", (2, 2, 2), None, (0.0, 1.0)), ("state_dependent_noise", (1, 1, 1), None, (0.1, 1.0)))
+        for family, choices, weights, of_bounds in families:
+            is_gaussian, has_latents = family == "gaussian", family == "state_dependent_noise"
+            n_old = {"categorical": 5, "state_dependent_noise": 3}.get(family, 6)
+            shape = (4, 3) if has_latents else (3,)
+            actions, stds = array(n, len(choices)), [array(*shape), array(*shape)]
             actions[:] = 1
-            columns = (actions, *(array(n) for _ in range(4)), weights, array(n, n_old), *(array(n) for _ in range(5)))
+            old = np.full((n, n_old), 2.0) if family == "beta" else array(n, n_old)
+            columns = (actions, *(array(n) for _ in range(4)), weights, old, *(array(n) for _ in range(5)))
             columns += (array(n, n_old), array(n), array(n))
             bounds = (array(3), array(3))
-            kl = (0.0,) if family == "beta" else options[-1:]
-            right = (family, choices, *stds, columns, bounds, *options[:-1], *kl, *of_bounds, 1000.0)
+            kl = (0.0,) if has_latents else options[-1:]
+            right = (family, choices, *stds, columns, bounds, *options[:-1], *kl, *of_bounds, 1000.0, True, 1e-6)
             names = [name for name in WRONG_NAMES if name is not None]
             wrong_choices = [None, [1], 5, (0,) * len(choices), (-1, 5, 1), ("a",) * 3, (2**62,) * 3, (2**70,), (), (2,)]
             wrong_columns = [None, [], (), columns[:-1], (*columns, columns[-1])]
             for i in range(len(columns)):
-                values = [] if columns[i] is None else wrong_arrays(columns[i], i > 6)
+                values = [] if columns[i] is None else wrong_arrays(columns[i].astype(np.float32, copy=False), i > 6)
+                values = (v for v in values if i != 6 or family != "beta" or getattr(v, "dtype", None) != np.float64)
                 needs = i not in (5, 6, 12, 13, 14)
                 wrong_columns += [(*columns[:i], v, *columns[i + 1 :]) for v in values if needs or v is not None]
-            wrong_stds = [read(stds[0]), written(stds[1])] if is_gaussian else [[], []]
+            wrong_stds = [read(stds[0]), written(stds[1])] if is_gaussian or has_latents else [[], []]
             wrong_bounds = [None, [], 5]
             if is_gaussian:
                 wrong_bounds += [(), bounds[:1], *((v, bounds[1]) for v in read(bounds[0])), (*bounds, bounds[0])]
                 wrong_columns += [(*columns[:i], None, *columns[i + 1 :]) for i in (6, 13, 14)]
             yield "Loss", self.module.Loss, right, (names, wrong_choices, *wrong_stds, wrong_columns, wrong_bounds)
-            arrays = [array(2, sum(choices)), array(2), array(2, sum(choices)), array(2)]
+            arrays = [array(2, sum(choices) + 4 * has_latents), array(2), array(2, sum(choices)), array(2)]
             wrong = ([*number, -1, n - 1], [*number, 0], *map(read, arrays[:2]), *map(written, arrays[2:]))
             yield "Loss.add", self.module.Loss(*right).add, (1, n, *arrays, True), wrong
 
@@ -183,7 +191,7 @@ class Entries:
         array, number, n = self.array, list(WRONG_NUMBERS), 5
         actor, critic = (self.module.Network([self.layer(3, 4), "tanh", self.layer(4, k)]) for k in (2, 1))
         columns = (array(n, 2), *(array(n) for _ in range(4)), None, None, *(array(n) for _ in range(5)), None, None, None)
-        options = (False, False, 0.2, 3.0, 0.1, 1.0, 0.5, 0.01, 0.0, 0.0, 1.0, 1000.0)
+        options = (False, False, 0.2, 3.0, 0.1, 1.0, 0.5, 0.01, 0.0, 0.0, 1.0, 1000.0, False, 0.0)
         loss = self.module.Loss("gaussian", (1, 1), array(2), array(2), columns, (), *options)
         features, invalid = array(n, 3), np.zeros((n, 2), bool)
         right = (actor, critic, loss, self.adam, features, invalid, 2)

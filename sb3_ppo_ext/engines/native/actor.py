@@ -23,6 +23,7 @@ from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.layers import Forward
 from sb3_ppo_ext.engines.native.policy import BLOCK, NativePolicy, blocks, mask
+from sb3_ppo_ext.engines.native.samplers import sampler_of
 from sb3_ppo_ext.engines.native.share_actor import NativeShareActor
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.policies.actor_critic import actions_for_env
@@ -51,6 +52,8 @@ class NativeActor(DivisibleActor):
         # The observations in them, if these are what the networks read
         self.inputs = None if config.is_watched else native.inputs_in(self.rows["observations"])
         native.pack()
+        # From outputs and noise to samples
+        self.sample = sampler_of(native.distribution) or native.distribution.sample
         # User code may change parameters in place, in ways that torch does not track.
         self.has_changed = native.watch().has_changed if config.is_watched else native.has_changed
         self.has_changed()
@@ -58,6 +61,8 @@ class NativeActor(DivisibleActor):
         self.noise = native.distribution.noise(config.n_steps, buffer.n_envs, native.actor.n_outputs)
         self._scale_noise(0)
         space = config.action_space
+        if isinstance(space, spaces.Box) and (for_env := actions_for_env(native.policy)) is not None:
+            self.within_bounds = for_env.within_bounds
         # Discrete samples have their shape already.
         self.sample_shape = None if isinstance(space, spaces.Discrete) else (buffer.n_envs, *(space.shape or ()))
         # Observations of the last step, already in the buffer
@@ -92,9 +97,12 @@ class NativeActor(DivisibleActor):
         self.observations = observations
         features = native.features(observations) if self.inputs is None else self.inputs[step]
         self._follow_changes(step)
-        outputs = mask(native.actor(features), native.invalid(observations))
-        check_outputs(policy, outputs, step, self._num_timesteps(step))
-        samples = native.distribution.sample(outputs, self.scaled_noise[step])
+        outputs = native.actor(features)
+        if native.mask_key is not None:
+            mask(outputs, native.invalid(observations))
+        if not native.actor.are_finite:
+            check_outputs(policy, outputs, step, self._num_timesteps(step))
+        samples = self.sample(outputs, self.scaled_noise[step])
         if not self.samples_are_finite:
             check_outputs(policy, samples, step, self._num_timesteps(step))
         if self.sample_shape is not None and samples.shape != self.sample_shape:
@@ -133,7 +141,7 @@ class NativeActor(DivisibleActor):
 
     def for_share(self, largest: int) -> Callable[[slice], ShareActor] | None:
         native = self.native
-        sampler, for_env = native.distribution.sampler(), actions_for_env(native.policy)
+        sampler, for_env = sampler_of(native.distribution), actions_for_env(native.policy)
         if self.is_watched or sampler is None or for_env is None:
             return None
         if (drawn := self._noise_of_rollout(largest)) is None:

@@ -17,8 +17,8 @@ from sb3_ppo_ext.update.losses import SPO_MIN_RANGE, LossConfig, Penalty, bounds
 IS_SPO = {"clip": False, "spo": True}
 # Penalties that it knows, and the families for which it does
 PENALTY_FAMILIES: dict[Any, tuple[str, ...]] = {
-    kl_penalty: ("gaussian", "squashed_gaussian", "categorical", "bernoulli"),
-    bounds_penalty: ("gaussian", "squashed_gaussian"),
+    kl_penalty: ("gaussian", "squashed_gaussian", "beta", "categorical", "bernoulli"),
+    bounds_penalty: ("gaussian", "squashed_gaussian", "state_dependent_noise"),
 }
 
 
@@ -69,4 +69,6 @@ def compiled_loss(
         bounds_coef=bounds_coef,
         bounds_limit=options.bounds_limit,
         max_concentration=getattr(distribution.distribution, "max_concentration", math.inf),
+        use_expln=getattr(distribution.distribution, "use_expln", False),
+        epsilon=getattr(distribution.distribution, "epsilon", 0.0),
     )

@@ -46,7 +46,7 @@ class FlatRollout(NamedTuple):
 
 class NativeMinibatches:
     """
-    The samples of an epoch in the order of the minibatches, and their measurements.
+    The samples of an epoch, or of several one after the other, in the order of the minibatches, and their measurements.
 
     :param order: Indices of the samples in the flattened rollout, in the order in which they are drawn, shape ``(n_samples,)``
     :param samples: Samples in this order
@@ -84,9 +84,9 @@ class NativeMinibatches:
 
     def begin(self, order: np.ndarray) -> None:
         """
-        Begin an epoch, without measurements.
+        Begin again, without measurements.
 
-        :param order: Indices of its samples, as above
+        :param order: Indices of the samples, as above
         """
         self.order = order
         # Weighted sum of the penalties of each minibatch
@@ -126,26 +126,30 @@ class NativeMinibatches:
             return self.entropies[part]
         return self.distribution.entropies(np.concatenate(self.described[-n:]))
 
-    def measured(self) -> MeasuredMinibatches:
-        """:return: Measurements of the minibatches evaluated so far, which further ones leave as they are"""
-        sizes = self.sizes[: self.n]
-        n = int(sizes.sum())
+    def measured(self, first: int = 0) -> MeasuredMinibatches:
+        """
+        :param first: Number of a minibatch
+        :return: Measurements of the minibatches evaluated so far, from this one on, which further ones leave as they are
+        """
+        sizes = self.sizes[first : self.n]
         kept = np.ones(len(sizes), bool)
-        kept[self.skipped] = False
-        log_ratios, ratios, objectives, errors, entropies = self.measurements[:, :n].copy()
-        rows = None if self.rows is None else self.rows[:n].copy()
+        kept[[number - first for number in self.skipped if number >= first]] = False
+        start = int(self.sizes[:first].sum())
+        part = slice(start, start + int(sizes.sum()))
+        log_ratios, ratios, objectives, errors, entropies = self.measurements[:, part].copy()
+        rows = None if self.rows is None else self.rows[part].copy()
         return MeasuredMinibatches(
             sizes,
             kept,
-            self.penalties[: len(sizes)],
-            np.concatenate(self.described) if self.described else rows,
+            self.penalties[first : self.n],
+            np.concatenate(self.described[first:]) if self.described else rows,
             None if self.described else entropies,
             objectives,
             errors,
             ratios,
             log_ratios,
-            None if self.weights is None else self.weights[:n],
-            *(None if (values := self.penalized.get(name)) is None else values[:n].copy() for name in ("kl", "bounds_loss")),
+            None if self.weights is None else self.weights[part],
+            *(None if (values := self.penalized.get(name)) is None else values[part].copy() for name in ("kl", "bounds_loss")),
         )
 
 

@@ -18,10 +18,10 @@ from stable_baselines3.common.type_aliases import RolloutBufferSamples
 from sb3_ppo_ext.distributed.statistics import mean_and_std_of_each
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.compiled_loss import compiled_loss
-from sb3_ppo_ext.engines.native.compiled_steps import compiled_steps
+from sb3_ppo_ext.engines.native.compiled_steps import MAX_SAMPLES, compiled_steps
 from sb3_ppo_ext.engines.native.epoch import FlatRollout, MeasuredMinibatches, NativeMinibatches, mean_of_each, normalize_each
 from sb3_ppo_ext.engines.native.policy import NativePolicy, blocks, mask
-from sb3_ppo_ext.engines.optimizer_steps import TorchStepper
+from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, TorchStepper
 from sb3_ppo_ext.update.advantages import standardize
 from sb3_ppo_ext.update.config import UpdateConfig
 from sb3_ppo_ext.update.estimates import Estimates
@@ -63,6 +63,10 @@ class AnalyticGradients(GradientSource):
         self.shown = [(p, th.from_numpy(gradient)) for p, gradient in native.parameters()] if is_of_torch else []
         # Norms of the gradients in steps that the extension module has made
         self.norms: list[float] = []
+        # Numbers of epochs that are laid out one after the other, and of those among them that have begun, number of the next
+        # step in them, and number of epochs that come after them
+        self.n_laid_out = self.n_begun = self.next_step = 0
+        self.n_epochs_left = config.n_epochs
         # Number of minibatches of the last step, and a number that is finite if the squared errors of its values are
         self.n_minibatches, self.squared_errors = 0, 0.0
         # Measurements of epochs that have not been reported yet; several epochs are reported together to save time
@@ -92,18 +96,23 @@ class AnalyticGradients(GradientSource):
         )
 
     def steps(self) -> Iterator[Step]:
-        """:return: Steps of one epoch, but for those that the extension module makes itself"""
-        self._begin_epoch()
-        number = 0
+        """
+        :return: Steps of one epoch, but for those that the extension module makes itself, which may be those of later epochs
+        """
+        if self.n_begun == self.n_laid_out:
+            self._begin_epochs()
+        self.n_begun += 1
+        end = self.n_begun * len(self.parts) // self.n_laid_out
         try:
-            while number < len(self.parts):
-                n_made, is_stopped = self._make_steps(number)
-                number += n_made
-                if is_stopped:
-                    yield self.parts[number]
-                    number += 1
+            while self.next_step < end:
+                n_made, is_stopped = self._make_steps(self.next_step)
+                self.next_step += n_made
+                if is_stopped and self.next_step < end:
+                    yield self.parts[self.next_step]
+                    self.next_step += 1
         finally:
-            self._end_epoch()
+            if self.n_begun == self.n_laid_out:
+                self._end_epochs()
 
     def _make_steps(self, first: int) -> tuple[int, bool]:
         """Let the extension module make steps, and return their number, and whether the next one is left to the loop."""
@@ -114,15 +123,17 @@ class AnalyticGradients(GradientSource):
         self.norms += norms
         return len(norms), len(norms) < n_asked
 
-    def _begin_epoch(self) -> None:
-        """Draw and gather the samples of an epoch."""
+    def _begin_epochs(self) -> None:
+        """Draw and gather the samples of an epoch, or of several that the extension module may make in one call."""
         rollout, estimates, config = self.rollout, self.estimates, self.config
-        order, sizes, weights = self._draw()
+        n, self.n_begun, self.next_step = self._n_at_once(), 0, 0
+        self.n_epochs_left, self.n_laid_out = self.n_epochs_left - n, n
+        order, sizes, weights = self._draw(n)
         if estimates.advantages is not None:
             rollout = rollout._replace(advantages=estimates.advantages.float().numpy())
         if estimates.returns is not None:
             rollout = rollout._replace(returns=estimates.returns.float().numpy())
-        if hasattr(self, "minibatches") and weights is None:
+        if hasattr(self, "minibatches") and weights is None and len(order) == len(self.minibatches.order):
             # The same arrays again, which the extension module knows
             self.minibatches.begin(order)
             rollout.take(order, self.minibatches.samples)
@@ -130,6 +141,16 @@ class AnalyticGradients(GradientSource):
             self._lay_out(sizes, NativeMinibatches(order, rollout.take(order), self._split(sizes), weights, self.distribution))
         if config.normalizes_minibatches:
             self._normalize(self.minibatches.samples.advantages, sizes, weights)
+
+    def _n_at_once(self) -> int:
+        """Number of epochs that are drawn together: one, unless they are small and nothing comes in between."""
+        config = self.config
+        is_alone = config.target_kl is None and not config.vtrace and not config.ranks.are_several
+        if not is_alone or self.estimates.segments is not None or not isinstance(self.stepper, FusedAdamStepper):
+            return 1
+        largest = max(MAX_SAMPLES // self.estimates.rollout.n_samples, 1)
+        # As many each time, as far as possible
+        return -(-self.n_epochs_left // -(-self.n_epochs_left // largest))
 
     def _split(self, sizes: np.ndarray) -> np.ndarray:
         """Number of samples in each minibatch, of which steps with several have no more than ``step_size`` samples."""
@@ -158,7 +179,8 @@ class AnalyticGradients(GradientSource):
         elif weights is not None:
             advantages[:] = normalize_each(advantages, sizes)
         else:
-            extension.module.normalize(advantages, int(sizes[0]), advantages)
+            for of_epoch in advantages.reshape(self.n_laid_out, -1):
+                extension.module.normalize(of_epoch, int(sizes[0]), of_epoch)
 
     def _normalized_over_ranks(self, advantages: np.ndarray, sizes: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
         # A sample without weight stands for an empty step.
@@ -171,11 +193,12 @@ class AnalyticGradients(GradientSource):
         of_all_ranks: np.ndarray = standardize(advantages, means, stds)
         return of_all_ranks
 
-    def _draw(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Indices of the samples of an epoch, the number of samples in each step, and importance weights."""
+    def _draw(self, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Indices of the samples of some epochs, the number of samples in each step, and importance weights."""
         rollout, segments, size = self.estimates.rollout, self.estimates.segments, self.config.step_size
         if segments is None:
-            return rollout.order().numpy(), self._sizes, None
+            orders = [rollout.order().numpy() for _ in range(n)]
+            return (orders[0], self._sizes, None) if n == 1 else (np.concatenate(orders), np.tile(self._sizes, n), None)
         indices, weights = zip(*rollout.draws(size, size, segments), strict=True)
         return th.cat(indices).numpy(), np.array([len(part) for part in indices]), th.cat(weights).numpy()
 
@@ -215,7 +238,7 @@ class AnalyticGradients(GradientSource):
         outputs, values = self.native.evaluate(samples.features[part])
         if samples.invalid is not None:
             mask(outputs, samples.invalid[part])
-        d_outputs, d_values = np.empty_like(outputs), np.empty_like(values)
+        d_outputs, d_values = self.native.actor.empty(outputs), np.empty_like(values)
         self.squared_errors += loss.add(part.start, size, outputs, values, d_outputs, d_values, accumulate)
         self.native.backward(d_outputs, d_values, accumulate)
 
@@ -309,14 +332,15 @@ class AnalyticGradients(GradientSource):
         :param metrics: Metrics that all measurements are added to
         """
         self._report()
-        self.minibatches.measured().report_last(metrics, self.distribution)
+        n_last = len(self.minibatches.sizes) // self.n_laid_out
+        self.minibatches.measured(n_last * (self.n_begun - 1)).report_last(metrics, self.distribution)
         for name, values in self.reported.items():
             metrics[name].extend(values)
         if self.norms:
             metrics["grad_norm"].append(th.tensor(self.norms, dtype=th.float32))
 
-    def _end_epoch(self) -> None:
-        """Keep the measurements of the minibatches of the epoch."""
+    def _end_epochs(self) -> None:
+        """Keep the measurements of the minibatches."""
         self.measured.append(self.minibatches.measured())
         if sum(len(part.ratios) for part in self.measured) > MAX_MEASURED:
             self._report()

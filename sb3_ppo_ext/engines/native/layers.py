@@ -88,6 +88,8 @@ class Forward:
             gradients = [tuple(map(np.zeros_like, layer)) for layer in layers if isinstance(layer, tuple)]
         self.values, self.n_outputs, self.n_latents, self.columns = layers, n_outputs, n_latents, columns
         self.network = make_network(layers, gradients)
+        # Whether the outputs of the last forward pass are finite
+        self.are_finite = True
         # Whether `complete` has something to do
         self.is_completed = n_latents > 0
 
@@ -104,7 +106,7 @@ class Forward:
         :return: Outputs, shape ``(n, n_outputs)``, or outputs and latents, shape ``(n, n_outputs + n_latents)``
         """
         outputs = np.empty((len(features), self.n_outputs), np.float32)
-        self.network.forward(features if self.columns is None else self.read(features), outputs)
+        self.are_finite = self.network.forward(features if self.columns is None else self.read(features), outputs)
         return self.complete(outputs) if self.is_completed else outputs
 
     def read(self, features: np.ndarray) -> np.ndarray:

@@ -9,8 +9,9 @@
 #include "gamma.h"
 #include "instruction_sets.h"
 
-enum family { GAUSSIAN, SQUASHED, BETA, CATEGORICAL, BERNOULLI, N_FAMILIES };
-static const char *const family_names[] = {"gaussian", "squashed_gaussian", "beta", "categorical", "bernoulli"};
+enum family { GAUSSIAN, SQUASHED, STATE_DEPENDENT, BETA, CATEGORICAL, BERNOULLI, N_FAMILIES };
+static const char *const family_names[] = {"gaussian", "squashed_gaussian", "state_dependent_noise",
+                                           "beta",     "categorical",       "bernoulli"};
 
 /* `LOG_STD_RANGE`, and the mixture of Gaussians of `distributions/squashed_gaussian.py` */
 #define MIN_LOG_STD -5.0f
@@ -46,7 +47,23 @@ static const char *const column_names[] = {"actions", "log_probs", "advantages",
 
 /* What the gradient of a Beta needs: of both parameters minus 1 and their sum */
 struct beta {
-    double excess[2], of_log_prob[2], of_entropy[2], logistic[2], shrink;
+    double excess[2], of_log_prob[2], of_entropy[2], of_log_beta[2], logistic[2], shrink, log_beta;
+};
+
+/*
+ * gSDE: the variance of an action is the sum of the squares of the latents, times the variances of their coefficients, plus
+ * epsilon. All rows are padded to `ld` numbers.
+ */
+struct coefficients {
+    /* Numbers of latents, and of standard deviations of each: one, or one for each action */
+    long n_latents, n_stds, ld;
+    int use_expln;
+    float epsilon;
+    /* Variances of the coefficients, and sums of their gradients */
+    float *of_coefficients, *d_coefficients;
+    /* Squares of the latents, variances and their gradients, of so many samples, and the rows of the current one */
+    float *squares, *variances, *d_variances, *row, *d_row;
+    long capacity;
 };
 
 typedef struct {
@@ -62,6 +79,7 @@ typedef struct {
     float *kept, *inverse_stds;
     double *d_stds, max_concentration;
     struct beta *betas;
+    struct coefficients sde;
     float log_constant;
     int is_spo, is_max;
     float clip_range, low, high, dual_clip, value_limit, value_scale, vf_coef, ent_coef, kl_coef, bounds_coef, bounds_limit;
@@ -114,6 +132,17 @@ static float entropy_squashed(const Loss *self, const float *mean)
     return entropy;
 }
 
+static float log_prob_state_dependent(const Loss *self, const float *mean, const float *action, float *entropy)
+{
+    float squares = 0, logs = 0, constant = 0.91893853f * self->n_outputs; /* log(2 pi) / 2 */
+    for (long i = 0; i < self->n_outputs; i++) {
+        float variance = self->sde.row[i] + self->sde.epsilon, error = action[i] - mean[i];
+        squares += error * error / variance, logs += logf(variance);
+    }
+    *entropy = 0.5f * logs + constant + 0.5f * self->n_outputs;
+    return -0.5f * (squares + logs) - constant;
+}
+
 static double softplus(double x)
 {
     return (x > 0 ? x : 0) + log1p(exp(-fabs(x)));
@@ -130,13 +159,16 @@ static float log_prob_beta(Loss *self, const float *outputs, const float *action
         kept->shrink = 1 / (1 + (of_inputs[0] + of_inputs[1]) / self->max_concentration);
         double both = (of_inputs[0] + of_inputs[1]) * kept->shrink, logs[] = {log(x), log1p(-x)};
         struct gammas of_both = gammas_of(2 + both);
+        kept->log_beta = -of_both.log;
         log_prob += of_both.log - 0.69314718055994531;
         total += both * of_both.first - of_both.log + 0.69314718055994531;
         for (int j = 0; j < 2; j++) {
             double excess = kept->excess[j] = of_inputs[j] * kept->shrink;
             struct gammas each = gammas_of(1 + excess);
+            kept->log_beta += each.log;
             log_prob += excess * logs[j] - each.log;
             total += each.log - excess * each.first;
+            kept->of_log_beta[j] = each.first - of_both.first;
             kept->of_log_prob[j] = logs[j] - each.first + of_both.first;
             kept->of_entropy[j] = both * of_both.second - excess * each.second;
             kept->logistic[j] = exp(inputs[j] - of_inputs[j]) + (inputs[j] - inputs[j]); /* Infinity becomes NaN. */
@@ -192,6 +224,16 @@ static void differentiate_gaussian(Loss *self, const float *mean, const float *a
     }
 }
 
+static void differentiate_state_dependent(const Loss *self, const float *mean, const float *action, float d_log_prob,
+                                          float ent, float *d)
+{
+    for (long i = 0; i < self->n_outputs; i++) {
+        float variance = self->sde.row[i] + self->sde.epsilon, error = action[i] - mean[i];
+        d[i] = d_log_prob * error / variance;
+        self->sde.d_row[i] = (d_log_prob * (error * error / variance - 1) - ent) / (2 * variance);
+    }
+}
+
 static void differentiate_squashed(Loss *self, const float *mean, const float *action, float d_log_prob, float ent, float *d)
 {
     differentiate_gaussian(self, mean, action, d_log_prob, ent, d);
@@ -203,17 +245,25 @@ static void differentiate_squashed(Loss *self, const float *mean, const float *a
     }
 }
 
+/* From the slopes of alpha and beta of an action to those of its outputs */
+static void write_slopes(const Loss *self, long i, const double *slopes, int add, float *d)
+{
+    const struct beta *kept = &self->betas[i];
+    double common = (slopes[0] * kept->excess[0] + slopes[1] * kept->excess[1]) / self->max_concentration;
+    for (int j = 0; j < 2; j++) {
+        float slope = (float)(kept->shrink * (slopes[j] - common) * kept->logistic[j]), *to = d + j * self->n_actions + i;
+        *to = add ? *to + slope : slope;
+    }
+}
+
 static void differentiate_beta(const Loss *self, float d_log_prob, float ent, float *d)
 {
-    for (long i = 0, n = self->n_actions; i < n; i++) {
+    for (long i = 0; i < self->n_actions; i++) {
         const struct beta *kept = &self->betas[i];
-        double slopes[2], common = 0;
-        for (int j = 0; j < 2; j++) {
-            slopes[j] = d_log_prob * kept->of_log_prob[j] - ent * kept->of_entropy[j];
-            common += slopes[j] * kept->excess[j] / self->max_concentration;
-        }
+        double slopes[2];
         for (int j = 0; j < 2; j++)
-            d[j * n + i] = (float)(kept->shrink * (slopes[j] - common) * kept->logistic[j]);
+            slopes[j] = d_log_prob * kept->of_log_prob[j] - ent * kept->of_entropy[j];
+        write_slopes(self, i, slopes, 0, d);
     }
 }
 
@@ -279,8 +329,31 @@ static float kl_bernoulli(const Loss *self, const float *logits, const float *ol
     return sum;
 }
 
-static float kl_divergence(Loss *self, const float *outputs, const float *old, float factor, float *d)
+/* The old parameters are in double precision: in float32, divergences of concentrated distributions would be far off. */
+static float kl_beta(const Loss *self, const double *old, float factor, float *d)
 {
+    double sum = 0;
+    for (long i = 0, n = self->n_actions; i < n; i++) {
+        const struct beta *kept = &self->betas[i];
+        /* Others than these are no parameters. */
+        double alpha = old[i] >= 1 ? old[i] : NAN, beta = old[n + i] >= 1 ? old[n + i] : NAN, slopes[2];
+        struct gammas of_old[] = {gammas_of(alpha), gammas_of(beta)}, of_both = gammas_of(alpha + beta);
+        sum += kept->log_beta + of_both.log - of_old[0].log - of_old[1].log;
+        for (int j = 0; j < 2; j++) {
+            double of_log_beta = of_old[j].first - of_both.first;
+            sum += (old[j * n + i] - (1 + kept->excess[j])) * of_log_beta;
+            slopes[j] = factor * (kept->of_log_beta[j] - of_log_beta);
+        }
+        write_slopes(self, i, slopes, 1, d);
+    }
+    return (float)sum;
+}
+
+static float kl_divergence(Loss *self, const float *outputs, const void *all_old, long i, float factor, float *d)
+{
+    if (self->family == BETA)
+        return kl_beta(self, (const double *)all_old + i * self->n_outputs, factor, d);
+    const float *old = (const float *)all_old + i * (has_std(self) ? 2 * self->n_outputs : self->n_outputs);
     if (self->family == CATEGORICAL)
         return kl_categorical(self, outputs, old, factor, d);
     if (self->family == BERNOULLI)
@@ -371,11 +444,26 @@ static int read_choices(Loss *self, PyObject *choices)
     return 0;
 }
 
+/* The old parameters of Betas, in float64 */
+static int open_old_betas(Loss *self, PyObject *array)
+{
+    Py_buffer *view = &self->columns[OLD];
+    if (get_array(array, view, 0, column_names[OLD]) < 0)
+        return -1;
+    if (view->ndim == 2 && view->format && !strcmp(view->format, "d") && (uintptr_t)view->buf % sizeof(double) == 0 &&
+        view->shape[0] == self->n && view->shape[1] == self->n_outputs)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "old must be an aligned array of float64, with a number for each output of each sample");
+    return -1;
+}
+
 static int open_column(Loss *self, int which, PyObject *array)
 {
     int is_optional = which == WEIGHTS || which == OLD || which >= DESCRIBED;
     if (is_optional && array == Py_None)
         return 0;
+    if (which == OLD && self->family == BETA)
+        return open_old_betas(self, array);
     long n = which == ACTIONS ? -1 : self->n, width = which == ACTIONS ? self->n_actions : self->n_outputs;
     /* Standard deviations follow the outputs. */
     width *= which != ACTIONS && has_std(self) ? 2 : 1;
@@ -408,16 +496,50 @@ static int refuse_loss(const char *message)
 /* What is penalized: the KL divergence from the old distributions, and means outside of bounds */
 static int open_penalties(Loss *self, PyObject *bounds)
 {
-    if (self->kl_coef != 0 && (!self->columns[OLD].buf || !self->columns[KLS].buf || self->family == BETA))
-        return refuse_loss("kl_coef needs old distributions that are not Beta, and an array for the divergences");
+    if (self->kl_coef != 0 && (!self->columns[OLD].buf || !self->columns[KLS].buf || self->family == STATE_DEPENDENT))
+        return refuse_loss("kl_coef needs old distributions without gSDE, and an array for the divergences");
     if (self->bounds_coef == 0)
         return 0;
-    if (!self->columns[BOUNDS].buf || !has_std(self) || PyTuple_GET_SIZE(bounds) != 2)
+    int has_means = has_std(self) || self->family == STATE_DEPENDENT;
+    if (!self->columns[BOUNDS].buf || !has_means || PyTuple_GET_SIZE(bounds) != 2)
         return refuse_loss("bounds_coef needs a Gaussian, middle and half of its bounds, and an array for what exceeds them");
     return get_floats(PyTuple_GET_ITEM(bounds, 0), &self->middle, 1, SHAPE(self->n_outputs), 0, "middle") < 0 ||
                    get_floats(PyTuple_GET_ITEM(bounds, 1), &self->half, 1, SHAPE(self->n_outputs), 0, "half") < 0
                ? -1
                : 0;
+}
+
+static int open_coefficients(Loss *self, PyObject *log_std, PyObject *d_log_std)
+{
+    struct coefficients *sde = &self->sde;
+    if (get_floats(log_std, &self->log_std, 2, SHAPE(-1, -1), 0, "log_std") < 0)
+        return -1;
+    sde->n_latents = self->log_std.shape[0], sde->n_stds = self->log_std.shape[1], sde->ld = padded(self->n_outputs);
+    if (sde->n_stds != 1 && sde->n_stds != self->n_outputs)
+        return refuse_loss("gSDE has one standard deviation for each latent, or for each latent and action");
+    if (get_floats(d_log_std, &self->d_log_std, 2, SHAPE(sde->n_latents, sde->n_stds), 1, "d_log_std") < 0)
+        return -1;
+    sde->of_coefficients = allocate(sde->n_latents, sde->ld), sde->d_coefficients = allocate(sde->n_latents, sde->ld);
+    if (sde->of_coefficients && sde->d_coefficients)
+        return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+/* Memory for so many samples */
+static int reserve_samples(Loss *self, long n)
+{
+    struct coefficients *sde = &self->sde;
+    if (self->family != STATE_DEPENDENT || n <= sde->capacity)
+        return 0;
+    free(sde->squares), free(sde->variances), free(sde->d_variances);
+    sde->squares = allocate(n, sde->n_latents);
+    sde->variances = allocate(n, sde->ld), sde->d_variances = allocate(n, sde->ld);
+    sde->capacity = sde->squares && sde->variances && sde->d_variances ? n : 0;
+    if (sde->capacity)
+        return 0;
+    PyErr_NoMemory();
+    return -1;
 }
 
 static int open_loss(Loss *self, const char *family, PyObject *choices, PyObject *log_std, PyObject *d_log_std,
@@ -431,6 +553,8 @@ static int open_loss(Loss *self, const char *family, PyObject *choices, PyObject
         PyErr_Format(PyExc_TypeError, "a loss has %d columns", N_COLUMNS);
         return -1;
     }
+    if (self->family == STATE_DEPENDENT && open_coefficients(self, log_std, d_log_std) < 0)
+        return -1;
     if (has_std(self) && (get_floats(log_std, &self->log_std, 1, SHAPE(self->n_outputs), 0, "log_std") < 0 ||
                           get_floats(d_log_std, &self->d_log_std, 1, SHAPE(self->n_outputs), 1, "d_log_std") < 0))
         return -1;
@@ -452,19 +576,19 @@ static int open_loss(Loss *self, const char *family, PyObject *choices, PyObject
 
 static PyObject *loss_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"family",  "choices",  "log_std",    "d_log_std",   "columns",      "bounds",
-                               "is_spo",  "is_max",   "clip_range", "dual_clip",   "value_limit",  "value_scale",
-                               "vf_coef", "ent_coef", "kl_coef",    "bounds_coef", "bounds_limit", "max_concentration",
-                               NULL};
+    static char *keywords[] = {"family",    "choices",  "log_std",    "d_log_std",   "columns",      "bounds",
+                               "is_spo",    "is_max",   "clip_range", "dual_clip",   "value_limit",  "value_scale",
+                               "vf_coef",   "ent_coef", "kl_coef",    "bounds_coef", "bounds_limit", "max_concentration",
+                               "use_expln", "epsilon",  NULL};
     const char *family;
     PyObject *choices, *log_std, *d_log_std, *columns, *bounds;
-    int is_spo, is_max;
+    int is_spo, is_max, use_expln;
     double clip_range, dual_clip, value_limit, value_scale, vf_coef, ent_coef, kl_coef, bounds_coef, bounds_limit,
-        concentration;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!OOO!O!ppdddddddddd:Loss", keywords, &family, &PyTuple_Type, &choices,
+        concentration, epsilon;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!OOO!O!ppddddddddddpd:Loss", keywords, &family, &PyTuple_Type, &choices,
                                      &log_std, &d_log_std, &PyTuple_Type, &columns, &PyTuple_Type, &bounds, &is_spo, &is_max,
                                      &clip_range, &dual_clip, &value_limit, &value_scale, &vf_coef, &ent_coef, &kl_coef,
-                                     &bounds_coef, &bounds_limit, &concentration))
+                                     &bounds_coef, &bounds_limit, &concentration, &use_expln, &epsilon))
         return NULL;
     Loss *self = (Loss *)type->tp_alloc(type, 0);
     if (!self)
@@ -474,6 +598,7 @@ static PyObject *loss_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->value_limit = (float)value_limit, self->value_scale = (float)value_scale;
     self->vf_coef = (float)vf_coef, self->ent_coef = (float)ent_coef, self->max_concentration = concentration;
     self->kl_coef = (float)kl_coef, self->bounds_coef = (float)bounds_coef, self->bounds_limit = (float)bounds_limit;
+    self->sde.use_expln = use_expln, self->sde.epsilon = (float)epsilon;
     if (open_loss(self, family, choices, log_std, d_log_std, columns, bounds) < 0)
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -488,14 +613,67 @@ static void loss_dealloc(Loss *self)
     PyBuffer_Release(&self->middle), PyBuffer_Release(&self->half);
     PyMem_Free(self->choices), PyMem_Free(self->kept), PyMem_Free(self->inverse_stds), PyMem_Free(self->d_stds);
     PyMem_Free(self->betas);
+    free(self->sde.of_coefficients), free(self->sde.d_coefficients);
+    free(self->sde.squares), free(self->sde.variances), free(self->sde.d_variances);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
 }
 
+/* A standard deviation of a coefficient of gSDE, and its derivative with respect to the parameter */
+static float std_of(const struct coefficients *sde, float parameter, float *slope)
+{
+    float shifted = 1 + sde->epsilon + parameter;
+    if (sde->use_expln && parameter > 0) {
+        *slope = 1 / shifted;
+        return 1 + logf(shifted);
+    }
+    return *slope = expf(parameter);
+}
+
+static void begin_coefficients(Loss *self, int add)
+{
+    struct coefficients *sde = &self->sde;
+    const float *log_std = self->log_std.buf;
+    for (long i = 0; i < sde->n_latents; i++)
+        for (long j = 0; j < self->n_outputs; j++) {
+            float slope, std = std_of(sde, log_std[i * sde->n_stds + j % sde->n_stds], &slope);
+            sde->of_coefficients[i * sde->ld + j] = std * std;
+        }
+    if (!add)
+        memset(sde->d_coefficients, 0, sde->n_latents * sde->ld * sizeof(float));
+}
+
+static void measure_variances(struct coefficients *sde, const float *latents, long ld_latents, long n)
+{
+    for (long i = 0; i < n; i++)
+        for (long j = 0; j < sde->n_latents; j++)
+            sde->squares[i * sde->n_latents + j] = latents[i * ld_latents + j] * latents[i * ld_latents + j];
+    kernels->product(n, sde->ld, sde->n_latents, sde->squares, sde->n_latents, 1, sde->of_coefficients, sde->ld,
+                     sde->variances, sde->ld, NULL, 0);
+}
+
+static void write_d_coefficients(Loss *self, long n)
+{
+    struct coefficients *sde = &self->sde;
+    const float *log_std = self->log_std.buf;
+    float *d_log_std = self->d_log_std.buf;
+    kernels->product(sde->n_latents, sde->ld, n, sde->squares, 1, sde->n_latents, sde->d_variances, sde->ld,
+                     sde->d_coefficients, sde->ld, NULL, 1);
+    for (long i = 0; i < sde->n_latents; i++)
+        for (long k = 0; k < sde->n_stds; k++) {
+            float slope, std = std_of(sde, log_std[i * sde->n_stds + k], &slope), sum = 0;
+            for (long j = k; j < self->n_outputs; j += sde->n_stds)
+                sum += sde->d_coefficients[i * sde->ld + j];
+            d_log_std[i * sde->n_stds + k] = sum * 2 * std * slope;
+        }
+}
+
 /* Read the standard deviations, which a step of the optimiser has changed. Their gradient may go on. */
 static void begin_minibatch(Loss *self, int add)
 {
+    if (self->family == STATE_DEPENDENT)
+        begin_coefficients(self, add);
     const float *log_std = self->log_std.buf;
     float sum = 0;
     for (long i = 0; has_std(self) && i < self->n_outputs; i++) {
@@ -527,6 +705,8 @@ static float log_prob(Loss *self, const float *outputs, const float *action, flo
         return log_prob_bernoulli(self, outputs, action, d, entropy);
     if (self->family == BETA)
         return log_prob_beta(self, outputs, action, entropy);
+    if (self->family == STATE_DEPENDENT)
+        return log_prob_state_dependent(self, outputs, action, entropy);
     *entropy = self->family == SQUASHED ? entropy_squashed(self, outputs) : self->log_constant + 0.5f * self->n_outputs;
     float log_derivatives = self->family == SQUASHED ? log_tanh_derivatives(self, action) : 0;
     return log_prob_gaussian(self, outputs, action) - log_derivatives;
@@ -540,6 +720,8 @@ static void differentiate(Loss *self, const float *outputs, const float *action,
         differentiate_bernoulli(self, outputs, action, d_log_prob, ent, d);
     else if (self->family == BETA)
         differentiate_beta(self, d_log_prob, ent, d);
+    else if (self->family == STATE_DEPENDENT)
+        differentiate_state_dependent(self, outputs, action, d_log_prob, ent, d);
     else if (self->family == SQUASHED)
         differentiate_squashed(self, outputs, action, d_log_prob, ent, d);
     else
@@ -550,9 +732,8 @@ static void differentiate(Loss *self, const float *outputs, const float *action,
 
 static void penalize(Loss *self, long i, float share, const float *outputs, float *d_outputs)
 {
-    long n_old = has_std(self) ? 2 * self->n_outputs : self->n_outputs;
     if (self->kl_coef != 0)
-        COLUMN(KLS)[i] = kl_divergence(self, outputs, COLUMN(OLD) + i * n_old, self->kl_coef * share, d_outputs);
+        COLUMN(KLS)[i] = kl_divergence(self, outputs, self->columns[OLD].buf, i, self->kl_coef * share, d_outputs);
     if (self->bounds_coef != 0)
         COLUMN(BOUNDS)[i] = excess_over_bounds(self, outputs, self->bounds_coef * share, d_outputs);
 }
@@ -585,15 +766,27 @@ static float add_sample(Loss *self, long i, float share, const float *outputs, f
     return error * error;
 }
 
+/* Rows of outputs, and of latents, which gSDE reads: so many numbers apart */
+struct rows {
+    const float *outputs, *latents;
+    long ld_outputs, ld_latents;
+};
+
 /* The same of consecutive samples, for a loss that is the mean of so many; return the sum of the squares. */
-static float add_samples(Loss *self, long start, long n, long size, const float *outputs, const float *values,
-                         float *d_outputs, float *d_values, int add)
+static float add_samples(Loss *self, long start, long n, long size, struct rows rows, const float *values, float *d_outputs,
+                         float *d_values, int add)
 {
     float total = 0, share = 1 / (float)size;
     begin_minibatch(self, add);
-    for (long i = 0; i < n; i++)
-        total += add_sample(self, start + i, share, outputs + i * self->n_outputs, values[i], d_outputs + i * self->n_outputs,
-                            d_values + i);
+    if (self->family == STATE_DEPENDENT)
+        measure_variances(&self->sde, rows.latents, rows.ld_latents, n);
+    for (long i = 0; i < n; i++) {
+        self->sde.row = self->sde.variances + i * self->sde.ld, self->sde.d_row = self->sde.d_variances + i * self->sde.ld;
+        total += add_sample(self, start + i, share, rows.outputs + i * rows.ld_outputs, values[i],
+                            d_outputs + i * self->n_outputs, d_values + i);
+    }
+    if (self->family == STATE_DEPENDENT)
+        write_d_coefficients(self, n);
     write_d_log_std(self);
     return total;
 }
@@ -601,7 +794,8 @@ static float add_samples(Loss *self, long start, long n, long size, const float 
 PyDoc_STRVAR(add_doc,
              "add(start, size, outputs, values, d_outputs, d_values, add) -> float\n\nMeasure consecutive samples, and write "
              "the gradients of a loss that is the mean of so many samples. Those of `log_std` are added, if that is asked "
-             "for. The result is the sum of the squared errors of the values.");
+             "for. With gSDE, each row of outputs is followed by the latents. The result is the sum of the squared errors of "
+             "the values.");
 static PyObject *loss_add(Loss *self, PyObject *args)
 {
     static const char *names[] = {"outputs", "values", "d_outputs", "d_values"};
@@ -611,8 +805,9 @@ static PyObject *loss_add(Loss *self, PyObject *args)
     Py_buffer views[4] = {{0}};
     if (!PyArg_ParseTuple(args, "llOOOOp:add", &start, &size, &arrays[0], &arrays[1], &arrays[2], &arrays[3], &add))
         return NULL;
+    long ld = self->n_outputs + self->sde.n_latents;
     for (int i = 0; i < 4 && !failed; i++) {
-        failed = get_floats(arrays[i], &views[i], i % 2 ? 1 : 2, i % 2 ? SHAPE(n) : SHAPE(n, self->n_outputs), i >= 2,
+        failed = get_floats(arrays[i], &views[i], i % 2 ? 1 : 2, i % 2 ? SHAPE(n) : SHAPE(n, i ? self->n_outputs : ld), i >= 2,
                             names[i]) < 0;
         n = failed ? n : views[i].shape[0];
     }
@@ -620,10 +815,13 @@ static PyObject *loss_add(Loss *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "there are not as many samples");
         failed = 1;
     }
-    failed = failed || check_choices(self, start, n) < 0;
+    failed = failed || check_choices(self, start, n) < 0 || reserve_samples(self, n) < 0;
     float total = 0;
-    if (!failed)
-        total = add_samples(self, start, n, size, views[0].buf, views[1].buf, views[2].buf, views[3].buf, add);
+    if (!failed) {
+        const float *outputs = views[0].buf;
+        struct rows rows = {outputs, outputs + self->n_outputs, ld, ld};
+        total = add_samples(self, start, n, size, rows, views[1].buf, views[2].buf, views[3].buf, add);
+    }
     for (int i = 0; i < 4; i++)
         PyBuffer_Release(&views[i]);
     return failed ? NULL : PyFloat_FromDouble(total);
@@ -634,13 +832,15 @@ static PyMethodDef loss_methods[] = {
     {NULL},
 };
 
-PyDoc_STRVAR(loss_doc,
-             "Loss(family, choices, log_std, d_log_std, columns, bounds, is_spo, is_max, clip_range, dual_clip, value_limit, "
-             "value_scale, vf_coef, ent_coef, kl_coef, bounds_coef, bounds_limit, max_concentration)\n\nThe loss of PPO for "
-             "the samples of an epoch. Choices are the numbers of outputs of each action. The columns are arrays of the "
-             "samples: actions, log_probs, advantages, values, returns, weights or None, parameters of the old distributions "
-             "or None; and those that are written: log_ratios, ratios, objectives, errors, entropies, and, each an array or "
-             "None, descriptions of the distributions, KL divergences and bounds losses.");
+PyDoc_STRVAR(
+    loss_doc,
+    "Loss(family, choices, log_std, d_log_std, columns, bounds, is_spo, is_max, clip_range, dual_clip, value_limit, "
+    "value_scale, vf_coef, ent_coef, kl_coef, bounds_coef, bounds_limit, max_concentration, use_expln, epsilon)\n\nThe "
+    "loss of PPO for the samples of an epoch. Choices are the numbers of outputs of each action. The columns are arrays of "
+    "the "
+    "samples: actions, log_probs, advantages, values, returns, weights or None, parameters of the old distributions "
+    "or None; and those that are written: log_ratios, ratios, objectives, errors, entropies, and, each an array or "
+    "None, descriptions of the distributions, KL divergences and bounds losses.");
 static PyType_Slot loss_slots[] = {
     {Py_tp_new, loss_new},
     {Py_tp_dealloc, loss_dealloc},

@@ -8,6 +8,7 @@
 #include "gae.h"
 #include "loss.h"
 #include "normalize.h"
+#include "samples.h"
 #include "steps.h"
 #include "threads.h"
 #include "watch.h"
@@ -57,6 +58,7 @@ static int exec_module(PyObject *module)
 static PyMethodDef functions[] = {
     {"gae", gae, METH_VARARGS, gae_doc},
     {"normalize", normalize, METH_VARARGS, normalize_doc},
+    {"sample_beta", sample_beta, METH_VARARGS, sample_beta_doc},
     {"use", use, METH_O, use_doc},
     {"available", available, METH_NOARGS, available_doc},
     {NULL},

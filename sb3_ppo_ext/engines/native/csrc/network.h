@@ -319,7 +319,17 @@ static int forward(Network *self, const float *x, float *out, long n)
     return 0;
 }
 
-PyDoc_STRVAR(forward_doc, "forward(x, out)\n\nWrite the outputs for the rows of x, and keep what `backward` needs.");
+static int are_finite(const float *x, long n)
+{
+    float sum = 0; /* of zeros, or NaN */
+    for (long i = 0; i < n; i++)
+        sum += x[i] * 0;
+    return sum == 0;
+}
+
+PyDoc_STRVAR(forward_doc,
+             "forward(x, out) -> bool\n\nWrite the outputs for the rows of x, and keep what `backward` needs. The "
+             "result is whether all outputs are finite.");
 static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_t n_args)
 {
     struct layer *first = &self->layers[0], *last = &self->layers[self->n_layers - 1];
@@ -334,8 +344,9 @@ static PyObject *network_forward(Network *self, PyObject *const *args, Py_ssize_
         return NULL;
     }
     int failed = refuse_if_busy(self) < 0 || forward(self, x.buf, out.buf, n) < 0;
+    int is_finite = !failed && are_finite(out.buf, n * last->n_out);
     PyBuffer_Release(&x), PyBuffer_Release(&out);
-    return failed ? NULL : Py_NewRef(Py_None);
+    return failed ? NULL : PyBool_FromLong(is_finite);
 }
 
 /* Get an array with a row for each one of the last `forward`: code that provides the array may call it, too. */

@@ -53,12 +53,14 @@ static int open_invalid(Steps *self, PyObject *invalid)
 static int open_steps(Steps *self, PyObject *features, PyObject *invalid)
 {
     long n = self->loss->n, n_outputs = self->loss->n_outputs, n_in = self->actor->layers[0].n_in;
+    long n_latents = self->loss->sde.n_latents, n_read = self->actor->layers[self->actor->n_layers - 1].n_in;
     if (n_outputs_of(self->actor) != n_outputs || n_outputs_of(self->critic) != 1 || self->critic->layers[0].n_in != n_in ||
-        self->actor == self->critic) {
+        self->actor == self->critic || (self->loss->family == STATE_DEPENDENT && n_latents != n_read)) {
         PyErr_SetString(PyExc_ValueError, "actor, critic and loss do not fit together");
         return -1;
     }
-    if (get_floats(features, &self->features, 2, SHAPE(n, n_in), 0, "features") < 0 || open_invalid(self, invalid) < 0)
+    if (get_floats(features, &self->features, 2, SHAPE(n, n_in), 0, "features") < 0 || open_invalid(self, invalid) < 0 ||
+        reserve_samples(self->loss, self->block) < 0)
         return -1;
     self->outputs = allocate(self->block, n_outputs), self->d_outputs = allocate(self->block, n_outputs);
     self->values = allocate(self->block, 1), self->d_values = allocate(self->block, 1);
@@ -125,7 +127,10 @@ static double add_block(Steps *self, long start, long n, long size, const struct
         self->values[i] = self->values[i] * std + mean;
     for (long i = 0; invalid && i < n * loss->n_outputs; i++)
         self->outputs[i] = invalid[i] ? INVALID : self->outputs[i];
-    double squares = add_samples(loss, start, n, size, self->outputs, self->values, self->d_outputs, self->d_values, add);
+    const struct layer *last = &self->actor->layers[self->actor->n_layers - 1];
+    const float *latents = self->actor->n_layers > 1 ? last[-1].output : self->actor->input;
+    struct rows rows = {self->outputs, latents, loss->n_outputs, last->ld_in};
+    double squares = add_samples(loss, start, n, size, rows, self->values, self->d_outputs, self->d_values, add);
     for (long i = 0; i < n; i++)
         self->d_values[i] *= std;
     backward(self->actor, self->d_outputs, add), backward(self->critic, self->d_values, add);
