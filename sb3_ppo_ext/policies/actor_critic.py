@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from sb3_ppo_ext.common.hybrid_actions import (
     split_boxes,
     structured,
 )
+from sb3_ppo_ext.common.namespaces import in_double, namespace
 from sb3_ppo_ext.common.saved_models import OF_MASKABLE_PPO
 from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs, StateDict
 from sb3_ppo_ext.common.user_code import has_method_of
@@ -372,11 +374,12 @@ def actions_at(
     :param high: Upper bounds of the actions, shape ``action_shape``
     :return: Actions within the bounds and of their dtype, shape ``(n, *action_shape)``
     """
-    positions = position(np.asarray(latents, dtype=np.float64))
+    positions = position(in_double(latents))
     # Not low + position * (high - low), which can overflow.
     actions = low * (1 - positions) + high * positions
     # Rounding can step over a bound.
-    within: np.ndarray = np.clip(actions.astype(low.dtype), low, high)
+    xp = namespace(actions)
+    within: np.ndarray = xp.clip(actions.astype(xp.asarray(low).dtype), low, high)
     return within
 
 
@@ -388,7 +391,8 @@ def actions_of_latents(samples: np.ndarray, position: Callable[[np.ndarray], np.
     :return: Actions within the bounds and of their dtype, shape ``(n, *action_shape)``
     :raises ValueError: if a latent is not finite
     """
-    check_actions(samples)
+    if isinstance(samples, np.ndarray):
+        check_actions(samples)
     latents, others = split_boxes(space, samples)
     low, high = (split_boxes(space, bound)[0] for bound in (space.low, space.high))
     return joined(actions_at(latents, position, low, high), others)
@@ -426,7 +430,7 @@ def actions_for_env(policy: ActorCriticPolicy) -> ActionsForEnv | None:
     """
     space: Any = policy.action_space
     if not isinstance(space, spaces.Box):
-        return ActionsForEnv(space, np.copy)
+        return ActionsForEnv(space, methodcaller("copy"))
     if not policy.squash_output:
         return ActionsForEnv(space, partial(clipped, low=space.low, high=space.high))
     if not unscales_as_known(policy):
