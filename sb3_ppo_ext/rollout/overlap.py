@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 import numpy as np
+import torch as th
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EventCallback
 from stable_baselines3.common.vec_env import VecEnv
 
@@ -58,6 +59,7 @@ def overlapped_collection(
         return None
     if n_steps * sum(part.nbytes for part in _parts(model._last_obs)) > LARGEST or _draws_in_between(callback, model):
         return None
+    generator = th.get_rng_state()
     make_actor = actor.for_share(LARGEST)
     if make_actor is None:
         return None
@@ -67,7 +69,10 @@ def overlapped_collection(
         collect: Any = partial(env.collect, make_actor, model._last_obs, n_steps)
     else:
         collect = env.collector(make_actor(slice(0, env.num_envs)), model._last_obs, n_steps)
-    return None if collect is None else OverlappedCollection(model, env, callback, actor, collect, n_steps)
+    if collect is None:
+        th.set_rng_state(generator)  # The steps will draw the same numbers.
+        return None
+    return OverlappedCollection(model, env, callback, actor, collect, n_steps)
 
 
 def _collects_rollouts(env: VecEnv, model: Any) -> TypeGuard[ParallelVecEnv | JaxVecEnv]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
+from gymnasium import spaces
 
 from sb3_ppo_ext.common.guards import is_finite
 from sb3_ppo_ext.common.observations import dtype_of, map_observations
@@ -54,24 +55,26 @@ def make_rollout(
     jax = import_jax()
     jnp = jax.numpy
 
+    def in_dtype_of(space: Any, part: JaxTree) -> JaxTree:
+        return part.astype(jax.dtypes.canonicalize_dtype(th.zeros(0, dtype=dtype_of(space)).numpy().dtype))
+
     def in_space(space: Any, part: JaxTree) -> JaxTree:
-        dtype = jax.dtypes.canonicalize_dtype(_numpy_dtype(space))
-        if part.shape != (env.num_envs, *(space.shape or ())) or (part.dtype.kind == "f" and dtype.kind != "f"):
+        made = in_dtype_of(space, part)
+        if part.shape != (env.num_envs, *(space.shape or ())) or (part.dtype.kind == "f" and made.dtype.kind != "f"):
             raise TypeError(f"{part} is not of {space}")
-        return part.astype(dtype)
+        return made
 
     def seen(observations: JaxTree) -> JaxTree:
         space: Any = env.observation_space
-        parts = getattr(space, "spaces", None)
-        return (
-            in_space(space, observations) if parts is None else {key: in_space(parts[key], observations[key]) for key in parts}
-        )
+        if not isinstance(space, spaces.Dict):
+            return in_space(space, observations)
+        return {key: in_space(part, observations[key]) for key, part in space.items()}
 
     def rollout(parameters: JaxTree, noise: JaxTree, steps: JaxTree, *before: JaxTree) -> JaxTree:
         def step(carried: JaxTree, number: JaxTree) -> JaxTree:
             state, observations, returns, lengths = carried
             samples, actions, is_right = act(parameters, noise[number // n_held], observations)
-            state, (new, rewards, terminated, truncated, last, log) = step_all(state, in_space(env.action_space, actions))
+            state, (new, rewards, terminated, truncated, last, log) = step_all(state, in_dtype_of(env.action_space, actions))
             new, returns, lengths, ended = seen(new), returns + rewards, lengths + 1, terminated | truncated
             ends = (rewards, terminated, truncated, seen(last), log, returns, lengths)
             return (state, new, jnp.where(ended, 0, returns), jnp.where(ended, 0, lengths)), (samples, is_right, new, *ends)
@@ -80,10 +83,6 @@ def make_rollout(
         return (state, returns, lengths), ScannedSteps(*made)
 
     return rollout
-
-
-def _numpy_dtype(space: Any) -> Any:
-    return th.zeros(0, dtype=dtype_of(space)).numpy().dtype
 
 
 def on_host(env: TensorVecEnv, before: Arrays, steps: ScannedSteps) -> ShareRollout:

@@ -157,7 +157,7 @@ class JaxVecEnv(TensorVecEnv):
             try:
                 self._jax.eval_shape(made, *given)
                 self._rollout = key, self._jax.jit(made)
-            except Exception:  # of any type: it is code of the environment that fails
+            except (TypeError, ValueError, KeyError):  # of the environment, which the first step will raise or do without
                 self._rollout = key, None
         return self._rollout[1]
 
