@@ -28,7 +28,7 @@ MIXED = spaces.Dict({"joints": VECTOR, "gear": spaces.Discrete(3), "legal": spac
 PUSH = spaces.Box(np.float32([-1, -2]), np.float32([3, 0]))
 
 
-def toy(observation_space=VECTOR, action_space=PUSH, spoil=None, num_envs=N_ENVS, cls=JaxVecEnv, **kwargs):
+def toy(observation_space=VECTOR, action_space=PUSH, spoil=None, num_envs=N_ENVS):
     """Its actions push what it observes, which forgets them; episodes end at random. ``spoil`` changes a step at a time."""
 
     def seen(key, position, time):
@@ -51,8 +51,7 @@ def toy(observation_space=VECTOR, action_space=PUSH, spoil=None, num_envs=N_ENVS
             observation, reward = spoil(time, observation, reward)
         return observation, (position, time + 1), reward, terminated, False, log
 
-    spaces_ = dict(observation_space=observation_space, action_space=action_space)
-    return cls((reset, step), num_envs=num_envs, device="cpu", max_episode_steps=7, **{**spaces_, **kwargs})
+    return JaxVecEnv((reset, step), None, num_envs, "cpu", observation_space, action_space, max_episode_steps=7)
 
 
 @pytest.fixture
@@ -136,10 +135,12 @@ CASES = {
     "multi-binary": dict(action_space=spaces.MultiBinary(2)),
     "gSDE, drawn again": dict(use_sde=True, sde_sample_freq=4),
     # The inverse of tanh, in its log probabilities, magnifies rounding.
-    "squashed gSDE": dict(use_sde=True, policy_kwargs=dict(squash_output=True), learning_rate=1e-5),
+    "squashed gSDE": dict(use_sde=True, policy_kwargs=dict(squash_output=True, log_std_init=-3.0)),
     "dictionaries": dict(observation_space=MIXED),
     "asymmetric": dict(observation_space=MIXED, policy_kwargs=KEYS),
-    "masked": dict(observation_space=MIXED, action_space=spaces.MultiDiscrete([2, 2]), action_masking=True, action_mask_key="legal"),
+    "masked": dict(
+        observation_space=MIXED, action_space=spaces.MultiDiscrete([2, 2]), action_masking=True, action_mask_key="legal"
+    ),
     "normalised": dict(normalize_obs=True, normalize_reward=True, normalize_freq="rollout"),
     "normalised dictionaries": dict(observation_space=MIXED, normalize_obs=["joints"], normalize_freq="rollout"),
     "integers": dict(observation_space=spaces.Box(-99, 99, (3,), np.int32), action_space=spaces.Discrete(2)),
@@ -185,25 +186,39 @@ class OwnModel(PPOExt):
     """A subclass, which may do anything in a rollout."""
 
 
-@pytest.mark.parametrize("name", ["callback", "eager", "device", "statistics per step", "large", "subclass of the model"])
+ASIDE = {
+    "callback": dict(callback=OfUser),
+    "eager": dict(backend="eager"),
+    "device": dict(backend="device"),
+    "statistics per step": dict(normalize_obs=True, normalize_freq="step"),
+    "large": {},
+    "subclass of the model": dict(algorithm=OwnModel),
+    "subclass of the environment": {},
+    "replaced method": {},
+    "wrapper": dict(wrap=TensorVecNormalize),
+}
+
+
+@pytest.mark.parametrize("name", ASIDE)
 def test_it_steps_aside(name, env, scanned, monkeypatch):
     """Whoever may see or change something in a rollout does so: the environments are stepped."""
-    options = {"eager": dict(backend="eager"), "device": dict(backend="device")}.get(name, {})
-    if name == "statistics per step":
-        options = dict(normalize_obs=True, normalize_freq="step")
+    options = dict(ASIDE[name])
+    algorithm, wrap, make_callback = (options.pop(key, None) for key in ("algorithm", "wrap", "callback"))
     if name == "large":
         monkeypatch.setattr(overlap, "LARGEST", N_STEPS * N_ENVS * 12 - 1)
-    algorithm = OwnModel if name == "subclass of the model" else PPOExt
-    algorithm("MlpPolicy", env, **OPTIONS, **options).learn(2 * N_STEPS * N_ENVS, OfUser() if name == "callback" else None)
+    if name == "subclass of the environment":
+        monkeypatch.setattr(env, "__class__", Own)
+    if name == "replaced method":
+        monkeypatch.setitem(vars(env), "_step", env._step)
+    model = (algorithm or PPOExt)("MlpPolicy", wrap(env) if wrap else env, **OPTIONS, **options)
+    model.learn(2 * N_STEPS * N_ENVS, make_callback and make_callback())
     assert not any(scanned)
 
 
 def test_other_environments_step_aside(scanned):
-    """So do environments with a step of their own, in a wrapper, with hybrid actions, or with what no scan can carry."""
-    changed, growing = toy(), JaxVecEnv((_begins, _grows), None, 4, "cpu", VECTOR, PUSH)
-    changed._step = changed._step
+    """So do environments with hybrid actions, or with a state that no scan can carry."""
     hybrid = toy(action_space=spaces.Dict({"push": PUSH, "button": spaces.Discrete(2)}))
-    for env in (toy(cls=Own), changed, TensorVecNormalize(toy()), hybrid, growing):
+    for env in (hybrid, JaxVecEnv((_begins, _grows), None, 4, "cpu", VECTOR, PUSH)):
         make(env).learn(2 * N_STEPS * env.num_envs)
     assert not any(scanned)
 
@@ -270,7 +285,7 @@ def test_bad_data(what, scanned, monkeypatch):
         if what == "policy":
             with th.no_grad():
                 model.policy.action_net.bias.fill_(th.inf)
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match="step") as error:
             model.learn(600)
         messages.append((str(error.value), model.num_timesteps, model._last_obs is None))
     assert messages[0] == messages[1]
