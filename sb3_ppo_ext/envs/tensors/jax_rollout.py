@@ -76,6 +76,8 @@ def make_rollout(
             samples, actions, is_right = act(parameters, noise[number // n_held], observations)
             state, (new, rewards, terminated, truncated, last, log) = step_all(state, in_dtype_of(env.action_space, actions))
             new, returns, lengths, ended = seen(new), returns + rewards, lengths + 1, terminated | truncated
+            if any(part.shape != ended.shape for part in log.values()):
+                raise TypeError(f"{log} are not numbers")
             ends = (rewards, terminated, truncated, seen(last), log, returns, lengths)
             return (state, new, jnp.where(ended, 0, returns), jnp.where(ended, 0, lengths)), (samples, is_right, new, *ends)
 
@@ -122,7 +124,7 @@ def _infos(env: TensorVecEnv, dones: np.ndarray, steps: ScannedSteps) -> dict[in
     ended = np.flatnonzero(dones)
     infos: dict[int, Info] = {index: {} for index in ended.tolist()}
     if infos:
-        flat = [_flat(getattr(steps, name), dones.shape) for name in TensorStep._fields[:6]]
+        flat = [_flat(getattr(steps, name)) for name in TensorStep._fields[:6]]
         returns, lengths, terminated = (np.asarray(part).reshape(-1)[ended] for part in (*steps[-2:], steps.terminated))
         env.fill_infos(infos, ended, TensorStep(*flat), ~terminated, returns, lengths, None)
     found: dict[int, dict[int, Info]] = {}
@@ -131,14 +133,9 @@ def _infos(env: TensorVecEnv, dones: np.ndarray, steps: ScannedSteps) -> dict[in
     return found
 
 
-def _flat(arrays: JaxTree, shape: tuple[int, int]) -> Arrays:
-    """Tensors of all steps, with the dimensions of steps and copies merged. Scalars are those of all copies."""
-
-    def flat(array: JaxTree) -> th.Tensor:
-        tensor = th.from_dlpack(array)
-        return (tensor if tensor.ndim > 1 else tensor.unsqueeze(1).expand(shape)).flatten(0, 1)
-
-    return map_observations(flat, arrays)
+def _flat(arrays: JaxTree) -> Arrays:
+    """Tensors with the dimensions of steps and copies merged."""
+    return map_observations(lambda array: th.from_dlpack(array).flatten(0, 1), arrays)
 
 
 def masked(rollout: ShareRollout, source: MaskSource) -> ShareRollout:
