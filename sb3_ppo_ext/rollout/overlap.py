@@ -1,4 +1,7 @@
-"""Collection of rollouts whose environments do not wait for each other, where nobody can see the difference."""
+"""
+Collection of whole rollouts at once, where nobody can see the difference: by processes that do not wait for each other, or by
+one compiled function of JAX.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ PATIENT = {
 # Bytes of the observations of a rollout above which the memory for copies of them, and the time for messages, matter
 LARGEST = 1 << 28
 # What a rollout calls of the environments
-STEPS = ("step", "step_async", "step_wait", "step_tensors", "step_to_numpy", "pending_actions", "_step")
+STEPS = ("step", "step_async", "step_wait", "step_tensors", "step_to_numpy", "pending_actions", "_step", "_infos")
 
 
 def overlapped_collection(
