@@ -10,6 +10,10 @@ A ratio is the median over the rounds, with its 95 % confidence interval (bootst
 - rsl_rl: 1024 Pendulum-v1 in PyTorch, 24 steps per rollout, 5 epochs of 4 minibatches, which are the defaults of rsl_rl and
   Isaac Lab, with clipped values and a fixed learning rate (needs `pip install rsl-rl-lib`)
 - growth: as gymnax with 4 epochs of 4 minibatches, for 64 to 8192 environments
+- purejaxrl: CartPole-v1 of gymnax with `ppo.py` of PureJaxRL, which is one compiled function for the whole training, 4 epochs
+  of 4 minibatches, with clipped values and a fixed learning rate (needs a clone of https://github.com/luchris429/purejaxrl,
+  its requirements, and `PYTHONPATH=purejaxrl/purejaxrl`). `stepped` is PPOExt with a callback that sees each step. Run it on
+  one core: `taskset -c 0`
 
 Run it: python scripts/benchmark_tensor_envs.py (about 10 minutes; `--parts`, `--rounds`)
 It writes docs/performance/tensor_environments.csv; the parts that are not run keep their rows. With `--markdown` it measures
@@ -37,14 +41,16 @@ import numpy as np
 import torch as th
 from benchmark_speed import ratios, take_turns
 from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt, TorchVecEnv
 
 ROOT = Path(__file__).parents[1]
 PATH = ROOT / "docs" / "performance" / "tensor_environments.csv"
-PARTS = ("gymnax", "rsl_rl", "growth")
+PARTS = ("gymnax", "rsl_rl", "growth", "purejaxrl")
 SIZES = (64, 256, 1024, 4096, 8192)
 NAMES = {"native": '`PPOExt`, `backend="native"`', "device": '`PPOExt`, `backend="device"`', "SB3": "SB3", "rsl_rl": "rsl_rl"}
+NAMES |= {"PureJaxRL": "PureJaxRL", "stepped": '`PPOExt`, `backend="native"`, stepped'}
 Row = dict[str, Any]
 
 
@@ -159,6 +165,40 @@ def rsl_rl_contest(n_envs: int = 1024, n_steps: int = 24, n_rollouts: int = 2) -
     return {"rsl_rl": rsl_rl_turn(n_envs, n_steps, n_rollouts), "native": make("native"), "device": make("device")}
 
 
+# PureJaxRL
+
+
+class SeesEachStep(BaseCallback):
+    """A callback of a user, for which environments are stepped."""
+
+    def _on_step(self) -> bool:
+        return True
+
+
+def purejaxrl_turn(n_envs: int, n_steps: int, steps: int) -> Turn:
+    import jax
+    import ppo  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    config: dict[str, Any] = dict(ENV_NAME="CartPole-v1", NUM_ENVS=n_envs, NUM_STEPS=n_steps, TOTAL_TIMESTEPS=steps, LR=2.5e-4)
+    config |= dict(UPDATE_EPOCHS=4, NUM_MINIBATCHES=4, GAMMA=0.99, GAE_LAMBDA=0.95, CLIP_EPS=0.2, ENT_COEF=0.01, VF_COEF=0.5)
+    config |= dict(MAX_GRAD_NORM=0.5, ACTIVATION="tanh", ANNEAL_LR=False, DEBUG=False)
+    train = jax.jit(ppo.make_train(config)).lower(jax.random.key(0)).compile()
+    return Turn(lambda: jax.block_until_ready(train(jax.random.key(1))), steps)
+
+
+def purejaxrl_contest(n_envs: int, n_steps: int) -> dict[str, Turn]:
+    steps = max(n_envs * n_steps, 131072)
+
+    def make(callback: BaseCallback | None) -> Turn:
+        options: Any = dict(n_steps=n_steps, batch_size=n_envs * n_steps // 4, n_epochs=4, learning_rate=2.5e-4, ent_coef=0.01)
+        env = JaxVecEnv("CartPole-v1", num_envs=n_envs)
+        model = PPOExt("MlpPolicy", env, clip_range_vf=0.2, seed=0, device="cpu", backend="native", **options)
+        return Turn(lambda: model.learn(steps, callback, reset_num_timesteps=False), steps)
+
+    pure = purejaxrl_turn(n_envs, n_steps, steps)
+    return {"PureJaxRL": pure, "native": make(None), "stepped": make(SeesEachStep())}
+
+
 # Measuring
 
 
@@ -173,6 +213,9 @@ def contests(part: str) -> Iterator[tuple[str, Mapping[str, Turn]]]:
     elif part == "growth":
         for n_envs in SIZES:
             yield f"{n_envs} environments", gymnax_contest(n_envs, 4, 4, ("SB3", "native", "device"))
+    elif part == "purejaxrl":
+        for n_envs, n_steps in ((64, 128), (1024, 32)):
+            yield f"{n_envs} environments, {n_steps} steps", purejaxrl_contest(n_envs, n_steps)
 
 
 def measure(part: str, rounds: int) -> Iterator[Row]:

@@ -8,6 +8,8 @@ import numpy as np
 import torch as th
 from gymnasium import spaces
 
+from sb3_ppo_ext.common.namespaces import namespace
+
 
 def bounds_on_device(low: np.ndarray, high: np.ndarray, device: th.device) -> tuple[th.Tensor, th.Tensor]:
     """
@@ -32,7 +34,8 @@ def clipped(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarra
     if len(actions) == 1:
         # NumPy takes longest for shapes that differ.
         low, high = low.reshape(actions.shape), high.reshape(actions.shape)
-    within: np.ndarray = np.minimum(np.maximum(actions, low), high)
+    xp = namespace(actions)
+    within: np.ndarray = xp.minimum(xp.maximum(actions, low), high)
     return within
 
 

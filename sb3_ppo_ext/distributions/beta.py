@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributions import Beta
 from torch.nn import functional as F
 
+from sb3_ppo_ext.common.namespaces import in_double, namespace
 from sb3_ppo_ext.distributions.base import (
     EDGE,
     LOG_2,
@@ -32,8 +33,6 @@ DETERMINISTIC_ACTIONS: tuple[DeterministicAction, ...] = ("mean", "mode")
 BETA_BIAS = -1.0
 # Rounds of rejection sampling with random numbers that are given: each accepts with a probability of at least 0.95.
 ROUNDS = 8
-# The least that a gamma-distributed number can be: its logarithm is so low that it is never accepted.
-TINY = float(np.finfo(np.float64).tiny)
 
 
 class BoundedBetaDistribution(BoundedDistribution):
@@ -254,7 +253,7 @@ class NumpyBeta(NumpyDistribution):
 
 def _softplus_and_shrink(outputs: np.ndarray, max_concentration: float) -> tuple[np.ndarray, np.ndarray]:
     """The factors of alpha - 1 and beta - 1, for outputs of shape ``(n, 2, action_dim)``."""
-    softplus = np.logaddexp(0.0, outputs)
+    softplus = namespace(outputs).logaddexp(0.0, outputs)
     return softplus, 1 / (1 + softplus.sum(axis=1, keepdims=True) / max_concentration)
 
 
@@ -269,14 +268,17 @@ def sample_beta(outputs: np.ndarray, noise: np.ndarray, max_concentration: float
     :param max_concentration: Upper limit of ``alpha + beta - 2``
     :return: Samples, shape ``(n, action_dim)``
     """
-    softplus, shrink = _softplus_and_shrink(outputs.astype(np.float64).reshape(len(outputs), 2, -1), max_concentration)
+    xp, outputs = namespace(outputs), in_double(outputs)
+    softplus, shrink = _softplus_and_shrink(outputs.reshape(len(outputs), 2, -1), max_concentration)
     d = (softplus * shrink + 2 / 3)[..., np.newaxis]
-    root = 1 + noise[:, 0] / np.sqrt(9 * d)
-    v = np.maximum(root * root * root, TINY)
-    accepted = (noise[:, 1] < d * (1 - v + np.log(v))).reshape(-1, ROUNDS)
-    gammas = (d * v).reshape(-1, ROUNDS)[np.arange(len(accepted)), accepted.argmax(axis=1)]
+    root = 1 + noise[:, 0] / xp.sqrt(9 * d)
+    # The least has so low a logarithm that it is never accepted.
+    v = xp.maximum(root * root * root, xp.finfo(d.dtype).tiny)
+    accepted = (noise[:, 1] < d * (1 - v + xp.log(v))).reshape(-1, ROUNDS)
+    gammas = (d * v).reshape(-1, ROUNDS)[xp.arange(len(accepted)), accepted.argmax(axis=1)]
     alpha, beta = gammas.reshape(d.shape[:-1]).transpose(1, 0, 2)
-    return np.clip(alpha / (alpha + beta), EDGE, 1 - EDGE).astype(np.float32)
+    samples: np.ndarray = xp.clip(alpha / (alpha + beta), EDGE, 1 - EDGE).astype(np.float32)
+    return samples
 
 
 def _log_beta(alpha: th.Tensor, beta: th.Tensor) -> th.Tensor:

@@ -1,5 +1,6 @@
 """SB3's Gaussian with independent dimensions (``DiagGaussianDistribution``)."""
 
+from operator import add
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,7 +73,7 @@ class NumpyGaussian(NumpyDistribution):
         return noise * np.exp(self.log_stds)
 
     def sampler(self) -> Sampler:
-        return np.add
+        return add
 
     def compiled(self) -> tuple[str, tuple[int, ...]] | None:
         return "gaussian", (1,) * len(self.parameter)

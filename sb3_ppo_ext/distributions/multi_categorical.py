@@ -12,6 +12,7 @@ import torch as th
 from stable_baselines3.common.distributions import MultiCategoricalDistribution
 from torch.distributions import Categorical
 
+from sb3_ppo_ext.common.namespaces import namespace
 from sb3_ppo_ext.distributions.base import Sampler
 from sb3_ppo_ext.distributions.categorical import divergence, gumbel, largest, log_prob_or_nan, marked, sample_without_wait
 from sb3_ppo_ext.distributions.torch_fallback import TorchFallback
@@ -52,8 +53,10 @@ def largest_of_each(outputs: np.ndarray, noise: np.ndarray, ends: Sequence[int])
     :param ends: Where the logits of each dimension but the last one end
     :return: Samples, shape ``(n, len(action_dims))``
     """
-    pairs = zip(np.split(outputs, ends, axis=1), np.split(noise, ends, axis=1), strict=True)
-    return np.stack([largest(*pair) for pair in pairs], axis=1)
+    xp = namespace(outputs)
+    pairs = zip(xp.split(outputs, ends, axis=1), xp.split(noise, ends, axis=1), strict=True)
+    samples: np.ndarray = xp.stack([largest(*pair) for pair in pairs], axis=1)
+    return samples
 
 
 class NumpyMultiCategorical(TorchFallback):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributions import Normal
 from torch.nn import functional as F
 
+from sb3_ppo_ext.common.namespaces import namespace
 from sb3_ppo_ext.distributions.base import (
     EDGE,
     LOG_2,
@@ -103,7 +104,8 @@ class TanhGaussianDistribution(BoundedDistribution):
 
     @staticmethod
     def position(latents: np.ndarray) -> np.ndarray:
-        return (np.tanh(latents) + 1) / 2
+        position: np.ndarray = (namespace(latents).tanh(latents) + 1) / 2
+        return position
 
     @staticmethod
     def position_of_tensor(latents: th.Tensor) -> th.Tensor:

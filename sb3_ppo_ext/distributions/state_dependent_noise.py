@@ -14,6 +14,7 @@ from stable_baselines3.common.distributions import Distribution, StateDependentN
 from torch import nn
 from torch.distributions import Normal
 
+from sb3_ppo_ext.common.namespaces import namespace
 from sb3_ppo_ext.distributions.base import LOG_2_PI, NumpyDistribution, Sampler
 from sb3_ppo_ext.distributions.gaussian import kl_divergence, parameters, unsquashed_mean
 from sb3_ppo_ext.distributions.head import Head, Noise
@@ -147,8 +148,9 @@ def explore(outputs: np.ndarray, noise: np.ndarray, n_actions: int, is_squashed:
     :param is_squashed: Whether actions are squashed by tanh
     :return: Samples, shape ``(n, n_actions)``
     """
-    actions = outputs[:, :n_actions] + np.matmul(outputs[:, np.newaxis, n_actions:], noise)[:, 0]
-    return np.tanh(actions) if is_squashed else actions
+    xp = namespace(outputs)
+    actions: np.ndarray = outputs[:, :n_actions] + xp.matmul(outputs[:, np.newaxis, n_actions:], noise)[:, 0]
+    return xp.tanh(actions) if is_squashed else actions
 
 
 class StateDependentNoiseOnDevice(StateDependentNoiseDistribution):

@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
 from sb3_ppo_ext.common.action_masks import OBSERVATION
-from sb3_ppo_ext.common.type_aliases import Arrays, StateDict
+from sb3_ppo_ext.common.type_aliases import Arrays, JaxTree, StateDict
 from sb3_ppo_ext.common.validation import check_type, refuse
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorMeanStd
 
@@ -184,6 +184,33 @@ class Normalizer:
         if not parts:
             return observations
         new = {key: self._normalize_obs(part, self._statistics(key)) for key, part in parts.items()}
+        return {**observations, **new} if isinstance(observations, Mapping) else new[""]
+
+    def scales(self) -> dict[str, tuple[np.ndarray, ...]]:
+        """
+        :return: For each part of the observations that is normalised, its mean as the sum of two numbers in float32, and its
+            standard deviation, for :meth:`scaled`
+        """
+        found: dict[str, tuple[np.ndarray, ...]] = {}
+        for key in self._keys():
+            statistics = self._statistics(key)
+            mean, std = np.asarray(statistics.mean), np.sqrt(statistics.var + self.epsilon)
+            high = mean.astype(np.float32)
+            found[key] = high, (mean - high).astype(np.float32), std.astype(np.float32)
+        return found
+
+    def scaled(self, observations: JaxTree, scales: JaxTree) -> JaxTree:
+        """
+        :param observations: Observations in JAX
+        :param scales: What :meth:`scales` returns
+        :return: What :meth:`observations` returns, computed in float32
+        """
+        new = {}
+        for key, part in self._parts(observations).items():
+            high, low, std = scales[key]
+            new[key] = ((part - high - low) / std).clip(-self.clip_obs, self.clip_obs)
+        if not new:
+            return observations
         return {**observations, **new} if isinstance(observations, Mapping) else new[""]
 
     def rewards(self, rewards: Arrays) -> Arrays:

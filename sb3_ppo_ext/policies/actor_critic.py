@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from sb3_ppo_ext.common.hybrid_actions import (
     split_boxes,
     structured,
 )
+from sb3_ppo_ext.common.namespaces import in_double, namespace
 from sb3_ppo_ext.common.saved_models import OF_MASKABLE_PPO
 from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs, StateDict
 from sb3_ppo_ext.common.user_code import has_method_of
@@ -373,7 +375,7 @@ def actions_at(
     :param high: Upper bounds of the actions, of the same shape
     :return: Actions within the bounds, float64, shape ``(n, *action_shape)``
     """
-    positions = position(np.asarray(latents, dtype=np.float64))
+    positions = position(in_double(latents))
     # Not low + position * (high - low), which can overflow. Rounding can step over a bound.
     return clipped(low * (1 - positions) + high * positions, low, high)
 
@@ -394,7 +396,8 @@ def actions_of_latents(
     :return: Actions within the bounds and of their dtype, shape ``(n, *action_shape)``
     :raises ValueError: if a latent is not finite
     """
-    check_actions(samples)
+    if isinstance(samples, np.ndarray):
+        check_actions(samples)
     latents, others = split_boxes(space, samples)
     low, high = (split_boxes(space, bound)[0] for bound in (low, high))
     actions = actions_at(latents, position, low, high).astype(space.low.dtype)
@@ -463,7 +466,7 @@ def actions_for_env(policy: ActorCriticPolicy) -> ActionsForEnv | None:
     """
     space: Any = policy.action_space
     if not isinstance(space, spaces.Box):
-        return ActionsForEnv(space, np.copy)
+        return ActionsForEnv(space, methodcaller("copy"))
     if not policy.squash_output:
         return ActionsForEnv(space, WithinBounds(space.low, space.high, clipped))
     if not unscales_as_known(policy):

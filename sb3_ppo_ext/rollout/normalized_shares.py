@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from sb3_ppo_ext.common.type_aliases import Arrays
+from sb3_ppo_ext.common.type_aliases import Arrays, JaxTree
 from sb3_ppo_ext.envs.normalizer import Normalizer
-from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
+from sb3_ppo_ext.envs.parallel.share_rollout import JaxActor, ShareActor, ShareRollout
 
 
 class NormalizingShareActor(ShareActor):
@@ -25,6 +25,18 @@ class NormalizingShareActor(ShareActor):
 
     def act(self, observations: Arrays, step: int) -> tuple[np.ndarray, Arrays] | None:
         return self.actor.act(self.normalizer.observations(observations), step)
+
+    def in_jax(self) -> JaxActor | None:
+        if (inner := self.actor.in_jax()) is None:
+            return None
+        normalizer = self.normalizer
+
+        def act(parameters: JaxTree, noise: JaxTree, observations: JaxTree) -> JaxTree:
+            scales, of_actor = parameters
+            return inner.act(of_actor, noise, normalizer.scaled(observations, scales))
+
+        key = ("normalized", normalizer.clip_obs, inner.key)
+        return inner._replace(act=act, key=key, parameters=(normalizer.scales(), inner.parameters))
 
 
 def normalizing(make_actor: Callable[[slice], ShareActor], normalizer: Normalizer) -> Callable[[slice], ShareActor]:

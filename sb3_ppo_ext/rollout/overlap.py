@@ -1,12 +1,17 @@
-"""Collection of rollouts whose environments do not wait for each other, where nobody can see the difference."""
+"""
+Collection of whole rollouts at once, where nobody can see the difference: by processes that do not wait for each other, or by
+one compiled function of JAX.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 import numpy as np
+import torch as th
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EventCallback
 from stable_baselines3.common.vec_env import VecEnv
 
@@ -14,8 +19,9 @@ from sb3_ppo_ext.common.action_masks import add_mask
 from sb3_ppo_ext.common.guards import check_finite, is_finite, refuse_policy
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
-from sb3_ppo_ext.envs.parallel.share_rollout import MaskSource, ShareActor, ShareRollout
+from sb3_ppo_ext.envs.parallel.share_rollout import MaskSource, ShareRollout
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
+from sb3_ppo_ext.envs.tensors.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.rollout.actors import Actor, DivisibleActor
 from sb3_ppo_ext.rollout.normalized_shares import normalized_rollout, normalizing
 
@@ -34,7 +40,7 @@ PATIENT = {
 # Bytes of the observations of a rollout above which the memory for copies of them, and the time for messages, matter
 LARGEST = 1 << 28
 # What a rollout calls of the environments
-STEPS = ("step", "step_async", "step_wait")
+STEPS = ("step", "step_async", "step_wait", "step_tensors", "step_to_numpy", "pending_actions", "_step", "_infos")
 
 
 def overlapped_collection(
@@ -52,15 +58,36 @@ def overlapped_collection(
     """
     if model.normalizer is not None and not model.normalizer.is_frozen:
         return None
-    if not isinstance(env, ParallelVecEnv) or not isinstance(actor, DivisibleActor):
-        return None
-    is_own = all(getattr(type(env), name) is getattr(ParallelVecEnv, name) and name not in vars(env) for name in STEPS)
-    if not env.overlap or not is_own or not _is_patient(callback, env):
+    if not isinstance(actor, DivisibleActor) or not _collects_rollouts(env, model) or not _is_patient(callback, env):
         return None
     if n_steps * sum(part.nbytes for part in _parts(model._last_obs)) > LARGEST or _draws_in_between(callback, model):
         return None
+    generator = th.get_rng_state()
     make_actor = actor.for_share(LARGEST)
-    return None if make_actor is None else OverlappedCollection(model, env, callback, actor, make_actor, n_steps)
+    if make_actor is None:
+        return None
+    if model.normalizer is not None:
+        make_actor = normalizing(make_actor, model.normalizer)
+    if isinstance(env, ParallelVecEnv):
+        collect: Any = partial(env.collect, make_actor, model._last_obs, n_steps)
+    else:
+        collect = env.collector(make_actor(slice(0, env.num_envs)), model._last_obs, n_steps)
+    if collect is None:
+        th.set_rng_state(generator)  # The steps will draw the same numbers.
+        return None
+    return OverlappedCollection(model, env, callback, actor, collect, n_steps)
+
+
+def _collects_rollouts(env: VecEnv, model: Any) -> TypeGuard[ParallelVecEnv | JaxVecEnv]:
+    if isinstance(env, ParallelVecEnv):
+        return env.overlap and _steps_as(ParallelVecEnv, env)
+    # A method that returns masks is none of JAX.
+    has_masks = model.action_masking and model.action_mask_key is None
+    return isinstance(env, JaxVecEnv) and env.device.type == "cpu" and not has_masks and _steps_as(JaxVecEnv, env)
+
+
+def _steps_as(known: type, env: VecEnv) -> bool:
+    return all(getattr(type(env), name, None) is getattr(known, name, None) and name not in vars(env) for name in STEPS)
 
 
 def _parts(observations: Arrays) -> list[np.ndarray]:
@@ -75,7 +102,7 @@ def _draws_in_between(callback: BaseCallback | None, model: Any) -> bool:
     return is_random or any(_draws_in_between(part, model) for part in _parts_of(callback))
 
 
-def _is_patient(callback: BaseCallback | None, env: ParallelVecEnv) -> bool:
+def _is_patient(callback: BaseCallback | None, env: VecEnv) -> bool:
     if callback is None or (type(callback) is ConvertCallback and callback.callback is None):
         return True
     if f"{type(callback).__module__}.{type(callback).__qualname__}" not in PATIENT:
@@ -97,28 +124,28 @@ def _parts_of(callback: BaseCallback) -> list[BaseCallback | None]:
 
 class OverlappedCollection:
     """
-    The collection of a rollout by :meth:`ParallelVecEnv.collect`. Callbacks are called afterwards, for one step after the
-    other, with the model as it would be after the step.
+    The collection of a rollout by :meth:`ParallelVecEnv.collect` or :meth:`JaxVecEnv.collector`. Callbacks are called
+    afterwards, for one step after the other, with the model as it would be after the step.
 
     :param model: Model that collects it
     :param env: Environments
     :param callback: Callback of the training
     :param actor: Actor of the rollout
-    :param make_actor: Function that makes the actor for some environments
+    :param collect: Function that collects the rollout, given where masks come from
     :param n_steps: Number of steps to collect in each environment
     """
 
     def __init__(
         self,
         model: Any,
-        env: ParallelVecEnv,
+        env: ParallelVecEnv | JaxVecEnv,
         callback: BaseCallback,
         actor: DivisibleActor,
-        make_actor: Callable[[slice], ShareActor],
+        collect: Callable[[MaskSource | None], ShareRollout],
         n_steps: int,
     ):
-        self.model, self.env, self.callback, self.actor, self.n_steps = model, env, callback, actor, n_steps
-        self.make_actor = make_actor if model.normalizer is None else normalizing(make_actor, model.normalizer)
+        self.model, self.env, self.callback, self.actor, self.collect = model, env, callback, actor, collect
+        self.n_steps = n_steps
 
     def run(self) -> bool:
         """
@@ -126,7 +153,7 @@ class OverlappedCollection:
         """
         model = self.model
         starts = np.array(model._last_episode_starts, bool)
-        rollout = self.env.collect(self.make_actor, model._last_obs, self.n_steps, self._mask_source())
+        rollout = self.collect(self._mask_source())
         env_actions: Arrays = model._within_bounds(rollout.samples) if rollout.n_steps else ()
         is_right = is_finite(rollout.observations) and is_finite(rollout.rewards)
         truncated: list[tuple[int, int, Arrays]] = []
@@ -174,7 +201,7 @@ class OverlappedCollection:
 
     def _end_step(self, rollout: ShareRollout, step: int, env_actions: np.ndarray) -> list[Info] | None:
         """Let the callbacks see a step, and return its infos; ``None`` if one of them ends the training."""
-        infos: list[Info] = [{"TimeLimit.truncated": False} for _ in range(self.env.num_envs)]
+        infos: list[Info] = [dict(rollout.plain_info) for _ in range(self.env.num_envs)]
         for index, info in rollout.infos.get(step, {}).items():
             infos[index] = info
         self.model.num_timesteps += self.env.num_envs * self.model.ranks.size

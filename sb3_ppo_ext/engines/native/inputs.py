@@ -11,6 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 
 from sb3_ppo_ext.common.guards import EnvironmentDataError
+from sb3_ppo_ext.common.namespaces import namespace
 from sb3_ppo_ext.common.type_aliases import Arrays
 
 
@@ -39,7 +40,7 @@ class Inputs:
         if self.keys is None:
             return self.flatten[0](observations)
         parts = [flatten(observations[key]) for key, flatten in zip(self.keys, self.flatten, strict=True)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        return parts[0] if len(parts) == 1 else namespace(parts[0]).concatenate(parts, axis=1)
 
 
 def _flattener(space: Any, normalize_images: bool) -> Callable[[np.ndarray], np.ndarray]:
@@ -51,7 +52,8 @@ def _flattener(space: Any, normalize_images: bool) -> Callable[[np.ndarray], np.
 
 
 def _numbers(part: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(part, np.float32).reshape(len(part), -1)
+    numbers = np.ascontiguousarray(part, np.float32) if isinstance(part, np.ndarray) else part.astype(np.float32)
+    return numbers.reshape(len(part), -1)
 
 
 def _pixels(part: np.ndarray) -> np.ndarray:
@@ -60,7 +62,12 @@ def _pixels(part: np.ndarray) -> np.ndarray:
 
 
 def _one_hot(part: np.ndarray, sizes: list[int]) -> np.ndarray:
-    values = part.reshape(len(part), len(sizes)).astype(np.int64)
+    columns = part.reshape(len(part), len(sizes))
+    if not isinstance(part, np.ndarray):  # of JAX, which cannot say that a number is wrong
+        xp = namespace(part)
+        ones = [columns[:, i : i + 1] == xp.arange(n) for i, n in enumerate(sizes)]
+        return xp.concatenate(ones, axis=1).astype(np.float32)
+    values = columns.astype(np.int64)
     if (values < 0).any() or (values >= sizes).any():
         raise EnvironmentDataError(f"Discrete observations must be from 0 to less than {sizes}, not {part}.")
     rows = np.zeros((len(part), sum(sizes)), np.float32)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from sb3_ppo_ext.common.type_aliases import Arrays
+from sb3_ppo_ext.common.hybrid_actions import is_hybrid
+from sb3_ppo_ext.common.namespaces import namespace
+from sb3_ppo_ext.common.type_aliases import Arrays, JaxTree
 from sb3_ppo_ext.distributions.base import Sampler
+from sb3_ppo_ext.distributions.masked import INVALID
 from sb3_ppo_ext.engines.native.inputs import Inputs
+from sb3_ppo_ext.engines.native.jax_network import Kind, forward, split_layers
 from sb3_ppo_ext.engines.native.layers import Forward
 from sb3_ppo_ext.engines.native.policy import invalid_choices, mask
-from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor
+from sb3_ppo_ext.envs.parallel.share_rollout import JaxActor, ShareActor
+from sb3_ppo_ext.policies.actor_critic import ActionsForEnv
 
 
 @dataclass
@@ -38,7 +45,7 @@ class NativeShareActor(ShareActor):
     n_held: int
     sampler: Sampler
     sample_shape: tuple[int, ...] | None
-    for_env: Callable[[np.ndarray], Arrays]
+    for_env: ActionsForEnv
 
     def act(self, observations: Arrays, step: int) -> tuple[np.ndarray, Arrays] | None:
         outputs = self.network(self.inputs(observations))
@@ -49,3 +56,29 @@ class NativeShareActor(ShareActor):
         if self.sample_shape is not None:
             samples = samples.reshape(self.sample_shape)
         return samples, self.for_env(samples)
+
+    def in_jax(self) -> JaxActor | None:
+        if is_hybrid(self.for_env.space):
+            return None
+        kinds, parameters = split_layers(self.network.values)
+        what = (self.inputs, kinds, self.network.n_latents, self.network.columns, self.mask_key)
+        key = pickle.dumps((*what, self.sampler, self.sample_shape, self.for_env.within_bounds))
+        # Without the noise, which the compiled function would keep
+        act = partial(replace(self, noise=None)._act_in_jax, kinds)
+        return JaxActor(act, key, parameters, self.noise, self.n_held)
+
+    def _act_in_jax(
+        self, kinds: Sequence[Kind], parameters: JaxTree, noise: JaxTree, observations: JaxTree
+    ) -> tuple[JaxTree, JaxTree, JaxTree]:
+        xp, features, columns = namespace(noise), self.inputs(observations), self.network.columns
+        outputs, latents = forward(kinds, parameters, features if columns is None else features[:, columns])
+        if self.mask_key is not None:
+            masks = observations[self.mask_key].reshape(outputs.shape)
+            outputs = xp.where(masks, outputs, np.float32(INVALID))
+        if self.network.n_latents:
+            outputs = xp.concatenate([outputs, latents], axis=1)
+        samples = self.sampler(outputs, noise)
+        is_right = xp.isfinite(outputs).all() & xp.isfinite(samples).all()
+        if self.sample_shape is not None:
+            samples = samples.reshape(self.sample_shape)
+        return samples, self.for_env.within_bounds(samples), is_right

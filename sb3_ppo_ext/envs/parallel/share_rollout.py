@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from gymnasium import spaces
 
 from sb3_ppo_ext.common.observations import map_observations
-from sb3_ppo_ext.common.type_aliases import Arrays
+from sb3_ppo_ext.common.type_aliases import Arrays, Info, JaxTree
 
 
 class MaskSource(NamedTuple):
@@ -29,6 +29,25 @@ class MaskSource(NamedTuple):
     n_per_step: int
 
 
+class JaxActor(NamedTuple):
+    """
+    What chooses the actions of a rollout.
+
+    :param act: Function of the parameters, the noise of a step and the observations of all copies; returns samples, actions
+        within the bounds, and whether the outputs of the policy and the samples are finite
+    :param key: Equal for two actors whose functions compute the same
+    :param parameters: Parameters
+    :param noise: Noise, a sequence of arrays whose first dimension is over environments
+    :param n_held: Number of steps in which each element of the noise is used
+    """
+
+    act: Callable[..., JaxTree]
+    key: Hashable
+    parameters: JaxTree
+    noise: np.ndarray
+    n_held: int
+
+
 class ShareActor(Protocol):
     """Chooses the actions of some of the environments for a whole rollout. It can be pickled."""
 
@@ -41,6 +60,10 @@ class ShareActor(Protocol):
         :return: Samples of the policy, as the rollout buffer stores them, and an action within the bounds for each
             environment, which it may write into; ``None`` if the outputs of the policy are not finite
         """
+
+    def in_jax(self) -> JaxActor | None:
+        """:return: The same for a rollout that JAX compiles, up to rounding; ``None`` if there is no such thing"""
+        return None
 
 
 @dataclass
@@ -57,15 +80,17 @@ class ShareRollout:
         episodes, and all of the last step
     :param reset_infos: Infos of the last reset of each environment
     :param masks: Masks of the actions in each step, shape ``(n_steps, n_envs, n_choices)``; ``None`` for none
+    :param plain_info: Info of an environment of which there is nothing to say
     """
 
     observations: Arrays
     samples: np.ndarray
     rewards: np.ndarray
     dones: np.ndarray
-    infos: dict[int, dict[int, dict[str, object]]]
-    reset_infos: list[dict[str, object]]
+    infos: dict[int, dict[int, Info]]
+    reset_infos: list[Info]
     masks: np.ndarray | None = None
+    plain_info: Info = field(default_factory=lambda: {"TimeLimit.truncated": False})
 
     @property
     def n_steps(self) -> int:
@@ -79,11 +104,11 @@ class ShareRollout:
         """
         if n_steps == self.n_steps:
             return self
-        arrays = (self.samples[:n_steps], self.rewards[:n_steps], self.dones[:n_steps])
+        arrays = {name: getattr(self, name)[:n_steps] for name in ("samples", "rewards", "dones")}
         infos = {step: infos for step, infos in self.infos.items() if step < n_steps}
         observations = map_observations(lambda part: part[: n_steps + 1], self.observations)
         masks = None if self.masks is None else self.masks[:n_steps]
-        return ShareRollout(observations, *arrays, infos, self.reset_infos, masks)
+        return replace(self, observations=observations, infos=infos, masks=masks, **arrays)
 
 
 def joined(parts: Sequence[ShareRollout], firsts: Sequence[int]) -> ShareRollout:

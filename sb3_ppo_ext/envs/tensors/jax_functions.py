@@ -7,6 +7,7 @@ JAX is imported where it is used, so that importing this module does not.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,15 @@ def import_jax() -> Any:
     except ImportError as error:
         raise ImportError(f"JAX is not installed: {INSTALL}") from error
     return jax
+
+
+def activation(name: str) -> Callable[[JaxTree], JaxTree]:
+    """
+    :param name: Name of an activation function, as in ``jax.nn``
+    :return: What PyTorch computes by default
+    """
+    nn = import_jax().nn
+    return partial(nn.gelu, approximate=False) if name == "gelu" else getattr(nn, name)
 
 
 def make_gymnax(env_id: str) -> JaxEnv:

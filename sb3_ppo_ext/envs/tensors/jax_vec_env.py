@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,7 +15,9 @@ from sb3_ppo_ext.common.hybrid_actions import map_parts
 from sb3_ppo_ext.common.type_aliases import Arrays, JaxEnv, JaxTree
 from sb3_ppo_ext.common.validation import check_device, check_number, check_observation_space, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
+from sb3_ppo_ext.envs.parallel.share_rollout import JaxActor, MaskSource, ShareActor, ShareRollout
 from sb3_ppo_ext.envs.tensors.jax_functions import compiled, functions_of, import_jax
+from sb3_ppo_ext.envs.tensors.jax_rollout import make_rollout, masked, on_host
 from sb3_ppo_ext.envs.tensors.tensor_spaces import in_dtype_of
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorObs, TensorStep, TensorVecEnv
 
@@ -89,6 +91,8 @@ class JaxVecEnv(TensorVecEnv):
         self._reset_all, self._step_all = compiled(functions, num_envs, max_episode_steps, is_finite_horizon)
         self._set_key(int(np.random.SeedSequence().generate_state(1)[0]))
         self._state: JaxTree = None
+        # Rollouts in one compiled function, and what the actors that they are for have in common
+        self._rollout: tuple[Hashable, Callable[..., JaxTree] | None] | None = None
 
     def _set_key(self, seed: int) -> None:
         with self._jax.default_device(self._jax_device):
@@ -117,6 +121,45 @@ class JaxVecEnv(TensorVecEnv):
             self._to_torch(last),
             {key: th.from_dlpack(values) for key, values in log.items()},
         )
+
+    def collector(
+        self, actor: ShareActor, observations: Arrays, n_steps: int
+    ) -> Callable[[MaskSource | None], ShareRollout] | None:
+        """
+        Make ready a whole rollout in one compiled function, which does what :meth:`step` does up to rounding.
+
+        :param actor: Actor for all copies
+        :param observations: Last observations of all copies
+        :param n_steps: Number of steps
+        :return: Function that steps all copies, given where masks of invalid actions come from; it returns what they returned
+            up to the first observation, reward or output of the policy that is not finite. ``None`` if JAX cannot compute
+            what the actor does, or cannot trace the environment, or if this does not fit its spaces, as :meth:`step` will say
+        """
+        if (in_jax := actor.in_jax()) is None:
+            return None
+        before = (self._state, observations, self._returns.numpy(), self._lengths.numpy().astype(np.int32))
+        given = (in_jax.parameters, in_jax.noise, np.arange(n_steps, dtype=np.int32), *before)
+        rollout = self._compiled(in_jax, given)
+        return None if rollout is None else lambda source: self._collected(rollout(*given), observations, source)
+
+    def _collected(self, made: JaxTree, observations: Arrays, source: MaskSource | None) -> ShareRollout:
+        (self._state, returns, lengths), steps = made
+        self._returns.copy_(th.from_numpy(np.array(returns)))
+        self._lengths.copy_(th.from_numpy(np.array(lengths)))
+        rollout = on_host(self, observations, steps)
+        return rollout if source is None else masked(rollout, source)
+
+    def _compiled(self, actor: JaxActor, given: JaxTree) -> Callable[..., JaxTree] | None:
+        """Rollouts with actors that compute the same, compiled by the first of them."""
+        key = (actor.key, actor.n_held)
+        if self._rollout is None or self._rollout[0] != key:
+            made = make_rollout(self._step_all, actor.act, actor.n_held, self)
+            try:
+                self._jax.eval_shape(made, *given)
+                self._rollout = key, self._jax.jit(made)
+            except (TypeError, ValueError, KeyError):  # of the environment, which the first step will raise or do without
+                self._rollout = key, None
+        return self._rollout[1]
 
     def _to_torch(self, observations: object, function: str = "step") -> TensorObs:
         """Tensors that share the memory of the arrays, if the space has the dtype of the arrays."""

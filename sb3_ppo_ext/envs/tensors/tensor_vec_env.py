@@ -91,7 +91,7 @@ class TensorVecEnv(VecEnv, ABC):
         self.device = self._returns.device
         self._lengths = th.zeros(num_envs, dtype=th.int64, device=self.device)
         self._is_checked = self._has_warned = self._has_warned_of_graph = False
-        self._actions: object = None
+        self.actions: object = None
         self._last_observations: Arrays = None
         self._start = time.time()
 
@@ -202,7 +202,7 @@ class TensorVecEnv(VecEnv, ABC):
         :param actions: Actions of the next :meth:`step_wait`, shape ``(n_envs, *action_shape)``, or a list of dictionaries or
             tuples if the action space is a ``Dict`` or ``Tuple``
         """
-        self._actions = actions
+        self.actions = actions
 
     def step_wait(self) -> VecEnvStepReturn:
         """
@@ -219,9 +219,9 @@ class TensorVecEnv(VecEnv, ABC):
         """
         space = sample_space(self.action_space)
         if isinstance(space, FlatActionSpace):
-            return space.batched(th.from_numpy(space.flattened(self._actions)).to(self.device))
+            return space.batched(th.from_numpy(space.flattened(self.actions)).to(self.device))
         shape = (self.num_envs, *(space.shape or ()))
-        actions = th.as_tensor(np.asarray(self._actions), dtype=dtype_of(space))
+        actions = th.as_tensor(np.asarray(self.actions), dtype=dtype_of(space))
         return actions.reshape(shape).to(self.device)
 
     def step_to_numpy(self, step: TensorStep) -> VecEnvStepReturn:
@@ -251,12 +251,14 @@ class TensorVecEnv(VecEnv, ABC):
         infos: list[dict[str, object]] = [{} for _ in range(self.num_envs)]
         ended = np.flatnonzero(dones)
         if len(ended):
-            self._fill(infos, ended, step, (truncated & ~terminated)[ended], returns[ended], lengths[ended], seen)
+            self.fill_infos(infos, ended, step, (truncated & ~terminated)[ended], returns[ended], lengths[ended], seen)
+            for index in ended.tolist():
+                self.reset_infos[index] = {}
         return infos
 
-    def _fill(
+    def fill_infos(
         self,
-        infos: list[Info],
+        infos: list[Info] | dict[int, Info],
         ended: np.ndarray,
         step: TensorStep,
         cut_off: np.ndarray,
@@ -264,7 +266,17 @@ class TensorVecEnv(VecEnv, ABC):
         lengths: np.ndarray,
         seen: Arrays,
     ) -> None:
-        """Write what belongs to the end of an episode into the infos of the environments whose episode has ended."""
+        """
+        Write what belongs to the end of an episode into infos.
+
+        :param infos: Infos, to write into
+        :param ended: Their indices, and those of the rows of the step, of the episodes that have ended
+        :param step: Step of the environments
+        :param cut_off: Whether each of these episodes was truncated
+        :param returns: Their returns
+        :param lengths: Their lengths
+        :param seen: Observations before the step, in the place of last ones that the step does not have
+        """
         seconds = self.seconds()
         last = _rows(self._final_rows(step, ended, seen), len(ended))
         logs = _log_rows(step.log, ended)
@@ -275,7 +287,6 @@ class TensorVecEnv(VecEnv, ABC):
             info["terminal_observation"] = observation
             info["TimeLimit.truncated"] = truncated
             info["episode"] = {"r": total, "l": int(length), "t": seconds}
-            self.reset_infos[index] = {}
 
     def seconds(self) -> float:
         """:return: Seconds since the environment was created, as in the infos of SB3's ``Monitor``"""
