@@ -31,7 +31,7 @@ from sb3_ppo_ext.common.hybrid_actions import (
     split_boxes,
     structured,
 )
-from sb3_ppo_ext.common.namespaces import in_double, namespace
+from sb3_ppo_ext.common.namespaces import in_double
 from sb3_ppo_ext.common.saved_models import OF_MASKABLE_PPO
 from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs, StateDict
 from sb3_ppo_ext.common.user_code import has_method_of
