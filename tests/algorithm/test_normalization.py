@@ -98,6 +98,7 @@ CASES = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_ppo_with_vec_normalize(name):
     """Rollouts, parameters, statistics and logs are those of SB3's PPO with VecNormalize, to the bit."""
@@ -157,6 +158,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_engine_and_policy(name):
     """Each engine trains with the model's normalisation as it does with VecNormalize, to the bit."""

@@ -52,6 +52,7 @@ def test_policies(policy, dtype):
     assert {parameter.grad.dtype for parameter in model.policy.parameters() if parameter.grad is not None} == {th.float32}
 
 
+@pytest.mark.integration
 def test_same_course(dtype):
     """A training takes about the course of one in float32, and its metrics do not drift away."""
     models = [PPOExt("MlpPolicy", make_toys(length=5), amp_dtype=each, **SMALL, backend="device") for each in (None, dtype)]

@@ -62,6 +62,7 @@ def test_episodes_longer_than_rollouts():
     assert "after 48 timesteps, 2 of 2" in message
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("backend", ["fused", "device"])
 def test_no_second_warning_after_a_change(backend):
     """A changed option makes a new rollout buffer, which knows of the warning and of the lengths of the episodes so far."""

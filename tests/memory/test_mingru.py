@@ -68,6 +68,7 @@ def test_saturated_gates():
     assert th.autograd.grad(outputs.sum(), features)[0].isfinite().all()
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("length", [1, 2, 7, 50, 200])
 def test_first_ratios(length):
     """In the first epoch, the ratio is 1 and values are those of the rollout, wherever episodes end and sequences are cut."""

@@ -93,6 +93,7 @@ def test_without_action_dist_it_is_sb3():
     np.testing.assert_array_equal(theirs.policy.scale_action(BOX_ACTION.high), ours.policy.scale_action(BOX_ACTION.high))
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("action_dist", BOUNDED)
 @pytest.mark.parametrize("algorithm", [A2C, PPO, TRPO])
 def test_other_algorithms(action_dist, algorithm, tmp_path):

@@ -94,6 +94,7 @@ class LargeRewards(VecEnvWrapper):
         return observations, 1e4 * rewards, dones, infos
 
 
+@pytest.mark.many(one_in=5)
 @pytest.mark.parametrize("backend", ["eager", "fused", "native", "device"])
 def test_training_on_large_returns(backend):
     """The loss is in units of the statistics; what is stored and logged otherwise is in those of the return."""

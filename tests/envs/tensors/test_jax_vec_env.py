@@ -14,10 +14,9 @@ from sb3_ppo_ext import JaxVecEnv, PPOExt
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
 from sb3_ppo_ext.envs.tensors import jax_functions, jax_vec_env
 
-jax = pytest.importorskip("jax")
-gymnax = pytest.importorskip("gymnax")
 pytestmark = [
     pytest.mark.integration,  # each environment is compiled
+    pytest.mark.xdist_group("jax"),  # One process imports JAX, and compiles once what several tests share.
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype"),
     pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types"),
 ]
@@ -26,6 +25,16 @@ BOX, PUSH = spaces.Box(0, np.inf, (1,), np.float32), spaces.Box(-1, 1, (1,), np.
 
 def pole(num_envs=16, limit=12, **kwargs):
     return JaxVecEnv("CartPole-v1", {"max_steps_in_episode": limit}, num_envs=num_envs, **kwargs)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """JAX and gymnax, which take seconds to import, where these tests run alone."""
+    global jax, gymnax
+    jax, gymnax = pytest.importorskip("jax"), pytest.importorskip("gymnax")
+    jax.tree_util.register_pytree_node(
+        BraxState, lambda s: ((s.obs, s.reward, s.done, s.metrics, s.info), None), lambda _, parts: BraxState(*parts)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -203,11 +212,6 @@ class BraxState:
 
     def __init__(self, obs, reward, done, metrics, info):
         self.obs, self.reward, self.done, self.metrics, self.info = obs, reward, done, metrics, info
-
-
-jax.tree_util.register_pytree_node(
-    BraxState, lambda s: ((s.obs, s.reward, s.done, s.metrics, s.info), None), lambda _, parts: BraxState(*parts)
-)
 
 
 class LikeBrax:
@@ -433,12 +437,8 @@ class EpisodeWrapper(AutoResetWrapper):
     """A wrapper of brax by its name, which limits the steps itself."""
 
 
-VMAP = jax.vmap
-
-
-def in_common(function, shares):
-    """As `jax.vmap`, which leaves what copies have in common as that of one of them, as the batching of MuJoCo Warp does."""
-    batched = VMAP(function)
+def in_common(batched, shares):
+    """What `jax.vmap` gives, but what copies have in common stays that of one of them, as with the batching of MuJoCo Warp."""
 
     def call(*args):
         parts = list(args)
@@ -458,8 +458,10 @@ def in_common(function, shares):
 
 def test_playground(monkeypatch):
     """What copies have in common stays that of the step where an episode begins; the limit is that of the configuration."""
-    shares = []
-    monkeypatch.setattr(jax, "vmap", lambda f: in_common(f, shares) if f.__module__.endswith("jax_functions") else VMAP(f))
+    shares, vmap = [], jax.vmap
+    monkeypatch.setattr(
+        jax, "vmap", lambda f: in_common(vmap(f), shares) if f.__module__.endswith("jax_functions") else vmap(f)
+    )
     env = JaxVecEnv(LikePlayground(), num_envs=2)
     monkeypatch.undo()
     env.seed(0)
@@ -558,7 +560,6 @@ def test_actions_that_are_not_used_are_read():
     def ignoring(key, state, action):
         return state, state, 0.0, False, False
 
-    jax = pytest.importorskip("jax")
     functions = jax_functions.functions_of((lambda key: (jax.numpy.zeros(1), jax.numpy.zeros(1)), ignoring))
     reset, step = jax_functions.compiled(functions, 2, 10, False)
     _, state = reset(jax.random.key(0))
