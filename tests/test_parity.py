@@ -20,7 +20,7 @@ from support.toys import DICT, IMAGE, ToyEnv, make_toys
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.bootstrap import terminal_values
 
-SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, device="cpu")
+SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=3, device="cpu")
 
 
 def reference(algorithm):

@@ -237,6 +237,7 @@ def test_masked_observations_are_normalised_by_predict():
     assert model.predict(observation, action_masks=mask)[0] in (2, 4)
 
 
+@pytest.mark.integration
 def test_export_has_the_statistics(tmp_path):
     """The file takes raw observations; statistics of a VecNormalize as well are refused."""
     model = make(env=make_toys(observation_space=WIDE), **BOTH).learn(64)
@@ -312,6 +313,7 @@ class Interrupt(BaseCallback):
         return True
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("freq", ["step", "rollout"])
 def test_resuming_is_exact(freq, tmp_path):
     """A training that is resumed from a checkpoint ends with the same parameters and statistics, to the bit."""

@@ -68,6 +68,7 @@ READ = [(reads, {}) for reads in AUXILIARY]
 READ += [(("entropy",), dict(policy_kwargs=dict(learn_std=False))), (("distribution", "ratio"), dict(action_dist="beta"))]
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("reads", "options"), READ, ids=str)
 def test_any_auxiliary_loss(monkeypatch, reads, options):
     """A new auxiliary loss is the same in the native engine as in the reference, whatever it reads."""

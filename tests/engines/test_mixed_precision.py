@@ -32,6 +32,7 @@ def of_rollout(model):
     return values.flatten().detach(), log_probs.detach(), data
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("policy", "dtype"), [*zip(SPACES, [*ROUNDING] * 2, strict=True)])
 def test_policies(policy, dtype):
     """The networks round as the type does, and the ratio of a policy that was not updated is 1 to this rounding."""

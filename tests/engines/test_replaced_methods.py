@@ -216,6 +216,7 @@ def test_native_is_refused(name):
         model.learn(16)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("backend", "name"), [*(("native", name) for name in PARTS), ("device", "add")])
 def test_replaced_before_the_next_call_of_learn(backend, name):
     """A backend that was asked for is not replaced by another one without a word, and takes the model back."""

@@ -48,6 +48,7 @@ def test_one_warning(tmp_path):
     assert len(messages(lambda: loaded.learn(32))) == 1
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("context_length", "length"), [(7, 7), (9, 7), (1, 7)])
 def test_no_warning(context_length, length):
     """A context as long as the episodes is enough, and a policy without memory is nothing to warn of."""

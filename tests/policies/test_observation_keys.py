@@ -187,6 +187,7 @@ def test_actor_does_not_depend_on_what_the_critic_knows(policy):
     assert th.equal(distribution, net.get_distribution(data.observations).distribution.mean)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_with_respect_to_observations(policy):
     """The actor's loss has no gradient with respect to what only the critic reads, nor the critic's beyond its keys."""
@@ -216,6 +217,7 @@ class Sum(BaseFeaturesExtractor):
         return self.scale * sum(part.flatten(1).sum(dim=1, keepdim=True) for part in observations.values())
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_own_features_extractor(policy):
     """A features extractor of one's own gets the space with the keys, and observations with these keys alone."""
@@ -451,7 +453,7 @@ ACTORS = {
 
 @pytest.mark.many(one_in=5)
 @pytest.mark.parametrize("trusted", [True, False])
-@pytest.mark.parametrize("case", ACTORS)
+@pytest.mark.parametrize("case", one_in(2, ACTORS))
 def test_actor_alone(case, trusted, tmp_path):
     """A saved actor acts as the model does, needs nothing that it does not read, and has no parameter of the critic."""
     model = make(**ACTORS[case]).learn(32)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from support.cases import one_in
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
@@ -326,7 +327,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", one_in(2, WRONG))
 def test_wrong_results(name):
     """The message says which function returned what, in place of what."""
     reset, step, message = WRONG[name]
@@ -335,7 +336,7 @@ def test_wrong_results(name):
         env.reset(), env.step(np.ones((2, 1), np.float32))
 
 
-@pytest.mark.parametrize("is_dict", [False, True])
+@pytest.mark.parametrize("is_dict", one_in(2, [True, False]))
 def test_decimals_are_not_cut_off(is_dict):
     """Observations of floats under a space of integers are refused by name, before they are cut off."""
 
@@ -510,7 +511,7 @@ def test_training():
     assert len(model.ep_info_buffer) > 10
 
 
-@pytest.mark.parametrize("in_tuples", [False, True], ids=["dict", "tuple"])
+@pytest.mark.parametrize("in_tuples", one_in(2, [False, True]), ids=["dict", "tuple"])
 def test_hybrid_actions(in_tuples):
     """A function of one copy gets a dictionary or tuple of its actions, as `predict` returns it and as it is trained."""
     parts = {"kind": spaces.Discrete(3), "push": PUSH}
