@@ -141,6 +141,7 @@ CASES = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.integration if name == "SubprocVecEnv" else ()) for name in CASES]
 )
@@ -248,6 +249,7 @@ def test_cpu_hint_on_cuda():
         model._maybe_recommend_cpu()
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(
     ("source", "name"),
     [

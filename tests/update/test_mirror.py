@@ -159,6 +159,7 @@ def test_augmentation_by_hand():
     assert logged(model)["train/mirror_augmentation_loss"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.integration
 def test_probability_of_a_mirrored_sample():
     """
     Mirrored actions of the mirrored policy have the density that the originals have: importance sampling with it is unbiased,
