@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
+import scipy
 from returns_report import (
     mean_improvement,
     p_value_text,
@@ -23,7 +24,6 @@ from returns_report import (
     with_spread,
 )
 from returns_suites import BY_SB3
-from scipy.stats import mannwhitneyu
 
 # Scores of our arm and of a baseline on a task, as they are compared
 Scores = Callable[[str, str], tuple[np.ndarray, np.ndarray]]
@@ -98,7 +98,7 @@ def baseline_lines(tasks: Sequence[str], ours: str, baselines: Sequence[str], sc
 
 
 def p_value(one: np.ndarray, other: np.ndarray) -> float:
-    return float(mannwhitneyu(one, other).pvalue) if min(len(one), len(other)) > 1 else np.nan
+    return float(scipy.stats.mannwhitneyu(one, other).pvalue) if min(len(one), len(other)) > 1 else np.nan
 
 
 def summary_lines(tasks: Sequence[str], baselines: Sequence[str], scores: Scores) -> list[list[str]]:

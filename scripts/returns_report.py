@@ -14,9 +14,8 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+import scipy
 from returns_suites import BY_SB3
-from rliable import library, metrics
-from scipy.stats import mannwhitneyu
 
 from sb3_ppo_ext.plot_run import BAND, COLORS, STYLE
 
@@ -68,7 +67,7 @@ def task_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str,
     for task in tasks:
         one, other = per_seed(runs, task, theirs, score), per_seed(runs, task, ours, score)
         steps = select(runs, task=task)["timesteps"].max()
-        p_value = mannwhitneyu(other, one).pvalue if min(len(one), len(other)) > 1 else np.nan
+        p_value = scipy.stats.mannwhitneyu(other, one).pvalue if min(len(one), len(other)) > 1 else np.nan
         texts = [task, f"{steps / 1000:.0f}k", with_spread(one), with_spread(other)]
         cpu = f"{times[task]:.1f}" if task in times else "-"
         speedup = median_seconds(runs, task, theirs) / median_seconds(runs, task, ours)
@@ -130,7 +129,7 @@ def ablation(runs: pd.DataFrame, tasks: Sequence[str], arms: Sequence[str]) -> d
     for arm, values in scores.items():
         n_runs = min(map(len, values))
         scaled = (np.stack([each[:n_runs] for each in values], axis=1) - low) / np.maximum(high - low, 1e-12)
-        points, intervals = intervals_of({arm: scaled}, lambda values: np.array([metrics.aggregate_iqm(values)]))
+        points, intervals = intervals_of({arm: scaled}, interquartile_mean)
         iqm = float(np.ravel(points[arm])[0]), np.ravel(intervals[arm])
         means = np.array([each.mean() for each in values])
         result[arm] = Ablated(means, n_runs, iqm, mean_improvement(values, scores[arms[0]]))
@@ -167,7 +166,7 @@ def aggregate_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours:
     probability of improvement over all seeds. Both have 95 % confidence intervals from a bootstrap stratified over the tasks.
     """
     scores = {arm: [per_seed(runs, task, arm, score) for task in tasks] for arm in (theirs, ours)}
-    points, intervals = intervals_of(normalized(scores), lambda values: np.array([metrics.aggregate_iqm(values)]))
+    points, intervals = intervals_of(normalized(scores), interquartile_mean)
     lines = [[f"IQM, {arm}", with_interval(points[arm], intervals[arm])] for arm in (theirs, ours)]
     return [*lines, ["probability of improvement", with_interval(*mean_improvement(scores[ours], scores[theirs]))]]
 
@@ -218,8 +217,16 @@ def mean_improvement(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -
     return mean(pairs), np.percentile(draws, [2.5, 97.5])
 
 
+def interquartile_mean(values: np.ndarray) -> np.ndarray:
+    from rliable import metrics
+
+    return np.array([metrics.aggregate_iqm(values)])
+
+
 def intervals_of(scores: dict[str, Any], statistic: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Reproducible interval estimates of rliable."""
+    from rliable import library  # It takes two seconds, with what it imports.
+
     # rliable samples from NumPy's global generator, even if `random_state` is given.
     np.random.seed(0)
     return library.get_interval_estimates(scores, statistic, reps=BOOTSTRAPS)

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections import Counter
 from multiprocessing.process import BaseProcess
 
 import numpy as np
@@ -59,6 +60,16 @@ def quick_compiler(monkeypatch):
     monkeypatch.setattr(th, "compile", functools.partial(th.compile, backend="eager"))
 
 
+@pytest.fixture(scope="session")
+def quick_export():
+    """PyTorch reads its translations to ONNX once: for each export, they take half of the time."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
+        yield
+
+
 @pytest.fixture
 def train_here(tmp_path, monkeypatch):
     """RL Zoo's command `train` in this process, which need not start, and in the folder of the test."""
@@ -107,6 +118,19 @@ def trained(tmp_path_factory):
     arguments += ["--eval-freq", "300", "-params", "n_envs:2"]
     zoo.train(*arguments, cwd=folder, command=(*zoo.MODULE, "rl_zoo3.train"))
     return folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test that is marked `many`, `make test-fast` runs every n-th, beginning with the first."""
+    seen = Counter()
+    for item in items:
+        mark = item.get_closest_marker("many")
+        if mark is not None and item.get_closest_marker("slow") is None:
+            test = item.path, item.originalname
+            if seen[test] % mark.kwargs["one_in"] > 0:
+                item.add_marker("integration")
+            seen[test] += 1
 
 
 def pytest_collection_finish(session):

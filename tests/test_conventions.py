@@ -40,6 +40,7 @@ def test_groups_stay_together(request):
     assert request.node.nodeid.endswith("@conventions")
 
 
+@pytest.mark.integration
 def test_no_test_imports_another_test():
     """What several share is in `tests/support` or a fixture of a `conftest.py`."""
     tests = {"conftest", "tests", *(module.stem for module in MODULES)}
@@ -48,6 +49,7 @@ def test_no_test_imports_another_test():
         assert not words & tests, path
 
 
+@pytest.mark.integration
 def test_every_test_has_a_docstring():
     """Each test says the property that it holds, and each module what its tests have in common."""
     for path in MODULES:
@@ -68,6 +70,7 @@ def test_names_of_modules_are_unique():
     assert not [path.stem for path in MODULES if path.stem in sys.stdlib_module_names]
 
 
+@pytest.mark.integration
 def test_no_test_is_defined_twice():
     """No test hides another one of the same name."""
     for path in MODULES:

@@ -65,6 +65,7 @@ def test_older_transformer(options):
         np.testing.assert_array_equal(model.policy.optimizer.state[parameter]["exp_avg"], state["exp_avg"])
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", ["transformer", "packaged_transformer"])
 def test_shared_transformer(name, tmp_path):
     """Where actor and critic shared a transformer by default, they go on sharing it, also with `policy_kwargs` given."""

@@ -107,6 +107,7 @@ def test_each_conflict_is_refused(options):
         make(options)
 
 
+@pytest.mark.integration
 def test_example_of_the_documentation():
     """The subclass with its own loss runs word for word, but for the number of steps: one rollout."""
     (code,) = re.findall(r"```python\n(import torch.*?)```", (DOCS / "options.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -282,6 +283,7 @@ def test_bad_option_from_the_command_line(tmp_path, train_here):
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.integration
 def test_tuning_keeps_options(tmp_path, train_here):
     """Trials start from the options of the entry, and `--trial-id` finds them again."""
     entry = dict(n_envs=2, n_timesteps=256, policy="MlpPolicy") | ZOO_OPTIONS

@@ -170,6 +170,7 @@ print(ALGOS["ppo_ext"])
     assert installation.run(code) == "<class 'sb3_ppo_ext.PPOExt'>\n"
 
 
+@pytest.mark.slow  # It imports everything; `test_the_hook_is_light` sees that the hook is off.
 def test_the_hook_can_be_switched_off(installation):
     """With the variable at 0 nothing is registered before the user asks for it."""
     code = """

@@ -20,7 +20,7 @@ from support.toys import DICT, IMAGE, ToyEnv, make_toys
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.rollout.bootstrap import terminal_values
 
-SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, device="cpu")
+SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=3, device="cpu")
 
 
 def reference(algorithm):
@@ -141,6 +141,7 @@ CASES = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.integration if name == "SubprocVecEnv" else ()) for name in CASES]
 )
@@ -248,6 +249,7 @@ def test_cpu_hint_on_cuda():
         model._maybe_recommend_cpu()
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(
     ("source", "name"),
     [

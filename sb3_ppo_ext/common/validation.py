@@ -1,5 +1,6 @@
 """Checks of arguments. Error messages name the argument, its value and the remedy."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -277,13 +278,22 @@ def keywords_of(function: Callable[..., object]) -> set[str] | None:
     parents = [cls for cls in getattr(function, "__mro__", ()) if "__init__" in vars(cls)]
     names: set[str] = set()
     for each in parents or [function]:
-        parameters = inspect.signature(each).parameters.values()
+        parameters = parameters_of(each).values()
         names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return names
         if each.__module__.split(".")[0] != "sb3_ppo_ext":
             return None
     return None
+
+
+@functools.lru_cache
+def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """
+    :param function: Function or class, whose signature takes long to find
+    :return: Its parameters by name
+    """
+    return inspect.signature(function).parameters
 
 
 def check_device(device: th.device | str) -> None:

@@ -1,5 +1,6 @@
 """The constructor of PPOExt, where an option is told: type, default, meaning, and the attribute that it becomes."""
 
+import functools
 import inspect
 import warnings
 from abc import abstractmethod
@@ -377,7 +378,8 @@ class ConfiguredPPO(OnPolicyAlgorithm):
         """Check all options, and that they can be combined: the first step of the set-up."""
 
 
-def option_names(algorithm: type[ConfiguredPPO]) -> set[str]:
+@functools.cache
+def option_names(algorithm: type[ConfiguredPPO]) -> frozenset[str]:
     """
     :param algorithm: ``PPOExt`` or a subclass, which may pass keyword arguments on to its parents
     :return: Names of all arguments of the constructors of the class and its parents
@@ -385,4 +387,4 @@ def option_names(algorithm: type[ConfiguredPPO]) -> set[str]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     constructors = [cls.__init__ for cls in algorithm.__mro__ if issubclass(cls, ConfiguredPPO)]
     parameters: Iterable[inspect.Parameter] = (p for each in constructors for p in inspect.signature(each).parameters.values())
-    return {p.name for p in parameters if p.kind in kinds} - {"self"}
+    return frozenset(p.name for p in parameters if p.kind in kinds and p.name != "self")

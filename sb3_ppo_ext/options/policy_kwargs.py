@@ -22,6 +22,7 @@ from sb3_ppo_ext.common.validation import (
     check_type,
     described,
     hint_of_string,
+    parameters_of,
     refuse,
 )
 from sb3_ppo_ext.options.values import Accepted, Dictionary, Flag, Optional
@@ -137,7 +138,7 @@ def check_policy_kwargs(policy_class: type[BasePolicy], policy_kwargs: Kwargs, m
     for name, value in (policy_kwargs.get("optimizer_kwargs") or {}).items():
         if hint := hint_of_string(value):
             refuse(f"optimizer_kwargs[{name!r}]", value, f"give a number{hint}")
-    if makes_optimizer:
+    if makes_optimizer and policy_kwargs.keys() & {"optimizer_class", "optimizer_kwargs"}:
         _check_optimizer(policy_kwargs)
     extractor = _argument("features_extractor_class", policy_class, policy_kwargs)
     if isinstance(extractor, type) and extractor.__module__.startswith("torch."):
@@ -160,7 +161,7 @@ def _argument(name: str, policy_class: Any, policy_kwargs: Mapping[str, object])
     """An argument of the policy class, or its default."""
     if name in policy_kwargs:
         return policy_kwargs[name]
-    signatures = (inspect.signature(cls.__init__).parameters for cls in policy_class.__mro__ if "__init__" in vars(cls))
+    signatures = (parameters_of(cls.__init__) for cls in policy_class.__mro__ if "__init__" in vars(cls))
     return next(parameters[name].default for parameters in signatures if name in parameters)
 
 

@@ -34,6 +34,7 @@ from sb3_ppo_ext.zoo.yaml_entries import (
     find_hyperparams,
     is_scaled,
     policy_for,
+    read_entries,
     wrappers_for,
 )
 
@@ -156,7 +157,7 @@ def _entry_of(source: Source, env_kwargs: Kwargs, given: Kwargs) -> tuple[str, K
     if key == DEFAULT:
         env_kwargs = {**(given.get("env_kwargs") or {}), **env_kwargs}
         key = default_for(source.spaces(env_kwargs, wrapper_of("env_wrapper", given.get("env_wrapper"))).action)
-    entry = _read(path)[key]
+    entry = read_entries(path)[key]
     return key, {**DEFAULTS_OF_RECURRENT_PPO, **entry} if path.name == OF_RECURRENT_PPO else entry
 
 
@@ -249,10 +250,5 @@ def presets() -> dict[str, dict[str, object]]:
         environments without an entry of their own, ``memory`` for transformer policies and ``recurrent`` for LSTM policies;
         and, where RL Zoo is installed, its tuned entries for PPO of the other environments
     """
-    theirs = {} if (path := _file_of_the_zoo()) is None else _read(path)
-    return {name: entry for name, entry in {**theirs, **_read(HYPERPARAMS)}.items() if name not in TEMPLATES}
-
-
-def _read(path: Path) -> dict[str, Kwargs]:
-    yaml = importlib.import_module("yaml")
-    return {name: dict(entry) for name, entry in yaml.safe_load(path.read_text(encoding="utf-8")).items()}
+    theirs = {} if (path := _file_of_the_zoo()) is None else read_entries(path)
+    return {name: entry for name, entry in {**theirs, **read_entries(HYPERPARAMS)}.items() if name not in TEMPLATES}

@@ -135,6 +135,7 @@ def trained(name):
     return make(BASES.get(name, {key: value for key, value in needs.items() if key != name})).learn(16)
 
 
+@pytest.mark.many(one_in=5)
 @pytest.mark.parametrize("name", [name for name in ALL_OPTIONS if name not in REFUSED and name != "seed"])
 def test_changed_option(name):
     """A changed option acts as if it had been given to `load`, and has an effect."""
@@ -153,6 +154,7 @@ def test_changed_option(name):
     assert seen(model) == seen(loaded) != seen(unchanged)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", ALL_OPTIONS)
 def test_invalid_change(name):
     """An invalid value is refused by name, as is each new value of some options, before anything happens."""
@@ -409,6 +411,7 @@ def in_arrays():
     return make_vec_env("Pendulum-v1", 2)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy"])
 @pytest.mark.parametrize("kinds", [(in_tensors, in_arrays), (in_arrays, in_tensors)])
 def test_other_kind_of_environments(kinds, policy):

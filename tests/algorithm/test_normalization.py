@@ -13,6 +13,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecNormalize
+from support.cases import one_in
 from support.hybrid import SPACES
 from support.masks import make_masked
 from support.parity import CLOCK, assert_equal
@@ -99,7 +100,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.many(one_in=3)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_equal_to_ppo_with_vec_normalize(name):
     """Rollouts, parameters, statistics and logs are those of SB3's PPO with VecNormalize, to the bit."""
     env, options, further = CASES[name]
@@ -158,6 +160,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_engine_and_policy(name):
     """Each engine trains with the model's normalisation as it does with VecNormalize, to the bit."""
@@ -236,6 +239,7 @@ def test_masked_observations_are_normalised_by_predict():
     assert model.predict(observation, action_masks=mask)[0] in (2, 4)
 
 
+@pytest.mark.integration
 def test_export_has_the_statistics(tmp_path):
     """The file takes raw observations; statistics of a VecNormalize as well are refused."""
     model = make(env=make_toys(observation_space=WIDE), **BOTH).learn(64)
@@ -311,6 +315,7 @@ class Interrupt(BaseCallback):
         return True
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("freq", ["step", "rollout"])
 def test_resuming_is_exact(freq, tmp_path):
     """A training that is resumed from a checkpoint ends with the same parameters and statistics, to the bit."""

@@ -38,6 +38,7 @@ OPTIONS += [
 ]
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("options", in_few_sets(OPTIONS), ids=str)
 def test_each_option(options):
     """The model is that of Python's numbers, up to their precision; its zip loads, and what was given is not changed."""

@@ -89,6 +89,7 @@ def test_what_ppo_can_load(name):
     assert np.array_equal(*actions)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(
     ("algorithm", "name"), [*((PPO, name) for name in REFUSED), (A2C, "optimizer='sgd'"), (MaskablePPO, "action_masking=True")]
 )

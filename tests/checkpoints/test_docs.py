@@ -12,6 +12,7 @@ from sb3_ppo_ext.checkpoints.training_checkpoint import TrainingCheckpoint
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 
+@pytest.mark.integration
 def test_script_is_run_again(tmp_path, monkeypatch):
     """The script is interrupted, run again, and ends as a script that was not interrupted."""
     text = DOCS.read_text()

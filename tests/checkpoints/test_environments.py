@@ -90,6 +90,7 @@ def test_mujoco_with_another_model():
     assert reason(env) is None
 
 
+@pytest.mark.integration
 def test_atari():
     """The emulator of Atari games is outside Python, too."""
     ale_py = pytest.importorskip("ale_py")

@@ -275,6 +275,7 @@ def saved(tmp_path_factory):
     return path
 
 
+@pytest.mark.many(one_in=5)
 @pytest.mark.parametrize(("options", "message"), [bad for bad in BAD_OPTIONS if "policy_kwargs" not in bad[0]], ids=short)
 def test_bad_option_of_load(options, message, saved):
     """`load` refuses each bad value too, where SB3 checks nothing at all."""

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch as th
+from support.forked_ranks import run_all
+from support.processes import run_forked
 from support.rank_cases import BACKENDS, OPTIONS
 
 from sb3_ppo_ext import PPOExt
@@ -47,10 +49,11 @@ def run(command, timeout=900, **variables):
     return done
 
 
-def run_jobs(*jobs, **variables):
-    """Run scripts by ranks that are forked, each with the number of its ranks before it."""
-    words = [word for job in jobs for word in ("--", *map(str, job))]
-    return run([sys.executable, str(SUPPORT / "forked_ranks.py"), *words], **variables)
+def run_jobs(*jobs):
+    """Run scripts by ranks that are forked, each with the number of its ranks before it; return what they print."""
+    status, printed = run_forked(run_all, jobs)
+    assert status == 0, printed[-9000:]
+    return printed
 
 
 def jobs_of(folder, n_ranks, cases, *flags):
@@ -126,9 +129,9 @@ def scenarios(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "cases").mkdir()
     zoo = (2, find_spec("rl_zoo3.train").origin, "-f", folder / "logs", *ZOO, *OF_THE_ZOO)
-    done = run_jobs((2, SUPPORT / "rank_script.py", folder, *SCENARIOS), *jobs_of(folder / "cases", 2, FEW), zoo)
+    printed = run_jobs((2, SUPPORT / "rank_script.py", folder, *SCENARIOS), *jobs_of(folder / "cases", 2, FEW), zoo)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    return {name: [each[name] for each in found] for name in SCENARIOS} | {"folder": folder, "output": done.stdout}
+    return {name: [each[name] for each in found] for name in SCENARIOS} | {"folder": folder, "output": printed}
 
 
 def test_an_ordinary_script(scenarios):

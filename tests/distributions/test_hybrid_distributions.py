@@ -124,6 +124,7 @@ def test_numbers_by_hand():
     assert distribution.mode().tolist() == [[2.0, 2.0, 1.0]]
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("name", "action_dist"), CASES)
 def test_samples_and_modes(name, action_dist):
     """Each column has the marginal distribution of its part, and the mode is that of each part."""
@@ -149,6 +150,7 @@ def test_parts_are_independent():
     assert np.abs(correlations).max() < 0.03
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("name", "action_dist"), CASES)
 def test_gradients(name, action_dist):
     """Gradients of everything that a loss reads are those of finite differences."""
@@ -265,6 +267,7 @@ def test_numpy(name, action_dist, ent_coef, fallback):
         np.testing.assert_allclose(numpy_side.d_log_std, 2 * log_std.grad.numpy(), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("name", "action_dist"), CASES)
 def test_numpy_samples(name, action_dist):
     """Samples in NumPy have the means and standard deviations of PyTorch's, from the noise of all steps or of each."""

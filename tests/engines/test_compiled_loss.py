@@ -216,6 +216,7 @@ STEPS = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_are_those_of_the_loop(name, monkeypatch):
     """Steps that the extension module makes are those of the loop, epoch by epoch, bit for bit, and so is what is logged."""

@@ -73,7 +73,7 @@ def test_policies(sim, policy):
 
 
 @pytest.mark.usefixtures("same_draws")
-@pytest.mark.parametrize("case", one_in(2, OF_SEQUENCES))
+@pytest.mark.parametrize("case", one_in(3, OF_SEQUENCES, "MlpLstmPolicy, accumulated"))
 def test_history_based_policies(sim, case):
     """Each history-based policy is trained in NumPy environments as on the CPU, with options that treat sequences alike."""
     assert_same_training(sim, policy=case.split(",")[0], **{"policy_kwargs": TRANSFORMER, **OF_SEQUENCES[case]})

@@ -28,6 +28,7 @@ def test_normalize_each():
         np.testing.assert_allclose(normalize_each(values, np.array(sizes)), np.concatenate(expected), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", one_in(2, UPDATES, *ACTING))
 def test_update(name):
     """The update of the native engine equals the reference's on each space, network and batch size."""
@@ -40,6 +41,7 @@ def test_reports_in_the_middle_of_an_update(monkeypatch):
     assert_same_update(learning_rate=1e-2, ent_coef=0.1, rtol=1e-4)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_update(name):
     """The update of the fused engine equals the reference's, with any policy."""
@@ -66,6 +68,7 @@ READ = [(reads, {}) for reads in AUXILIARY]
 READ += [(("entropy",), dict(policy_kwargs=dict(learn_std=False))), (("distribution", "ratio"), dict(action_dist="beta"))]
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("reads", "options"), READ, ids=str)
 def test_any_auxiliary_loss(monkeypatch, reads, options):
     """A new auxiliary loss is the same in the native engine as in the reference, whatever it reads."""

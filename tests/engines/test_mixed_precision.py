@@ -32,6 +32,7 @@ def of_rollout(model):
     return values.flatten().detach(), log_probs.detach(), data
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("policy", "dtype"), [*zip(SPACES, [*ROUNDING] * 2, strict=True)])
 def test_policies(policy, dtype):
     """The networks round as the type does, and the ratio of a policy that was not updated is 1 to this rounding."""
@@ -52,6 +53,7 @@ def test_policies(policy, dtype):
     assert {parameter.grad.dtype for parameter in model.policy.parameters() if parameter.grad is not None} == {th.float32}
 
 
+@pytest.mark.integration
 def test_same_course(dtype):
     """A training takes about the course of one in float32, and its metrics do not drift away."""
     models = [PPOExt("MlpPolicy", make_toys(length=5), amp_dtype=each, **SMALL, backend="device") for each in (None, dtype)]

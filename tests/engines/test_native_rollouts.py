@@ -60,6 +60,7 @@ ROLLOUTS = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(
     ("name", "estimates"), [*((name, False) for name in ROLLOUTS), *((name, True) for name in ("box", "discrete", "gSDE"))]
 )

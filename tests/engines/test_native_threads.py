@@ -120,6 +120,7 @@ def test_latents_and_one_thread_afterwards():
     assert_equal([latents[0], *one.results()], [latents[1], *other.results()])
 
 
+@pytest.mark.integration
 def test_other_threads_run_meanwhile():
     """Other threads of Python run while the threads compute, but none may use their networks."""
     net, threads, done = Net((64, 256, 256, 64), 20000), _mlp.Threads(2), threading.Event()
@@ -253,7 +254,8 @@ def made(monkeypatch):
     return numbers
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.many(one_in=3)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_update(name, made, monkeypatch):
     """An update in several threads is that of one thread, to the bit, and so is the rollout after it."""
     for module in (native_policy, compiled_steps):

@@ -140,6 +140,7 @@ OTHER_BACKENDS = itertools.cycle(["fused", "eager", "device"])
 ON_OBJECTS = [(name, backend) for name in PARTS for backend in ("auto", next(OTHER_BACKENDS))]
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("name", "backend"), [case for case in ON_OBJECTS if case != ("add", "device")])  # It is refused.
 def test_methods_replaced_on_objects(name, backend):
     """A training run is that of SB3's PPO with the same replaced method."""
@@ -160,6 +161,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", CLASSES)
 def test_methods_replaced_on_classes(name, monkeypatch):
     """So it is where the class was changed, also with a wrapper that looks like what it wraps."""
@@ -214,6 +216,7 @@ def test_native_is_refused(name):
         model.learn(16)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("backend", "name"), [*(("native", name) for name in PARTS), ("device", "add")])
 def test_replaced_before_the_next_call_of_learn(backend, name):
     """A backend that was asked for is not replaced by another one without a word, and takes the model back."""
@@ -252,6 +255,7 @@ def test_buffer_changed_in_the_middle_of_a_rollout(backend):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", PARTS)
 def test_replaced_at_the_end_of_a_rollout(name):
     """A method may be replaced at any step, the last one included."""

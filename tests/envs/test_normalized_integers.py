@@ -50,6 +50,7 @@ def normalized(space=RAM, **kwargs):
     return VecNormalize(DummyVecEnv([lambda: Monitor(Memory(space))] * 2), norm_reward=False, **kwargs)
 
 
+@pytest.mark.many(one_in=5)
 @pytest.mark.parametrize("backend", ["auto", "native", "fused", "device"])
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MlpLstmPolicy", "MlpTransformerPolicy"])
 def test_stored_as_the_policy_reads_them(backend, policy):

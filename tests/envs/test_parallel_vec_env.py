@@ -18,6 +18,7 @@ from stable_baselines3.common.vec_env import (
     VecNormalize,
     VecTransposeImage,
 )
+from support.cases import one_in
 from support.parity import assert_equal
 from support.toys import DICT, IMAGE, VECTOR, ToyEnv
 from support.vec_envs import FORK, Asked, Plain, Slow, Talkative, assert_same, nothing_is_left, rollout, without_clock
@@ -72,7 +73,7 @@ def same_as_dummy(fns, n_steps=40, **kwargs):
     assert_same(without_clock(list(expected)), without_clock(list(seen)))
 
 
-@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+@pytest.mark.parametrize("space", one_in(2, SPACES.values()), ids=SPACES)
 def test_spaces(space):
     """Observations, rewards, ends, infos and reset infos are those of DummyVecEnv, and no later step changes them."""
     same_as_dummy(env_fns(space), n_workers=2, **FORK)
@@ -121,7 +122,7 @@ class Anything(spaces.Box):
         return True
 
 
-@pytest.mark.parametrize("n_workers", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize("n_workers", one_in(3, [0, 1, 2, 3, 4, 9], 9))
 def test_number_of_workers(n_workers):
     """The results do not depend on the number of workers, of which there are no more than needed."""
     same_as_dummy(env_fns(), n_workers=n_workers, **FORK)

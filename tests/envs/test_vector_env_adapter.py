@@ -50,6 +50,7 @@ def seen_of(env):
     return seen
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("cls", "case"), [*((SyncVectorEnv, case) for case in CASES), *IN_PROCESSES])
 def test_wrappers(cls, case):
     """

@@ -14,6 +14,7 @@ from gymnasium.vector import AsyncVectorEnv
 from stable_baselines3.common.callbacks import CallbackList, EvalCallback, EveryNTimesteps
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
+from support.cases import one_in
 from support.engines import SMALL
 from support.parity import assert_equal
 from support.toys import ToyEnv
@@ -128,7 +129,7 @@ CLASSES = pytest.mark.parametrize("cls", [CheckedSubprocVecEnv, parallel], ids=[
 
 
 @CLASSES
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("how", one_in(2, FAILURES))
 def test_failure(how, cls, model, tmp_path):
     """The worker is named with its traceback or exit code, all others are ended, and the model can go on with others."""
     env = make(cls, how, 1)
@@ -190,7 +191,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("index", one_in(2, [0, 1, 2]))
 @pytest.mark.parametrize(
     ("cls", "start_method"),
     [

@@ -14,7 +14,7 @@ from sb3_ppo_ext.export.__main__ import main
 
 onnxruntime = pytest.importorskip("onnxruntime")
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("export"), pytest.mark.usefixtures("quick_export")]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "act_with_onnx.py"
 
 

@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
+import scipy
 import torch as th
 from gymnasium import spaces
-from scipy import stats
 from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize, VecTransposeImage
 from support import hybrid
 from support.cases import one_in
@@ -22,7 +22,7 @@ from sb3_ppo_ext.export.export import METADATA
 
 onnxruntime = pytest.importorskip("onnxruntime")
 # One process makes each file once.
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("export")]
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("export"), pytest.mark.usefixtures("quick_export")]
 SMALL = dict(n_steps=8, batch_size=8, n_epochs=1, device="cpu", seed=0)
 TRANSFORMER = dict(context_length=4, d_model=8, n_heads=2, net_arch=[8])
 DEEP = dict(TRANSFORMER, n_layers=2, ffn_dim=8, gate=True, share_features_extractor=False)
@@ -295,7 +295,7 @@ def test_beta_samples_have_the_distribution(tmp_path):
     for number in range(2):
         alpha, beta = distribution.alpha[0, number].item(), distribution.beta[0, number].item()
         positions = (actions[:, number] - space.low[number]) / (space.high[number] - space.low[number])
-        assert stats.kstest(positions, stats.beta(alpha, beta).cdf).pvalue > 1e-3
+        assert scipy.stats.kstest(positions, scipy.stats.beta(alpha, beta).cdf).pvalue > 1e-3
 
 
 def test_gaussian_sample_by_hand(tmp_path):

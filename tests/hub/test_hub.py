@@ -66,6 +66,7 @@ def change_config(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.integration
 def test_files(folder):
     """The files are those of RL Zoo and huggingface_sb3, and the plain form of the statistics."""
     zoo = {"args.yml", "config.yml", "env_kwargs.yml", "train_eval_metrics.zip", "vec_normalize.pkl", "results.json"}

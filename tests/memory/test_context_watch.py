@@ -48,6 +48,7 @@ def test_one_warning(tmp_path):
     assert len(messages(lambda: loaded.learn(32))) == 1
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("context_length", "length"), [(7, 7), (9, 7), (1, 7)])
 def test_no_warning(context_length, length):
     """A context as long as the episodes is enough, and a policy without memory is nothing to warn of."""
@@ -62,6 +63,7 @@ def test_episodes_longer_than_rollouts():
     assert "after 48 timesteps, 2 of 2" in message
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("backend", ["fused", "device"])
 def test_no_second_warning_after_a_change(backend):
     """A changed option makes a new rollout buffer, which knows of the warning and of the lengths of the episodes so far."""

@@ -147,6 +147,7 @@ def test_weight_decay_spares_logarithms():
     assert [decay[each] for each in (layer.log_nu, layer.log_theta, layer.log_gamma, layer.weight)] == [0.0, 0.0, 0.0, 0.1]
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("rnn", NETWORKS)
 @pytest.mark.parametrize("length", [1, 2, 7, 50, 200])
 def test_first_ratios(length, rnn):

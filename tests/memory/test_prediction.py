@@ -39,6 +39,7 @@ def model():
     return model
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("setting", one_in(2, SETTINGS))
 def test_one_token_a_step(setting, monkeypatch):
     """Actions are those that all observations give, also where an environment begins anew; each is encoded once."""

@@ -283,6 +283,7 @@ def trained(setting, n_rollouts=3, **options):
     return model, stream
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("setting", one_in(2, SETTINGS))
 def test_same_windows_everywhere(setting):
     """While collecting, in the update and in `predict`, the policy sees the windows that an observer has written down."""
@@ -312,6 +313,7 @@ def actions_of(model, stream):
     return predicted
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(
     "setting", ["plain", "longer than a rollout", "last action and reward", "shared transformer", "dictionaries"]
 )
@@ -413,6 +415,7 @@ def first_ratios(model):
     return ratios[0]
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("setting", one_in(2, SETTINGS))
 def test_first_ratio_is_one(setting):
     """Before the first step the ratio is 1, also in the second rollout, whose first windows reach back into the one before."""
@@ -442,6 +445,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.many(one_in=5)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, tmp_path):
     """
@@ -577,6 +581,7 @@ def test_parameters_of_shared_and_separate_transformers(tmp_path):
         th.testing.assert_close(dict(model.policy.state_dict()), copies, rtol=0, atol=0)
 
 
+@pytest.mark.integration
 def test_n_stacked_of_a_policy(tmp_path):
     """`n_stacked` sizes what is read of the present, is saved, and is at most what the first layer sees."""
     kwargs = dict(SIZES, context_length=5)

@@ -82,6 +82,7 @@ def test_initialisation_is_its_own():
     assert (weight.T @ weight - 2 * th.eye(64)).abs().max() > 0.1
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("algorithm", [PPO, PPOExt, A2C, SAC, DQN])
 def test_algorithms(algorithm, tmp_path):
     """Each algorithm learns with the extractor, and its zip predicts the same."""

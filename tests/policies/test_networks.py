@@ -145,6 +145,7 @@ NATIVE = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", NATIVE)
 def test_update_with_options(name):
     """An update with other distributions, keys and optimisers equals the reference's."""
@@ -189,7 +190,8 @@ def test_compiled_update(kind, quick_compiler):
 # Policies, files
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.many(one_in=5)
+@pytest.mark.parametrize("policy", one_in(2, POLICIES))
 @pytest.mark.parametrize(("kind", "backend"), [*zip(KINDS, ["eager", "auto"], strict=True)])
 def test_policies(kind, policy, backend, tmp_path):
     """Each policy has the networks, trains all of their parameters, and acts the same after it was saved and loaded."""

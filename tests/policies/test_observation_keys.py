@@ -107,6 +107,7 @@ KEYS = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("case", KEYS)
 @pytest.mark.parametrize("options", one_in(2, [dict(target_kl=0.01, ent_coef=0.01, clip_range_vf=0.1), {}]), ids=str)
 def test_training_by_hand(case, options):
@@ -123,6 +124,7 @@ class RecurrentByHand(TwoExtractors, sb3_contrib.ppo_recurrent.MultiInputLstmPol
     """RecurrentPPO's policy with two extractors of one size, which it supports."""
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("keywords", [{}, dict(enable_critic_lstm=False)], ids=str)
 def test_recurrent_training_by_hand(keywords):
     """Training equals RecurrentPPO with a policy with two extractors that was written by hand, bit for bit."""
@@ -137,6 +139,7 @@ def test_recurrent_training_by_hand(keywords):
 ALL = [*SPACE.spaces]
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "keys", one_in(2, [dict(critic_keys=ALL[::-1]), dict(actor_keys=ALL), dict(actor_keys=ALL, critic_keys=ALL)]), ids=str
@@ -184,6 +187,7 @@ def test_actor_does_not_depend_on_what_the_critic_knows(policy):
     assert th.equal(distribution, net.get_distribution(data.observations).distribution.mean)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_with_respect_to_observations(policy):
     """The actor's loss has no gradient with respect to what only the critic reads, nor the critic's beyond its keys."""
@@ -213,6 +217,7 @@ class Sum(BaseFeaturesExtractor):
         return self.scale * sum(part.flatten(1).sum(dim=1, keepdim=True) for part in observations.values())
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_own_features_extractor(policy):
     """A features extractor of one's own gets the space with the keys, and observations with these keys alone."""
@@ -302,6 +307,7 @@ def masked(policy="MultiInputPolicy", in_observation=False, keywords=None, **opt
     return make(policy, env=env, keywords=keywords, action_masking=True, **given, **options)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("in_observation", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_masks(policy, in_observation):
@@ -375,6 +381,7 @@ def without(observations, key="goal"):
     return [{name: part for name, part in observation.items() if name != key} for observation in observations]
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_predict_without_what_the_critic_knows(policy):
     """`predict` takes observations with or without what only the critic reads, and acts in the same way."""
@@ -413,6 +420,7 @@ def test_tensors_without_what_the_critic_knows():
         policy.predict_values(joints)
 
 
+@pytest.mark.many(one_in=5)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_evaluation_in_full_environments(policy, tmp_path):
     """`evaluate_policy` and `EvalCallback` work with environments that show everything, also with `VecNormalize`."""
@@ -443,8 +451,9 @@ ACTORS = {
 }
 
 
+@pytest.mark.many(one_in=5)
 @pytest.mark.parametrize("trusted", [True, False])
-@pytest.mark.parametrize("case", ACTORS)
+@pytest.mark.parametrize("case", one_in(2, ACTORS))
 def test_actor_alone(case, trusted, tmp_path):
     """A saved actor acts as the model does, needs nothing that it does not read, and has no parameter of the critic."""
     model = make(**ACTORS[case]).learn(32)

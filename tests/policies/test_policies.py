@@ -78,6 +78,7 @@ def test_keywords_of_other_policies():
     assert model.policy.mine == (0.5, "yes")
 
 
+@pytest.mark.many(one_in=3)
 def test_without_action_dist_it_is_sb3():
     """By name the policy is SB3's class, so that SB3 loads what is saved; our classes give the same numbers."""
     model = make()
@@ -93,6 +94,7 @@ def test_without_action_dist_it_is_sb3():
     np.testing.assert_array_equal(theirs.policy.scale_action(BOX_ACTION.high), ours.policy.scale_action(BOX_ACTION.high))
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("action_dist", BOUNDED)
 @pytest.mark.parametrize("algorithm", [A2C, PPO, TRPO])
 def test_other_algorithms(action_dist, algorithm, tmp_path):

@@ -55,6 +55,7 @@ def test_policy_alone(keywords, policy_class, observation_space, tmp_path):
     np.testing.assert_array_equal(loaded.predict(observation, deterministic=True)[0], expected)
 
 
+@pytest.mark.integration
 def test_action_distribution_of_a_zip_is_kept():
     """Another distribution is refused: the parameters of a Gaussian would fit a squashed one, and mean something else."""
     zips = {action_dist: Zip(make(action_dist)) for action_dist in ["gaussian", *BOUNDED]}

@@ -105,6 +105,7 @@ def test_schedules_that_end_again(option):
     assert warned(lambda: constant.learn(32).learn(32, reset_num_timesteps=False)) == []
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("timesteps", [96, 97, 100])
 @pytest.mark.parametrize("option", ["learning_rate", "clip_range", "clip_range_vf", "ent_coef", "critic_learning_rate"])
 def test_no_schedule_is_negative(option, timesteps):

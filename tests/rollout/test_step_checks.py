@@ -39,6 +39,7 @@ def test_refused(name, backend, models):
     assert model._last_obs is None
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", LEGAL)
 def test_legal(name, models):
     """Every engine trains on it as on the ordinary environment."""

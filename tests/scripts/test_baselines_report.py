@@ -58,6 +58,7 @@ def test_the_strongest_baseline_is_marked():
     assert [line[:4] for line in summary] == [["weak", "1", "0", "0"], ["strong", "1", "1", "0"], ["single", "1", "0", "0"]]
 
 
+@pytest.mark.integration
 def test_parts_of_a_page():
     """Without times, there is no table at equal CPU time."""
     runs = pd.concat(curve("task", arm, 0, np.arange(10.0)) for arm in ("ours", "a", "b"))
@@ -65,6 +66,7 @@ def test_parts_of_a_page():
         assert len(baselines_report.baseline_parts(runs, ["task"], "ours", ["a", "b"], ratios)) == n_parts
 
 
+@pytest.mark.many(one_in=5)
 @pytest.mark.parametrize(
     ("suite", "task", "arm", "engine"),
     [

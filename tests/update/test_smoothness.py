@@ -61,6 +61,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(
     ("policy", "backend"), [(p, b) for p in MEMORY for b in ("eager", "device") if b != "device" or "T" in p[3:]]
 )
@@ -159,6 +160,7 @@ def test_noise_of_dictionaries():
     assert "action_mask" not in SpatialSmoothness.make("where", 1.0, dict(std=0.1), masked.policy, None).keys
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("losses", [dict(caps_temporal=1.0), dict(caps_spatial=dict(coef=1.0, std=0.3))], ids=list)
 def test_actions_become_smooth(losses):
     """The losses make the actions depend less on the observation; critics are as they were."""

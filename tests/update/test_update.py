@@ -64,6 +64,7 @@ def trained():
     return train
 
 
+@pytest.mark.many(one_in=5)
 @pytest.mark.parametrize(("options", "base", "expected"), CHANGES, ids=str)
 def test_changes_what_it_should(options, base, expected, trained):
     """In one update in the middle of the training, each option changes the networks it should and not the rollout."""

@@ -74,6 +74,7 @@ def test_evaluations(tmp_path, monkeypatch):
     assert callback.log_path == str(tmp_path / "evaluations")
 
 
+@pytest.mark.integration
 def test_the_zoo_uses_them(train_here):
     """Environments and callbacks of a training of `ppo_ext` are replaced; those of other algorithms are not."""
     from rl_zoo3.exp_manager import ExperimentManager

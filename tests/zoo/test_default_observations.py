@@ -65,6 +65,7 @@ for name, (space, *_) in SPACES.items():
     gym.register(f"Sampling-{name}-v0", Sampling, max_episode_steps=10, kwargs=dict(space=space))
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", SPACES)
 def test_wrappers_and_policy(name):
     """What the policy cannot read is encoded or flattened, and it is trained with."""
@@ -121,6 +122,7 @@ def test_what_nothing_can_read():
         make("Sampling-sequence-v0")
 
 
+@pytest.mark.integration
 def test_train_and_enjoy(tmp_path, train_here, enjoy_here):
     """The Zoo trains on such observations, saves the wrappers with the other hyperparameters, and watches the agent."""
     train_here("--env", "Sampling-minigrid-v0", "-n", 64, "-params", "n_steps:16", "batch_size:16", "n_epochs:1")

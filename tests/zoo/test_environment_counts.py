@@ -90,6 +90,7 @@ def test_command_line(tmp_path, train_here):
     assert PPOExt.load(saved(tmp_path, "CartPole-v1")).n_envs == 12
 
 
+@pytest.mark.integration
 def test_studies(tmp_path, monkeypatch):
     """In a study, rollouts are sampled for the number of environments, and a training with the trial has as many samples."""
     storage = f"sqlite:///{tmp_path}/study.db"

@@ -1,5 +1,7 @@
 """RL Zoo's commands with environments of gymnax by name."""
 
+from importlib.util import find_spec
+
 import gymnasium as gym
 import pytest
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
@@ -7,8 +9,11 @@ from support import zoo
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt, TensorVecNormalize
 
-pytest.importorskip("gymnax")
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.xdist_group("jax"),
+    pytest.mark.skipif(find_spec("gymnax") is None, reason="needs gymnax"),
+]
 SMALL = ["n_envs:4", "n_steps:32", "batch_size:64", "n_epochs:1"]
 PENDULUM, CART_POLE = "gymnax-Pendulum-v1", "gymnax-CartPole-v1"
 

@@ -18,6 +18,7 @@ def _entry(tmp_path):
     (tmp_path / "mine.yml").write_text(yaml.dump({"Passing-v0": ENTRY}))
 
 
+@pytest.mark.integration
 def test_train_enjoy_and_continue(tmp_path, train_here, enjoy_here):
     """`train` evaluates and saves an agent, `enjoy` plays it, and `-i` goes on with it."""
     train_here(*ARGUMENTS, "--eval-freq", "128", "--eval-episodes", "1")
@@ -31,6 +32,7 @@ def test_train_enjoy_and_continue(tmp_path, train_here, enjoy_here):
     assert PPOExt.load(saved(tmp_path, "Passing-v0"), device="cpu")._n_updates > model._n_updates
 
 
+@pytest.mark.integration
 def test_tune(train_here, tmp_path):
     """A trial of a study trains, with the action distribution of the entry."""
     study = [

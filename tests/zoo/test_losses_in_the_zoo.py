@@ -28,6 +28,7 @@ def entry(tmp_path):
     return ["--env", "Pendulum-v1", "-conf", str(tmp_path / "conf.yml")]
 
 
+@pytest.mark.integration
 def test_yaml(entry, tmp_path, train_here, enjoy_here):
     """A training with evaluations, `enjoy`, a training that goes on, and tuning have the losses of the entry."""
     train_here(*entry, "--eval-freq", "64", "--eval-episodes", "1")

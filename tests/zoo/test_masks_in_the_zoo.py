@@ -28,6 +28,7 @@ def masked_toy(tmp_path):
     del gym.registry["MaskedToy-v0"]
 
 
+@pytest.mark.integration
 def test_commands(masked_toy, tmp_path, train_here, enjoy_here):
     """A training with evaluations, `enjoy`, a training that goes on, and tuning choose valid actions alone."""
     words = ["--env", masked_toy, "--conf-file", tmp_path / "ppo_ext.yml"]

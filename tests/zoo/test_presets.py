@@ -63,6 +63,7 @@ for name, (space, _) in SPACES.items():
     gym.register(f"Observing-{name}-v0", Observing, max_episode_steps=20, kwargs=dict(space=space))
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(
     ("env_id", "hyperparams"),
     [
@@ -127,6 +128,7 @@ def test_nothing_is_printed_or_written(tmp_path, monkeypatch, capsys):
     assert "gae_lambda" in capsys.readouterr().out
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize("name", SPACES)
 def test_default_chooses_the_policy(name):
     """The policy of `default` reads the observations, and trains."""
@@ -272,6 +274,7 @@ def test_evaluation_has_raw_environments(tmp_path):
     np.testing.assert_array_equal(loaded.predict(observation, deterministic=True)[0], expected)
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("n_envs", "n_steps"), [(2, 1024), (8, 256), (12, 176), (10, 192), (64, 32), (1, 2048)])
 def test_the_number_of_environments_is_free(n_envs, n_steps, recwarn):
     """The samples of an update stay the same, or nearly so in minibatches of equal size."""
@@ -334,6 +337,7 @@ def test_preset_for_simulators():
     PPOExt("MlpPolicy", "CartPole-v1", **{**given, "batch_size": 6}, device="cpu").learn(24)
 
 
+@pytest.mark.integration
 def test_entry_for_memory_is_the_arm_of_the_study(monkeypatch, tmp_path):
     """`make`, the Zoo and the first snippet of the documentation make the model of the arm that the study recommends."""
     monkeypatch.syspath_prepend(ROOT / "benchmark" / "studies")

@@ -1,5 +1,7 @@
 """Environments of gymnax by name, through Gymnasium's registry."""
 
+from importlib.util import find_spec
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -10,7 +12,12 @@ from support.processes import run_fresh
 from sb3_ppo_ext import JaxVecEnv
 from sb3_ppo_ext.envs.tensors import gymnax_ids
 
-gymnax = pytest.importorskip("gymnax")
+# Not imported here: it takes seconds.
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.xdist_group("jax"),
+    pytest.mark.skipif(find_spec("gymnax") is None, reason="needs gymnax"),
+]
 
 
 def test_ids_are_those_of_gymnax():
@@ -43,7 +50,6 @@ def test_images_are_refused():
         gymnax_ids.GymnaxEnv("CartPole-v1", render_mode="human")
 
 
-@pytest.mark.integration
 def test_registering_is_light():
     """The ids are registered without JAX, also by a `module:id` of Gymnasium, which makes one."""
     code = """

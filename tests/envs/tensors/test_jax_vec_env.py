@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from support.cases import one_in
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
 from sb3_ppo_ext.envs.tensors import jax_functions, jax_vec_env
 
-jax = pytest.importorskip("jax")
-gymnax = pytest.importorskip("gymnax")
 pytestmark = [
     pytest.mark.integration,  # each environment is compiled
+    pytest.mark.xdist_group("jax"),  # One process imports JAX, and compiles once what several tests share.
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype"),
     pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types"),
 ]
@@ -26,6 +26,16 @@ BOX, PUSH = spaces.Box(0, np.inf, (1,), np.float32), spaces.Box(-1, 1, (1,), np.
 
 def pole(num_envs=16, limit=12, **kwargs):
     return JaxVecEnv("CartPole-v1", {"max_steps_in_episode": limit}, num_envs=num_envs, **kwargs)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """JAX and gymnax, which take seconds to import, where these tests run alone."""
+    global jax, gymnax
+    jax, gymnax = pytest.importorskip("jax"), pytest.importorskip("gymnax")
+    jax.tree_util.register_pytree_node(
+        BraxState, lambda s: ((s.obs, s.reward, s.done, s.metrics, s.info), None), lambda _, parts: BraxState(*parts)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -205,11 +215,6 @@ class BraxState:
         self.obs, self.reward, self.done, self.metrics, self.info = obs, reward, done, metrics, info
 
 
-jax.tree_util.register_pytree_node(
-    BraxState, lambda s: ((s.obs, s.reward, s.done, s.metrics, s.info), None), lambda _, parts: BraxState(*parts)
-)
-
-
 class LikeBrax:
     """The functions of brax's environments, whose ends are floats. The clock ends at 3, or after its number of steps."""
 
@@ -322,7 +327,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", one_in(2, WRONG))
 def test_wrong_results(name):
     """The message says which function returned what, in place of what."""
     reset, step, message = WRONG[name]
@@ -331,7 +336,7 @@ def test_wrong_results(name):
         env.reset(), env.step(np.ones((2, 1), np.float32))
 
 
-@pytest.mark.parametrize("is_dict", [False, True])
+@pytest.mark.parametrize("is_dict", one_in(2, [True, False]))
 def test_decimals_are_not_cut_off(is_dict):
     """Observations of floats under a space of integers are refused by name, before they are cut off."""
 
@@ -433,12 +438,8 @@ class EpisodeWrapper(AutoResetWrapper):
     """A wrapper of brax by its name, which limits the steps itself."""
 
 
-VMAP = jax.vmap
-
-
-def in_common(function, shares):
-    """As `jax.vmap`, which leaves what copies have in common as that of one of them, as the batching of MuJoCo Warp does."""
-    batched = VMAP(function)
+def in_common(batched, shares):
+    """What `jax.vmap` gives, but what copies have in common stays that of one of them, as with the batching of MuJoCo Warp."""
 
     def call(*args):
         parts = list(args)
@@ -458,8 +459,10 @@ def in_common(function, shares):
 
 def test_playground(monkeypatch):
     """What copies have in common stays that of the step where an episode begins; the limit is that of the configuration."""
-    shares = []
-    monkeypatch.setattr(jax, "vmap", lambda f: in_common(f, shares) if f.__module__.endswith("jax_functions") else VMAP(f))
+    shares, vmap = [], jax.vmap
+    monkeypatch.setattr(
+        jax, "vmap", lambda f: in_common(vmap(f), shares) if f.__module__.endswith("jax_functions") else vmap(f)
+    )
     env = JaxVecEnv(LikePlayground(), num_envs=2)
     monkeypatch.undo()
     env.seed(0)
@@ -508,7 +511,7 @@ def test_training():
     assert len(model.ep_info_buffer) > 10
 
 
-@pytest.mark.parametrize("in_tuples", [False, True], ids=["dict", "tuple"])
+@pytest.mark.parametrize("in_tuples", one_in(2, [False, True]), ids=["dict", "tuple"])
 def test_hybrid_actions(in_tuples):
     """A function of one copy gets a dictionary or tuple of its actions, as `predict` returns it and as it is trained."""
     parts = {"kind": spaces.Discrete(3), "push": PUSH}
@@ -558,7 +561,6 @@ def test_actions_that_are_not_used_are_read():
     def ignoring(key, state, action):
         return state, state, 0.0, False, False
 
-    jax = pytest.importorskip("jax")
     functions = jax_functions.functions_of((lambda key: (jax.numpy.zeros(1), jax.numpy.zeros(1)), ignoring))
     reset, step = jax_functions.compiled(functions, 2, 10, False)
     _, state = reset(jax.random.key(0))

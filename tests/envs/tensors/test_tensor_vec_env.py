@@ -73,6 +73,7 @@ class StartAt(gym.Wrapper):
         return hasattr(self.unwrapped, "x_threshold")
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("env_id", "env_class"), [("CartPole-v1", TorchCartPole), ("Pendulum-v1", TorchPendulum)])
 def test_everything_is_that_of_gymnasium_in_a_dummy_vec_env(env_id, env_class):
     """Observations, rewards, ends of episodes and infos are those of Gymnasium's environment, `Monitor` and `DummyVecEnv`."""

@@ -60,6 +60,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.many(one_in=3)
 @pytest.mark.parametrize(("make", "kwargs"), SETTINGS)
 def test_numbers_are_those_of_vec_normalize(make, kwargs):
     """Observations, rewards, infos, originals and statistics are SB3's over the same steps, also while not training."""
