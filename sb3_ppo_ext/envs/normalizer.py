@@ -350,7 +350,7 @@ def _as_lists(statistics: Any) -> dict[str, list[float]]:
 def _update(statistics: RunningMeanStd, rows: Arrays) -> None:
     if isinstance(statistics, TensorMeanStd):
         statistics.update_tensor(th.as_tensor(rows, device=statistics._mean.device))
-    elif rows.dtype in (np.float32, np.float64):
+    elif type(statistics) is RunningMeanStd and rows.dtype in (np.float32, np.float64):
         statistics.update_from_moments(*_moments(rows), len(rows))
     else:
         statistics.update(rows)
