@@ -46,14 +46,14 @@ class ChangedOptions(ModelSetup):
 
     def _apply_changed_options(self) -> None:
         """Check options that have been changed since the last call of ``learn``, or refuse the change, and let them act."""
-        self._check_environment()
         convert_options(self)
         changed = [name for name, value in self._set_up.items() if not is_same(value, getattr(self, name))]
-        if not changed:
-            return
         for name in changed:
             if name in CHANGES and (remedy := CHANGES[name].remedy) is not None:
                 refuse(name, getattr(self, name), remedy)
+        self._check_environment()
+        if not changed:
+            return
         check_options(self, changed)
         own_schedules = {name: self._own_schedule(name) for name in SCHEDULES if name in changed}
         self._set_up.update({name: object() for name in changed})  # If a step fails, all are taken again.

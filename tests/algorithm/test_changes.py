@@ -374,6 +374,15 @@ def test_failed_change():
     assert rate_of(model.learn(16)) == 2e-3
 
 
+def test_refused_changes_come_first(monkeypatch):
+    """Environments are not asked about a value that is refused anyway: Gymnasium's would call their methods."""
+    model = make({})
+    model.action_masking = True
+    monkeypatch.setattr(model.env, "has_attr", lambda name: 1 / 0)
+    with pytest.raises(ValueError, match="`action_masking=True`.*another value"):
+        model.learn(16)
+
+
 def test_other_environment():
     """Another environment of the same kind can be set, also by assignment."""
     model = make({}).learn(16)
