@@ -16,9 +16,9 @@ import torch as th
 from default_split import DEVELOPMENT
 from returns_suites import BASELINES, BASELINES_BY_SB3, ROBOTS, Job
 
-# Seeds of the published table of the robots, and how many of them each arm has. TRPO takes several times as long as others.
+# Seeds of the baselines of the robots, and how many of them each arm has. TRPO takes several times as long as others.
 # What SB3 computes shows that its scores are those of the same hyperparameters computed by PPOExt.
-FIRST_SEED = 200
+FIRST_SEED = 610
 N_SEEDS = {**dict.fromkeys(BASELINES, 10), "TRPO": 5, **dict.fromkeys(BASELINES_BY_SB3, 1)}
 # The first ones learn within a million steps, and their baselines are the strongest.
 TASKS = ("Hopper-v5", "Walker2d-v5", "HalfCheetah-v5", "Swimmer-v5", "Ant-v5", "Humanoid-v5")

@@ -33,6 +33,8 @@ TITLES = {
     "memory": "Table: history-based policies",
     "robots": "Table: robots of MuJoCo, one million steps",
     "discrete": "Table: discrete actions, one million steps",
+    "robots_development": "Table: changes of `default` on the robots, one million steps",
+    "held_out": "Table: `default` on tasks that chose nothing",
     "ablation": "Table: single changes of the presets",
     "tuning": "Table: tuning",
 }
