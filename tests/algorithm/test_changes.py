@@ -379,7 +379,7 @@ def test_refused_changes_come_first(monkeypatch):
     model = make({})
     model.action_masking = True
     monkeypatch.setattr(model.env, "has_attr", lambda name: 1 / 0)
-    with pytest.raises(ValueError, match="`action_masking=True`.*another value"):
+    with pytest.raises(ValueError, match=r"`action_masking=True`.*another value"):
         model.learn(16)
 
 
