@@ -16,7 +16,8 @@ from sb3_ppo_ext.engines.native import policy
 from sb3_ppo_ext.engines.native.epoch import FlatRollout, NativeMinibatches
 from sb3_ppo_ext.update.losses import PENALTIES, SURROGATES, LossConfig, bounds_loss, value_slope
 
-_mlp = pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
+pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
+from sb3_ppo_ext.engines.native import _mlp
 from sb3_ppo_ext.engines.native.compiled_loss import compiled_loss
 from sb3_ppo_ext.engines.native.compiled_steps import CompiledSteps
 from sb3_ppo_ext.engines.native.gradients import AnalyticGradients
