@@ -21,7 +21,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -60,17 +60,23 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 class Navigators(JaxVecEnv):
-    """The environments, which keep the mean reward of each step."""
+    """The environments, which keep the mean reward of each rollout. A method that replaces a step would be called at each."""
 
     def __init__(self, n_envs: int):
         box = spaces.Box(-np.inf, np.inf, (6,), np.float32)
         super().__init__(functions(), num_envs=n_envs, observation_space=box, action_space=spaces.Box(-5, 5, (2,), np.float32))
-        self.rewards: list[th.Tensor] = []
+        self.rewards: list[float] = []
 
-    def _step(self, actions: th.Tensor) -> Any:
-        step = super()._step(actions)
-        self.rewards.append(step.rewards.mean())
-        return step
+    def collector(self, *args: Any) -> Any:
+        collect = super().collector(*args)
+        assert collect is not None, "JAX could not compile the rollout"
+
+        def collect_and_keep(masks: Any) -> Any:
+            rollout = collect(masks)
+            self.rewards.append(rollout.rewards.mean())
+            return rollout
+
+        return collect_and_keep
 
 
 @cache
@@ -84,7 +90,8 @@ def train_ours(n_envs: int, n_rollouts: int, seed: int, constant_rate: bool, **o
     :return: Samples per second, and the mean reward of each rollout, shape ``(n_rollouts,)``
     """
     env = navigators(n_envs)
-    model = PPOExt(
+    make = partial(
+        PPOExt,
         "MlpPolicy",
         env,
         n_steps=N_STEPS,
@@ -106,13 +113,13 @@ def train_ours(n_envs: int, n_rollouts: int, seed: int, constant_rate: bool, **o
         device="cpu",
         **options,
     )
-    env.reset()
-    env.step(np.zeros((n_envs, 2), np.float32))  # compiles
+    make().learn(n_envs * N_STEPS)  # compiles the rollout
     env.rewards.clear()
+    model = make()
     start = time.perf_counter()
     model.learn(n_rollouts * n_envs * N_STEPS)
     seconds = time.perf_counter() - start
-    return n_rollouts * n_envs * N_STEPS / seconds, th.stack(env.rewards).reshape(n_rollouts, -1).mean(1).numpy()
+    return n_rollouts * n_envs * N_STEPS / seconds, np.array(env.rewards)
 
 
 def train_theirs(n_envs: int, n_rollouts: int, seed: int, constant_rate: bool) -> tuple[float, np.ndarray]:

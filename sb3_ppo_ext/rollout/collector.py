@@ -244,7 +244,7 @@ class RolloutCollector(OnPolicyAlgorithm):
 
     def _truncated_episodes(self, dones: np.ndarray, infos: list[Info], step: int) -> Iterator[tuple[int, Arrays]]:
         """Index of the environment and copy of the terminal observation of each truncated episode."""
-        for index in np.flatnonzero(dones).tolist():
+        for index in dones.nonzero()[0].tolist():
             observation = infos[index].get("terminal_observation")
             if observation is not None and infos[index].get("TimeLimit.truncated", False):
                 observation = StepChecks(self, step).checked_terminal(observation)

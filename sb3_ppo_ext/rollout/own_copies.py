@@ -130,7 +130,7 @@ class TerminalWatch:
         :param dones: Whether episodes have ended
         :param infos: Infos of the step
         """
-        for index in np.flatnonzero(dones).tolist() if self.is_active else ():
+        for index in dones.nonzero()[0].tolist() if self.is_active else ():
             is_lost = self._is_lost(before, after, index, infos[index])
             if is_lost is not None:
                 self.is_active, self.n_lost = self.is_active and is_lost, self.n_lost + 1

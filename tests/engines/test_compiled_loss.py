@@ -17,6 +17,7 @@ from sb3_ppo_ext.engines.native.epoch import FlatRollout, NativeMinibatches
 from sb3_ppo_ext.update.losses import PENALTIES, SURROGATES, LossConfig, bounds_loss, value_slope
 
 pytest.importorskip("sb3_ppo_ext.engines.native._mlp", reason="the extension module was not built")
+from sb3_ppo_ext.engines.native import _mlp
 from sb3_ppo_ext.engines.native.compiled_loss import compiled_loss
 from sb3_ppo_ext.engines.native.compiled_steps import CompiledSteps
 from sb3_ppo_ext.engines.native.gradients import AnalyticGradients
@@ -119,6 +120,28 @@ def test_equal(kind, options, weighted):
     for one, other in zip(expected, in_c(*inputs, config), strict=True):
         if one is not None:
             np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6 * max(1, np.abs(one).max()))
+
+
+@pytest.mark.parametrize("instruction_set", _mlp.available())
+def test_small_probabilities(instruction_set):
+    """Log probabilities and gradients of categorical distributions keep their digits where probabilities are small."""
+    distribution, outputs, values, m = minibatches_of("categorical", weighted=False)
+    outputs *= 20
+    m.samples.log_probs[:], m.samples.advantages[:] = 0, -1  # Small ratios are not clipped for bad actions.
+    m.samples.actions[:, 0] = outputs.argmax(1)
+    _mlp.use(instruction_set)
+    try:
+        log_ratios, *_, d_outputs, _, _ = in_c(distribution, outputs, values, m, LossConfig(1.0, ent_coef=0.0, vf_coef=0.5))
+    finally:
+        _mlp.use(_mlp.available()[0])
+    log_probs = th.from_numpy(outputs).double().log_softmax(1).numpy()
+    best = (np.arange(N), outputs.argmax(1))
+    np.testing.assert_allclose(log_ratios, log_probs[best], rtol=1e-6, atol=2e-7)
+    others = np.ones_like(outputs, bool)
+    others[best] = False
+    # Of minus the ratio times the advantage, by the logits
+    expected = -np.exp(log_probs) * np.exp(log_probs[best])[:, None] / N
+    np.testing.assert_allclose(d_outputs[others], expected[others], rtol=2e-5, atol=1e-38)
 
 
 @pytest.mark.parametrize("kind", SPACES)

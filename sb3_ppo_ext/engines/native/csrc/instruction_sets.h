@@ -25,6 +25,8 @@ struct adam_step {
 
 struct kernels {
     void (*product)(long, long, long, const float *, long, long, const float *, long, float *, long, const float *, int);
+    void (*exp)(const float *, float *, long);
+    void (*log)(const float *, float *, long);
     void (*activate)(enum activation, float *, float *, long);
     void (*differentiate)(enum activation, float *, const float *, long);
     void (*add)(float *, const float *, long);

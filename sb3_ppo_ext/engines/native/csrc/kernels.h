@@ -94,11 +94,8 @@ INLINE void NAME(tanh)(float *at)
     STORE(at, x * p / q);
 }
 
-/*
- * exp(x) - 1 = 2^n (exp(r) - 1) + 2^n - 1, with x = n log 2 + r and a polynomial for exp(r) - 1, so that small numbers keep
- * their digits. x is not positive; where exp(x) would be denormal, it is 0.
- */
-INLINE VECTOR NAME(expm1)(VECTOR x)
+/* exp(r) - 1, by a polynomial, and 2^n, with x = n log 2 + r. x is not positive; below -87 it counts as -87. */
+INLINE VECTOR NAME(split_exp)(VECTOR x, VECTOR *power)
 {
     VECTOR small = SELECT(x < -87.0f, FULL(-87.0f), x);
     /* The sum has no digits behind the point. */
@@ -109,9 +106,44 @@ INLINE VECTOR NAME(expm1)(VECTOR x)
     p = p * r + 4.16666667e-02f;
     p = p * r + 1.66666667e-01f;
     p = p * r + 0.5f;
-    p = p * r * r + r;
-    VECTOR power = (VECTOR)((__builtin_convertvector(n, MASK) + 127) << 23);
+    *power = (VECTOR)((__builtin_convertvector(n, MASK) + 127) << 23);
+    return p * r * r + r;
+}
+
+/* exp(x) - 1, whose small numbers keep their digits. x is not positive; where exp(x) would be denormal, it is 0. */
+INLINE VECTOR NAME(expm1)(VECTOR x)
+{
+    VECTOR power, p = NAME(split_exp)(x, &power);
     return SELECT(x < -87.0f, FULL(-1.0f), power * p + (power - 1.0f));
+}
+
+/* y = exp(x), of numbers that are not positive; where it would be denormal, it is 0. */
+static void NAME(exp)(const float *x, float *y, long n)
+{
+    for (long i = 0; i < n; i += LANES) {
+        VECTOR power, p = NAME(split_exp)(LOAD(x + i), &power);
+        STORE(y + i, SELECT(LOAD(x + i) < -87.0f, FULL(0.0f), power * p + power));
+    }
+}
+
+/* y = log(x) = n log 2 + log(1 + r), with r between sqrt(1/2) - 1 and sqrt(2) - 1, of positive numbers that are not denormal */
+static void NAME(log)(const float *x, float *y, long n)
+{
+    for (long i = 0; i < n; i += LANES) {
+        MASK bits = (MASK)LOAD(x + i), exponent = (bits - 0x3f3504f3) >> 23;
+        VECTOR r = (VECTOR)(bits - exponent * 0x800000) - 1.0f, power = __builtin_convertvector(exponent, VECTOR), p;
+        p = r * 7.0376836292e-2f - 1.1514610310e-1f;
+        p = p * r + 1.1676998740e-1f;
+        p = p * r - 1.2420140846e-1f;
+        p = p * r + 1.4249322787e-1f;
+        p = p * r - 1.6668057665e-1f;
+        p = p * r + 2.0000714765e-1f;
+        p = p * r - 2.4999993993e-1f;
+        p = p * r + 3.3333331174e-1f;
+        p = p * r * r * r + power * -2.12194440e-4f - 0.5f * r * r;
+        /* NaN stays NaN. */
+        STORE(y + i, r + p + power * 0.693359375f + (LOAD(x + i) - LOAD(x + i)));
+    }
 }
 
 /* A rational approximation with an error below 5e-7. Beyond 4, the error function is +-1 in float32. */
@@ -303,6 +335,8 @@ static void NAME(adam)(float *p, const float *g, float *m, float *v, long n, str
 
 static const struct kernels NAME(kernels) = {
     .product = NAME(product),
+    .exp = NAME(exp),
+    .log = NAME(log),
     .activate = NAME(activate),
     .differentiate = NAME(differentiate),
     .add = NAME(add),

@@ -63,7 +63,14 @@ struct coefficients {
     float *of_coefficients, *d_coefficients;
     /* Squares of the latents, variances and their gradients, of so many samples, and the rows of the current one */
     float *squares, *variances, *d_variances, *row, *d_row;
-    long capacity;
+};
+
+/*
+ * Categorical distributions: logits less the largest of their action, and probabilities, of many samples; for each action, the
+ * sum of the exponentials and its logarithm
+ */
+struct softmax {
+    float *logits, *probs, *sums, *log_sums;
 };
 
 typedef struct {
@@ -75,11 +82,14 @@ typedef struct {
     long *choices;
     /* Views of what is not needed are empty, such as weights and the standard deviation. */
     Py_buffer columns[N_COLUMNS], log_std, d_log_std, middle, half;
-    /* Of the current sample, two numbers for each action; of Gaussians, the inverses and the gradients of all deviations */
+    /* The mean log probability of each action, of the current sample; of Gaussians, the inverses and the gradients of all deviations */
     float *kept, *inverse_stds;
     double *d_stds, max_concentration;
     struct beta *betas;
     struct coefficients sde;
+    struct softmax softmax;
+    /* Samples that these two have memory for, and the current one of them */
+    long capacity, current;
     float log_constant;
     int is_spo, is_max;
     float clip_range, low, high, dual_clip, value_limit, value_scale, vf_coef, ent_coef, kl_coef, bounds_coef, bounds_limit;
@@ -90,7 +100,7 @@ static int has_std(const Loss *self)
     return self->family == GAUSSIAN || self->family == SQUASHED;
 }
 
-/* Log probability of a sample. What the gradient needs is kept: of categorical distributions, the probabilities in its row. */
+/* Log probability of a sample. What the gradient needs is kept. */
 static float log_prob_gaussian(const Loss *self, const float *mean, const float *action)
 {
     float sum = 0;
@@ -178,25 +188,53 @@ static float log_prob_beta(Loss *self, const float *outputs, const float *action
     return (float)log_prob;
 }
 
-static float log_prob_categorical(const Loss *self, const float *logits, const float *action, float *probs, float *entropy)
+/* Of many samples at once: a single one has too few logits to fill a vector. */
+static void measure_softmax(Loss *self, const float *outputs, long ld, long n)
 {
+    struct softmax softmax = self->softmax;
+    float *shifted = softmax.logits, *probs = softmax.probs, *sum = softmax.sums;
+    for (long i = 0; i < n; i++) {
+        const float *logits = outputs + i * ld;
+        for (long k = 0; k < self->n_actions; logits += self->choices[k], shifted += self->choices[k], k++) {
+            float largest = logits[0];
+            for (long j = 1; j < self->choices[k]; j++)
+                largest = logits[j] > largest ? logits[j] : largest;
+            for (long j = 0; j < self->choices[k]; j++)
+                shifted[j] = logits[j] - largest;
+        }
+    }
+    kernels->exp(softmax.logits, softmax.probs, n * self->n_outputs);
+    for (long i = 0; i < n; i++)
+        for (long k = 0; k < self->n_actions; probs += self->choices[k], sum++, k++) {
+            *sum = 0;
+            for (long j = 0; j < self->choices[k]; j++)
+                *sum += probs[j];
+            for (long j = 0; j < self->choices[k]; j++)
+                probs[j] /= *sum;
+        }
+    kernels->log(softmax.sums, softmax.log_sums, n * self->n_actions);
+}
+
+/* The current sample of them */
+static struct softmax softmax_of(const Loss *self)
+{
+    struct softmax all = self->softmax;
+    long action = self->current * self->n_actions, output = self->current * self->n_outputs;
+    return (struct softmax){all.logits + output, all.probs + output, all.sums + action, all.log_sums + action};
+}
+
+static float log_prob_categorical(const Loss *self, const float *action, float *entropy)
+{
+    struct softmax s = softmax_of(self);
     float log_prob = 0;
     *entropy = 0;
-    for (long i = 0; i < self->n_actions; logits += self->choices[i], probs += self->choices[i], i++) {
-        long n = self->choices[i];
-        float largest = logits[0], sum = 0, weighted = 0;
-        for (long j = 1; j < n; j++)
-            largest = logits[j] > largest ? logits[j] : largest;
-        for (long j = 0; j < n; j++)
-            sum += probs[j] = expf(logits[j] - largest);
-        float log_sum = largest + logf(sum);
-        for (long j = 0; j < n; j++) {
-            probs[j] /= sum;
-            weighted += probs[j] * (logits[j] - log_sum);
-        }
-        log_prob += logits[(long)action[i]] - log_sum;
+    for (long i = 0; i < self->n_actions; s.logits += self->choices[i], s.probs += self->choices[i], i++) {
+        float weighted = 0;
+        for (long j = 0; j < self->choices[i]; j++)
+            weighted += s.probs[j] * (s.logits[j] - s.log_sums[i]);
+        log_prob += s.logits[(long)action[i]] - s.log_sums[i];
         *entropy -= weighted;
-        self->kept[2 * i] = log_sum, self->kept[2 * i + 1] = weighted;
+        self->kept[i] = weighted;
     }
     return log_prob;
 }
@@ -267,18 +305,18 @@ static void differentiate_beta(const Loss *self, float d_log_prob, float ent, fl
     }
 }
 
-static void differentiate_categorical(const Loss *self, const float *logits, const float *action, float d_log_prob, float ent,
-                                      float *d)
+static void differentiate_categorical(const Loss *self, const float *action, float d_log_prob, float ent, float *d)
 {
-    for (long i = 0; i < self->n_actions; logits += self->choices[i], d += self->choices[i], i++) {
-        float log_sum = self->kept[2 * i], weighted = self->kept[2 * i + 1];
-        for (long j = 0; j < self->choices[i]; j++) {
-            float slope = -d_log_prob * d[j];
+    struct softmax s = softmax_of(self);
+    for (long i = 0; i < self->n_actions; i++) {
+        long n = self->choices[i];
+        for (long j = 0; j < n; j++) {
+            d[j] = -d_log_prob * s.probs[j];
             if (ent != 0)
-                slope += ent * d[j] * (logits[j] - log_sum - weighted);
-            d[j] = slope;
+                d[j] += ent * s.probs[j] * (s.logits[j] - s.log_sums[i] - self->kept[i]);
         }
         d[(long)action[i]] += d_log_prob;
+        s.logits += n, s.probs += n, d += n;
     }
 }
 
@@ -303,12 +341,13 @@ static float kl_gaussian(Loss *self, const float *mean, const float *old, float 
     return sum;
 }
 
-static float kl_categorical(const Loss *self, const float *logits, const float *old, float factor, float *d)
+static float kl_categorical(const Loss *self, const float *old, float factor, float *d)
 {
+    struct softmax s = softmax_of(self);
     float sum = 0;
-    for (long i = 0; i < self->n_actions; logits += self->choices[i], old += self->choices[i], d += self->choices[i], i++)
+    for (long i = 0; i < self->n_actions; s.logits += self->choices[i], old += self->choices[i], d += self->choices[i], i++)
         for (long j = 0; j < self->choices[i]; j++) {
-            float log_prob = logits[j] - self->kept[2 * i], before = expf(old[j]);
+            float log_prob = s.logits[j] - s.log_sums[i], before = expf(old[j]);
             sum += before == 0 ? 0 : before * (old[j] - log_prob);
             d[j] += factor * (expf(log_prob) - before);
         }
@@ -355,7 +394,7 @@ static float kl_divergence(Loss *self, const float *outputs, const void *all_old
         return kl_beta(self, (const double *)all_old + i * self->n_outputs, factor, d);
     const float *old = (const float *)all_old + i * (has_std(self) ? 2 * self->n_outputs : self->n_outputs);
     if (self->family == CATEGORICAL)
-        return kl_categorical(self, outputs, old, factor, d);
+        return kl_categorical(self, old, factor, d);
     if (self->family == BERNOULLI)
         return kl_bernoulli(self, outputs, old, factor, d);
     return kl_gaussian(self, outputs, old, factor, d);
@@ -526,17 +565,31 @@ static int open_coefficients(Loss *self, PyObject *log_std, PyObject *d_log_std)
     return -1;
 }
 
+static void free_samples(Loss *self)
+{
+    free(self->sde.squares), free(self->sde.variances), free(self->sde.d_variances);
+    free(self->softmax.logits), free(self->softmax.probs), free(self->softmax.sums), free(self->softmax.log_sums);
+}
+
 /* Memory for so many samples */
 static int reserve_samples(Loss *self, long n)
 {
     struct coefficients *sde = &self->sde;
-    if (self->family != STATE_DEPENDENT || n <= sde->capacity)
+    struct softmax *softmax = &self->softmax;
+    if ((self->family != STATE_DEPENDENT && self->family != CATEGORICAL) || n <= self->capacity)
         return 0;
-    free(sde->squares), free(sde->variances), free(sde->d_variances);
-    sde->squares = allocate(n, sde->n_latents);
-    sde->variances = allocate(n, sde->ld), sde->d_variances = allocate(n, sde->ld);
-    sde->capacity = sde->squares && sde->variances && sde->d_variances ? n : 0;
-    if (sde->capacity)
+    free_samples(self);
+    if (self->family == STATE_DEPENDENT) {
+        sde->squares = allocate(n, sde->n_latents);
+        sde->variances = allocate(n, sde->ld), sde->d_variances = allocate(n, sde->ld);
+        self->capacity = sde->squares && sde->variances && sde->d_variances ? n : 0;
+    } else {
+        long n_outputs = padded(self->n_outputs), n_actions = padded(self->n_actions);
+        softmax->logits = allocate(n, n_outputs), softmax->probs = allocate(n, n_outputs);
+        softmax->sums = allocate(n, n_actions), softmax->log_sums = allocate(n, n_actions);
+        self->capacity = softmax->logits && softmax->probs && softmax->sums && softmax->log_sums ? n : 0;
+    }
+    if (self->capacity)
         return 0;
     PyErr_NoMemory();
     return -1;
@@ -564,7 +617,7 @@ static int open_loss(Loss *self, const char *family, PyObject *choices, PyObject
     if (open_penalties(self, bounds) < 0)
         return -1;
     self->betas = PyMem_Calloc(self->family == BETA ? self->n_actions : 1, sizeof(struct beta));
-    self->kept = PyMem_Calloc(2 * self->n_actions + 1, sizeof(float));
+    self->kept = PyMem_Calloc(self->n_actions + 1, sizeof(float));
     self->inverse_stds = PyMem_Calloc(self->n_outputs + 1, sizeof(float));
     self->d_stds = PyMem_Calloc(self->n_outputs + 1, sizeof(double));
     if (!self->betas || !self->kept || !self->inverse_stds || !self->d_stds) {
@@ -614,7 +667,7 @@ static void loss_dealloc(Loss *self)
     PyMem_Free(self->choices), PyMem_Free(self->kept), PyMem_Free(self->inverse_stds), PyMem_Free(self->d_stds);
     PyMem_Free(self->betas);
     free(self->sde.of_coefficients), free(self->sde.d_coefficients);
-    free(self->sde.squares), free(self->sde.variances), free(self->sde.d_variances);
+    free_samples(self);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
@@ -700,7 +753,7 @@ static void write_d_log_std(Loss *self)
 static float log_prob(Loss *self, const float *outputs, const float *action, float *d, float *entropy)
 {
     if (self->family == CATEGORICAL)
-        return log_prob_categorical(self, outputs, action, d, entropy);
+        return log_prob_categorical(self, action, entropy);
     if (self->family == BERNOULLI)
         return log_prob_bernoulli(self, outputs, action, d, entropy);
     if (self->family == BETA)
@@ -715,7 +768,7 @@ static float log_prob(Loss *self, const float *outputs, const float *action, flo
 static void differentiate(Loss *self, const float *outputs, const float *action, float d_log_prob, float ent, float *d)
 {
     if (self->family == CATEGORICAL)
-        differentiate_categorical(self, outputs, action, d_log_prob, ent, d);
+        differentiate_categorical(self, action, d_log_prob, ent, d);
     else if (self->family == BERNOULLI)
         differentiate_bernoulli(self, outputs, action, d_log_prob, ent, d);
     else if (self->family == BETA)
@@ -780,7 +833,10 @@ static float add_samples(Loss *self, long start, long n, long size, struct rows 
     begin_minibatch(self, add);
     if (self->family == STATE_DEPENDENT)
         measure_variances(&self->sde, rows.latents, rows.ld_latents, n);
+    if (self->family == CATEGORICAL)
+        measure_softmax(self, rows.outputs, rows.ld_outputs, n);
     for (long i = 0; i < n; i++) {
+        self->current = i;
         self->sde.row = self->sde.variances + i * self->sde.ld, self->sde.d_row = self->sde.d_variances + i * self->sde.ld;
         total += add_sample(self, start + i, share, rows.outputs + i * rows.ld_outputs, values[i],
                             d_outputs + i * self->n_outputs, d_values + i);
