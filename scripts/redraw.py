@@ -39,8 +39,9 @@ def redraw_returns(table: Path) -> None:
             report.plot_ablation(report.ablation(runs, runs["task"].unique(), arms), arms[0]), table.with_suffix(".svg")
         )
         return
-    # The runs that SB3 itself has computed are listed, and not drawn; an arm is, once it has runs of all tasks.
-    of_arm = {arm: set(each["task"]) for arm, each in runs.groupby("arm") if not arm.endswith(report.BY_SB3)}
+    # Other arms than the first two are listed, and not drawn.
+    drawn = suites.pair(table.stem) if table.stem in suites.SUITES else runs["arm"].unique()
+    of_arm = {arm: set(each["task"]) for arm, each in runs.groupby("arm") if arm in drawn}
     tasks = list(runs["task"].unique())
     arms = sorted((arm for arm in of_arm if of_arm[arm] == set(tasks)), key=OURS.__contains__)
     if len(arms) < 2:
