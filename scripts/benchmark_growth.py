@@ -80,7 +80,7 @@ def plot(results: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
         for label, color in (("SB3", "0.45"), ("PPOExt", COLORS["PPOExt"])):
             ax.plot([int(value) for value in of_values], [each[label] for each in of_values.values()], "o-", color=color)
         ax.set(xscale="log", yscale="log", xlabel=GROWING[name][0])
-    axes[0].set_ylabel("steps per second")
+    axes[0].set_ylabel("steps per second, fastest of some turns")
     figure.legend(axes[0].lines, ["SB3's PPO", "PPOExt"], loc="outside lower center", ncols=2)
     figure.savefig(path, metadata={"Date": None})
 

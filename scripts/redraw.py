@@ -51,15 +51,15 @@ def redraw_returns(table: Path) -> None:
 
 def main() -> None:
     sys.path[:0] = [str(SCRIPTS), str(STUDIES)]
-    for table in sorted(STUDIES.glob("*.csv.gz")):
-        redraw_study(table)
-    for table in sorted((ROOT / "benchmark").glob("*.csv")):
-        if not table.stem.endswith("-trials"):
-            redraw_returns(table)
+    for plot in sorted(STUDIES.glob("*.svg")):
+        redraw_study(plot.with_suffix(".csv.gz"))
+    for plot in sorted((ROOT / "benchmark").glob("*.svg")):
+        redraw_returns(plot.with_suffix(".csv"))
     folder = ROOT / "docs" / "performance"
     import_module("benchmark_speed").plot(
         json.loads((folder / "benchmark.json").read_text())["results"], folder / "benchmark.svg"
     )
+    import_module("benchmark_growth").plot(json.loads((folder / "growth.json").read_text()), folder / "growth.svg")
 
 
 if __name__ == "__main__":
