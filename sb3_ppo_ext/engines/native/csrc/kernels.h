@@ -126,7 +126,8 @@ static void NAME(exp)(const float *x, float *y, long n)
     }
 }
 
-/* y = log(x) = n log 2 + log(1 + r), with r between sqrt(1/2) - 1 and sqrt(2) - 1, of positive numbers that are not denormal */
+/* y = log(x) = n log 2 + log(1 + r), with r between sqrt(1/2) - 1 and sqrt(2) - 1, of positive numbers that are not denormal
+ */
 static void NAME(log)(const float *x, float *y, long n)
 {
     for (long i = 0; i < n; i += LANES) {

@@ -82,7 +82,8 @@ typedef struct {
     long *choices;
     /* Views of what is not needed are empty, such as weights and the standard deviation. */
     Py_buffer columns[N_COLUMNS], log_std, d_log_std, middle, half;
-    /* The mean log probability of each action, of the current sample; of Gaussians, the inverses and the gradients of all deviations */
+    /* The mean log probability of each action, of the current sample; of Gaussians, the inverses and the gradients of all
+     * deviations */
     float *kept, *inverse_stds;
     double *d_stds, max_concentration;
     struct beta *betas;
