@@ -85,7 +85,7 @@ COLORS = {
 }
 # What falls in a run with such an option reaches zero after ``SHORT`` steps, in all others after ``LONG`` steps.
 SHORT_RUN, SHORT_HELD, SHORT_PROPORTIONAL = SHORT_RUNS = "short falling KL", "short held KL", "short proportional KL"
-HELD = dict(adaptive_lr_kl="hold_0.01", adaptive_lr_rule="proportional")
+HELD: dict[str, Any] = dict(adaptive_lr_kl="hold_0.01", adaptive_lr_rule="proportional")
 # Options of an arm, by what its name ends with; the learning rate, ``rate``, is filled in.
 OPTIONS_OF_ARMS: dict[str, dict[str, Any]] = {
     "adaptive rate": dict(adaptive_lr_kl=0.01),
