@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -22,7 +22,6 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
 from sb3_ppo_ext.common.bounds import clipped
-from sb3_ppo_ext.common.guards import check_actions
 from sb3_ppo_ext.common.hybrid_actions import (
     FlatActionSpace,
     boxes_of,
@@ -31,7 +30,6 @@ from sb3_ppo_ext.common.hybrid_actions import (
     split_boxes,
     structured,
 )
-from sb3_ppo_ext.common.namespaces import in_double
 from sb3_ppo_ext.common.saved_models import OF_MASKABLE_PPO
 from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs, StateDict
 from sb3_ppo_ext.common.user_code import has_method_of
@@ -39,6 +37,13 @@ from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions.base import DeterministicAction, bounded_part
 from sb3_ppo_ext.distributions.registry import ACTION_DISTS, DEFAULT, ActionDist, DistributionFamily, hybrid_distribution
 from sb3_ppo_ext.policies.action_masking import ActionMaskingMixin
+from sb3_ppo_ext.policies.actions_within_bounds import (
+    ActionsForEnv,
+    WithinBounds,
+    actions_of_latents,
+    in_float64,
+    unsquashed,
+)
 from sb3_ppo_ext.policies.distribution_checks import check_action_distribution, check_within_bounds, warn_if_wide
 from sb3_ppo_ext.policies.observation_keys import KEYWORDS as OF_KEYS
 from sb3_ppo_ext.policies.value_normalization import NormalizedValue
@@ -212,7 +217,7 @@ class ActionDistributionMixin(ActionMaskingMixin):
         if (bounded := bounded_part(self.action_dist)) is None:
             return super().unscale_action(scaled_action)
         space = self.action_space
-        return actions_of_latents(scaled_action, *_in_float64(space), bounded.position, space)
+        return actions_of_latents(scaled_action, *in_float64(space), bounded.position, space)
 
     def scale_action(self, action: np.ndarray) -> np.ndarray:
         """
@@ -365,100 +370,6 @@ def unscaled(policy: ActorCriticPolicy, samples: th.Tensor, low: th.Tensor, high
     return joined(th.clamp(low * (1 - position) + high * position, low, high), others)
 
 
-def actions_at(
-    latents: np.ndarray, position: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray
-) -> np.ndarray:
-    """
-    :param latents: Latents of a bounded distribution, shape ``(n, *action_shape)``
-    :param position: Its function :meth:`BoundedDistribution.position`
-    :param low: Lower bounds of the actions in float64, shape ``action_shape``, or that of the latents
-    :param high: Upper bounds of the actions, of the same shape
-    :return: Actions within the bounds, float64, shape ``(n, *action_shape)``
-    """
-    positions = position(in_double(latents))
-    # Not low + position * (high - low), which can overflow. Rounding can step over a bound.
-    return clipped(low * (1 - positions) + high * positions, low, high)
-
-
-def actions_of_latents(
-    samples: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    position: Callable[[np.ndarray], np.ndarray],
-    space: spaces.Box,
-) -> np.ndarray:
-    """
-    :param samples: Samples of a bounded distribution, shape ``(n, *action_shape)``
-    :param low: Lower bounds of the space in float64, or of each sample
-    :param high: Upper bounds, likewise
-    :param position: Function :meth:`BoundedDistribution.position` of the distribution
-    :param space: Space of the samples
-    :return: Actions within the bounds and of their dtype, shape ``(n, *action_shape)``
-    :raises ValueError: if a latent is not finite
-    """
-    if isinstance(samples, np.ndarray):
-        check_actions(samples)
-    latents, others = split_boxes(space, samples)
-    low, high = (split_boxes(space, bound)[0] for bound in (low, high))
-    actions = actions_at(latents, position, low, high).astype(space.low.dtype)
-    return joined(actions, others)
-
-
-def _in_float64(space: spaces.Box) -> tuple[np.ndarray, np.ndarray]:
-    return space.low.astype(np.float64), space.high.astype(np.float64)
-
-
-def _unsquashed(samples: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """As SB3's ``unscale_action``."""
-    actions: np.ndarray = low + (0.5 * (samples + 1.0) * (high - low))
-    return actions
-
-
-class WithinBounds:
-    """
-    Turns samples of a policy into actions within the bounds. It keeps the bounds of a whole batch, since NumPy takes longest
-    for shapes that differ.
-
-    :param low: Lower bounds, shape ``action_shape``
-    :param high: Upper bounds, shape ``action_shape``
-    :param function: Function of samples, lower and upper bounds of each, which returns new arrays
-    """
-
-    def __init__(
-        self, low: np.ndarray, high: np.ndarray, function: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-    ):
-        self.bounds, self.function = (low, high), function
-        self.low, self.high = low[np.newaxis], high[np.newaxis]
-
-    def __call__(self, samples: np.ndarray) -> np.ndarray:
-        """
-        :param samples: Samples, shape ``(n, *action_shape)``
-        :return: Actions, of the same shape
-        """
-        if len(samples) != len(self.low):
-            self.low, self.high = (np.stack([bound] * len(samples)) for bound in self.bounds)
-        return self.function(samples, self.low, self.high)
-
-
-class ActionsForEnv:
-    """
-    Turns samples of a policy into actions that an environment may write into. It can be pickled.
-
-    :param space: Space of the samples
-    :param within_bounds: Function from samples to new arrays within the bounds
-    """
-
-    def __init__(self, space: spaces.Space, within_bounds: Callable[[np.ndarray], np.ndarray]):
-        self.space, self.within_bounds = space, within_bounds
-
-    def __call__(self, samples: np.ndarray) -> Arrays:
-        """
-        :param samples: Samples, shape ``(n, *action_shape)``
-        :return: Action for each environment
-        """
-        return structured(self.space, self.within_bounds(samples))
-
-
 def actions_for_env(policy: ActorCriticPolicy) -> ActionsForEnv | None:
     """
     :param policy: Policy
@@ -472,9 +383,9 @@ def actions_for_env(policy: ActorCriticPolicy) -> ActionsForEnv | None:
     if not unscales_as_known(policy):
         return None
     if (bounded := bounded_part(policy.action_dist)) is None:
-        return ActionsForEnv(space, WithinBounds(space.low, space.high, _unsquashed))
+        return ActionsForEnv(space, WithinBounds(space.low, space.high, unsquashed))
     return ActionsForEnv(
-        space, WithinBounds(*_in_float64(space), partial(actions_of_latents, position=bounded.position, space=space))
+        space, WithinBounds(*in_float64(space), partial(actions_of_latents, position=bounded.position, space=space))
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback, EventCallback
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, EvalCallback, EventCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.action_masks import add_mask
@@ -24,6 +24,7 @@ from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.envs.tensors.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.rollout.actors import Actor, DivisibleActor
 from sb3_ppo_ext.rollout.normalized_shares import normalized_rollout, normalizing
+from sb3_ppo_ext.rollout.user_code import is_empty
 
 # Callbacks that never end training, do not use its environments, and read nothing of a step but what `_locals` gives them
 PATIENT = {
@@ -103,7 +104,7 @@ def _draws_in_between(callback: BaseCallback | None, model: Any) -> bool:
 
 
 def _is_patient(callback: BaseCallback | None, env: VecEnv) -> bool:
-    if callback is None or (type(callback) is ConvertCallback and callback.callback is None):
+    if callback is None or is_empty(callback):
         return True
     if f"{type(callback).__module__}.{type(callback).__qualname__}" not in PATIENT:
         return False

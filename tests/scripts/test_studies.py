@@ -50,33 +50,31 @@ def test_study(name, timesteps, tasks, tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.slow
-def test_recall_is_not_repeated(tmp_path):
-    """The study of recall has a row for each run, prints a table, and leaves alone what it has run."""
-    options = ["--arms", "frames", "--seeds", 1, "--timesteps", 4096, "--out", tmp_path]
-    command = [sys.executable, STUDIES / "recall.py", *options]
+@pytest.mark.parametrize(
+    ("name", "options", "n_runs", "heading"),
+    [
+        ("recall", ["--arms", "frames", "--timesteps", 4096], 4 * 3, "frames: share of right answers"),
+        (
+            "popgym_easy",
+            ["--tasks", "MineSweeper", "PositionOnlyPendulum", "--timesteps", 2048],
+            2 * 6,
+            "Return, at the end, mean ± std over seeds",
+        ),
+    ],
+    ids=["recall", "popgym_easy"],
+)
+def test_runs_are_not_repeated(name, options, n_runs, heading, tmp_path):
+    """A resumable study has a row for each run, prints its table, and leaves alone what it has run."""
+    if name == "popgym_easy":
+        pytest.importorskip("popgym")
+    command = [sys.executable, STUDIES / f"{name}.py", *options, "--seeds", 1, "--out", tmp_path]
     tables = []
     for _ in range(2):
         printed = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout
-        tables.append(gzip.decompress((tmp_path / "recall.csv.gz").read_bytes()))
+        tables.append(gzip.decompress((tmp_path / f"{name}.csv.gz").read_bytes()))
     assert tables[0] == tables[1]
-    assert len(tables[0].splitlines()) == 1 + 4 * 3
-    assert printed.startswith("\nframes: share of right answers")
-
-
-@pytest.mark.integration
-@pytest.mark.slow
-def test_popgym_is_not_repeated(tmp_path):
-    """The study of POPGym has a row for each run, prints its tables, and leaves alone what it has run."""
-    pytest.importorskip("popgym")
-    options = ["--tasks", "MineSweeper", "PositionOnlyPendulum", "--seeds", 1, "--timesteps", 2048, "--out", tmp_path]
-    command = [sys.executable, STUDIES / "popgym_easy.py", *options]
-    tables = []
-    for _ in range(2):
-        printed = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout
-        tables.append(gzip.decompress((tmp_path / "popgym_easy.csv.gz").read_bytes()))
-    assert tables[0] == tables[1]
-    assert len(tables[0].splitlines()) == 1 + 2 * 6
-    assert printed.startswith("\nReturn, at the end, mean ± std over seeds")
+    assert len(tables[0].splitlines()) == 1 + n_runs
+    assert printed.startswith(f"\n{heading}")
 
 
 def printed_lines(code):
