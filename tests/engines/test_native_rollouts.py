@@ -306,7 +306,7 @@ def test_inputs():
     np.testing.assert_array_equal(Inputs(READ["image"], None, True)(pixels), expected["image"])
     np.testing.assert_array_equal(pixels, observations["image"])
     for gear in (-1, 4):
-        with pytest.raises(ValueError, match=r"from 0 to less than \[4\]"):
+        with pytest.raises(ValueError, match=rf"from 0 to less than \[4\], not \[{gear}\]"):
             Inputs(READ["gear"], None, True)(np.array([0, gear]))
 
 

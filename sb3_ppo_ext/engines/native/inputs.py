@@ -68,8 +68,10 @@ def _one_hot(part: np.ndarray, sizes: list[int]) -> np.ndarray:
         ones = [columns[:, i : i + 1] == xp.arange(n) for i, n in enumerate(sizes)]
         return xp.concatenate(ones, axis=1).astype(np.float32)
     values = columns.astype(np.int64)
-    if (values < 0).any() or (values >= sizes).any():
-        raise EnvironmentDataError(f"Discrete observations must be from 0 to less than {sizes}, not {part}.")
+    wrong = (values < 0) | (values >= sizes)
+    if wrong.any():
+        first = columns[wrong.any(axis=1)][0]
+        raise EnvironmentDataError(f"Discrete observations must be from 0 to less than {sizes}, not {first}.")
     rows = np.zeros((len(part), sum(sizes)), np.float32)
     np.put_along_axis(rows, values + np.cumsum([0, *sizes[:-1]]), 1, axis=1)
     return rows
