@@ -42,10 +42,11 @@ from benchmark_tables import tables
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecMonitor, VecNormalize
 from torch import nn
 
-from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter
+from sb3_ppo_ext import FastDummyVecEnv, PPOExt, VectorEnvAdapter, presets
+from sb3_ppo_ext import make as make_preset
 from sb3_ppo_ext.plot_run import COLORS, STYLE
 
 OUT = Path(__file__).parents[1] / "docs" / "performance"
@@ -134,8 +135,16 @@ POLICIES: dict[str, tuple[Setting, dict[str, Any]]] = {
         dict(bounds_coef=0.01, kl_coef=0.1, dual_clip=3.0, clip_range_vf=0.2),
     ),
 }
-
-
+# As the entry `default`, but for normalised advantages, which cost nothing
+DEFAULT = Setting(
+    "HalfCheetah-v5",
+    8,
+    4096,
+    options={
+        **{name: presets()["default"][name] for name in ("n_steps", "batch_size", "n_epochs")},
+        "policy_kwargs": dict(activation_fn=nn.ReLU),
+    },
+)
 COMPILED = {
     "b": MAIN["b"],
     "Mish, b": Setting("Pendulum-v1", 4, 4096, options={**B, "policy_kwargs": dict(activation_fn=nn.Mish)}),
@@ -168,6 +177,12 @@ def make(algorithm: type, setting: Setting, env: VecEnv, **options: Any) -> Any:
 def trainer(algorithm: type, setting: Setting, env: VecEnv, **options: Any) -> Callable[[], None]:
     model = make(algorithm, setting, env, **options)
     return lambda: model.learn(setting.steps, reset_num_timesteps=False)
+
+
+def trainer_of_default() -> Callable[[], None]:
+    """A function, which has no preset of its own, for the task."""
+    model: Any = make_preset(lambda: gym.make(DEFAULT.env), seed=0, device="cpu")[0]
+    return lambda: model.learn(DEFAULT.steps, reset_num_timesteps=False)
 
 
 def trainer_in_threads(setting: Setting, updates: int, **options: Any) -> Callable[[], None]:
@@ -331,6 +346,8 @@ def contests(part: str) -> Iterator[tuple[str, Mapping[str, Callable[[], None] |
         for name, (setting, options) in POLICIES.items():
             ours = trainer(PPOExt, setting, setting.make_env(), **options)
             yield name, {"SB3": trainer(PPO, setting, setting.make_env()), "PPOExt": ours}
+        normalised = trainer(PPO, DEFAULT, VecNormalize(DEFAULT.make_env()))
+        yield "default", {"SB3": normalised, "PPOExt": trainer_of_default()}
     elif part == "growth":
         for setting in map(growing, (1, 8, 64, 256)):
             both = {"SB3": trainer(PPO, setting, setting.make_env()), "PPOExt": trainer(PPOExt, setting, setting.make_env())}

@@ -25,6 +25,7 @@ LABELS = {
     "compile": '`backend="compile"`',
     "Dict": "Dict observations, b",
     "CNN": "CNN on four frames of 84 x 84 (`fused`)",
+    "default": "`make` with the entry `default`, HalfCheetah-v5; SB3 with its `VecNormalize`",
     "all losses": "`bounds_coef`, `kl_coef`, `dual_clip`, `clip_range_vf`, b",
 }
 
