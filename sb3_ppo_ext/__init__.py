@@ -13,6 +13,7 @@ from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
 from sb3_ppo_ext.envs.last_reward_wrapper import LastRewardWrapper
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
 from sb3_ppo_ext.envs.rnd_reward import RNDReward
+from sb3_ppo_ext.envs.staggered_start import StaggeredStart
 from sb3_ppo_ext.envs.tensors.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep, TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
@@ -53,6 +54,7 @@ __all__ = [
     "PPOExt",
     "ParallelVecEnv",
     "RNDReward",
+    "StaggeredStart",
     "TensorStep",
     "TensorVecEnv",
     "TensorVecNormalize",

@@ -2,7 +2,8 @@
 Whether `default` learns as much with any number of environments, and with statistics that wait for the end of a rollout.
 
 Tasks are made without their ids, so that `make` takes its entry for unknown tasks: with 2, 8, 12, 16 and 64 environments at
-equal steps, and with both values of `normalize_freq`. A score is the mean return of 20 deterministic episodes at the
+equal steps, and with both values of `normalize_freq`. With 64, rollouts are so short that `make` staggers the first episodes;
+"64 together" is without. A score is the mean return of 20 deterministic episodes at the
 end. Seeds are those that chose nothing.
 
 Run it: python benchmark/studies/environments.py (about 70 minutes on one core; what is done is not repeated)
@@ -52,7 +53,9 @@ N_EPISODES = 20
 DISCRETE = {"LunarLander-v3"}
 
 
+TOGETHER = "64 together"
 ARMS: dict[str, dict[str, Any]] = {
+    TOGETHER: {"n_envs": 64, "staggered_start": False},
     **{freq: {"normalize_freq": freq} for freq in ("step", "rollout")},
     **{str(count): {"n_envs": count} for count in COUNTS},
 }
@@ -65,6 +68,8 @@ def entry_of(task: str) -> dict[str, Any]:
 
 def needs_run(task: str, arm: str) -> bool:
     """:return: Whether the arm is not the same as another one, and concerns the task"""
+    if arm == TOGETHER:
+        return task in COUNTED
     return not arm.isdecimal() or (task in COUNTED and int(arm) != entry_of(task)["n_envs"])
 
 
@@ -123,6 +128,13 @@ def report(rows: list[Row]) -> None:
         [task, *(difference(scores(rows, task, str(n)), scores(rows, task, "2")) for n in COUNTS[1:])] for task in counted
     ]
     print_table("difference from 2 environments (95 % interval)", ["task", *map(str, COUNTS[1:])], lines)
+    lines = []
+    for task in counted:
+        together, staggered = scores(rows, task, TOGETHER), scores(rows, task, "64")
+        if len(together):
+            values = mean_and_std(together, 1), mean_and_std(staggered, 1), difference(staggered, together)
+            lines.append([task, *values])
+    print_table("64 environments", ["task", "together", "staggered", "difference (95 % interval)"], lines)
     lines = []
     for task in TASKS:
         step, rollout = (scores(rows, task, freq) for freq in ("step", "rollout"))

@@ -12,7 +12,7 @@ from sb3_ppo_ext.memory.recurrent_policies import MlpLstmPolicy
 from sb3_ppo_ext.policies import MlpPolicy
 from sb3_ppo_ext.update.extra_losses import EXTRA_LOSSES
 
-OF_ENTRIES = {"n_timesteps", "frame_stack", "env_wrapper", "vec_env_wrapper"}
+OF_ENTRIES = {"n_timesteps", "frame_stack", "env_wrapper", "vec_env_wrapper", "staggered_start"}
 POLICIES: Mapping[str, type] = {
     "": MlpPolicy,
     ' of a transformer policy, such as `policy="MlpTransformerPolicy"`': MlpTransformerPolicy,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Keys of an entry that are not arguments of the algorithm
 OF_THE_ZOO = {
     *("callback", "env_kwargs", "env_wrapper", "frame_stack", "monitor_kwargs", "n_envs"),
-    *("n_timesteps", "normalize", "vec_env_wrapper"),
+    *("n_timesteps", "normalize", "staggered_start", "vec_env_wrapper"),
 }
 # Arguments of the algorithm that the Zoo gives by itself, from the command line
 OF_THE_COMMAND = {"env", "seed", "device", "verbose", "tensorboard_log"}

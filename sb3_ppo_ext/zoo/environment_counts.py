@@ -12,7 +12,9 @@ from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_number, refuse
 
 # Fewest steps per environment in a rollout: with fewer, advantages reach over hardly any steps.
-FEWEST_STEPS = 32
+FEWEST_STEPS = 16
+# Number of steps from which on a rollout sees enough of an episode, so that all environments can begin together
+LONG_ROLLOUT = 64
 # Defaults of the model
 DEFAULT_STEPS, DEFAULT_BATCH_SIZE = 2048, 64
 # Largest change of the number of samples, as a share, that is made without a word for minibatches of equal size
@@ -40,15 +42,15 @@ def number_of(n_envs: Any, of_entry: Any) -> int:
     return max(least, available_cores()) if n_envs == "auto" else int(n_envs)
 
 
-def steps_for(entry: Kwargs, n_envs: int, stacklevel: int = 3) -> int:
+def rollouts_for(entry: Kwargs, n_envs: int, stacklevel: int = 3) -> Kwargs:
     """
-    Say so if it cannot be kept.
+    Say so if the number of samples cannot be kept.
 
     :param entry: Entry with ``n_steps``, ``n_envs`` and ``batch_size``
     :param n_envs: Number of environments
     :param stacklevel: Whose line the warning names
-    :return: Number of steps of a rollout with which an update has as many samples as the entry says, or nearly as many in
-        minibatches of equal size
+    :return: ``n_steps`` of a rollout with which an update has as many samples as the entry says, or nearly as many in
+        minibatches of equal size; and ``staggered_start`` if these are few for another number of environments
     """
     own_steps = entry.get("n_steps", DEFAULT_STEPS)
     n_samples = own_steps * entry.get("n_envs", 1)
@@ -59,7 +61,8 @@ def steps_for(entry: Kwargs, n_envs: int, stacklevel: int = 3) -> int:
             f"{n_steps} steps of each environment. Give `n_steps` for another number.",
             stacklevel=stacklevel,
         )
-    return n_steps
+    is_short = n_envs != entry.get("n_envs", 1) and n_steps < LONG_ROLLOUT
+    return {"n_steps": n_steps, **({"staggered_start": True} if is_short else {})}
 
 
 def _nearest(n_samples: int, n_envs: int, batch_size: int) -> int:
@@ -75,7 +78,8 @@ def with_environments(hyperparams: Mapping[str, object], given: Mapping[str, obj
     :param hyperparams: Hyperparameters of an entry
     :param given: Hyperparameters that the user gives, such as another ``n_envs``
     :param of_trial: Number of environments of the trial that ``n_steps`` is from, ``None`` if it is from the entry
-    :return: Hyperparameters that replace those of the entry: ``n_envs`` as a number, and ``n_steps`` unless it is given
+    :return: Hyperparameters that replace those of the entry: ``n_envs`` as a number, and what :func:`rollouts_for` says unless
+        ``n_steps`` is given
     :raises ValueError: if a number is not valid
     """
     own = hyperparams.get("n_envs", 1) if of_trial is None else of_trial
@@ -88,4 +92,5 @@ def with_environments(hyperparams: Mapping[str, object], given: Mapping[str, obj
     if own == "auto" or n_envs == own or "n_steps" in given:
         return {"n_envs": n_envs}
     check_number("n_steps", hyperparams.get("n_steps", DEFAULT_STEPS), 1, integer=True)
-    return {"n_envs": n_envs, "n_steps": steps_for({**hyperparams, "n_envs": own}, n_envs)}
+    found = rollouts_for({**hyperparams, "n_envs": own}, n_envs)
+    return {"n_envs": n_envs, **found, **{name: value for name, value in given.items() if name == "staggered_start"}}

@@ -20,7 +20,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ppo_ext.common.action_masks import ACTION_MASK
 from sb3_ppo_ext.common.type_aliases import Kwargs
-from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_observation_space, refuse
+from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_observation_space, check_type, refuse
 from sb3_ppo_ext.envs.choice_of_vec_env import choose_vec_env
 from sb3_ppo_ext.envs.envpool_vec_env import ENVPOOL, EnvPoolVecEnv, config_for_wrappers
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
@@ -41,6 +41,7 @@ from sb3_ppo_ext.zoo.distributed_runs import (
 from sb3_ppo_ext.zoo.entry_checks import OF_ZOO_SCHEDULES, check_entry, one_line_errors, unreadable_files_as_value_errors
 from sb3_ppo_ext.zoo.environment_counts import with_environments
 from sb3_ppo_ext.zoo.envpool_option import is_envpool_chosen
+from sb3_ppo_ext.zoo.made_environments import staggered
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 from sb3_ppo_ext.zoo.resuming import (
     create_callbacks,
@@ -219,6 +220,10 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
         remedy = "the Zoo passes no masks to `predict`; give `env_wrapper: sb3_ppo_ext.ActionMaskWrapper` and this as well, "
         refuse("action_masking", True, remedy + f"`action_mask_key: {ACTION_MASK}`")
     # The Zoo takes strings and numbers alone.
+    staggered_start = hyperparams.get("staggered_start", False)
+    check_type("staggered_start", staggered_start, bool, "give true or false")
+    experiment.staggered_start = staggered_start  # type: ignore[attr-defined]  # for `create_envs`
+    hyperparams = {name: value for name, value in hyperparams.items() if name != "staggered_start"}
     others = {name: hyperparams[name] for name in OF_ZOO_SCHEDULES if not _is_read_by_the_zoo(hyperparams.get(name, 0))}
     if not isinstance(hyperparams["policy"], str):
         others["policy"] = hyperparams["policy"]
@@ -244,15 +249,19 @@ def create_envs(
     theirs: Callable[..., VecEnv], experiment: "ExperimentManager", n_envs: int, eval_env: bool = False, no_log: bool = False
 ) -> VecEnv:
     """
-    Step all copies of an environment of gymnax in one call, in a ``JaxVecEnv``. Evaluation is without intrinsic rewards.
+    Step all copies of an environment of gymnax in one call, in a ``JaxVecEnv``. Evaluation is without intrinsic rewards, and
+    without a staggered start.
     """
     if experiment.vec_env_class is ParallelVecEnv and experiment.default_vec_env_cls is None:
         _choose_class(experiment)
-    token = _IS_EVAL.set(eval_env)
+    token, wrap = _IS_EVAL.set(eval_env), experiment.env_wrapper
     no_log = no_log or launch_of(experiment).rank > 0  # Ranks have no folders of their own.
+    if experiment.staggered_start and not eval_env and isinstance(experiment.vec_env_class, type):  # type: ignore[attr-defined]
+        experiment.env_wrapper = staggered(wrap)
     try:
         env = theirs(n_envs, eval_env=eval_env, no_log=no_log)
     finally:
+        experiment.env_wrapper = wrap
         _IS_EVAL.reset(token)
     return without_rewards_of_rnd(env) if eval_env else env
 

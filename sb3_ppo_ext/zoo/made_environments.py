@@ -16,6 +16,7 @@ from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import refuse, unknown_environments_as_value_errors
 from sb3_ppo_ext.envs.envpool_vec_env import EnvPoolVecEnv, check_envpool_id
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
+from sb3_ppo_ext.envs.staggered_start import StaggeredStart
 from sb3_ppo_ext.envs.tensors.gymnax_ids import GYMNAX_PREFIX, JaxVecEnv
 
 Wrap = Callable[[Any], Any]
@@ -166,6 +167,14 @@ def wrapper_of(name: str, value: object) -> Wrap | None:
         return env
 
     return wrap
+
+
+def staggered(wrap: Wrap | None) -> Wrap:
+    """
+    :param wrap: Function that wraps an environment, ``None`` for none
+    :return: Function that wraps it in a :class:`~sb3_ppo_ext.StaggeredStart` as well
+    """
+    return StaggeredStart if wrap is None else lambda env: StaggeredStart(wrap(env))
 
 
 def _wrapper(name: str, value: object) -> Wrap:

@@ -20,8 +20,8 @@ from sb3_ppo_ext.envs.choice_of_vec_env import VecEnvChoice, choose_vec_env
 from sb3_ppo_ext.envs.envpool_vec_env import ENVPOOL, EnvPoolVecEnv, config_for_wrappers, is_atari_game
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.zoo.entry_normalization import options_of
-from sb3_ppo_ext.zoo.environment_counts import check_n_envs, number_of, steps_for
-from sb3_ppo_ext.zoo.made_environments import Source, wrapper_of
+from sb3_ppo_ext.zoo.environment_counts import check_n_envs, number_of, rollouts_for
+from sb3_ppo_ext.zoo.made_environments import Source, staggered, wrapper_of
 from sb3_ppo_ext.zoo.yaml_entries import (
     DEFAULT,
     DEFAULTS,
@@ -42,7 +42,7 @@ from sb3_ppo_ext.zoo.yaml_entries import (
 # the largest number of threads that the option takes
 LARGE, MOST_THREADS = 100_000, 256
 # What an entry says besides the arguments of the model
-OF_ENVIRONMENTS = ("n_envs", "env_kwargs", "env_wrapper", "vec_env_wrapper", "frame_stack")
+OF_ENVIRONMENTS = ("n_envs", "env_kwargs", "env_wrapper", "vec_env_wrapper", "frame_stack", "staggered_start")
 OF_ENTRY = (*OF_ENVIRONMENTS, "n_timesteps", "normalize", "callback", "policy")
 
 
@@ -67,7 +67,8 @@ def make(
     for which the entry was tuned is ``presets()[env_id]["n_timesteps"]``.
 
     An entry says how many samples an update has. With another number of environments, ``n_steps`` is divided accordingly,
-    unless it is given.
+    unless it is given. Where fewer than 64 steps of each are left, the environments begin at different steps of their episodes
+    (:class:`~sb3_ppo_ext.StaggeredStart`), unless ``staggered_start=False`` is given.
 
     :param env: Gymnasium's id, also with the module that registers it, such as ``"package.module:Task-v0"``; a class of
         environments, or a function that makes one; an environment; or vectorised environments, such as a ``TensorVecEnv``
@@ -105,7 +106,9 @@ def make(
         print(choice.reason)
     vec_env_cls = vec_env_cls if choice is None else choice.cls
     if "n_steps" not in hyperparams:
-        found["n_steps"] = steps_for(entry, found["n_envs"])
+        found |= {**rollouts_for(entry, found["n_envs"]), **hyperparams}
+    if _is_staggered(found, source, wrap, hyperparams):
+        wrap = staggered(wrap)
     venv = source.environments(found["n_envs"], seed, vec_env_cls, kwargs, wrap, device)
     if found.get("frame_stack") is not None:
         venv = VecFrameStack(venv, found["frame_stack"])
@@ -204,6 +207,17 @@ def _number_of_environments(
     if n_envs != "auto" or vec_env_cls is not None or source.steps_in_tensors(wrap):
         return number, None
     return number, choose_vec_env(lambda: source.one(env_kwargs, wrap), number)
+
+
+def _is_staggered(found: Kwargs, source: Source, wrap: Any, given: Kwargs) -> bool:
+    """Whether environments begin at different steps of their first episodes, which those that are made already cannot."""
+    is_wanted = found.get("staggered_start", False)
+    check_type("staggered_start", is_wanted, bool, "give True or False")
+    can_be = source.make is not None and not source.steps_in_tensors(wrap)
+    if is_wanted and not can_be and given.get("staggered_start"):
+        remedy = "it is for environments that are made one by one; wrap them in `StaggeredStart` before they are vectorised"
+        refuse("staggered_start", True, remedy)
+    return is_wanted and can_be
 
 
 def _use_threads(model: PPOExt) -> None:

@@ -31,6 +31,9 @@ def twelve_cores(monkeypatch):
         (dict(n_envs=10), dict(n_envs=10, n_steps=96)),  # 15 whole minibatches
         (dict(n_envs="auto"), dict(n_envs=12, n_steps=80)),
         (dict(n_envs=16, n_steps=5), dict(n_envs=16)),
+        (dict(n_envs=64), dict(n_envs=64, n_steps=16, staggered_start=True)),
+        (dict(n_envs=64, staggered_start=False), dict(n_envs=64, n_steps=16, staggered_start=False)),
+        (dict(n_envs=64, n_steps=16), dict(n_envs=64)),
     ],
 )
 def test_samples_per_update(given, found):
@@ -41,7 +44,7 @@ def test_samples_per_update(given, found):
     assert with_environments({"n_envs": 2}, {"n_envs": 8})["n_steps"] == 512  # of the 2048 that are the default
 
 
-@pytest.mark.parametrize(("n_envs", "n_steps", "samples"), [(64, 32, 2048), (100, 32, 3200)])
+@pytest.mark.parametrize(("n_envs", "n_steps", "samples"), [(128, 16, 2048), (100, 16, 1600)])
 def test_samples_that_cannot_be_kept(n_envs, n_steps, samples):
     """Where that is not possible, a warning has both numbers."""
     with pytest.warns(UserWarning, match=f"the preset has 1024 samples per update, and this one {samples}"):
