@@ -21,7 +21,6 @@ from sb3_ppo_ext.update.minibatch_loss import actions_of
 from sb3_ppo_ext.update.minibatches import PrioritizedSegments, SharedPrioritizedSegments
 from sb3_ppo_ext.update.rollout_data import Rollout
 
-
 # Function of the epoch that returns values and log probabilities of the samples under the current policy, both of shape
 # (n_steps, n_envs)
 Evaluate: TypeAlias = Callable[[int], tuple[th.Tensor, th.Tensor]]

@@ -10,6 +10,7 @@ from sb3_ppo_ext.common.user_code import is_replaced, replaced_method
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native.actor import NativeActor
 from sb3_ppo_ext.engines.native.gradients import AnalyticGradients
+from sb3_ppo_ext.engines.native.muon import NativeMuonStepper
 from sb3_ppo_ext.engines.native.policy import NativePolicy, unsupported_reason
 from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper, can_fuse_steps
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
@@ -62,6 +63,8 @@ class NativeEngine(Engine):
         memory = GradientMemory([(parameter, th.from_numpy(gradient)) for parameter, gradient in self.native.parameters()])
         if can_fuse_steps(self.policy, memory, config):
             return FusedAdamStepper(self.policy.optimizer, memory, is_overwritten=True)
+        if NativeMuonStepper.takes(self.policy.optimizer, memory, config):
+            return NativeMuonStepper(self.policy.optimizer, memory)
         return TorchStepper(self.policy)
 
     def make_evaluate(self, rollout: Rollout) -> Evaluate:
