@@ -216,8 +216,11 @@ class BraxTraining:
     """
 
     def __init__(self, steps: int, n_epochs: int, **options: Any):
+        import jax
         from brax.training.agents.ppo.train import train
 
+        if not hasattr(jax, "device_put_replicated"):  # which brax 0.14.2 calls, and JAX 0.10 no longer has
+            jax.device_put_replicated = lambda tree, _: jax.tree.map(lambda part: jax.numpy.stack([part]), tree)
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         options |= dict(num_timesteps=steps * n_epochs, num_evals=n_epochs + 1, run_evals=False, progress_fn=self._end_epoch)
         self.thread = threading.Thread(target=lambda: self.go.acquire() and train(**options), daemon=True)
