@@ -217,10 +217,10 @@ class BraxTraining:
 
     def __init__(self, steps: int, n_epochs: int, **options: Any):
         import jax
-        from brax.training.agents.ppo.train import train
+        from brax.training.agents.ppo.train import train  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         if not hasattr(jax, "device_put_replicated"):  # which brax 0.14.2 calls, and JAX 0.10 no longer has
-            jax.device_put_replicated = lambda tree, _: jax.tree.map(lambda part: jax.numpy.stack([part]), tree)
+            jax.device_put_replicated = lambda x, devices: jax.tree.map(lambda p: jax.numpy.stack([p] * len(devices)), x)
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         options |= dict(num_timesteps=steps * n_epochs, num_evals=n_epochs + 1, run_evals=False, progress_fn=self._end_epoch)
         self.thread = threading.Thread(target=lambda: self.go.acquire() and train(**options), daemon=True)
@@ -237,8 +237,8 @@ class BraxTraining:
 
 
 def brax_contest(rounds: int, n_envs: int = 256, n_steps: int = 16, n_rollouts: int = 2) -> dict[str, Turn]:
-    import brax.envs
-    from brax.training.agents.ppo.networks import make_ppo_networks
+    import brax.envs  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from brax.training.agents.ppo.networks import make_ppo_networks  # type: ignore[import-not-found, import-untyped, unused-ignore]
     from flax import linen
 
     steps, rate = n_envs * n_steps * n_rollouts, 3e-4
