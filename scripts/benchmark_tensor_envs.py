@@ -14,6 +14,8 @@ A ratio is the median over the rounds, with its 95 % confidence interval (bootst
   of 4 minibatches, with clipped values and a fixed learning rate (needs a clone of https://github.com/luchris429/purejaxrl,
   its requirements, and `PYTHONPATH=purejaxrl/purejaxrl`). `stepped` is PPOExt with a callback that sees each step. Run it on
   one core: `taskset -c 0`
+- brax: brax's ant with brax's own PPO, 256 environments, 16 steps per rollout, 4 epochs of 4 minibatches, normalised
+  observations and a fixed learning rate (needs `pip install brax`). Run it on one core as well
 
 Run it: python scripts/benchmark_tensor_envs.py (about 10 minutes; `--parts`, `--rounds`)
 It writes docs/performance/tensor_environments.csv; the parts that are not run keep their rows. With `--markdown` it measures
@@ -28,10 +30,12 @@ import csv
 import io
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +51,10 @@ from sb3_ppo_ext import JaxVecEnv, PPOExt, TorchVecEnv
 
 ROOT = Path(__file__).parents[1]
 PATH = ROOT / "docs" / "performance" / "tensor_environments.csv"
-PARTS = ("gymnax", "rsl_rl", "growth", "purejaxrl")
+PARTS = ("gymnax", "rsl_rl", "growth", "purejaxrl", "brax")
 SIZES = (64, 256, 1024, 4096, 8192)
 NAMES = {"native": '`PPOExt`, `backend="native"`', "device": '`PPOExt`, `backend="device"`', "SB3": "SB3", "rsl_rl": "rsl_rl"}
-NAMES |= {"PureJaxRL": "PureJaxRL", "stepped": '`PPOExt`, `backend="native"`, stepped'}
+NAMES |= {"PureJaxRL": "PureJaxRL", "brax": "brax's PPO", "stepped": '`PPOExt`, `backend="native"`, stepped'}
 Row = dict[str, Any]
 
 
@@ -199,10 +203,64 @@ def purejaxrl_contest(n_envs: int, n_steps: int) -> dict[str, Turn]:
     return {"PureJaxRL": pure, "native": make(None), "stepped": make(SeesEachStep())}
 
 
+# brax
+
+
+class BraxTraining:
+    """
+    A training by brax's PPO in a thread, which waits after each epoch for the next call.
+
+    :param steps: Timesteps of an epoch
+    :param n_epochs: Number of epochs after which it ends
+    :param options: Further arguments of brax's `train`
+    """
+
+    def __init__(self, steps: int, n_epochs: int, **options: Any):
+        import jax
+        from brax.training.agents.ppo.train import train  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        if not hasattr(jax, "device_put_replicated"):  # which brax 0.14.2 calls, and JAX 0.10 no longer has
+            jax.device_put_replicated = lambda x, devices: jax.tree.map(lambda p: jax.numpy.stack([p] * len(devices)), x)
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        options |= dict(num_timesteps=steps * n_epochs, num_evals=n_epochs + 1, run_evals=False, progress_fn=self._end_epoch)
+        self.thread = threading.Thread(target=lambda: self.go.acquire() and train(**options), daemon=True)
+        self.thread.start()
+
+    def _end_epoch(self, *_: Any) -> None:
+        self.done.release()
+        self.go.acquire()
+
+    def __call__(self) -> None:
+        self.go.release()
+        while not self.done.acquire(timeout=1):
+            assert self.thread.is_alive(), "brax's training has ended"
+
+
+def brax_contest(rounds: int, n_envs: int = 256, n_steps: int = 16, n_rollouts: int = 2) -> dict[str, Turn]:
+    import brax.envs  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from brax.training.agents.ppo.networks import make_ppo_networks  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from flax import linen
+
+    steps, rate = n_envs * n_steps * n_rollouts, 3e-4
+    networks: Any = dict(policy_hidden_layer_sizes=(64, 64), value_hidden_layer_sizes=(64, 64), activation=linen.tanh)
+    networks |= dict(distribution_type="normal", noise_std_type="log")
+    theirs: Any = dict(environment=brax.envs.create("ant", auto_reset=False, episode_length=None), episode_length=1000)
+    theirs |= dict(num_envs=n_envs, unroll_length=n_steps, batch_size=n_envs // 4, num_minibatches=4, num_updates_per_batch=4)
+    theirs |= dict(learning_rate=rate, entropy_cost=0.0, discounting=0.99, clipping_epsilon=0.2, max_grad_norm=0.5)
+    theirs |= dict(normalize_observations=True, network_factory=partial(make_ppo_networks, **networks))
+    env = JaxVecEnv(brax.envs.create("ant", episode_length=1000, auto_reset=False), num_envs=n_envs)
+    options: Any = dict(n_steps=n_steps, batch_size=n_envs * n_steps // 4, n_epochs=4, learning_rate=rate, normalize_obs=True)
+    model = PPOExt("MlpPolicy", env, normalize_freq="rollout", seed=0, device="cpu", backend="native", **options)
+    return {
+        "brax": Turn(BraxTraining(steps, rounds + 2, **theirs), steps),
+        "native": Turn(lambda: model.learn(steps, reset_num_timesteps=False), steps),
+    }
+
+
 # Measuring
 
 
-def contests(part: str) -> Iterator[tuple[str, Mapping[str, Turn]]]:
+def contests(part: str, rounds: int) -> Iterator[tuple[str, Mapping[str, Turn]]]:
     """The comparisons of a part: their names, and the contenders. The first one is the reference."""
     if part == "gymnax":
         for n_epochs, n_minibatches in ((4, 4), (10, 16)):
@@ -216,10 +274,12 @@ def contests(part: str) -> Iterator[tuple[str, Mapping[str, Turn]]]:
     elif part == "purejaxrl":
         for n_envs, n_steps in ((64, 128), (1024, 32)):
             yield f"{n_envs} environments, {n_steps} steps", purejaxrl_contest(n_envs, n_steps)
+    elif part == "brax":
+        yield "256 environments, 16 steps", brax_contest(rounds)
 
 
 def measure(part: str, rounds: int) -> Iterator[Row]:
-    for name, contenders in contests(part):
+    for name, contenders in contests(part, rounds):
         reference = next(iter(contenders))
         found = ratios(take_turns(contenders, rounds, time.perf_counter), reference)
         for contender, turn in contenders.items():

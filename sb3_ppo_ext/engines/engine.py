@@ -12,7 +12,7 @@ from torch import nn
 from sb3_ppo_ext.rollout.actors import Act, Actor, RolloutConfig, make_actor
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.config import UpdateConfig
-from sb3_ppo_ext.update.estimates import Estimates
+from sb3_ppo_ext.update.estimates import Estimates, Evaluate
 from sb3_ppo_ext.update.loop import GradientSource, Stepper, Update, UpdateResult
 from sb3_ppo_ext.update.metrics import Metrics
 from sb3_ppo_ext.update.rollout_data import Rollout
@@ -115,6 +115,13 @@ class Engine(ABC):
         :return: Stepper that makes the steps of the optimiser
         """
 
+    def make_evaluate(self, rollout: Rollout) -> Evaluate | None:
+        """
+        :param rollout: Full rollout
+        :return: Function that evaluates the current policy on it, ``None`` for the policy's own
+        """
+        return None
+
     @abstractmethod
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper) -> GradientSource:
         """
@@ -152,7 +159,7 @@ class Engine(ABC):
         """
         result = UpdateResult(Metrics()) if result is None else result
         self.place(rollout)
-        estimates = Estimates(self.policy, rollout, config, result.metrics, normalizer)
+        estimates = Estimates(self.policy, rollout, config, result.metrics, normalizer, self.make_evaluate(rollout))
         stepper = self.make_stepper(config)
         gradients = self.make_gradients(config, estimates, stepper)
         Update(self.policy, config, estimates, gradients, stepper, result).run()

@@ -246,13 +246,25 @@ def is_plain_adam(optimizer: th.optim.Optimizer, n_learned: int, *variants: str)
     :return: Whether nothing but the formula of Adam is in its steps, all parameters have made equally many, and the host knows
         how many
     """
-    # Learning rate schedulers, among others, replace `step` of the instance.
-    replaced = replaced_method(("step", "zero_grad"), optimizer)
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    hooks = (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks, replaced)
-    counts = [state.get("step") for state in optimizer.state.values()]
+    own = (parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in optimizer.state)
+    counts = [optimizer.state[parameter].get("step") for parameter in own]
     if not all(isinstance(count, th.Tensor) and count.device.type == "cpu" for count in counts):
         return False
     is_whole = len(counts) in (0, n_learned) and len({float(count) for count in counts}) <= 1
     unknown = ("amsgrad", "maximize", "capturable", "differentiable", *variants)
-    return is_whole and not any(group.get(name) for group in optimizer.param_groups for name in unknown) and not any(hooks)
+    return (
+        is_whole
+        and not any(group.get(name) for group in optimizer.param_groups for name in unknown)
+        and not has_own_steps(optimizer)
+    )
+
+
+def has_own_steps(optimizer: th.optim.Optimizer) -> bool:
+    """
+    :param optimizer: Optimiser of torch
+    :return: Whether more than its own formula is in its steps
+    """
+    # Learning rate schedulers, among others, replace `step` of the instance.
+    replaced = replaced_method(("step", "zero_grad"), optimizer)
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks, replaced))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -20,6 +21,10 @@ from sb3_ppo_ext.update.minibatch_loss import actions_of
 from sb3_ppo_ext.update.minibatches import PrioritizedSegments, SharedPrioritizedSegments
 from sb3_ppo_ext.update.rollout_data import Rollout
 
+# Function of the epoch that returns values and log probabilities of the samples under the current policy, both of shape
+# (n_steps, n_envs)
+Evaluate: TypeAlias = Callable[[int], tuple[th.Tensor, th.Tensor]]
+
 
 class Estimates:
     """
@@ -30,6 +35,7 @@ class Estimates:
     :param config: Options of the update
     :param metrics: Metrics that measurements are added to
     :param normalizer: Moving averages for ``advantage_norm="ema"``, ``None`` for other kinds of normalisation
+    :param evaluate: Function that evaluates the current policy for V-trace, ``None`` for the policy's own
     """
 
     def __init__(
@@ -39,9 +45,10 @@ class Estimates:
         config: UpdateConfig,
         metrics: Metrics,
         normalizer: AdvantageNormalizer | None = None,
+        evaluate: Evaluate | None = None,
     ):
         self.policy, self.rollout, self.config, self.metrics = policy, rollout, config, metrics
-        self.normalizer = normalizer
+        self.normalizer, self.evaluate = normalizer, evaluate or self._evaluate
         # Advantages and returns of the whole rollout, shape (n_samples,); None if minibatches take those of the buffer
         self.advantages: th.Tensor | None = None
         self.returns: th.Tensor | None = None
@@ -65,7 +72,7 @@ class Estimates:
             return
         raw = self._raw_advantages()
         if config.vtrace:
-            raw, self.returns = self._vtrace()
+            raw, self.returns = self._vtrace(epoch)
         if config.priority_alpha > 0:
             self.segments = self._prioritized_segments(raw)
         if config.vtrace or (config.normalize_advantage and config.advantage_norm != "minibatch"):
@@ -98,20 +105,23 @@ class Estimates:
             return normalize_over(self.config.ranks, advantages)
         return advantages
 
-    def _vtrace(self) -> tuple[th.Tensor, th.Tensor]:
-        """Advantages and returns under the current policy and critic, both of shape ``(n_samples,)``."""
-        config, policy, rollout = self.config, self.policy, self.rollout
-
+    def _evaluate(self, epoch: int) -> tuple[th.Tensor, th.Tensor]:
         def values_and_log_probs(data: RolloutBufferSamples) -> th.Tensor:
-            actions = actions_of(data, config.discrete_actions)
-            values, log_probs, _ = evaluator(policy)(data.observations, actions)
+            actions = actions_of(data, self.config.discrete_actions)
+            values, log_probs, _ = evaluator(self.policy)(data.observations, actions)
             return th.stack([values.flatten(), log_probs], dim=1)
 
+        evaluated = self.rollout.evaluate(values_and_log_probs)
+        assert evaluated is not None
+        values, log_probs = (self.rollout.time_major(part) for part in evaluated.T)
+        return values, log_probs
+
+    def _vtrace(self, epoch: int) -> tuple[th.Tensor, th.Tensor]:
+        """Advantages and returns under the current policy and critic, both of shape ``(n_samples,)``."""
+        config, policy, rollout = self.config, self.policy, self.rollout
         with self._as_while_collecting():
-            evaluated = rollout.evaluate(values_and_log_probs)
-            assert evaluated is not None
+            values, log_probs = self.evaluate(epoch)
             last_values, rewards = rollout.last_values(policy), rollout.rewards(policy)
-        values, log_probs = (rollout.time_major(part) for part in evaluated.T)
         columns, buffer = rollout.columns, rollout.buffer
         advantages, returns = vtrace(
             rewards,

@@ -63,6 +63,11 @@ class MuonWithAdamW(th.optim.Optimizer):
         super().__init__([group for part in self._optimizers.values() for group in part.param_groups], {})
         self._share()
 
+    @property
+    def parts(self) -> dict[str, th.optim.Optimizer]:
+        """Optimisers by the name of their algorithm, on the groups and the state of this one."""
+        return self._optimizers
+
     def _share(self) -> None:
         """Let both optimisers work on the groups and the state of this one, which are those that are saved."""
         for name, optimizer in self._optimizers.items():
@@ -239,14 +244,22 @@ def clip_gradients(policy: ActorCriticPolicy, max_norm: float) -> dict[str, th.T
         return {"grad_norm": nn.utils.clip_grad_norm_(policy.parameters(), max_norm)}
     together: dict[str, list[nn.Parameter]] = {}
     for group in groups:
-        kind = "muon_" if group["algorithm"] == "Muon" else "critic_" if group["role"] == "critic" else ""
         with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
         if with_gradient:  # a frozen actor has none
-            together.setdefault(f"{kind}grad_norm", []).extend(with_gradient)
+            together.setdefault(kind_of_norm(group), []).extend(with_gradient)
     return {
         name: nn.utils.clip_grad_norm_(parameters, math.inf if name == "muon_grad_norm" else max_norm)
         for name, parameters in together.items()
     }
+
+
+def kind_of_norm(group: StateDict) -> str:
+    """
+    :param group: Parameter group of an optimiser made by :func:`make_optimizer`
+    :return: Name of the norm to which its gradients belong
+    """
+    kind = "muon_" if group["algorithm"] == "Muon" else "critic_" if group["role"] == "critic" else ""
+    return f"{kind}grad_norm"
 
 
 def adopt_state(policy: ActorCriticPolicy, saved: StateDict, new: Set[str] = frozenset()) -> StateDict:

@@ -22,7 +22,7 @@ from sb3_ppo_ext.common.observations import map_observations, stack
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.engines.native import extension
 from sb3_ppo_ext.engines.native.layers import Forward
-from sb3_ppo_ext.engines.native.policy import BLOCK, NativePolicy, blocks, mask
+from sb3_ppo_ext.engines.native.policy import BLOCK, NativePolicy, mask
 from sb3_ppo_ext.engines.native.samplers import sampler_of
 from sb3_ppo_ext.engines.native.share_actor import NativeShareActor
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
@@ -207,15 +207,16 @@ class NativeActor(DivisibleActor):
 
     def _estimates_stored(self, steps: slice) -> tuple[np.ndarray, np.ndarray]:
         """The same of steps in the buffer."""
-        native, observations = self.native, _joined(self.buffer.observations, steps)
-        features, invalid = native.features(observations), native.invalid(observations)
-        actions = self.buffer.actions[steps].reshape(len(features), -1).astype(np.float32, copy=False)
-        values, log_probs = np.empty((2, len(features)), np.float32)
-        for rows in blocks(0, len(features)):
-            outputs, values[rows] = native.evaluate(features[rows])
-            mask(outputs, None if invalid is None else invalid[rows])
-            log_probs[rows] = native.distribution.log_prob(outputs, actions[rows])
-        return values, log_probs
+        actions = self.buffer.actions[steps]
+        actions = actions.reshape(-1, *actions.shape[2:])
+        return self.native.values_and_log_probs(_joined(self.buffer.observations, steps), actions)
+
+    def has_estimated(self, buffer: RolloutBuffer) -> bool:
+        """
+        :param buffer: Buffer of an update
+        :return: Whether it has the values and log probabilities of the current policy, before the first step of the update
+        """
+        return buffer is self.buffer and buffer.full and not self.is_watched and not self.native.has_changed()
 
     # What user code sees
 

@@ -10,13 +10,15 @@ from sb3_ppo_ext.common.user_code import is_replaced, replaced_method
 from sb3_ppo_ext.engines.engine import Engine, Setup
 from sb3_ppo_ext.engines.native.actor import NativeActor
 from sb3_ppo_ext.engines.native.gradients import AnalyticGradients
+from sb3_ppo_ext.engines.native.muon import NativeMuonStepper
 from sb3_ppo_ext.engines.native.policy import NativePolicy, unsupported_reason
 from sb3_ppo_ext.engines.optimizer_steps import FusedAdamStepper, GradientMemory, TorchStepper, can_fuse_steps
 from sb3_ppo_ext.rollout.actors import Actor, RolloutConfig
 from sb3_ppo_ext.rollout.buffer import BUFFER_METHODS, TensorRolloutBuffer
 from sb3_ppo_ext.update.config import UpdateConfig
-from sb3_ppo_ext.update.estimates import Estimates
+from sb3_ppo_ext.update.estimates import Estimates, Evaluate
 from sb3_ppo_ext.update.loop import GradientSource, Stepper
+from sb3_ppo_ext.update.rollout_data import Rollout
 
 
 class NativeEngine(Engine):
@@ -29,6 +31,8 @@ class NativeEngine(Engine):
     def __init__(self, policy: ActorCriticPolicy):
         super().__init__(policy)
         self.native = NativePolicy(policy)
+        # The actor of a rollout from which no update has been made
+        self.actor: NativeActor | None = None
 
     @classmethod
     def unsupported_reason(cls, setup: Setup) -> str | None:
@@ -52,13 +56,30 @@ class NativeEngine(Engine):
         return self.native.is_of(policy)
 
     def make_actor(self, buffer: RolloutBuffer, config: RolloutConfig) -> Actor:
-        return NativeActor(self.native, buffer, config)
+        self.actor = NativeActor(self.native, buffer, config)
+        return self.actor
 
     def make_stepper(self, config: UpdateConfig) -> Stepper:
         memory = GradientMemory([(parameter, th.from_numpy(gradient)) for parameter, gradient in self.native.parameters()])
         if can_fuse_steps(self.policy, memory, config):
             return FusedAdamStepper(self.policy.optimizer, memory, is_overwritten=True)
+        if NativeMuonStepper.takes(self.policy.optimizer, memory, config):
+            return NativeMuonStepper(self.policy.optimizer, memory)
         return TorchStepper(self.policy)
+
+    def make_evaluate(self, rollout: Rollout) -> Evaluate:
+        native, actor, self.actor = self.native, self.actor, None
+        is_estimated = actor is not None and actor.has_estimated(rollout.buffer)
+
+        def evaluate(epoch: int) -> tuple[th.Tensor, th.Tensor]:
+            if epoch == 0 and is_estimated:
+                return rollout.columns["values"], rollout.columns["log_probs"]
+            native.pack()
+            evaluated = native.values_and_log_probs(rollout.buffer.observations, rollout.buffer.actions)
+            values, log_probs = (rollout.time_major(th.from_numpy(part)) for part in evaluated)
+            return values, log_probs
+
+        return evaluate
 
     def make_gradients(self, config: UpdateConfig, estimates: Estimates, stepper: Stepper) -> GradientSource:
         # The next rollout is evaluated by these threads as well.

@@ -196,6 +196,21 @@ class NativePolicy:
         self.threads.forward([(actor.network, actor.read(features), outputs), (critic.network, critic.read(features), values)])
         return self.actor.complete(outputs), self.critic.complete(values).ravel()
 
+    def values_and_log_probs(self, observations: Arrays, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """
+        :param observations: Batch of observations, as stored in the buffer
+        :param actions: Samples of the policy, shape ``(n, ...)``
+        :return: Values and log probabilities, float32 of shape ``(n,)``
+        """
+        features, invalid = self.features(observations), self.invalid(observations)
+        actions = actions.reshape(len(features), -1).astype(np.float32, copy=False)
+        values, log_probs = np.empty((2, len(features)), np.float32)
+        for rows in blocks(0, len(features)):
+            outputs, values[rows] = self.evaluate(features[rows])
+            mask(outputs, None if invalid is None else invalid[rows])
+            log_probs[rows] = self.distribution.log_prob(outputs, actions[rows])
+        return values, log_probs
+
     def backward(self, d_outputs: np.ndarray, d_values: np.ndarray, accumulate: bool) -> None:
         """
         Write the gradients of the parameters of both networks, for the samples of the last :meth:`evaluate`.
