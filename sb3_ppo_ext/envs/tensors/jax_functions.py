@@ -245,12 +245,24 @@ def compiled(
                 return old  # what all copies have in common, as the buffers of contacts of MuJoCo Warp
             return jnp.where(ended.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-        first, first_state = reset(jax.random.split(of_reset, num_envs))
-        if jax.tree.structure((first, first_state)) != jax.tree.structure((last, state)):
-            kinds = [_kind(part) for part in (last, state, first, first_state)]
-            remedy = "`step` returns {} as obs and {} as state, and `reset` {} and {}; both have to return obs, then state"
-            refuse("env", functions.step, remedy.format(*kinds))
-        observations, state, time = jax.tree.map(begun, (first, first_state, jnp.zeros_like(time)), (last, state, time))
+        def begin(before: JaxTree) -> JaxTree:
+            first, first_state = reset(jax.random.split(of_reset, num_envs))
+            if jax.tree.structure((first, first_state)) != jax.tree.structure(before[:2]):
+                kinds = [_kind(part) for part in (*before[:2], first, first_state)]
+                remedy = "`step` returns {} as obs and {} as state, and `reset` {} and {}; both have to return obs, then state"
+                refuse("env", functions.step, remedy.format(*kinds))
+            return jax.tree.map(begun, (first, first_state, jnp.zeros_like(time)), before)
+
+        before = last, state, time
+        types = jax.eval_shape(begin, before)
+
+        def go_on(before: JaxTree) -> JaxTree:
+            return jax.tree.map(lambda part, new: part if part.dtype == new.dtype else part.astype(new.dtype), before, types)
+
+        # A reset may take longer than a step. On a GPU, the host would have to wait for the condition.
+        observations, state, time = jax.lax.platform_dependent(
+            before, cpu=lambda before: jax.lax.cond(ended.any(), begin, go_on, before), default=begin
+        )
         rewards = rewards.astype(jnp.float32)
         return (key, state, time), (observations, rewards, terminated, truncated, last, log)
 

@@ -151,7 +151,7 @@ CASES = {
 OF_ENV = ("observation_space", "action_space")
 
 
-@pytest.mark.parametrize("name", one_in(4, CASES, "squashed gSDE", "masked", "normalised dictionaries"))
+@pytest.mark.parametrize("name", one_in(4, CASES, "beta", "squashed gSDE", "masked", "normalised dictionaries"))
 def test_the_same_results(name, scanned, monkeypatch):
     """Buffer, parameters, log, episodes, environments and generators are those of stepping."""
     options = dict(CASES[name])

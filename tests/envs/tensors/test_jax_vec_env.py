@@ -580,3 +580,27 @@ def test_actions_that_are_not_used_are_read():
 def test_memory_of_a_gpu(environment, expected):
     """It is said that JAX takes most of a GPU, unless the user has decided how much it takes."""
     assert jax_vec_env.takes_most_memory(environment) == expected
+
+
+def test_resets_where_an_episode_ends():
+    """On a CPU, nothing is reset in a step in which no episode ends, and copies that go on keep their state."""
+    n_resets = []
+
+    def reset(key):
+        jax.debug.callback(lambda: n_resets.append(1))
+        return jax.numpy.zeros(1), jax.numpy.zeros(())
+
+    def step(key, state, action):
+        after = state + action[0]
+        return after[None], after, 1.0, after >= 3, False
+
+    env = JaxVecEnv((reset, step), num_envs=2, observation_space=BOX, action_space=PUSH, device="cpu")
+    env.reset_tensors()
+    jax.effects_barrier()
+    at_start = len(n_resets)
+    seen = []
+    for _ in range(3):
+        found = env.step_tensors(th.tensor([[1.0], [0.5]]))
+        jax.effects_barrier()
+        seen.append((found.observations.flatten().tolist(), len(n_resets) - at_start))
+    assert seen == [([1.0, 0.5], 0), ([2.0, 1.0], 0), ([0.0, 1.5], 1)]
