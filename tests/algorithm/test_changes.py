@@ -19,7 +19,7 @@ from support.toys import ToyEnv, make_toys
 from support.zips import Zip
 
 from sb3_ppo_ext import MlpPolicy, PPOExt, TorchVecEnv
-from sb3_ppo_ext.algorithm.changes import is_same, remembered
+from sb3_ppo_ext.algorithm.changed_options import is_same, remembered
 from sb3_ppo_ext.options import ALL_OPTIONS
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 
