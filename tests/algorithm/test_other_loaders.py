@@ -4,39 +4,29 @@ import io
 import pickle
 import zipfile
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.save_util import load_from_zip_file
+from support.toys import VECTOR, Samples
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.saved_models import read_model
 
 
-class Toy(gym.Env):
-    """Shows random observations, takes any action, and masks none."""
-
-    def __init__(self, action_space=None, observation_space=None):
-        self.action_space = action_space or spaces.Box(-1, 1, (2,), np.float32)
-        self.observation_space = observation_space or spaces.Box(-1, 1, (3,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, False, {}
+class Toy(Samples):
+    """Masks none of four choices."""
 
     def action_masks(self):
         return np.ones(4, bool)
 
 
+BOX = spaces.Box(-1, 1, (2,), np.float32)
 DISCRETE = spaces.Discrete(4)
 HYBRID = spaces.Dict(gear=spaces.Discrete(3), force=spaces.Box(-1, 1, (2,), np.float32))
-MASKED = spaces.Dict(seen=spaces.Box(-1, 1, (3,), np.float32), action_mask=spaces.MultiBinary(4))
+MASKED = spaces.Dict(seen=VECTOR, action_mask=spaces.MultiBinary(4))
 
 LOADED = {
     "defaults": dict(),
@@ -57,19 +47,19 @@ REFUSED = {
     "critic_learning_rate=0.1": dict(critic_learning_rate=0.1),
     "optimizer='sgd'": dict(optimizer="sgd"),
     "optimizer='adamw'": dict(optimizer="adamw"),
-    "optimizer='sgd'` ": dict(env=Toy(DISCRETE), optimizer="sgd"),
+    "optimizer='sgd'` ": dict(env=Toy(VECTOR, DISCRETE), optimizer="sgd"),
     "weight_decay=0.1": dict(weight_decay=0.1),
-    "weight_decay=0.1` ": dict(env=Toy(DISCRETE), weight_decay=0.1),
-    "action_masking=True": dict(env=Toy(DISCRETE), action_masking=True),
+    "weight_decay=0.1` ": dict(env=Toy(VECTOR, DISCRETE), weight_decay=0.1),
+    "action_masking=True": dict(env=Toy(VECTOR, DISCRETE), action_masking=True),
     "action_masking=True` ": dict(
-        env=Toy(DISCRETE, MASKED), policy="MultiInputPolicy", action_masking=True, action_mask_key="action_mask"
+        env=Toy(MASKED, DISCRETE), policy="MultiInputPolicy", action_masking=True, action_mask_key="action_mask"
     ),
-    "action_space=Dict": dict(env=Toy(HYBRID)),
+    "action_space=Dict": dict(env=Toy(VECTOR, HYBRID)),
 }
 
 
 def make(policy="MlpPolicy", env=None, **options):
-    return PPOExt(policy, env or Toy(), n_steps=16, batch_size=8, n_epochs=1, device="cpu", seed=0, **options)
+    return PPOExt(policy, env or Toy(VECTOR, BOX), n_steps=16, batch_size=8, n_epochs=1, device="cpu", seed=0, **options)
 
 
 def saved(model):

@@ -44,6 +44,32 @@ class ToyEnv(gym.Env):
         return self.observation, reward, bool(self.np_random.random() < self.p_end), self.t >= self.length, {}
 
 
+class Samples(gym.Env):
+    """Shows samples of its observation space, whatever the action, and has no masks. Episodes do not end."""
+
+    def __init__(self, observation_space=VECTOR, action_space=None):
+        self.observation_space, self.action_space = observation_space, action_space or spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), float(_sum(action)), False, False, {}
+
+
+class Words(spaces.Space[str]):
+    """Strings of a class of its own, like MiniGrid's missions."""
+
+    def sample(self, mask=None, probability=None):
+        return str(self.np_random.choice(["go to the red door", "Go to the blue door!"]))
+
+    def contains(self, x):
+        return isinstance(x, str)
+
+
 def _sum(action):
     """Sum of all numbers of an action."""
     if isinstance(action, dict | tuple):

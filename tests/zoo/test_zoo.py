@@ -25,6 +25,7 @@ from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from rl_zoo3.utils import SimpleLinearSchedule, get_hf_trained_models
 from stable_baselines3 import PPO
 from support.parity import assert_equal
+from support.toys import VECTOR, Samples
 from support.zoo import MODULE, config, manager, run, saved, train
 
 from sb3_ppo_ext import PPOExt
@@ -381,25 +382,9 @@ def test_find_hyperparams_of_recurrent_policies(env_id, entry_point, expected):
     assert find_hyperparams(env_id, entry_point, ZOO_FILE, "MlpLstmPolicy") == expected
 
 
-class Mixed(gym.Env):
-    """Has observations of which one is a vector."""
-
-    action_space = spaces.Discrete(2)
-    observation_space = spaces.Dict(
-        image=spaces.Box(0, 255, (36, 36, 3), np.uint8),
-        word=spaces.Discrete(3),
-        vector=spaces.Box(-1.0, 1.0, (2,), np.float32),
-    )
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, False, {}
-
-
-gym.register("Mixed-v0", Mixed, max_episode_steps=20)
+# One part of these observations is a vector.
+MIXED = spaces.Dict(image=spaces.Box(0, 255, (36, 36, 3), np.uint8), word=spaces.Discrete(3), vector=VECTOR)
+gym.register("Mixed-v0", Samples, max_episode_steps=20, kwargs=dict(observation_space=MIXED))
 
 
 @pytest.mark.parametrize(
