@@ -52,16 +52,16 @@ def assert_equal_runs(expected, actual):
     )
 
 
-def assert_equal(expected, actual, where):
-    """The structures, dtypes and bits are the same."""
+def assert_equal(expected, actual, where="", **tolerances):
+    """The structures, dtypes and bits are the same; with tolerances, floats of arrays only up to these."""
     if isinstance(expected, dict):
         assert expected.keys() == actual.keys(), where
         for key in expected:
-            assert_equal(expected[key], actual[key], f"{where}.{key}")
+            assert_equal(expected[key], actual[key], f"{where}.{key}", **tolerances)
     elif isinstance(expected, list | tuple):
         assert len(expected) == len(actual), where
         for index, pair in enumerate(zip(expected, actual, strict=True)):
-            assert_equal(*pair, f"{where}[{index}]")
+            assert_equal(*pair, f"{where}[{index}]", **tolerances)
     elif isinstance(expected, th.Tensor):
         assert expected.dtype == actual.dtype, where
         assert th.equal(expected, actual), where
@@ -70,4 +70,7 @@ def assert_equal(expected, actual, where):
     else:
         expected, actual = np.asarray(expected), np.asarray(actual)
         assert expected.dtype == actual.dtype, where
-        np.testing.assert_array_equal(expected, actual, err_msg=where)
+        if tolerances and expected.dtype.kind == "f":
+            np.testing.assert_allclose(actual, expected, **tolerances, err_msg=where)
+        else:
+            np.testing.assert_array_equal(actual, expected, err_msg=where)

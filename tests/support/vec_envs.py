@@ -61,20 +61,6 @@ def without_clock(value):
     return [without_clock(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def assert_same(expected, actual, where=""):
-    if isinstance(expected, dict):
-        assert expected.keys() == actual.keys(), where
-        for key in expected:
-            assert_same(expected[key], actual[key], f"{where}.{key}")
-    elif isinstance(expected, list):
-        assert len(expected) == len(actual), where
-        for index, pair in enumerate(zip(expected, actual, strict=True)):
-            assert_same(*pair, f"{where}[{index}]")
-    else:
-        assert np.asarray(expected).dtype == np.asarray(actual).dtype, where
-        np.testing.assert_array_equal(expected, actual, err_msg=where)
-
-
 class Plain(Talkative):
     """A new array for each observation: SB3 keeps a terminal one by reference until all copies have stepped."""
 
