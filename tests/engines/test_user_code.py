@@ -15,7 +15,7 @@ from support.cases import one_in
 from support.masks import make_masked
 from support.parity import assert_equal
 from support.torch_envs import ToyTensors
-from support.toys import make_toys
+from support.toys import Silent, make_toys
 from torch import nn
 
 from sb3_ppo_ext import MlpPolicy, PPOExt
@@ -73,11 +73,8 @@ class AllLocals(BaseCallback):
         return True
 
 
-class KeepsTheArrays(BaseCallback):
+class KeepsTheArrays(Silent):
     """Takes the arrays of the buffer once in each rollout."""
-
-    def _on_step(self):
-        return True
 
     def _on_rollout_start(self):
         buffer = self.model.rollout_buffer
@@ -654,11 +651,8 @@ def test_policies_that_compute_otherwise(change, when):
     np.testing.assert_allclose(buffer.advantages[-1][alive], expected[alive], rtol=1e-4, atol=1e-4)
 
 
-class LeavesDoubles(BaseCallback):
+class LeavesDoubles(Silent):
     """Leaves arrays of float64 in the buffer."""
-
-    def _on_step(self):
-        return True
 
     def _on_rollout_end(self):
         buffer = self.model.rollout_buffer
@@ -749,13 +743,6 @@ def test_estimates_are_of_what_the_policy_saw():
     assert not model.rollout_buffer.observations[:-1].any()
     # Values of the rollout, of the last observations, and where an episode was truncated
     assert calls.count(1) < 10
-
-
-class Silent(BaseCallback):
-    """A user's callback, which might do anything."""
-
-    def _on_step(self):
-        return True
 
 
 KINDS = [("native", "arrays", "MlpPolicy")]

@@ -27,7 +27,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
 from support.cases import one_in
 from support.parity import assert_equal
-from support.toys import BOX_ACTION, IMAGE, VECTOR, Brittle, ToyEnv
+from support.toys import BOX_ACTION, IMAGE, VECTOR, Brittle, Silent, ToyEnv
 from support.vec_envs import FORK, Slow, Talkative, interrupted, nothing_is_left, without_clock
 
 from sb3_ppo_ext import ActionMaskWrapper, ParallelVecEnv, PPOExt, TrainingCheckpoint, WorkerError
@@ -241,11 +241,6 @@ def test_outputs_do_not_depend_on_the_number_of_environments(name):
     model.env.close()
 
 
-class OfUser(BaseCallback):
-    def _on_step(self):
-        return True
-
-
 class Own(PPOExt):
     """A subclass, which may do anything in a rollout."""
 
@@ -266,7 +261,7 @@ def switched_off(env):
 
 
 MADE = {
-    "callback": dict(callback=lambda model: OfUser()),
+    "callback": dict(callback=lambda model: Silent()),
     "function": dict(callback=lambda model: lambda *_: True),
     "stop": dict(callback=lambda model: StopTrainingOnMaxEpisodes(1000)),
     "nested stop": dict(callback=lambda model: EveryNTimesteps(20, StopTrainingOnMaxEpisodes(1000))),

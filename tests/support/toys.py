@@ -116,6 +116,13 @@ class LogRecorder(KVWriter):
         pass
 
 
+class Silent(BaseCallback):
+    """A user's callback, which might do anything, and lets the training go on."""
+
+    def _on_step(self):
+        return True
+
+
 class RolloutRecorder(BaseCallback):
     """Keeps the steps and rollouts; can stop the training at a step."""
 

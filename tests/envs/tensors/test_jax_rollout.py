@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.callbacks import BaseCallback, CheckpointCallback, EvalCallback
+from stable_baselines3.common.callbacks import CheckpointCallback, EvalCallback
 from stable_baselines3.common.logger import Logger
 from support.cases import one_in
 from support.parity import CLOCK, assert_equal
-from support.toys import LogRecorder
+from support.toys import LogRecorder, Silent
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt, TensorVecNormalize, TrainingCheckpoint
 from sb3_ppo_ext.engines.native import extension
@@ -165,11 +165,6 @@ def env(toys):
     return toys
 
 
-class OfUser(BaseCallback):
-    def _on_step(self):
-        return True
-
-
 class Own(JaxVecEnv):
     def _step(self, actions):
         return super()._step(actions)
@@ -180,7 +175,7 @@ class OwnModel(PPOExt):
 
 
 ASIDE = {
-    "callback": dict(callback=OfUser),
+    "callback": dict(callback=Silent),
     "eager": dict(backend="eager"),
     "device": dict(backend="device"),
     "statistics per step": dict(normalize_obs=True, normalize_freq="step"),
