@@ -44,6 +44,7 @@ ACTIONS = {
 }
 NOT_HERE = {"backend", "action_dist", "amp_dtype"}
 OPTIONS = {str(options): options for options in SINGLE if not options.keys() & NOT_HERE}
+OPTIONS |= {name: dict(options, ent_coef=0.01) for name, options in ACTIONS.items()}
 BUDGET = 10
 
 
@@ -110,18 +111,9 @@ def test_policies(policy):
 
 
 @pytest.mark.usefixtures("same_draws")
-@pytest.mark.parametrize("actions", ACTIONS)
-def test_actions(actions):
-    """From the same rollout, each action distribution is updated as on the CPU, and then trains."""
-    models = updated_from_one_rollout(ent_coef=0.01, **ACTIONS[actions])
-    assert_same(*models)
-    assert is_finite(models[1].learn(64))
-
-
-@pytest.mark.usefixtures("same_draws")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options(options):
-    """From the same rollout, each option acts as on the CPU, and then trains."""
+    """From the same rollout, each action distribution and each option acts as on the CPU, and then trains."""
     models = updated_from_one_rollout(**OPTIONS[options])
     assert_same(*models)
     assert is_finite(models[1].learn(64))
