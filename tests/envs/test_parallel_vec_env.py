@@ -21,7 +21,7 @@ from stable_baselines3.common.vec_env import (
 from support.cases import one_in
 from support.parity import assert_equal
 from support.toys import DICT, IMAGE, VECTOR, ToyEnv
-from support.vec_envs import FORK, Asked, Plain, Slow, Talkative, nothing_is_left, rollout, without_clock
+from support.vec_envs import FORK, Asked, Plain, Slow, Talkative, add_to_attribute, nothing_is_left, rollout, without_clock
 
 from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, TrainingCheckpoint
 from sb3_ppo_ext.checkpoints.object_state import ObjectState, stateful_objects
@@ -292,13 +292,6 @@ def test_images(named):
     with pytest.warns(UserWarning, match="render mode is None"):
         assert env.get_images() == [None, None]
     env.close()
-
-
-def add_to_attribute(env, name, number):
-    """Change an attribute of an environment, and return both values."""
-    before = env.get_wrapper_attr(name)
-    env.set_wrapper_attr(name, before + number)
-    return before, env.get_wrapper_attr(name)
 
 
 def test_call_in_workers(named):

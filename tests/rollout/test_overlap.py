@@ -518,16 +518,10 @@ def test_a_worker_that_hangs(collected):
     model.env.close()
 
 
-class Sleepy(ToyEnv):
-    def step(self, action):
-        time.sleep(0.02)
-        return super().step(action)
-
-
 @pytest.mark.parametrize("in_main", [True, False])
 def test_interrupt(in_main, collected):
     """After Ctrl-C in a rollout, a training goes on from a reset, and nothing waits for the end of the rollout."""
-    slow, fast = lambda: Monitor(Sleepy()), lambda: Monitor(ToyEnv())
+    slow, fast = lambda: Monitor(Slow(0.02)), lambda: Monitor(ToyEnv())
     model = make([slow if in_main else fast, fast, fast, slow], n_steps=500)
     start = time.monotonic()
     with interrupted(model.env, 0.5):

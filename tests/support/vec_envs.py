@@ -109,11 +109,20 @@ def interrupted(env, delay):
 
 
 class Slow(Plain):
-    delay = 0.01
+    def __init__(self, delay=0.01, **kwargs):
+        super().__init__(**kwargs)
+        self.delay = delay
 
     def step(self, action):
         time.sleep(self.delay)
         return super().step(action)
+
+
+def add_to_attribute(env, name, number):
+    """Change an attribute of an environment, and return both values."""
+    before = env.get_wrapper_attr(name)
+    env.set_wrapper_attr(name, before + number)
+    return before, env.get_wrapper_attr(name)
 
 
 def steps(env, n):
