@@ -34,7 +34,7 @@ SPACES = {
     "flat": (spaces.Dict(speed=VECTOR, image=image(36, 36, 1)), [], "MultiInputPolicy", None),
     "vector": (VECTOR, [], "MlpPolicy", (2,)),
     "flags": (spaces.Box(0, 1, (3, 3, 4), bool), [], "MlpPolicy", (3, 3, 4)),
-    "image": (image(64, 48, 3), [], "CnnPolicy", (3, 64, 48)),
+    "image": (image(64, 48, 3), [], "CnnPolicy", (64, 48, 3)),
     "channels-first": (image(1, 36, 36), [], "CnnPolicy", (1, 36, 36)),
     "small-image": (image(7, 7, 3), [], "MlpPolicy", (7, 7, 3)),
     "discrete": (spaces.Discrete(5), [], "MlpPolicy", ()),
