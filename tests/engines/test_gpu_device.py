@@ -11,7 +11,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from support.device_training import SMALL, assert_same, logs_of, same_draws
 from support.device_waits import assert_within, counted
 from support.options import SINGLE
-from support.torch_envs import TorchCartPole, TorchPendulum
+from support.torch_envs import Broken, TorchCartPole, TorchPendulum
 from support.toys import DICT, IMAGE, ToyEnv, make_toys
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt, TensorVecNormalize, TorchVecEnv
@@ -315,19 +315,6 @@ def test_lower_precision(dtype, policy, tmp_path):
         loaded = PPOExt.load(tmp_path / "model", env=env, device=device)
         assert is_finite(loaded.learn(64))
         assert loaded.policy.device.type == device
-
-
-class Broken(TorchPendulum):
-    """Returns NaN from a copy at a step."""
-
-    n, what = 0, "reward"
-
-    def step(self, actions):
-        observations, rewards, *others = super().step(actions)
-        self.n += 1
-        if self.n == 5:
-            (rewards if self.what == "reward" else observations)[3] = math.nan
-        return observations, rewards, *others
 
 
 @pytest.mark.parametrize("what", ["reward", "observation"])
