@@ -269,7 +269,7 @@ def test_zips(name):
 
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy", "MlpLstmPolicy"])
-def test_loaded(policy, trusted, tmp_path):
+def test_loaded(policy, trusted):
     """A zip has the action space, is refused with another one, and acts as before."""
     model = make(SPACES["nested"], policy, action_dist="beta").learn(16)
     loaded = Zip(model).load(device="cpu", trusted=trusted)

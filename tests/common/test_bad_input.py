@@ -673,7 +673,7 @@ def test_truncated_zip(saved, tmp_path):
             PPOExt.load(io.BytesIO(whole[:length]))
 
 
-def test_damaged_zip(saved, tmp_path):
+def test_damaged_zip(saved):
     """A flipped bit anywhere either changes nothing or raises a ValueError."""
     whole = saved.read_bytes()
     expected = PPOExt.load(saved).policy.state_dict()

@@ -401,7 +401,7 @@ def test_a_restored_state_leaves_the_shared_memory():
     env.close()
 
 
-def test_the_zoo(train_here, tmp_path):
+def test_the_zoo(train_here):
     """With ``--vec-env subproc``, RL Zoo trains ``ppo_ext`` in it, where it pays."""
     made = []
     original = ParallelVecEnv.__init__

@@ -155,7 +155,6 @@ class Masked(ToyEnv):
         return super().step(action)
 
 
-IN_OBSERVATIONS = dict(action_mask_key="action_mask", policy="MlpPolicy", **NORMALIZED)
 MASKS = {
     "method": (lambda: Masked(), {}),
     "several actions": (lambda: Masked((4, 3)), {}),

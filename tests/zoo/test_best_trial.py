@@ -99,7 +99,7 @@ def test_entry_equals_the_hyperparameters_of_the_trial(n_envs, tmp_path, monkeyp
         assert model.policy.state_dict().keys() == of_trial.policy.state_dict().keys()
 
 
-def test_a_study_that_is_complete(tmp_path, train_here, capsys):
+def test_a_study_that_is_complete(tmp_path, train_here):
     """A worker that has no trial left to do writes the entry of the best trial as well."""
     optimize(train_here)
     optimize(train_here)

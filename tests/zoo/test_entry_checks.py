@@ -168,7 +168,7 @@ def test_bad_objects_in_a_file_in_python(more, message, tmp_path):
         manager(env_id="CartPole-v1", folder=tmp_path, config=str(path)).setup_experiment()
 
 
-def test_traceback_on_demand(tmp_path, train_here):
+def test_traceback_on_demand(train_here):
     """From verbosity 2 on, the error ends the command as in Python, with the traceback."""
     with pytest.raises(ValueError, match="n_step") as caught:
         train_here("--env", "CartPole-v1", "-params", "n_step:5", "--verbose", 2)

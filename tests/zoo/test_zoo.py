@@ -256,7 +256,7 @@ def test_experiments_can_be_copied_and_sent(algo):
         assert copied.algo == algo
 
 
-def test_subclasses_of_a_user(tmp_path, monkeypatch):
+def test_subclasses_of_a_user(tmp_path):
     """A user's subclasses of ExperimentManager keep their signature and their methods."""
 
     class Mine(ExperimentManager):
