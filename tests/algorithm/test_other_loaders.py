@@ -1,8 +1,6 @@
 """Zips of PPOExt that SB3's own algorithms load: they act as before, or the error says to use PPOExt."""
 
-import io
 import pickle
-import zipfile
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.save_util import load_from_zip_file
 from support.toys import VECTOR, Samples
+from support.zips import Zip, parts
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.saved_models import read_model
@@ -62,18 +61,11 @@ def make(policy="MlpPolicy", env=None, **options):
     return PPOExt(policy, env or Toy(VECTOR, BOX), n_steps=16, batch_size=8, n_epochs=1, device="cpu", seed=0, **options)
 
 
-def saved(model):
-    file = io.BytesIO()
-    model.save(file)
-    file.seek(0)
-    return file
-
-
 @pytest.mark.parametrize("name", LOADED)
 def test_what_ppo_can_load(name):
     """PPO loads it, and acts as the model does."""
     model = make(**LOADED[name])
-    loaded = PPO.load(saved(model), device="cpu")
+    loaded = Zip(model).load(PPO, device="cpu")
     observation = model.observation_space.sample()
     actions = [each.predict(observation, deterministic=True)[0] for each in (model, loaded)]
     assert np.array_equal(*actions)
@@ -86,7 +78,7 @@ def test_what_ppo_can_load(name):
 def test_what_other_algorithms_cannot_load(algorithm, name):
     """Their error names the options, and what to load the model with; PPOExt loads it, also without unpickling."""
     model = make(**REFUSED[name])
-    file = saved(model)
+    file = Zip(model).open()
     with pytest.raises(ValueError, match=f"saved by PPOExt with .*{name.strip()}.* load it with `sb3_ppo_ext.PPOExt.load`"):
         algorithm.load(file, device="cpu")
     observation = model.observation_space.sample()
@@ -96,7 +88,7 @@ def test_what_other_algorithms_cannot_load(algorithm, name):
         loaded = PPOExt.load(file, device="cpu", trusted=trusted)
         assert not hasattr(loaded, "_load_with_PPOExt")
         assert str(loaded.predict(observation, deterministic=True)[0]) == str(expected)
-    again = saved(loaded)
+    again = Zip(loaded).open()
     with pytest.raises(ValueError, match="saved by PPOExt with"):
         PPO.load(again, device="cpu")
 
@@ -106,26 +98,24 @@ def test_several_options_are_named():
     with pytest.raises(
         ValueError, match="with `advantage_norm='ema'` and `action_dist='beta'`, which no other algorithm knows"
     ):
-        PPO.load(saved(make(action_dist="beta", advantage_norm="ema")))
+        Zip(make(action_dist="beta", advantage_norm="ema")).load(PPO)
 
 
 def test_parameters_can_be_read():
     """SB3's functions that read the parameters alone go on working, and models can be copied and pickled."""
     model = make(action_dist="beta", advantage_norm="ema")
-    _, parameters, _ = load_from_zip_file(saved(model), load_data=False)
+    _, parameters, _ = load_from_zip_file(Zip(model).open(), load_data=False)
     assert parameters.keys() == model.get_parameters().keys()
     assert pickle.loads(pickle.dumps(model.policy)).action_dist_name == "beta"
-    data = read_model(saved(model)).data
+    data = read_model(Zip(model).open()).data
     assert "_load_with_PPOExt" not in data
 
 
 def test_without_such_options_nothing_is_added():
     """The zip has the attributes of SB3's alone; once an option is off again, PPO loads the next zip."""
     model = make(advantage_norm="ema")
-    with zipfile.ZipFile(saved(model)) as archive:
-        assert b"_load_with_PPOExt" in archive.read("data")
+    assert b"_load_with_PPOExt" in parts(Zip(model).content)["data"]
     model.advantage_norm = "minibatch"
     model.learn(16)
-    with zipfile.ZipFile(saved(model)) as archive:
-        assert b"_load_with_PPOExt" not in archive.read("data")
-    PPO.load(saved(model), device="cpu")
+    assert b"_load_with_PPOExt" not in parts(Zip(model).content)["data"]
+    Zip(model).load(PPO, device="cpu")
