@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.logger import Logger
-from support.toys import LogRecorder, RolloutRecorder
+from support.toys import RolloutRecorder, record_log
 
 # Wall-clock time is not comparable.
 CLOCK = ("time/fps", "time/time_elapsed", "time/rollout_seconds", "time/update_seconds")
@@ -20,8 +19,7 @@ class Run:
 
 def train(model, timesteps, stop_at=None):
     """Train a model, and record everything observable."""
-    log = LogRecorder()
-    model.set_logger(Logger(None, [log]))
+    log = record_log(model)
     recorder = RolloutRecorder(stop_at)
     model.learn(timesteps, callback=recorder)
     # The values that the last update recorded have not been dumped yet.

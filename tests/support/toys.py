@@ -1,11 +1,13 @@
 """Small environments, and recorders of logs and rollouts."""
 
+import warnings
+
 import gymnasium as gym
 import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import KVWriter
+from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -114,6 +116,21 @@ class LogRecorder(KVWriter):
 
     def close(self):
         pass
+
+
+def record_log(model):
+    """Let a model log to a recorder alone, and return it."""
+    log = LogRecorder()
+    model.set_logger(Logger(None, [log]))
+    return log
+
+
+def warned(function):
+    """What a function warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(warning.message) for warning in caught]
 
 
 class Silent(BaseCallback):

@@ -7,10 +7,9 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import CheckpointCallback, EvalCallback
-from stable_baselines3.common.logger import Logger
 from support.cases import one_in
 from support.parity import CLOCK, assert_equal
-from support.toys import LogRecorder, Silent
+from support.toys import Silent, record_log
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt, TensorVecNormalize, TrainingCheckpoint
 from sb3_ppo_ext.engines.native import extension
@@ -73,7 +72,7 @@ def scanned(monkeypatch):
 def make(env, **options):
     policy = "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
     model = PPOExt(policy, env, **{**OPTIONS, **options})
-    model.set_logger(Logger(None, [LogRecorder()]))
+    record_log(model)
     return model
 
 
@@ -231,7 +230,7 @@ def test_callbacks_of_libraries_see_each_step(env, scanned, tmp_path, monkeypatc
         with pytest.warns(UserWarning, match="start with a reset"):
             make(env).learn(180, [evaluation, saved, TrainingCheckpoint(10, folder / "training")])
         resumed = PPOExt.resume(folder / "training", env, device="cpu")
-        resumed.set_logger(Logger(None, [LogRecorder()]))
+        record_log(resumed)
         resumed.learn(360)
         found = np.load(folder / "evaluations.npz")
         names = sorted(path.name for path in folder.iterdir())
