@@ -18,7 +18,6 @@ from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecCheckNan, VecEnv, VecNormalize, VecTransposeImage, is_vecenv_wrapped
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
-from sb3_ppo_ext.algorithm.changed_options import ChangedOptions
 from sb3_ppo_ext.algorithm.training_loop import TrainingLoop
 from sb3_ppo_ext.common.guards import check_predicted
 from sb3_ppo_ext.common.hybrid_actions import is_hybrid
@@ -45,7 +44,7 @@ from sb3_ppo_ext.policies.action_masking import masked_observation
 SelfPPOExt = TypeVar("SelfPPOExt", bound="PPOExt")
 
 
-class PPOExt(TrainingLoop, ChangedOptions):
+class PPOExt(TrainingLoop):
     """
     Proximal Policy Optimization (PPO) as in Stable-Baselines3, with more options and faster engines. With
     ``backend="eager"`` and otherwise default options, results on the CPU are equal to those of ``stable_baselines3.PPO``, bit

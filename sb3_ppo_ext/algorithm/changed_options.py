@@ -1,12 +1,14 @@
 """Options that have been changed between two calls of ``learn``."""
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch as th
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_ppo_ext.algorithm.changes import is_same, remembered
 from sb3_ppo_ext.algorithm.learning_setup import SCHEDULES
 from sb3_ppo_ext.algorithm.model_setup import ModelSetup
 from sb3_ppo_ext.common.schedules import DecaySchedule, check_schedule, make_schedule
@@ -99,3 +101,30 @@ class ChangedOptions(ModelSetup):
             self.policy.deterministic_action = self.deterministic_action
             if (bounded := bounded_part(self.policy.action_dist)) is not None:
                 bounded.deterministic_action = self.deterministic_action
+
+
+def remembered(value: object) -> object:
+    """
+    :param value: Value of an option
+    :return: The same value, with copies of dictionaries and lists, which may be changed in place
+    """
+    if isinstance(value, Mapping):
+        return {key: remembered(part) for key, part in value.items()}
+    return [remembered(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def is_same(one: object, other: object) -> bool:
+    """
+    :param one: Value that :func:`remembered` has returned
+    :param other: Current value of the same option
+    :return: Whether it has not been changed
+    """
+    if isinstance(other, Mapping):
+        return isinstance(one, dict) and one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(other, list | tuple):
+        return isinstance(one, list) and len(one) == len(other) and all(map(is_same, one, other))
+    if one is other:
+        return True
+    if isinstance(other, np.ndarray | th.Tensor):  # comparisons of these have no truth value
+        return False
+    return type(one) is type(other) and bool(one == other)

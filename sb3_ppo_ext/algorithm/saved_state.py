@@ -13,6 +13,7 @@ import torch as th
 from stable_baselines3.common.save_util import recursive_getattr
 from stable_baselines3.common.type_aliases import GymEnv, TensorDict
 
+from sb3_ppo_ext.algorithm.changed_options import ChangedOptions
 from sb3_ppo_ext.common.atomic_files import write_whole
 from sb3_ppo_ext.common.hybrid_actions import is_hybrid
 from sb3_ppo_ext.common.plain_data import python_numbers
@@ -32,7 +33,7 @@ from sb3_ppo_ext.common.type_aliases import Kwargs, StateDict
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
 from sb3_ppo_ext.memory.policies import MlpTransformerPolicy
 from sb3_ppo_ext.memory.saved_parameters import added_parameters, check_sharing, shares_transformer
-from sb3_ppo_ext.options import ALL_OPTIONS, ConfiguredPPO
+from sb3_ppo_ext.options import ALL_OPTIONS
 from sb3_ppo_ext.options.constructor import option_names
 from sb3_ppo_ext.options.places import place_of
 from sb3_ppo_ext.policies.actor_critic import (
@@ -71,7 +72,7 @@ COUNTERS = ("num_timesteps", "_total_timesteps", "_num_timesteps_at_start", "_ep
 STATISTICS = {"ep_info_buffer": ("r", "l"), "ep_success_buffer": ()}
 
 
-class SavedState(ConfiguredPPO):
+class SavedState(ChangedOptions):
     """An on-policy algorithm with PPOExt's options. Its zips have SB3's format and include the state of adaptive options."""
 
     def save(self, path: SavedModel, exclude: Iterable[str] | None = None, include: Iterable[str] | None = None) -> None:
@@ -95,12 +96,9 @@ class SavedState(ConfiguredPPO):
     def _options_of_ppo_ext_alone(self) -> list[str]:
         """Options whose parameters or states SB3's algorithms have no place for."""
         learned = [option for learned, option in LEARNED.items() if getattr(self, learned) is not None]
-        names = [name for name in dict.fromkeys([*learned, *NOT_IN_SB3]) if self._differs(name)]
+        names = [name for name in dict.fromkeys([*learned, *NOT_IN_SB3]) if getattr(self, name) != ALL_OPTIONS[name].default]
         space = [f"`action_space={self.action_space}`"] if is_hybrid(self.action_space) else []
         return [*(f"`{name}={getattr(self, name)!r}`" for name in names), *space]
-
-    def _differs(self, name: str) -> bool:
-        return bool(getattr(self, name) != ALL_OPTIONS[name].default)
 
     @classmethod
     def load(

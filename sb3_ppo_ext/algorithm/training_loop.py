@@ -1,9 +1,9 @@
 """The loop of a training run, which an interrupted one enters where it was interrupted."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch as th
 from stable_baselines3.common.base_class import maybe_make_env
@@ -20,9 +20,8 @@ from sb3_ppo_ext.common.schedules import is_constant
 from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
 from sb3_ppo_ext.distributed.launch import find_launch
-from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks, connect
+from sb3_ppo_ext.distributed.ranks import connect
 from sb3_ppo_ext.distributed.statistics import share_statistics, unshare_statistics
-from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.rollout.advice import say_once
 from sb3_ppo_ext.rollout.lazy_locals import LazyLocals
 
@@ -51,20 +50,8 @@ def check_learn(total_timesteps: float, callback: object, log_interval: int | No
 class TrainingLoop(SavedState):
     """An on-policy algorithm whose training can be interrupted and resumed."""
 
-    # Ranks of a distributed training, while `learn` runs
-    ranks: Ranks = SINGLE
-    # Called right before each step of the environments
-    _before_step: Sequence[Callable[[], None]] = ()
-    # Statistics with which observations and rewards are normalised
-    normalizer: Normalizer | None = None
     # State that the next call of `learn` continues from
     _interrupted: TrainingState | None = None
-
-    if TYPE_CHECKING:  # of `PolicyUpdater`
-
-        @contextmanager
-        def _engine_is_chosen(self, callback: BaseCallback) -> Iterator[None]:
-            yield
 
     @classmethod
     def resume(

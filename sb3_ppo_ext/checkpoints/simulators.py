@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 
 
-class Simulator(Protocol):
-    """Access to the state of an object of a simulator."""
+class Simulator(ABC):
+    """
+    Access to the state of an object of a simulator.
 
-    def __init__(self, target: Any): ...
+    :param target: The object
+    """
+
+    def __init__(self, target: Any):
+        self.target = target
 
     def read(self) -> bytes:
         """:return: The whole state"""
+        return pickle.dumps(self.target)
 
+    @abstractmethod
     def write(self, state: bytes) -> None:
         """
         :param state: State to set, in place: other objects may refer to the same memory
@@ -23,14 +31,8 @@ class Simulator(Protocol):
         """
 
 
-class _MujocoData:
+class _MujocoData(Simulator):
     """``MjData``: positions, velocities, and everything derived from them. ``MjModel`` is part of the pickled data."""
-
-    def __init__(self, target: Any):
-        self.target = target
-
-    def read(self) -> bytes:
-        return pickle.dumps(self.target)
 
     def write(self, state: bytes) -> None:
         import mujoco
@@ -38,14 +40,8 @@ class _MujocoData:
         mujoco.mj_copyData(self.target, self.target.model, pickle.loads(state))
 
 
-class _MujocoModel:
+class _MujocoModel(Simulator):
     """``MjModel``, whose parameters an environment may randomise."""
-
-    def __init__(self, target: Any):
-        self.target = target
-
-    def read(self) -> bytes:
-        return pickle.dumps(self.target)
 
     def write(self, state: bytes) -> None:
         if state == self.read():
@@ -66,11 +62,8 @@ def _copy_values(target: object, source: object) -> None:
             setattr(target, name, getattr(source, name))
 
 
-class _Atari:
+class _Atari(Simulator):
     """``ALEInterface`` of the Arcade Learning Environment."""
-
-    def __init__(self, target: Any):
-        self.target = target
 
     def read(self) -> bytes:
         return pickle.dumps(self.target.cloneState(include_rng=True))

@@ -15,6 +15,7 @@ import uuid
 import warnings
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeAlias
 
@@ -248,24 +249,20 @@ def write_checkpoint(path: pathlib.Path, model: Any, state: TrainingState) -> No
         target.write(file.getbuffer())
 
 
-class _folder:
+@contextmanager
+def _folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder; if it does not exist, it appears at the end of the ``with`` statement with all that was written to it."""
-
-    def __init__(self, path: pathlib.Path):
-        self.path = self.temporary = path
-
-    def __enter__(self) -> pathlib.Path:
-        if not self.path.exists():
-            self.temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
-        return self.temporary
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self.temporary is self.path:
-            return
-        if kind is None:
-            self.temporary.rename(self.path)
-        elif self.temporary.exists():
-            self.temporary.rmdir()
+    if path.exists():
+        yield path
+        return
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+    except BaseException:
+        if temporary.exists():
+            temporary.rmdir()
+        raise
+    temporary.rename(path)
 
 
 def is_checkpoint(path: CheckpointPath) -> bool:

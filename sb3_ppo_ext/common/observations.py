@@ -28,6 +28,15 @@ def map_observations(function: Callable[..., Any], *observations: Arrays) -> Arr
     return function(*observations)
 
 
+def observations_at(observations: Arrays, index: int | slice) -> Arrays:
+    """
+    :param observations: Array, or dictionary of arrays
+    :param index: Index or slice of the first dimension
+    :return: Observations at this index
+    """
+    return map_observations(lambda part: part[index], observations)
+
+
 def takes_channels_last(*extractors: nn.Module) -> bool:
     """
     :param extractors: Features extractors

@@ -25,13 +25,10 @@ def describe_bad_reward(error: Exception, where: str = "an environment") -> str 
     given = frame.f_locals
     if frame.f_globals.get("__name__", "").split(".")[0] in PACKAGES and "reward" in given:
         reward = given["reward"]
-        is_number = isinstance(reward, Real | np.bool_) or (isinstance(reward, np.ndarray) and reward.ndim == 0)
+        if isinstance(reward, Real | np.bool_) or (isinstance(reward, np.ndarray) and reward.ndim == 0):
+            return None
         shown = f"{described(reward)} ({type(reward).__name__}): {_remedy(reward)}"
-        return (
-            None
-            if is_number
-            else f"The reward of {where} must be a number, not {shown}. Nothing was learned from this rollout."
-        )
+        return f"The reward of {where} must be a number, not {shown}. {NOTHING}"
     if frame.f_code is DummyVecEnv.step_wait.__code__ and "unpack" not in str(error):
         # It writes the reward into an array, without a name for it.
         return f"The reward of {where} must be a number ({error}). {NOTHING}"

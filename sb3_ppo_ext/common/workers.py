@@ -5,8 +5,9 @@ from __future__ import annotations
 import select
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -75,21 +76,33 @@ class _WatchedPipe:
     """A pipe to a worker, which answers until the worker has ended."""
 
     def __init__(self, connection: Connection, process: BaseProcess):
-        self.connection, self.process = connection, process
-        # `wait` would register both at each step, which takes as long as to receive.
-        self.poller = select.poll()
-        self.poller.register(connection.fileno(), select.POLLIN)
-        self.poller.register(process.sentinel, select.POLLIN)
+        self.connection, self.wait = connection, waiting_for(connection, process)
 
     def recv(self) -> Any:
         """Wait for an answer, or for the end of the worker."""
-        self.poller.poll()
+        self.wait(None)
         if not self.connection.poll():
             raise EOFError
         return self.connection.recv()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.connection, name)
+
+
+def waiting_for(connection: Connection, process: BaseProcess) -> Callable[[float | None], object]:
+    """
+    :param connection: Pipe to a worker
+    :param process: Process of the worker
+    :return: Function that waits until there is something to read, or the worker has ended, at most for some seconds; ``None``
+        for no limit. It returns something true, or else something false after these seconds
+    """
+    if not hasattr(select, "poll"):
+        return partial(wait, [connection, process.sentinel])
+    # `wait` would register both each time, which takes as long as to receive.
+    poller = select.poll()
+    poller.register(connection.fileno(), select.POLLIN)
+    poller.register(process.sentinel, select.POLLIN)
+    return lambda rest: poller.poll(None if rest is None else 1000 * rest)
 
 
 def _end(env: SubprocVecEnv) -> None:

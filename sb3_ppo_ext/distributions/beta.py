@@ -160,6 +160,9 @@ class BoundedBetaDistribution(BoundedDistribution):
         return np.clip(position, EDGE, 1 - EDGE)
 
     def parameters(self) -> th.Tensor:
+        """
+        :return: Alpha and beta, shape ``(batch_size, 2 * action_dim)``, float64
+        """
         return th.cat([self.alpha, self.beta], dim=1)
 
     @staticmethod
@@ -179,17 +182,9 @@ def location(distribution: BoundedBetaDistribution) -> th.Tensor:
     return 2 * distribution.mean() - 1
 
 
-def parameters(distribution: BoundedBetaDistribution) -> th.Tensor:
-    """
-    :param distribution: Beta distribution
-    :return: Alpha and beta, shape ``(batch_size, 2 * action_dim)``, float64
-    """
-    return distribution.parameters()
-
-
 def kl_divergence(old: th.Tensor, new: BoundedBetaDistribution) -> th.Tensor:
     """
-    :param old: :func:`parameters` of a Beta distribution, shape ``(batch_size, 2 * action_dim)``
+    :param old: ``parameters`` of a Beta distribution, shape ``(batch_size, 2 * action_dim)``
     :param new: Beta distribution for the same observations
     :return: KL(old || new) in nats, shape ``(batch_size,)``
     """

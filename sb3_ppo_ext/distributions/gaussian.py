@@ -24,14 +24,6 @@ def unsquashed_mean(distribution: Any) -> th.Tensor:
     return distribution.distribution.mean
 
 
-def location(distribution: DiagGaussianDistribution) -> th.Tensor:
-    """
-    :param distribution: Gaussian that is not squashed
-    :return: Mean actions, shape ``(batch_size, action_dim)``
-    """
-    return unsquashed_mean(distribution)
-
-
 def parameters(distribution: Any) -> th.Tensor:
     """
     :param distribution: Gaussian, squashed or not

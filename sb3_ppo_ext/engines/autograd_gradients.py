@@ -100,7 +100,6 @@ class AutogradGradients(GradientSource):
     # Minibatches
 
     def steps(self) -> Iterator[Step]:
-        """:return: Steps of one epoch"""
         rollout, config = self.estimates.rollout, self.config
         if not rollout.is_indexable:
             for data in rollout.buffer.get(config.batch_size):
@@ -171,12 +170,6 @@ class AutogradGradients(GradientSource):
     # Gradients
 
     def add(self, step: Step) -> Measured:
-        """
-        Add the gradient of the loss of a step to ``grad`` of the parameters.
-
-        :param step: Step of the optimiser
-        :return: What has been measured
-        """
         metrics = Metrics()
         for minibatch, share in zip(step.minibatches, step.shares, strict=True):
             metrics.add(self.differentiate(minibatch, share))

@@ -40,24 +40,15 @@ class MaskedStepper(Stepper):
         self.reached = Reached(self.learned) if decays else None
 
     def zero_grad(self) -> None:
-        """Set all gradients to 0."""
         self.gradients.zero_()
-        for parameter, view in zip(self.learned, self.views, strict=True):
-            parameter.grad = view
+        self.memory.show()
 
     def freeze_actor(self, is_frozen: th.Tensor) -> None:
-        """
-        :param is_frozen: Whether the actor is frozen in this step, a scalar
-        """
         self.frozen = is_frozen
         of_actor = [view for view, is_actor in zip(self.views, self.of_actor, strict=True) if is_actor]
         th._foreach_mul_(of_actor, (~is_frozen).float())
 
     def clip(self, max_norm: float) -> dict[str, th.Tensor]:
-        """
-        :param max_norm: Maximum norm
-        :return: Norms of the gradients before clipping, by name
-        """
         return clip_gradients(self.policy, max_norm)
 
     def unscale(self, scale: th.Tensor) -> None:
@@ -79,13 +70,9 @@ class MaskedStepper(Stepper):
         """Set ``grad`` of the parameters to the gradients that were kept."""
         assert self.bad_gradients is not None
         self.gradients.copy_(self.bad_gradients)
-        for parameter, view in zip(self.learned, self.views, strict=True):
-            parameter.grad = view
+        self.memory.show()
 
     def step(self, is_made: th.Tensor) -> None:
-        """
-        :param is_made: Whether the step is made, a scalar
-        """
         self.gradients.copy_(th.where(is_made, self.gradients, 0.0))
         before = {id(tensor): tensor.clone() for tensor, _ in self._tensors()}
         for parameter in self.learned:
@@ -98,7 +85,6 @@ class MaskedStepper(Stepper):
             tensor.data.copy_(th.where(kept if is_actor else is_made, tensor, 0.0 if old is None else old))
 
     def close(self) -> None:
-        """Called at the end of the update, even if it raises an error."""
         if self.reached is not None:
             self.reached.close()
 
@@ -172,9 +158,6 @@ class MaskedAdamStepper(MaskedStepper):
 
     @th.no_grad()
     def step(self, is_made: th.Tensor) -> None:
-        """
-        :param is_made: Whether the step is made, a scalar
-        """
         self.n_steps += 1
         self.gradients.copy_(th.where(is_made, self.gradients, 0.0))
         made = is_made.float()
@@ -209,12 +192,7 @@ class MaskedAdamStepper(MaskedStepper):
             th._foreach_add_(gradients, list(th._foreach_mul(decayed, decay * made)))
 
     def correct_counts(self, n_left_out: int, n_frozen: int) -> None:
-        """
-        Update the counts of steps in the state of torch's optimiser.
-
-        :param n_left_out: Number of steps of the update that were left out
-        :param n_frozen: Not used: this class does not freeze the actor
-        """
+        """Update the counts in the state of torch's optimiser. This class does not freeze the actor."""
         for parameter in self.learned:
             self.optimizer.state[parameter]["step"].fill_(self.n_before + self.n_steps - n_left_out)
 

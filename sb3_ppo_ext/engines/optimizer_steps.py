@@ -83,16 +83,12 @@ class TorchStepper(Stepper):
         self.policy, self.memory = policy, memory
 
     def zero_grad(self) -> None:
-        """Called before the gradients of each step are computed."""
         self.policy.optimizer.zero_grad()
         if self.memory is not None:
             self.memory.zero()
             self.memory.show()
 
     def freeze_actor(self, is_frozen: bool) -> None:
-        """
-        :param is_frozen: Whether the actor is left as it is in this step
-        """
         of_critic = critic_parameters(self.policy) if is_frozen else set()
         for parameter in self.policy.parameters():
             if is_frozen and parameter not in of_critic:
@@ -103,9 +99,6 @@ class TorchStepper(Stepper):
         return clip_gradients(self.policy, max_norm)
 
     def step(self, is_made: bool) -> None:
-        """
-        :param is_made: Whether the step is made
-        """
         if is_made:
             self.policy.optimizer.step()
 
@@ -160,29 +153,19 @@ class FusedAdamStepper(Stepper):
         return is_plain_adam(optimizer, len(learned), "decoupled_weight_decay")
 
     def zero_grad(self) -> None:
-        """Called before the gradients of each step are computed."""
         if not self.is_overwritten:
             self.memory.zero()
             self.memory.show()
 
     def freeze_actor(self, is_frozen: bool) -> None:
-        """
-        :param is_frozen: Not used: :func:`can_fuse_steps` leaves updates that freeze the actor to PyTorch
-        """
+        """Not called: :func:`can_fuse_steps` leaves updates that freeze the actor to PyTorch."""
 
     def clip(self, max_norm: float) -> dict[str, float]:
-        """
-        :param max_norm: Maximum norm of all gradients together
-        :return: Norm of all gradients before clipping, by name
-        """
         norm = float(self.adam.norm())
         self.scale = min(max_norm / (norm + 1e-6), 1.0)
         return {"grad_norm": norm}
 
     def step(self, is_made: bool) -> None:
-        """
-        :param is_made: Whether the step is made
-        """
         if not is_made:
             return
         self.n_steps += 1
@@ -203,7 +186,6 @@ class FusedAdamStepper(Stepper):
         self.n_decayed = len(self.reached)
 
     def show_gradients(self) -> None:
-        """Set ``grad`` of the parameters to the gradients."""
         self.memory.show()
 
     def close(self) -> None:

@@ -66,9 +66,6 @@ class TorchEngine(Engine):
         return cls.rollouts == "device"
 
     def make_act(self) -> Act:
-        """
-        :return: ``forward`` of the policy, which may be compiled
-        """
         if self.graph is None:
             return self.policy
         if self._act is None:

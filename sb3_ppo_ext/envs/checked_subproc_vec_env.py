@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing as mp
-import select
 import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy, deepcopy
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, NoReturn
@@ -23,7 +22,7 @@ from stable_baselines3.common.vec_env.subproc_vec_env import _worker
 
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import check_number, refuse
-from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes
+from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes, waiting_for
 
 # Attributes of a wrapper itself
 WRAPPER_STATE = frozenset(("env", "_action_space", "_observation_space", "_metadata", "_cached_spec"))
@@ -128,12 +127,7 @@ class _Remote:
         self.n_due, self.deadline = 0, 0.0
         # Whether a message is on its way, of which a part is lost if the main process is interrupted
         self.is_torn = False
-        self.poll: Any = None
-        if hasattr(select, "poll"):
-            # `wait` would register both at each step, which takes as long as to receive.
-            self.poll = select.poll()
-            self.poll.register(connection.fileno(), select.POLLIN)
-            self.poll.register(process.sentinel, select.POLLIN)
+        self.wait = waiting_for(connection, process)
 
     def send(self, command: tuple[str, object]) -> None:
         """Send a command, after the answers to earlier ones have been discarded."""
@@ -171,11 +165,7 @@ class _Remote:
     def _wait(self) -> None:
         """Wait until there is an answer, or the worker has ended, at most until the deadline."""
         rest = None if self.env.timeout is None else max(0.0, self.deadline - time.monotonic())
-        if self.poll is None:
-            ready: list[Any] = wait([self.connection, self.process.sentinel], rest)
-        else:
-            ready = self.poll.poll(None if rest is None else 1000 * rest)
-        if not ready:
+        if not self.wait(rest):
             late = [str(remote) for remote in self.env.remotes if remote.n_due and not remote.connection.poll()]
             self.env._fail(f"No answer in {self.env.timeout} seconds: {', '.join(late)}.")
 

@@ -15,7 +15,7 @@ from gymnasium.wrappers import vector as wrappers
 from stable_baselines3.common.vec_env import VecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
-from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.observations import map_observations, observations_at
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import refuse
 
@@ -66,7 +66,7 @@ class VectorEnvAdapter(VecEnv):
         self.reset_infos = self._split(infos)
         self._reset_seeds()
         self._reset_options()
-        return _copied(observations)
+        return map_observations(np.array, observations)
 
     def step_async(self, actions: Arrays) -> None:
         space = self.action_space
@@ -79,7 +79,7 @@ class VectorEnvAdapter(VecEnv):
     def step_wait(self) -> VecEnvStepReturn:
         observations, rewards, terminated, truncated, arrays = self.venv.step(self.actions)
         # Copied, since an environment may write later observations, also those of a reset, into the same array.
-        observations = _copied(observations)
+        observations = map_observations(np.array, observations)
         dones = terminated | truncated
         # A copy, since the environment may return the same dictionaries again
         arrays = dict(arrays) if isinstance(arrays, dict) else [dict(info) for info in arrays]
@@ -110,7 +110,7 @@ class VectorEnvAdapter(VecEnv):
                 self.reset_infos[index] = infos[index]
                 infos[index] = {**(of_last[index] or {}), **last}
         for index in ended:
-            infos[index]["terminal_observation"] = _copied(_at(final, index))
+            infos[index]["terminal_observation"] = map_observations(np.array, observations_at(final, index))
         return observations
 
     def _split(self, arrays: Arrays) -> list[Info]:
@@ -315,18 +315,6 @@ def _reset_envpool(env: Any, mask: np.ndarray) -> tuple[object, dict[str, object
         return rows
 
     return map_observations(in_rows, first), {}
-
-
-def _copied(observations: VecEnvObs) -> Arrays:
-    if isinstance(observations, dict):
-        return {key: np.array(part) for key, part in observations.items()}
-    return np.array(observations)
-
-
-def _at(observations: VecEnvObs, index: int) -> Arrays:
-    if isinstance(observations, dict):
-        return {key: part[index] for key, part in observations.items()}
-    return observations[index]
 
 
 def _merged(observations: Arrays, first: Arrays, mask: np.ndarray) -> Arrays:

@@ -17,14 +17,15 @@ from torch import nn
 
 from sb3_ppo_ext.common.action_masks import ACTION_MASK, OBSERVATION
 from sb3_ppo_ext.common.bounds import middle_and_half
-from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, disassembled, kinds_of, split_boxes
+from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, disassembled, kinds_of
 from sb3_ppo_ext.common.validation import refuse
-from sb3_ppo_ext.distributions import bounded_part, family_of
+from sb3_ppo_ext.distributions import family_of
 from sb3_ppo_ext.distributions.masked import MaskedDistribution, masked_outputs
 from sb3_ppo_ext.export.ports import ROLES, Port
 from sb3_ppo_ext.memory.policies import TransformerPolicyMixin
 from sb3_ppo_ext.memory.recurrence import step, without_memory
 from sb3_ppo_ext.memory.recurrent_policies import RecurrentPolicyMixin
+from sb3_ppo_ext.policies.actor_critic import unscaled
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 
 # Name of an observation that is no dictionary
@@ -185,14 +186,8 @@ class Actor(nn.Module):
         if not isinstance(space, spaces.Box):
             return samples.reshape(-1, *(space.shape or ()))
         samples = samples.reshape(-1, *space.shape)
-        if (bounded := bounded_part(self.policy.action_dist)) is not None:
-            latents, others = split_boxes(space, samples)
-            low, high = (split_boxes(space, bound)[0] for bound in (self.low, self.high))
-            position = bounded.position_of_tensor(latents)
-            actions = low * (1 - position) + high * position
-            samples = actions if others is None else th.cat([actions, others], dim=-1)
-        elif self.policy.squash_output:
-            samples = self.low + 0.5 * (samples + 1.0) * (self.high - self.low)
+        if self.policy.squash_output:
+            samples = unscaled(self.policy, samples, self.low, self.high)
         return th.minimum(th.maximum(samples, self.low), self.high)
 
     def _as_env_takes(self, actions: th.Tensor) -> list[th.Tensor]:

@@ -174,7 +174,6 @@ class TransformerPolicyMixin(HistoryPolicy):
         return {**super()._get_constructor_parameters(), **self.memory_kwargs}
 
     def make_memory(self) -> WindowMemory:
-        """:return: What a rollout buffer keeps for this policy"""
         return WindowMemory(self.context_length, self.n_action_features, keeps_rewards=self.use_last_reward)
 
     # From sequences to features

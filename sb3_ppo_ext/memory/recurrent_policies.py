@@ -151,7 +151,6 @@ class RecurrentPolicyMixin(HistoryPolicy):
         return 2 if self.rnn == "lstm" else 1
 
     def make_memory(self) -> StateMemory:
-        """:return: What a rollout buffer keeps for this policy"""
         n_networks = 1 + (self.lstm_critic is not None)
         return StateMemory((n_networks, self.n_states, self.n_lstm_layers, self.lstm_hidden_size))
 

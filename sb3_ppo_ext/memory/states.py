@@ -36,9 +36,6 @@ class StateMemory(RolloutMemory):
         self._shown: tuple[int, RecurrentStates] | None = None
 
     def allocate(self, rows: RolloutRows) -> None:
-        """
-        :param rows: Columns of the buffer
-        """
         super().allocate(rows)
         *before, n_units = self.state_shape
         # Before each step and after the last one, shape (n_steps + 1, n_networks, n_states, n_layers, n_envs, n_units)
@@ -98,16 +95,9 @@ class StateMemory(RolloutMemory):
         self.keep_states(step, states)
 
     def observe(self, step: int) -> None:
-        """
-        :param step: Step of the rollout whose observations have been stored
-        """
         self._starts = None
 
     def stepper(self, is_watched: bool) -> Stepper:
-        """
-        :param is_watched: Not used: states are computed with the current parameters
-        :return: What evaluates the policy in the next rollout
-        """
         return RecurrentSteps(self)
 
     # Sequences for the policy
@@ -115,22 +105,13 @@ class StateMemory(RolloutMemory):
     def draws(self, step_size: int, batch_size: int) -> tuple[Iterator[th.Tensor], int]:
         """
         Draw the minibatches of one epoch as RecurrentPPO does: the samples of all environments, one environment after the
-        other, rotated by a random number.
-
-        :param step_size: Number of samples in one step of the optimiser
-        :param batch_size: Not used: sequences may end anywhere
-        :return: Indices of the samples of each step, on the host, and a length of 1, since sequences are found in them
+        other, rotated by a random number. Sequences may end anywhere, and are found in them later.
         """
         n_samples = self.rows.n_steps * self.rows.n_envs
         indices = np.roll(np.arange(n_samples), -np.random.randint(n_samples))
         return iter(th.from_numpy(indices).split(step_size)), 1
 
     def inputs(self, indices: th.Tensor, length: int) -> RecurrentSequences:
-        """
-        :param indices: Indices of samples in the flattened rollout, ``env * n_steps + step``, shape ``(n_samples,)``
-        :param length: Not used
-        :return: Sequences with these samples, in this order
-        """
         rows, on_host = self.rows, indices.cpu().numpy()
         environments, steps = np.divmod(on_host, rows.n_steps)
         starts = self._starts_on_host()[steps, environments]
@@ -146,12 +127,7 @@ class StateMemory(RolloutMemory):
         )
 
     def after(self, rows: th.Tensor, observations: PyTorchObs, starts: th.Tensor) -> RecurrentSequences:
-        """
-        :param rows: Positions of steps in the flattened rollout, ``step * n_envs + environment``, shape ``(n,)``
-        :param observations: Observations that follow these steps, on the device, shape ``(n, *obs_shape)``
-        :param starts: Whether each of them starts an episode, shape ``(n,)``
-        :return: Sequences of one step each
-        """
+        """:return: Sequences of one step each"""
         n_envs, device = self.rows.n_envs, self.rows.device
         states = self._states_of((rows // n_envs + 1).to(device), (rows % n_envs).to(device))
         return RecurrentSequences(observations, np.ones(len(rows), np.int64), starts.to(device).float(), states)
@@ -182,13 +158,6 @@ class RecurrentSteps(Stepper):
         self.starts: th.Tensor | None = None
 
     def __call__(self, policy: nn.Module, observations: object, starts: object, step: int) -> Output:
-        """
-        :param policy: Current policy
-        :param observations: Observations of the step on the device
-        :param starts: Whether each of them starts an episode, shape ``(n_envs,)``
-        :param step: Step of the rollout
-        :return: Actions, values and log probabilities
-        """
         self.starts = th.as_tensor(starts).to(self.memory.rows.device, th.float32)
         actions, values, log_probs, self.states = policy(observations, self.states, self.starts)
         self.memory.keep_states(step + 1, self.states)

@@ -64,9 +64,6 @@ class WindowMemory(RolloutMemory):
         self.context_watch: ContextWatch | None = None
 
     def allocate(self, rows: RolloutRows) -> None:
-        """
-        :param rows: Columns of the buffer
-        """
         super().allocate(rows)
         n_rows, n_envs, device = self.n_before + rows.n_steps, rows.n_envs, rows.storage
         if self.context_watch is None:
@@ -88,38 +85,21 @@ class WindowMemory(RolloutMemory):
         return [*of_observations, (self.last_actions, one_more), (self.last_rewards, one_more)]
 
     def continue_from(self, before: RolloutMemory) -> None:
-        """
-        :param before: Memory of the buffer that this one replaces
-        """
         if isinstance(before, WindowMemory):
             self.context_watch = before.context_watch
 
     # While a rollout is collected
 
     def stepper(self, is_watched: bool) -> Stepper:
-        """
-        :param is_watched: Whether user code may change parameters in ways that torch does not track
-        :return: What evaluates the policy in the next rollout
-        """
         return CachedSteps(self, is_watched)
 
     def observe(self, step: int) -> None:
-        """
-        :param step: Step of the rollout whose observations have been stored
-        """
         row = self.n_before + step
         # Rows that have not been filled (-1) belong to another episode than this one, even if it does not begin at this step.
         self.episodes[row] = self.episodes[row - 1].clamp(min=0) + (self.rows.starts[row] > 0)
 
     def note_outcome(self, policy: Any, step: int, actions: Arrays, rewards: Arrays) -> None:
-        """
-        Store the actions and rewards of a step, which are the last ones at the next step.
-
-        :param policy: Policy that has acted
-        :param step: Step of the rollout
-        :param actions: Actions as the environments got them, tensors or arrays, shape ``(n_envs, *action_shape)``
-        :param rewards: Rewards of the environments, before truncated episodes are bootstrapped, shape ``(n_envs,)``
-        """
+        """Store the actions and rewards of a step, which are the last ones at the next step."""
         if self.last_actions is not None:
             encode = policy.encode_action_tensors if isinstance(actions, th.Tensor) else policy.encode_actions
             self.last_actions[self.n_before + step + 1].copy_(th.as_tensor(encode(actions)))
@@ -127,26 +107,14 @@ class WindowMemory(RolloutMemory):
             self.last_rewards[self.n_before + step + 1].copy_(th.as_tensor(rewards))
 
     def note_episodes(self, starts: np.ndarray, dones: np.ndarray, num_timesteps: int) -> None:
-        """
-        Warn once if episodes are longer than the context.
-
-        :param starts: Whether each step of the rollout began an episode, shape ``(n_steps, n_envs)``
-        :param dones: Whether the last step ended an episode, shape ``(n_envs,)``
-        :param num_timesteps: Number of timesteps trained before the rollout, for the message
-        """
+        """Warn once if episodes are longer than the context."""
         assert self.context_watch is not None
         self.context_watch.note(starts, dones, num_timesteps)
 
     # Sequences for the policy
 
     def draws(self, step_size: int, batch_size: int) -> tuple[Iterator[th.Tensor], int]:
-        """
-        Draw blocks of equal length.
-
-        :param step_size: Number of samples in one step of the optimiser, which consists of as many whole blocks as fit
-        :param batch_size: Number of samples in each of its minibatches
-        :return: Indices of the samples of each step in one epoch, and the length of the blocks
-        """
+        """Draw blocks of equal length, as many whole ones in a step as fit."""
         n_steps, device = self.rows.n_steps, self.rows.storage
         longest = min(segment_length(self.rows.observations), n_steps, batch_size)
         length = next(n for n in range(longest, 0, -1) if n_steps % n == 0)
@@ -157,12 +125,7 @@ class WindowMemory(RolloutMemory):
         return (part.flatten() for part in blocks.tensor_split(n_draws)), length
 
     def inputs(self, indices: th.Tensor, length: int) -> Sequences:
-        """
-        :param indices: Indices of samples in the flattened rollout, ``env * n_steps + step``, in blocks of successive steps of
-            one environment, shape ``(n_blocks * length,)``
-        :param length: Length of the blocks
-        :return: Sequences with these samples, those of a block in one sequence
-        """
+        """:return: Sequences with these samples, those of a block in one sequence"""
         n_steps, device = self.rows.n_steps, self.rows.storage
         firsts = indices.to(device, non_blocking=True)[::length].unsqueeze(1)
         columns = firsts // n_steps
@@ -191,12 +154,7 @@ class WindowMemory(RolloutMemory):
             yield self._sequences(lambda rows, some=some: rows[step : step + self.n_before, some].transpose(0, 1))
 
     def after(self, rows: th.Tensor, observations: Arrays, starts: th.Tensor) -> Sequences:
-        """
-        :param rows: Positions of steps in the flattened rollout, ``step * n_envs + environment``, shape ``(n,)``
-        :param observations: Observations that follow these steps, on the device, shape ``(n, *obs_shape)``
-        :param starts: Whether each of them starts an episode, shape ``(n,)``
-        :return: Sequences that end with these observations
-        """
+        """:return: Sequences that end with these observations"""
         device, storage, n_envs = self.rows.device, self.rows.storage, self.rows.n_envs
         rows, starts = rows.to(storage), starts.to(device).bool().unsqueeze(1)
         columns, steps = (rows % n_envs).unsqueeze(1), (rows // n_envs).unsqueeze(1) + 1
@@ -235,13 +193,6 @@ class CachedSteps(Stepper):
         self.caches: list[Cache] = []
 
     def __call__(self, policy: Any, observations: object, starts: object, step: int) -> Output:
-        """
-        :param policy: Current policy
-        :param observations: Observations of the step, which are in the buffer
-        :param starts: Whether each of them starts an episode
-        :param step: Step of the rollout
-        :return: Actions, values and log probabilities, as ``forward`` of SB3's policies returns them
-        """
         if self.weights.have_changed(policy):
             self.caches = self._filled_caches(policy, step)
         output: Output = policy.act(self.memory.sequences_at(step), self.caches)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.user_code import is_known_module
 from sb3_ppo_ext.common.validation import (
     BadArgumentError,
+    check_dictionary,
     check_kwargs,
     check_sizes,
     check_type,
@@ -25,7 +26,7 @@ from sb3_ppo_ext.common.validation import (
     parameters_of,
     refuse,
 )
-from sb3_ppo_ext.options.values import Accepted, Dictionary, Flag, Optional
+from sb3_ppo_ext.options.values import Flag
 from sb3_ppo_ext.policies.observation_keys import KEYWORDS as KEYS
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin, check_keys, select_space
 
@@ -34,81 +35,59 @@ MIN_IMAGE = 36
 POLICY_NAMES = "give `MultiInputPolicy` for a `Dict`, `CnnPolicy` for images, `MlpPolicy` for anything else"
 
 
-@dataclass(frozen=True)
-class Architecture(Accepted):
+def _check_architecture(name: str, value: object) -> None:
     """Sizes of the hidden layers: a list, or a dictionary of lists with the keys ``pi`` and ``vf``."""
-
-    def check(self, name: str, value: object) -> None:
-        if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], dict):
-            value = value[0]  # the form before SB3 1.8, which it still takes
-        if not isinstance(value, Mapping):
-            self._check_sizes(name, value)
-            return
-        for key, sizes in value.items():
-            if key not in ("pi", "vf", "qf"):  # `qf` is of other algorithms
-                refuse(f"{name}[{key!r}]", sizes, 'the keys are "pi" for the actor and "vf" for the critic')
-            self._check_sizes(f"{name}[{key!r}]", sizes)
-
-    def _check_sizes(self, name: str, sizes: object) -> None:
-        remedy = "give the sizes of the hidden layers, such as [64, 64] or dict(pi=[64, 64], vf=[64, 64])"
-        if not isinstance(sizes, list | tuple) and not (isinstance(sizes, np.ndarray) and sizes.ndim == 1):
-            refuse(name, sizes, remedy)
-        check_sizes({f"{name}[{index}]": size for index, size in enumerate(sizes)})
-
-    def alternatives(self) -> tuple[str, ...]:
-        return ("list of integers", "`dict(pi=[...], vf=[...])`")
+    if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0]  # the form before SB3 1.8, which it still takes
+    if not isinstance(value, Mapping):
+        _check_layers(name, value)
+        return
+    for key, sizes in value.items():
+        if key not in ("pi", "vf", "qf"):  # `qf` is of other algorithms
+            refuse(f"{name}[{key!r}]", sizes, 'the keys are "pi" for the actor and "vf" for the critic')
+        _check_layers(f"{name}[{key!r}]", sizes)
 
 
-@dataclass(frozen=True)
-class Activation(Accepted):
+def _check_layers(name: str, sizes: object) -> None:
+    remedy = "give the sizes of the hidden layers, such as [64, 64] or dict(pi=[64, 64], vf=[64, 64])"
+    if not isinstance(sizes, list | tuple) and not (isinstance(sizes, np.ndarray) and sizes.ndim == 1):
+        refuse(name, sizes, remedy)
+    check_sizes({f"{name}[{index}]": size for index, size in enumerate(sizes)})
+
+
+def _check_activation(name: str, value: Any) -> None:
     """Classes and functions that make an activation function, a module."""
-
-    def check(self, name: str, value: Any) -> None:
-        remedy = "give a class of `torch.nn`, such as `torch.nn.ReLU`"
-        check_type(name, value, Callable, remedy)  # type: ignore[arg-type]
-        try:
-            values = value().eval()(th.zeros(2, 2))
-        except Exception as error:
-            raise BadArgumentError(f"`{name}={described(value)}` is not valid: {remedy} ({error})") from error
-        if getattr(values, "shape", None) != (2, 2):
-            refuse(name, value, f"it changes the shape of its input; {remedy}")
-
-    def alternatives(self) -> tuple[str, ...]:
-        return ("class of modules",)
+    remedy = "give a class of `torch.nn`, such as `torch.nn.ReLU`"
+    check_type(name, value, Callable, remedy)  # type: ignore[arg-type]
+    try:
+        values = value().eval()(th.zeros(2, 2))
+    except Exception as error:
+        raise BadArgumentError(f"`{name}={described(value)}` is not valid: {remedy} ({error})") from error
+    if getattr(values, "shape", None) != (2, 2):
+        refuse(name, value, f"it changes the shape of its input; {remedy}")
 
 
-@dataclass(frozen=True)
-class Factory(Accepted):
-    """
-    Classes, and functions that make an instance.
-
-    :param parent: Class that a class must inherit from
-    :param remedy: Advice to the user in the error message
-    """
-
-    parent: type
-    remedy: str
-
-    def check(self, name: str, value: object) -> None:
-        is_other_class = isinstance(value, type) and not issubclass(value, self.parent)
-        if not callable(value) or is_other_class or isinstance(value, self.parent):
-            refuse(name, value, self.remedy)
-
-    def alternatives(self) -> tuple[str, ...]:
-        return (f"class that inherits `{self.parent.__name__}`",)
+def _check_factory(name: str, value: object, parent: type, remedy: str) -> None:
+    """Classes that inherit from a parent, and functions that make an instance."""
+    is_other_class = isinstance(value, type) and not issubclass(value, parent)
+    if not callable(value) or is_other_class or isinstance(value, parent):
+        refuse(name, value, remedy)
 
 
-# The keywords of SB3's policies. Those of ours are checked by their classes.
-KEYWORDS: dict[str, Accepted] = {
-    "net_arch": Optional(Architecture()),
-    "activation_fn": Activation(),
-    **{name: Flag(as_sb3=True) for name in ("ortho_init", "full_std", "use_expln", "squash_output")},
-    **{name: Flag(as_sb3=True) for name in ("share_features_extractor", "normalize_images")},
-    "features_extractor_class": Factory(nn.Module, "give a class that inherits SB3's `BaseFeaturesExtractor`"),
-    "features_extractor_kwargs": Optional(Dictionary()),
-    "optimizer_class": Factory(th.optim.Optimizer, "give a class of `torch.optim`, such as `torch.optim.AdamW`"),
-    "optimizer_kwargs": Optional(Dictionary()),
+_EXTRACTOR = "give a class that inherits SB3's `BaseFeaturesExtractor`"
+_OPTIMIZER = "give a class of `torch.optim`, such as `torch.optim.AdamW`"
+# Checks of the keywords of SB3's policies, given name and value. Those of ours are checked by their classes.
+KEYWORDS: dict[str, Callable[[str, Any], None]] = {
+    "net_arch": _check_architecture,
+    "activation_fn": _check_activation,
+    **{name: Flag(as_sb3=True).check for name in ("ortho_init", "full_std", "use_expln", "squash_output")},
+    **{name: Flag(as_sb3=True).check for name in ("share_features_extractor", "normalize_images")},
+    "features_extractor_class": partial(_check_factory, parent=nn.Module, remedy=_EXTRACTOR),
+    "features_extractor_kwargs": check_dictionary,
+    "optimizer_class": partial(_check_factory, parent=th.optim.Optimizer, remedy=_OPTIMIZER),
+    "optimizer_kwargs": check_dictionary,
 }
+MAY_BE_NONE = {"net_arch", "features_extractor_kwargs", "optimizer_kwargs"}
 
 
 def check_policy(policy: object) -> None:
@@ -133,8 +112,8 @@ def check_policy_kwargs(policy_class: type[BasePolicy], policy_kwargs: Kwargs, m
     if not is_known(policy_class):
         return
     for name, value in policy_kwargs.items():
-        if name in KEYWORDS:
-            KEYWORDS[name].check(name, value)
+        if name in KEYWORDS and not (value is None and name in MAY_BE_NONE):
+            KEYWORDS[name](name, value)
     for name, value in (policy_kwargs.get("optimizer_kwargs") or {}).items():
         if hint := hint_of_string(value):
             refuse(f"optimizer_kwargs[{name!r}]", value, f"give a number{hint}")

@@ -135,10 +135,10 @@ class Row:
     attribute: str | None = None
 
 
-@dataclass(frozen=True)
-class Option:
+@dataclass(frozen=True, kw_only=True)
+class Option(Row):
     """
-    An option, as the constructor and its row in the table describe it.
+    An option: its row in the table, and what the constructor says of it.
 
     :param name: Name of the argument of the constructor
     :param default: Default of this argument
@@ -147,7 +147,6 @@ class Option:
     :param accepted: Accepted values
     :param examples: Values other than the default
     :param attribute: Name of the attribute of the model
-    :param row: What the constructor does not say
     """
 
     name: str
@@ -157,27 +156,6 @@ class Option:
     accepted: Accepted
     examples: tuple[object, ...]
     attribute: str
-    row: Row
-
-    @property
-    def group(self) -> str:
-        """Title of its section in the reference."""
-        return self.row.group
-
-    @property
-    def needs(self) -> Need | None:
-        """Other option that it needs to have an effect, ``None`` if there is none."""
-        return self.row.needs
-
-    @property
-    def conflicts(self) -> tuple[Conflict, ...]:
-        """Conditions that it cannot be combined with."""
-        return self.row.conflicts
-
-    @property
-    def change(self) -> Change:
-        """What happens when it has been changed between two calls of ``learn``."""
-        return self.row.change
 
     def check(self, model: ConfiguredPPO) -> None:
         """
@@ -227,8 +205,10 @@ def options_of(constructor: Callable[..., None], rows: Mapping[str, Row]) -> dic
 def _option(parameter: inspect.Parameter, doc: str, row: Row) -> Option:
     name, default, accepted = parameter.name, parameter.default, _accepted(parameter.annotation, row.accepted)
     examples = tuple(value for value in accepted.all() if value != default) if row.example is None else (row.example,)
-    is_own = parameter.kind == parameter.KEYWORD_ONLY
-    return Option(name, default, doc, is_own, accepted, examples, row.attribute or name, row)
+    of_row = vars(row) | {"accepted": accepted, "attribute": row.attribute or name}
+    return Option(
+        name=name, default=default, doc=doc, is_own=parameter.kind == parameter.KEYWORD_ONLY, examples=examples, **of_row
+    )
 
 
 def _sentences(function: Callable[..., object]) -> dict[str, str]:

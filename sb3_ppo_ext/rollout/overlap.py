@@ -17,7 +17,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_ppo_ext.common.action_masks import add_mask
 from sb3_ppo_ext.common.guards import check_finite, is_finite, refuse_policy
-from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.observations import map_observations, observations_at
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.envs.parallel.share_rollout import MaskSource, ShareRollout
 from sb3_ppo_ext.envs.parallel.vec_env import ParallelVecEnv
@@ -159,7 +159,7 @@ class OverlappedCollection:
         is_right = is_finite(rollout.observations) and is_finite(rollout.rewards)
         truncated: list[tuple[int, int, Arrays]] = []
         for step in range(rollout.n_steps):
-            new_obs = _at(rollout.observations, step + 1)
+            new_obs = observations_at(rollout.observations, step + 1)
             if not is_right:
                 check_finite(model, "observation", new_obs, step)
                 check_finite(model, "reward", rollout.rewards[step], step)
@@ -220,13 +220,9 @@ class OverlappedCollection:
             "samples": rollout.samples[step],
             "actions": env_actions if self.model._samples_latents else rollout.samples[step],
             "clipped_actions": env_actions,
-            "new_obs": _at(rollout.observations, step + 1),
+            "new_obs": observations_at(rollout.observations, step + 1),
             "rewards": rollout.rewards[step],
             "dones": rollout.dones[step],
             "infos": infos,
             **({} if rollout.masks is None else {"action_masks": rollout.masks[step]}),
         }
-
-
-def _at(observations: Arrays, step: int) -> Arrays:
-    return map_observations(lambda part: part[step], observations)

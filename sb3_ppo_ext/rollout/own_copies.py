@@ -25,7 +25,7 @@ from stable_baselines3.common.vec_env import (
 )
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs
 
-from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.observations import map_observations, observations_at
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.envs.checked_subproc_vec_env import CheckedSubprocVecEnv
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv
@@ -153,12 +153,8 @@ class TerminalWatch:
         if not info.get("TimeLimit.truncated", False) or not _can_be_written(terminal):
             return None
         # Where observations do not change, or cannot be written into, equal ones say nothing.
-        first = _row(after, index)
-        return None if _equal(_row(before, index), first) else _equal(terminal, first)
-
-
-def _row(observations: VecEnvObs, index: int) -> Arrays:
-    return map_observations(lambda part: part[index], observations)
+        first = observations_at(after, index)
+        return None if _equal(observations_at(before, index), first) else _equal(terminal, first)
 
 
 def _can_be_written(observation: VecEnvObs) -> bool:

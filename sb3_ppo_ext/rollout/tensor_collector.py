@@ -18,7 +18,7 @@ from sb3_ppo_ext.common.action_masks import choices_of
 from sb3_ppo_ext.common.bounds import bounds_on_device
 from sb3_ppo_ext.common.guards import NO_ACTION, check_finite, refuse_policy, reset_after_errors
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
-from sb3_ppo_ext.common.observations import dtype_of, map_observations
+from sb3_ppo_ext.common.observations import dtype_of, map_observations, observations_at
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.envs.action_masks import leave_choices, refuse_empty
@@ -277,7 +277,7 @@ class TensorCollection:
         if self.final_values is not None and self.rewards is not None:
             self.rewards[step] = self.buffer.tensors["rewards"][step]
             with th.no_grad():
-                seen = map_observations(lambda rows: rows[step], self._terminal_observations())
+                seen = observations_at(self._terminal_observations(), step)
                 rows = step * self.env.num_envs + th.arange(self.env.num_envs, device=dones.device)
                 values = values_again(self.model.policy, self.buffer, TruncatedEpisodes(rows, seen, self.final_values[step]))
             self.final_values[step] = values
@@ -396,7 +396,7 @@ class TensorCollection:
             if step > 0:
                 self._check(model, "reward", self.buffer.tensors["rewards"][row], row)
             seen = self.buffer.tensors["observations"]
-            observations = last_observations if step == self.n_steps else map_observations(lambda part: part[step], seen)  # noqa: B023
+            observations = last_observations if step == self.n_steps else observations_at(seen, step)
             self._check(model, "observation", observations, max(row, 0))
             if step < self.n_steps and self.mask_key is not None and not leave_choices(self._masks()[step], self.choices):
                 refuse_empty(self._masks()[step].cpu().numpy(), self.choices, step, model.num_timesteps)

@@ -11,11 +11,10 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, RolloutBufferSamples
 
 from sb3_ppo_ext.common.observations import map_observations
-from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.user_code import is_replaced
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.memory.history import permutation
-from sb3_ppo_ext.rollout.bootstrap import last_values, values_again
+from sb3_ppo_ext.rollout.bootstrap import joined, last_values, values_again
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes, knows_indices
 from sb3_ppo_ext.update.minibatches import Draw, PrioritizedSegments
 
@@ -172,19 +171,10 @@ class Rollout:
         """
         rewards = self.columns["rewards"].clone()
         if self.truncations:
-            parts = zip(*self.truncations, strict=True)
-            rows, observations, before = (joined(part) for part in parts)
-            values = values_again(policy, self.buffer, TruncatedEpisodes(rows, observations, before))
-            rewards.view(-1)[rows] += self.gamma * (values - before)
+            episodes = joined(self.truncations)
+            values = values_again(policy, self.buffer, episodes)
+            rewards.view(-1)[episodes.rows] += self.gamma * (values - episodes.values)
         return rewards
-
-
-def joined(parts: Sequence[object]) -> Arrays:
-    """
-    :param parts: Tensors, or dictionaries of tensors
-    :return: Concatenated tensors
-    """
-    return map_observations(lambda *tensors: th.cat(tensors), *parts)
 
 
 def refuse_incomplete(buffer: RolloutBuffer) -> None:

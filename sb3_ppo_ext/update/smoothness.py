@@ -46,12 +46,6 @@ class TemporalSmoothness(ExtraLoss):
 
     reads_next = True
 
-    @classmethod
-    def make(
-        cls, where: str, coef: float, keywords: Kwargs, policy: ActorCriticPolicy, normalizer: VecNormalize | None
-    ) -> TemporalSmoothness:
-        return cls(coef)
-
     def value(self, inputs: PolicyInputs, config: LossConfig) -> th.Tensor:
         now, view = location(inputs.distribution), inputs.view
         # Not left to the distance of equal observations: rounding, or a state of the rollout, gives it a gradient of length 1.

@@ -13,7 +13,7 @@ from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.launch import Launch, find_launch
 from sb3_ppo_ext.distributed.ranks import connect
 from sb3_ppo_ext.zoo.entry_checks import check_readable
-from sb3_ppo_ext.zoo.run_folder import CHECKPOINTS, MARKER, resumed_folder, set_resumed_folder
+from sb3_ppo_ext.zoo.run_folder import CHECKPOINTS, MARKER, RESUMED
 
 if TYPE_CHECKING:
     from rl_zoo3.exp_manager import ExperimentManager
@@ -36,10 +36,10 @@ def find_interrupted_run(experiment: ExperimentManager) -> None:
     :param experiment: Experiment before its setup
     """
     launch = find_launch("auto")
-    if launch.size == 1 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0 or resumed_folder() is not None:
+    if launch.size == 1 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0 or RESUMED.get() is not None:
         return
     if (folder := connect(launch).gather(_interrupted(Path(experiment.log_path)))[0]) is not None:
-        set_resumed_folder(folder)
+        RESUMED.set(folder)
 
 
 def share_run(experiment: ExperimentManager, distributed: str) -> None:
@@ -91,7 +91,7 @@ def create_log_folder(theirs: Callable[[], None], experiment: ExperimentManager)
     if launch.rank > 0:
         return
     theirs()
-    if launch.size > 1 and resumed_folder() is None:
+    if launch.size > 1 and RESUMED.get() is None:
         Path(experiment.params_path, MARKER).write_text(json.dumps(_identity()))
 
 
@@ -105,7 +105,7 @@ def create_zoo_callbacks(theirs: Callable[[], None], experiment: ExperimentManag
 
 def save_config(theirs: Callable[..., None], experiment: ExperimentManager, hyperparams: dict[str, object]) -> None:
     """Save how the run was started, on rank 0, unless it is resumed."""
-    if launch_of(experiment).rank == 0 and resumed_folder() is None:
+    if launch_of(experiment).rank == 0 and RESUMED.get() is None:
         theirs(hyperparams)
 
 

@@ -7,7 +7,8 @@ from contextvars import ContextVar
 
 from sb3_ppo_ext.envs.envpool_vec_env import ENVPOOL
 
-_IS_CHOSEN: ContextVar[bool] = ContextVar("is_envpool_chosen", default=False)
+# Whether the environments of this command are those of EnvPool
+IS_CHOSEN: ContextVar[bool] = ContextVar("is_envpool_chosen", default=False)
 
 
 def take_envpool_option() -> None:
@@ -20,9 +21,4 @@ def take_envpool_option() -> None:
     for place in joined:
         words[place] = "--vec-env=dummy"
     if found or joined:
-        _IS_CHOSEN.set(True)
-
-
-def is_envpool_chosen() -> bool:
-    """:return: Whether the environments of this command are those of EnvPool"""
-    return _IS_CHOSEN.get()
+        IS_CHOSEN.set(True)

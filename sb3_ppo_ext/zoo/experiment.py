@@ -40,7 +40,7 @@ from sb3_ppo_ext.zoo.distributed_runs import (
 )
 from sb3_ppo_ext.zoo.entry_checks import OF_ZOO_SCHEDULES, check_entry, one_line_errors, unreadable_files_as_value_errors
 from sb3_ppo_ext.zoo.environment_counts import with_environments
-from sb3_ppo_ext.zoo.envpool_option import is_envpool_chosen
+from sb3_ppo_ext.zoo.envpool_option import IS_CHOSEN as ENVPOOL_IS_CHOSEN
 from sb3_ppo_ext.zoo.made_environments import staggered
 from sb3_ppo_ext.zoo.progress_file import ProgressFile
 from sb3_ppo_ext.zoo.resuming import (
@@ -49,7 +49,7 @@ from sb3_ppo_ext.zoo.resuming import (
     keep_monitor_files,
     load_pretrained_agent,
 )
-from sb3_ppo_ext.zoo.run_folder import removed_if_not_begun, resumed_folder
+from sb3_ppo_ext.zoo.run_folder import RESUMED, removed_if_not_begun
 from sb3_ppo_ext.zoo.run_normalization import TRIAL, maybe_normalize, preprocess_action_noise
 from sb3_ppo_ext.zoo.yaml_entries import (
     DEFAULT,
@@ -85,7 +85,7 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
     ``policy_kwargs`` of a trial (``--trial-id``) into those of the entry, where the Zoo would replace them. A run that is
     resumed reads what it has saved.
     """
-    if (folder := resumed_folder()) is not None:
+    if (folder := RESUMED.get()) is not None:
         saved = experiment.entry = read_saved(folder / experiment.env_name / "config.yml")  # type: ignore[attr-defined]
         return dict(saved), saved
     env_name, trial_id = experiment.env_name, experiment.trial_id
@@ -318,7 +318,7 @@ def setup_experiment(theirs: Callable[[], object], experiment: "ExperimentManage
 def _use_fast_environments(experiment: "ExperimentManager") -> None:
     if experiment.default_vec_env_cls is None:  # no class that the user has chosen
         experiment.vec_env_class = VEC_ENVS.get(experiment.vec_env_class, experiment.vec_env_class)
-    if is_envpool_chosen():
+    if ENVPOOL_IS_CHOSEN.get():
         experiment.vec_env_class = functools.partial(_pooled_copies, experiment)  # type: ignore[assignment]
         experiment.args.vec_env = ENVPOOL  # which a run that is resumed reads
     elif experiment.env_name.gym_id.startswith(GYMNAX_PREFIX):

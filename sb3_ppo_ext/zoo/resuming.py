@@ -15,7 +15,7 @@ from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, refuse
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.distributed_runs import create_zoo_callbacks
-from sb3_ppo_ext.zoo.run_folder import CHECKPOINTS, resumed_folder, set_resumed_folder
+from sb3_ppo_ext.zoo.run_folder import CHECKPOINTS, RESUMED
 from sb3_ppo_ext.zoo.yaml_entries import read_saved
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def arguments_to_resume(folder: str | Path) -> list[str]:
         refuse("folder", str(folder), "only training runs of `ppo_ext` can be resumed")
     if not (folder / CHECKPOINTS).is_dir():
         refuse("folder", str(folder), "it has no checkpoint; `--save-freq` of `train` lets a training run write them")
-    set_resumed_folder(folder)
+    RESUMED.set(folder)
     _change_to_start(folder, arguments)
     return [word for name, value in arguments.items() if name not in _NOT_REPEATED for word in words_of(name, value)]
 
@@ -82,7 +82,7 @@ def find_run(experiment: ExperimentManager) -> None:
 
     :param experiment: Experiment before its setup
     """
-    if (folder := resumed_folder()) is None:
+    if (folder := RESUMED.get()) is None:
         return
     experiment.save_path = str(folder)
     experiment.params_path = f"{folder}/{experiment.env_name}"
@@ -133,7 +133,7 @@ def keep_monitor_files(experiment: ExperimentManager) -> None:
 
     :param experiment: Experiment before it creates environments
     """
-    if resumed_folder() is not None:
+    if RESUMED.get() is not None:
         experiment.monitor_kwargs = {**(experiment.monitor_kwargs or {}), "override_existing": False}
 
 

@@ -14,19 +14,8 @@ CHECKPOINTS = "checkpoints"
 MARKER = "torchrun.json"
 # What RL Zoo and this package write before there is a model
 BEFORE_THE_MODEL = ("*.monitor.csv", MARKER)
-_FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
-
-
-def set_resumed_folder(folder: Path) -> None:
-    """
-    :param folder: Folder of the run that is resumed in this process
-    """
-    _FOLDER.set(folder)
-
-
-def resumed_folder() -> Path | None:
-    """:return: Folder of the run that is resumed in this process, ``None`` for a new run"""
-    return _FOLDER.get()
+# Folder of the run that is resumed in this process, `None` for a new run
+RESUMED: ContextVar[Path | None] = ContextVar("resumed", default=None)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.entry_normalization import KNOWN, options_of
 from sb3_ppo_ext.zoo.resuming import agent_with_statistics
-from sb3_ppo_ext.zoo.run_folder import resumed_folder
+from sb3_ppo_ext.zoo.run_folder import RESUMED
 from sb3_ppo_ext.zoo.yaml_entries import can_be_normalized, is_small_image
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _why_wrapped(experiment: ExperimentManager, space: spaces.Space) -> str | No
         return "the algorithm is no `PPOExt`"
     if Path(agent_with_statistics(experiment)).parent.joinpath(experiment.env_name, "vecnormalize.pkl").exists():
         return "that of the trained agent"
-    if resumed_folder() is not None or (is_checkpoint(experiment.trained_agent) and not _options_of_agent(experiment)):
+    if RESUMED.get() is not None or (is_checkpoint(experiment.trained_agent) and not _options_of_agent(experiment)):
         return "as before the interruption"  # A run whose model normalises has saved its options instead.
     kwargs = experiment.normalize_kwargs
     if others := sorted(kwargs.keys() - set(KNOWN)):

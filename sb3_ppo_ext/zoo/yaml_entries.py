@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 
+from sb3_ppo_ext.common.hybrid_actions import boxes_of
 from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError, refuse
 from sb3_ppo_ext.envs.encode_text import text_keys
@@ -87,10 +88,7 @@ def default_for(space: spaces.Space) -> str:
     :param space: Action space
     :return: Key of the entry for tasks without one of their own; that for continuous actions if any part is a ``Box``
     """
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
-        return DEFAULT if any(default_for(part) == DEFAULT for part in parts) else DEFAULT_DISCRETE
-    return DEFAULT if isinstance(space, spaces.Box) else DEFAULT_DISCRETE
+    return DEFAULT if boxes_of(space) else DEFAULT_DISCRETE
 
 
 def policy_for(space: spaces.Space) -> str:

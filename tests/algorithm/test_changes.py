@@ -9,17 +9,16 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 from support.options import SMALL, VALUES, make, random_state, set_random_state, with_needs
 from support.parity import assert_equal
 from support.torch_envs import TorchPendulum
-from support.toys import ToyEnv, make_toys
+from support.toys import Silent, ToyEnv, make_toys
 from support.zips import Zip
 
 from sb3_ppo_ext import MlpPolicy, PPOExt, TorchVecEnv
-from sb3_ppo_ext.algorithm.changes import is_same, remembered
+from sb3_ppo_ext.algorithm.changed_options import is_same, remembered
 from sb3_ppo_ext.options import ALL_OPTIONS
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer
 
@@ -392,11 +391,8 @@ def test_other_environment():
     model.learn(16)
 
 
-class NewLength(BaseCallback):
+class NewLength(Silent):
     """Changes the length of rollouts in the middle of a training."""
-
-    def _on_step(self):
-        return True
 
     def _on_rollout_end(self):
         self.model.n_steps = 4

@@ -14,7 +14,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
 from support.cases import one_in
-from support.hybrid import KICK, SPACES, Passing, TensorPassing, make_only_parts
+from support.hybrid import ACTION, KICK, SPACES, Passing, TensorPassing, make_only_parts
 from support.options import assert_continues, random_state, set_random_state
 from support.parity import assert_equal, train
 from support.toys import BOX_ACTION, DICT, ToyEnv, make_toys
@@ -95,15 +95,8 @@ def test_native_is_chosen():
 def test_last_action():
     """A transformer sees the last action: boxes scaled to [-1, 1], categories one-hot, and zeros and ones."""
     policy = make(SPACES["all kinds"], "MlpTransformerPolicy").policy
-    action = {
-        "aim": np.float32([0.5, -0.5]),
-        "buttons": np.int8([0, 1]),
-        "gears": np.array([1, 3]),
-        "push": np.array([0.1]),
-        "target": np.int64(2),
-    }
-    vectors = policy.action_space.flattened([action])
-    expected = [0.5, -0.5, 1, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0, 1]
+    vectors = policy.action_space.flattened([ACTION])
+    expected = [0.25, -0.5, 0.25, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0, 1]
     assert policy.n_action_features == len(expected)
     np.testing.assert_allclose(policy.encode_actions(vectors)[0], expected, atol=1e-6)
     np.testing.assert_allclose(policy.encode_action_tensors(th.from_numpy(vectors))[0], expected, atol=1e-6)
@@ -276,7 +269,7 @@ def test_zips(name):
 
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("policy", ["MlpPolicy", "MlpTransformerPolicy", "MlpLstmPolicy"])
-def test_loaded(policy, trusted, tmp_path):
+def test_loaded(policy, trusted):
     """A zip has the action space, is refused with another one, and acts as before."""
     model = make(SPACES["nested"], policy, action_dist="beta").learn(16)
     loaded = Zip(model).load(device="cpu", trusted=trusted)

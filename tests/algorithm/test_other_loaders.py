@@ -1,42 +1,31 @@
 """Zips of PPOExt that SB3's own algorithms load: they act as before, or the error says to use PPOExt."""
 
-import io
 import pickle
-import zipfile
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
 from sb3_contrib import MaskablePPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.save_util import load_from_zip_file
+from support.toys import VECTOR, Samples
+from support.zips import Zip, parts
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.saved_models import read_model
 
 
-class Toy(gym.Env):
-    """Shows random observations, takes any action, and masks none."""
-
-    def __init__(self, action_space=None, observation_space=None):
-        self.action_space = action_space or spaces.Box(-1, 1, (2,), np.float32)
-        self.observation_space = observation_space or spaces.Box(-1, 1, (3,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, False, {}
+class Toy(Samples):
+    """Masks none of four choices."""
 
     def action_masks(self):
         return np.ones(4, bool)
 
 
+BOX = spaces.Box(-1, 1, (2,), np.float32)
 DISCRETE = spaces.Discrete(4)
 HYBRID = spaces.Dict(gear=spaces.Discrete(3), force=spaces.Box(-1, 1, (2,), np.float32))
-MASKED = spaces.Dict(seen=spaces.Box(-1, 1, (3,), np.float32), action_mask=spaces.MultiBinary(4))
+MASKED = spaces.Dict(seen=VECTOR, action_mask=spaces.MultiBinary(4))
 
 LOADED = {
     "defaults": dict(),
@@ -57,33 +46,26 @@ REFUSED = {
     "critic_learning_rate=0.1": dict(critic_learning_rate=0.1),
     "optimizer='sgd'": dict(optimizer="sgd"),
     "optimizer='adamw'": dict(optimizer="adamw"),
-    "optimizer='sgd'` ": dict(env=Toy(DISCRETE), optimizer="sgd"),
+    "optimizer='sgd'` ": dict(env=Toy(VECTOR, DISCRETE), optimizer="sgd"),
     "weight_decay=0.1": dict(weight_decay=0.1),
-    "weight_decay=0.1` ": dict(env=Toy(DISCRETE), weight_decay=0.1),
-    "action_masking=True": dict(env=Toy(DISCRETE), action_masking=True),
+    "weight_decay=0.1` ": dict(env=Toy(VECTOR, DISCRETE), weight_decay=0.1),
+    "action_masking=True": dict(env=Toy(VECTOR, DISCRETE), action_masking=True),
     "action_masking=True` ": dict(
-        env=Toy(DISCRETE, MASKED), policy="MultiInputPolicy", action_masking=True, action_mask_key="action_mask"
+        env=Toy(MASKED, DISCRETE), policy="MultiInputPolicy", action_masking=True, action_mask_key="action_mask"
     ),
-    "action_space=Dict": dict(env=Toy(HYBRID)),
+    "action_space=Dict": dict(env=Toy(VECTOR, HYBRID)),
 }
 
 
 def make(policy="MlpPolicy", env=None, **options):
-    return PPOExt(policy, env or Toy(), n_steps=16, batch_size=8, n_epochs=1, device="cpu", seed=0, **options)
-
-
-def saved(model):
-    file = io.BytesIO()
-    model.save(file)
-    file.seek(0)
-    return file
+    return PPOExt(policy, env or Toy(VECTOR, BOX), n_steps=16, batch_size=8, n_epochs=1, device="cpu", seed=0, **options)
 
 
 @pytest.mark.parametrize("name", LOADED)
 def test_what_ppo_can_load(name):
     """PPO loads it, and acts as the model does."""
     model = make(**LOADED[name])
-    loaded = PPO.load(saved(model), device="cpu")
+    loaded = Zip(model).load(PPO, device="cpu")
     observation = model.observation_space.sample()
     actions = [each.predict(observation, deterministic=True)[0] for each in (model, loaded)]
     assert np.array_equal(*actions)
@@ -96,7 +78,7 @@ def test_what_ppo_can_load(name):
 def test_what_other_algorithms_cannot_load(algorithm, name):
     """Their error names the options, and what to load the model with; PPOExt loads it, also without unpickling."""
     model = make(**REFUSED[name])
-    file = saved(model)
+    file = Zip(model).open()
     with pytest.raises(ValueError, match=f"saved by PPOExt with .*{name.strip()}.* load it with `sb3_ppo_ext.PPOExt.load`"):
         algorithm.load(file, device="cpu")
     observation = model.observation_space.sample()
@@ -106,7 +88,7 @@ def test_what_other_algorithms_cannot_load(algorithm, name):
         loaded = PPOExt.load(file, device="cpu", trusted=trusted)
         assert not hasattr(loaded, "_load_with_PPOExt")
         assert str(loaded.predict(observation, deterministic=True)[0]) == str(expected)
-    again = saved(loaded)
+    again = Zip(loaded).open()
     with pytest.raises(ValueError, match="saved by PPOExt with"):
         PPO.load(again, device="cpu")
 
@@ -116,26 +98,24 @@ def test_several_options_are_named():
     with pytest.raises(
         ValueError, match="with `advantage_norm='ema'` and `action_dist='beta'`, which no other algorithm knows"
     ):
-        PPO.load(saved(make(action_dist="beta", advantage_norm="ema")))
+        Zip(make(action_dist="beta", advantage_norm="ema")).load(PPO)
 
 
 def test_parameters_can_be_read():
     """SB3's functions that read the parameters alone go on working, and models can be copied and pickled."""
     model = make(action_dist="beta", advantage_norm="ema")
-    _, parameters, _ = load_from_zip_file(saved(model), load_data=False)
+    _, parameters, _ = load_from_zip_file(Zip(model).open(), load_data=False)
     assert parameters.keys() == model.get_parameters().keys()
     assert pickle.loads(pickle.dumps(model.policy)).action_dist_name == "beta"
-    data = read_model(saved(model)).data
+    data = read_model(Zip(model).open()).data
     assert "_load_with_PPOExt" not in data
 
 
 def test_without_such_options_nothing_is_added():
     """The zip has the attributes of SB3's alone; once an option is off again, PPO loads the next zip."""
     model = make(advantage_norm="ema")
-    with zipfile.ZipFile(saved(model)) as archive:
-        assert b"_load_with_PPOExt" in archive.read("data")
+    assert b"_load_with_PPOExt" in parts(Zip(model).content)["data"]
     model.advantage_norm = "minibatch"
     model.learn(16)
-    with zipfile.ZipFile(saved(model)) as archive:
-        assert b"_load_with_PPOExt" not in archive.read("data")
-    PPO.load(saved(model), device="cpu")
+    assert b"_load_with_PPOExt" not in parts(Zip(model).content)["data"]
+    Zip(model).load(PPO, device="cpu")

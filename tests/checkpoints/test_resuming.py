@@ -16,7 +16,7 @@ from support import hybrid  # noqa: F401  # registers its task
 from support.masks import make_masked
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
 from support.torch_envs import TorchPendulum
-from support.toys import IMAGE, make_toys
+from support.toys import IMAGE, Silent, make_toys
 
 from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, RNDReward, TorchVecEnv, TrainingCheckpoint
 from sb3_ppo_ext.rollout.user_code import runs_user_code
@@ -118,7 +118,7 @@ def checkpoints_of(model, folder, timesteps=256, **kwargs):
     return sorted(folder.glob("*.zip"), key=lambda path: int(path.stem.split("_")[1]))
 
 
-class Layouts(BaseCallback):
+class Layouts(Silent):
     """Keeps the memory layout of the observations that rollouts begin with."""
 
     def __init__(self):
@@ -127,9 +127,6 @@ class Layouts(BaseCallback):
 
     def _on_rollout_start(self):
         self.seen.append(self.model._last_obs.strides)
-
-    def _on_step(self):
-        return True
 
 
 def test_layout_of_images(tmp_path):
@@ -185,12 +182,9 @@ def test_longer_training(tmp_path):
 def test_iterations_and_log_interval(tmp_path):
     """The log goes on at the same iterations, although the interval does not divide those before the checkpoint."""
 
-    class Rows(BaseCallback):
+    class Rows(Silent):
         def _on_rollout_start(self):
             self.rows = [*getattr(self, "rows", []), self.logger.name_to_value.get("time/iterations")]
-
-        def _on_step(self):
-            return True
 
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:

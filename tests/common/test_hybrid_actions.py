@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from support.hybrid import SPACES, equal
+from support.hybrid import ACTION, SPACES, equal
 
 from sb3_ppo_ext.common.guards import NonFinitePolicyError
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, boxes_of, kinds_of, sample_space
@@ -38,15 +38,8 @@ def test_there_and_back(name):
 def test_columns():
     """Numbers of boxes come first, then those of categories, last those of zeros and ones; each kind in the space's order."""
     flat = FlatActionSpace(ALL)
-    action = {
-        "aim": np.float32([0.25, -0.5]),
-        "buttons": np.int8([0, 1]),
-        "gears": np.array([1, 3]),
-        "push": np.array([0.0625]),
-        "target": np.int64(2),
-    }
-    np.testing.assert_array_equal(flat.flattened([action]), [[0.25, -0.5, 0.0625, 1, 3, 2, 0, 1]])
-    assert equal(flat.structured(np.float32([0.25, -0.5, 0.0625, 1, 3, 2, 0, 1])), action)
+    np.testing.assert_array_equal(flat.flattened([ACTION]), [[0.25, -0.5, 0.0625, 1, 3, 2, 0, 1]])
+    assert equal(flat.structured(np.float32([0.25, -0.5, 0.0625, 1, 3, 2, 0, 1])), ACTION)
     assert (flat.n_continuous, flat.n_values, flat.n_binary) == (3, [2, 4, 3], 2)
     np.testing.assert_array_equal(flat.low, [-1, -1, 0, 0, 0, 0, 0, 0])
     np.testing.assert_array_equal(flat.high, np.float32([1, 1, 0.1, 1, 3, 2, 1, 1]))

@@ -35,7 +35,7 @@ def test_values(value, expected):
     assert [make_schedule("learning_rate", schedule)(p) for p in (1.0, 0.5, 0.0)] == pytest.approx(expected)
 
 
-def test_linear_is_never_negative(tmp_path):
+def test_linear_is_never_negative():
     """A last rollout that ends past the end has a learning rate of 0, where a negative one would unlearn."""
     linear = make_schedule("learning_rate", "lin_0.1")
     assert [make_schedule("clip_range", "hold_0.1")(p) for p in (0.7, 0.4, 0.25, -0.1)] == [0.1, 0.8 * 0.1, 0.5 * 0.1, 0.0]

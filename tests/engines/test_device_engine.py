@@ -21,7 +21,7 @@ from support import hybrid
 from support.cases import one_in
 from support.device_training import SMALL, assert_same, assert_same_training, same_draws, tensor_env, trained
 from support.parity import assert_equal
-from support.torch_envs import TorchCartPole, TorchPendulum
+from support.torch_envs import Broken, TorchCartPole, TorchPendulum
 from support.toys import DICT, IMAGE, make_toys
 
 from sb3_ppo_ext import PPOExt, TensorVecNormalize, TorchVecEnv, TrainingCheckpoint
@@ -442,23 +442,6 @@ def test_log_of_the_environment(sim):
 
 
 # Numbers that are not finite
-
-
-class Broken(TorchPendulum):
-    """Returns NaN from a copy at a step."""
-
-    what, step_of_nan = "reward", 5
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.n = 0
-
-    def step(self, actions):
-        observations, rewards, *others = super().step(actions)
-        self.n += 1
-        if self.n == self.step_of_nan:
-            (rewards if self.what == "reward" else observations)[3] = math.nan
-        return observations, rewards, *others
 
 
 @pytest.mark.parametrize("what", ["reward", "observation"])

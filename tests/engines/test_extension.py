@@ -51,6 +51,21 @@ def network_of(sizes, activation, module):
     return torch_net, _mlp.Network(layers), gradients
 
 
+def check_outputs(torch_net, network, n, **tolerances):
+    """Outputs are those of PyTorch in double precision, whose gradients are computed; return those of the outputs."""
+    n_in, n_latents, n_out = torch_net[0].in_features, torch_net[-1].in_features, torch_net[-1].out_features
+    x, d_out = th.randn(n, n_in), th.randn(n, n_out)
+    out, latents = np.empty((n, n_out), np.float32), np.empty((n, n_latents), np.float32)
+    network.forward(x.numpy(), out)
+    network.latents(latents)
+    torch_net.double()
+    expected = torch_net(x.double())
+    expected.backward(d_out.double())
+    np.testing.assert_allclose(out, expected.detach().numpy(), **tolerances)
+    np.testing.assert_allclose(latents, torch_net[:-1](x.double()).detach().numpy(), **tolerances)
+    return d_out
+
+
 def residual_net(module):
     """Blocks of two kinds of sizes, between them and around them what else a network may have."""
     return nn.Sequential(
@@ -89,15 +104,7 @@ def check_network_with_normalisation(make_net, module, n):
             nn.init.normal_(norm.bias)
     layers, gradients = of_torch(torch_net)
     network = _mlp.Network(layers)
-    x, d_out = th.randn(n, 5), th.randn(n, 3)
-    out, latents = np.empty((n, 3), np.float32), np.empty((n, torch_net[-1].in_features), np.float32)
-    network.forward(x.numpy(), out)
-    network.latents(latents)
-    torch_net.double()
-    expected = torch_net(x.double())
-    expected.backward(d_out.double())
-    np.testing.assert_allclose(out, expected.detach().numpy(), rtol=1e-4, atol=2e-5)
-    np.testing.assert_allclose(latents, torch_net[:-1](x.double()).detach().numpy(), rtol=1e-4, atol=2e-5)
+    d_out = check_outputs(torch_net, network, n, rtol=1e-4, atol=2e-5)
     for add in (False, True):
         network.backward(d_out.numpy(), add)
         for (name, parameter), gradient in zip(torch_net.named_parameters(), gradients, strict=True):
@@ -151,16 +158,8 @@ def test_network(instruction_set, sizes, activation, module):
 def check_network(sizes, activation, module, n):
     th.manual_seed(0)
     torch_net, network, gradients = network_of(sizes, activation, module)
-    x, d_out = th.randn(n, sizes[0]), th.randn(n, sizes[-1])
-    out, latents = np.empty((n, sizes[-1]), np.float32), np.empty((n, sizes[-2]), np.float32)
     network.pack()
-    network.forward(x.numpy(), out)
-    network.latents(latents)
-    torch_net.double()
-    expected = torch_net(x.double())
-    expected.backward(d_out.double())
-    np.testing.assert_allclose(out, expected.detach().numpy(), rtol=1e-5, atol=2e-6)
-    np.testing.assert_allclose(latents, torch_net[:-1](x.double()).detach().numpy(), rtol=1e-5, atol=2e-6)
+    d_out = check_outputs(torch_net, network, n, rtol=1e-5, atol=2e-6)
     for add in (False, True):
         network.backward(d_out.numpy(), add)
         for parameter, gradient in zip(torch_net.parameters(), gradients, strict=True):

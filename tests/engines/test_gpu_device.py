@@ -11,7 +11,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from support.device_training import SMALL, assert_same, logs_of, same_draws
 from support.device_waits import assert_within, counted
 from support.options import SINGLE
-from support.torch_envs import TorchCartPole, TorchPendulum
+from support.torch_envs import Broken, TorchCartPole, TorchPendulum
 from support.toys import DICT, IMAGE, ToyEnv, make_toys
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt, TensorVecNormalize, TorchVecEnv
@@ -44,6 +44,7 @@ ACTIONS = {
 }
 NOT_HERE = {"backend", "action_dist", "amp_dtype"}
 OPTIONS = {str(options): options for options in SINGLE if not options.keys() & NOT_HERE}
+OPTIONS |= {name: dict(options, ent_coef=0.01) for name, options in ACTIONS.items()}
 BUDGET = 10
 
 
@@ -110,18 +111,9 @@ def test_policies(policy):
 
 
 @pytest.mark.usefixtures("same_draws")
-@pytest.mark.parametrize("actions", ACTIONS)
-def test_actions(actions):
-    """From the same rollout, each action distribution is updated as on the CPU, and then trains."""
-    models = updated_from_one_rollout(ent_coef=0.01, **ACTIONS[actions])
-    assert_same(*models)
-    assert is_finite(models[1].learn(64))
-
-
-@pytest.mark.usefixtures("same_draws")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options(options):
-    """From the same rollout, each option acts as on the CPU, and then trains."""
+    """From the same rollout, each action distribution and each option acts as on the CPU, and then trains."""
     models = updated_from_one_rollout(**OPTIONS[options])
     assert_same(*models)
     assert is_finite(models[1].learn(64))
@@ -323,19 +315,6 @@ def test_lower_precision(dtype, policy, tmp_path):
         loaded = PPOExt.load(tmp_path / "model", env=env, device=device)
         assert is_finite(loaded.learn(64))
         assert loaded.policy.device.type == device
-
-
-class Broken(TorchPendulum):
-    """Returns NaN from a copy at a step."""
-
-    n, what = 0, "reward"
-
-    def step(self, actions):
-        observations, rewards, *others = super().step(actions)
-        self.n += 1
-        if self.n == 5:
-            (rewards if self.what == "reward" else observations)[3] = math.nan
-        return observations, rewards, *others
 
 
 @pytest.mark.parametrize("what", ["reward", "observation"])

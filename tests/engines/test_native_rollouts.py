@@ -14,7 +14,7 @@ from stable_baselines3.common.preprocessing import preprocess_obs
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecNormalize
 from support.engines import KEYS, SMALL, VECTORS, make
-from support.toys import BOX_ACTION, VECTOR, RolloutRecorder, ToyEnv, make_toys
+from support.toys import BOX_ACTION, VECTOR, RolloutRecorder, Silent, ToyEnv, make_toys
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.common.guards import NonFinitePolicyError
@@ -215,11 +215,7 @@ def test_first_ratios_of_gsde():
 def test_whose_code_runs():
     """Callbacks of SB3 itself, however nested, are known; anybody else's, replaced methods included, are told from them."""
 
-    class Own(BaseCallback):
-        def _on_step(self):
-            return True
-
-    class OfASimilarName(Own):
+    class OfASimilarName(Silent):
         __module__ = "stable_baselines3_of_mine"
 
     class Subclass(EvalCallback):
@@ -227,11 +223,11 @@ def test_whose_code_runs():
 
     plain = [EvalCallback(ToyEnv()), EveryNTimesteps(5, EvalCallback(ToyEnv())), CallbackList([EvalCallback(ToyEnv())])]
     assert not any(map(runs_user_code, plain))
-    nested = EvalCallback(ToyEnv(), callback_on_new_best=Own()), EvalCallback(ToyEnv(), callback_after_eval=Own())
+    nested = EvalCallback(ToyEnv(), callback_on_new_best=Silent()), EvalCallback(ToyEnv(), callback_after_eval=Silent())
     replaced = EvalCallback(ToyEnv())
     replaced._on_step = lambda: True
-    own = Own(), OfASimilarName(), Subclass(ToyEnv()), replaced, *nested
-    for callback in (*own, EveryNTimesteps(5, Own()), CallbackList([plain[0], Own()]), ConvertCallback(lambda *_: True)):
+    own = Silent(), OfASimilarName(), Subclass(ToyEnv()), replaced, *nested
+    for callback in (*own, EveryNTimesteps(5, Silent()), CallbackList([plain[0], Silent()]), ConvertCallback(lambda *_: True)):
         assert runs_user_code(callback), callback
     seen = []
     make().learn(16, callback=lambda local, _: seen.append(local["values"]) or True)

@@ -1,23 +1,20 @@
 """On a simulated device, which refuses what CUDA would refuse: the same training as on the CPU, whatever is trained."""
 
-from unittest.mock import patch
+from functools import partial
 
-import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
 from support.cases import one_in
+from support.device_training import assert_same_training, trained
 from support.hybrid import SPACES
-from support.toys import DICT, IMAGE, make_toys
-
-from sb3_ppo_ext import PPOExt
+from support.toys import DICT, IMAGE
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.filterwarnings("ignore:You are trying to run PPOExt on the GPU"),
     pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),
 ]
-SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, backend="eager")
 TRANSFORMER = dict(context_length=6, d_model=16, n_heads=2, use_last_action=True, use_last_reward=True)
 KEYS = dict(actor_keys=["joints", "gear"])
 POLICIES = {
@@ -43,30 +40,13 @@ ACTIONS = {
 OF_SEQUENCES = dict(advantage_norm="ema", vtrace=True, priority_alpha=0.6, priority_segment=4, accumulate_grad=2)
 
 
-def trained(device, policy="MlpPolicy", env=None, **options):
-    model = PPOExt(policy.split(",")[0], make_toys(length=5, **(env or {})), device=device, **{**SMALL, **options})
-    return model.learn(64)
-
-
-def assert_same_training(sim, **kwargs):
-    """Parameters, optimiser and logs after two updates equal those of the CPU, to rounding."""
-    # Muon computes in bfloat16, which processors round differently: here it computes in float32.
-    with patch.object(th.Tensor, "bfloat16", th.Tensor.clone):
-        expected, actual = (trained(device, **kwargs) for device in ("cpu", sim.name))
-    assert {parameter.device for parameter in actual.policy.parameters()} == {th.device(sim.name)}
-    on_cpu = {name: tensor.cpu() for name, tensor in actual.policy.state_dict().items()}
-    for name, tensor in expected.policy.state_dict().items():
-        th.testing.assert_close(on_cpu[name], tensor, rtol=1e-3, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}")
-    logs = ({k: v for k, v in model.logger.name_to_value.items() if "time/" not in k} for model in (expected, actual))
-    one, other = logs
-    assert one.keys() == other.keys()
-    np.testing.assert_allclose([*other.values()], [*one.values()], rtol=1e-2, atol=1e-4)
+assert_same_training = partial(assert_same_training, backend="eager")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies(sim, policy):
     """Each policy is trained as on the CPU."""
-    assert_same_training(sim, policy=policy, **POLICIES[policy])
+    assert_same_training(sim, policy=policy.split(",")[0], **POLICIES[policy])
 
 
 @pytest.mark.parametrize("actions", one_in(3, ACTIONS))
@@ -100,6 +80,6 @@ def test_device_leaves_the_cpu_alone(sim):
     """New tensors lie on the CPU, and a training there does nothing on the device."""
     assert th.ones(1).device.type == th.get_default_device().type == "cpu"
     with sim.counting() as counts:
-        model = trained("auto")
+        model = trained("auto", "eager")
     assert model.device.type == "cpu"
     assert (counts.to_host, counts.to_device, counts.items, counts.operations) == (0, 0, 0, 0)

@@ -15,7 +15,7 @@ from support.cases import one_in
 from support.masks import make_masked
 from support.parity import assert_equal
 from support.torch_envs import ToyTensors
-from support.toys import make_toys
+from support.toys import Silent, make_toys
 from torch import nn
 
 from sb3_ppo_ext import MlpPolicy, PPOExt
@@ -73,11 +73,8 @@ class AllLocals(BaseCallback):
         return True
 
 
-class KeepsTheArrays(BaseCallback):
+class KeepsTheArrays(Silent):
     """Takes the arrays of the buffer once in each rollout."""
-
-    def _on_step(self):
-        return True
 
     def _on_rollout_start(self):
         buffer = self.model.rollout_buffer
@@ -654,52 +651,40 @@ def test_policies_that_compute_otherwise(change, when):
     np.testing.assert_allclose(buffer.advantages[-1][alive], expected[alive], rtol=1e-4, atol=1e-4)
 
 
-class LeavesDoubles(BaseCallback):
-    """Leaves arrays of float64 in the buffer."""
+def leave_doubles(buffer, *names):
+    """Leave arrays of float64 in the buffer."""
+    for name in names:
+        setattr(buffer, name, getattr(buffer, name).astype(np.float64))
 
-    def _on_step(self):
-        return True
 
+class LeavesDoubles(Silent):
     def _on_rollout_end(self):
-        buffer = self.model.rollout_buffer
-        for name in ("values", "log_probs", "advantages", "returns"):
-            setattr(buffer, name, getattr(buffer, name).astype(np.float64))
-
-
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    [
-        *((backend, {}) for backend in UNCOMPILED),
-        *(("native", options) for options in ({"normalize_advantage": False}, {"clip_range_vf": 0.2})),
-        ("native", {"advantage_norm": "rollout"}),
-    ],
-    ids=repr,
-)
-def test_doubles_in_the_buffer(backend, options):
-    """Each engine trains on them as on the same numbers in float32, as SB3 does."""
-    # One after the other, since the environments share the generator of their space.
-    expected, actual = (
-        make(PPOExt, backend=backend, **options).learn(32, callback=callback) for callback in (AllLocals(), LeavesDoubles())
-    )
-    for key, value in expected.policy.state_dict().items():
-        th.testing.assert_close(actual.policy.state_dict()[key], value, rtol=1e-4, atol=1e-6)
+        leave_doubles(self.model.rollout_buffer, "values", "log_probs", "advantages", "returns")
 
 
 class LeavesDoublesAtOnce(BaseCallback):
-    """Leaves arrays of float64 in the buffer in the middle of a rollout."""
+    """Leaves them in the middle of a rollout."""
 
     def _on_step(self):
-        buffer = self.model.rollout_buffer
-        for name in ("rewards", "episode_starts", "values", "log_probs", "advantages"):
-            setattr(buffer, name, getattr(buffer, name).astype(np.float64))
+        leave_doubles(self.model.rollout_buffer, "rewards", "episode_starts", "values", "log_probs", "advantages")
         return True
 
 
-@pytest.mark.parametrize("backend", ["native", "fused", "eager"])
-def test_doubles_in_the_middle_of_a_rollout(backend):
-    """They make no difference."""
+@pytest.mark.parametrize(
+    ("backend", "options", "callback"),
+    [
+        *((backend, {}, LeavesDoubles) for backend in UNCOMPILED),
+        *(("native", options, LeavesDoubles) for options in ({"normalize_advantage": False}, {"clip_range_vf": 0.2})),
+        ("native", {"advantage_norm": "rollout"}, LeavesDoubles),
+        *((backend, {}, LeavesDoublesAtOnce) for backend in ("native", "fused", "eager")),
+    ],
+    ids=repr,
+)
+def test_doubles_in_the_buffer(backend, options, callback):
+    """Each engine trains on them as on the same numbers in float32, as SB3 does."""
+    # One after the other, since the environments share the generator of their space.
     expected, actual = (
-        make(PPOExt, backend=backend).learn(32, callback=callback) for callback in (AllLocals(), LeavesDoublesAtOnce())
+        make(PPOExt, backend=backend, **options).learn(32, callback=callback) for callback in (AllLocals(), callback())
     )
     for key, value in expected.policy.state_dict().items():
         th.testing.assert_close(actual.policy.state_dict()[key], value, rtol=1e-4, atol=1e-6)
@@ -749,13 +734,6 @@ def test_estimates_are_of_what_the_policy_saw():
     assert not model.rollout_buffer.observations[:-1].any()
     # Values of the rollout, of the last observations, and where an episode was truncated
     assert calls.count(1) < 10
-
-
-class Silent(BaseCallback):
-    """A user's callback, which might do anything."""
-
-    def _on_step(self):
-        return True
 
 
 KINDS = [("native", "arrays", "MlpPolicy")]

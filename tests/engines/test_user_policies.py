@@ -1,7 +1,5 @@
 """Policies that users write: on each engine they train as on the reference, or the engine steps aside."""
 
-import io
-
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from support.device_training import trained as trained_on
 from support.toys import make_toys
+from support.zips import Zip
 from torch import nn
 
 from sb3_ppo_ext import PPOExt
@@ -178,10 +177,7 @@ def test_fixed_standard_deviations_by_dimension():
     """A standard deviation for each dimension that is not learned is saved and loaded."""
     kwargs = dict(learn_std=False, log_std_init=th.tensor([-1.0, -2.0]))
     model = trained("auto", policy_kwargs=kwargs)
-    file = io.BytesIO()
-    model.save(file)
-    file.seek(0)
-    assert th.equal(PPOExt.load(file).policy.log_std.detach(), kwargs["log_std_init"])
+    assert th.equal(Zip(model).load().policy.log_std.detach(), kwargs["log_std_init"])
 
 
 class OtherNames(nn.Module):

@@ -1,19 +1,12 @@
 """Several processes are taken where the steps that they take at the same time last longer than what that costs."""
 
-import time
-
 import pytest
 from support.toys import ToyEnv
+from support.vec_envs import Slow
 
 from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, make
 from sb3_ppo_ext.envs import choice_of_vec_env
 from sb3_ppo_ext.envs.choice_of_vec_env import choose_vec_env, seconds_per_step
-
-
-class Waiting(ToyEnv):
-    def step(self, action):
-        time.sleep(0.002)
-        return super().step(action)
 
 
 @pytest.fixture
@@ -44,7 +37,7 @@ def test_rule(n_cores, n_envs, seconds, cls, cores, monkeypatch):
 def test_measurement():
     """The time of a step is that of one environment, which is closed afterwards."""
     closed = []
-    env = Waiting(p_end=0.5)
+    env = Slow(0.002, p_end=0.5)
     env.close = lambda: closed.append(True)
     assert 0.002 < seconds_per_step(lambda: env) < 0.1
     assert closed == [True]
@@ -55,7 +48,7 @@ def test_make(cores, capsys, monkeypatch):
     """With `n_envs="auto"` and `verbose=1`, one line says what was taken and why."""
     cores(2)
     monkeypatch.setattr(choice_of_vec_env, "COST", 1.5e-3)
-    for cls, expected in ((Waiting, ParallelVecEnv), (ToyEnv, FastDummyVecEnv)):
+    for cls, expected in ((Slow, ParallelVecEnv), (ToyEnv, FastDummyVecEnv)):
         _, env = make(cls, n_envs="auto", n_steps=8, batch_size=8, verbose=1, device="cpu")
         assert type(env) is expected
         assert capsys.readouterr().out.count(f"{expected.__name__}: a step of one environment takes") == 1

@@ -5,18 +5,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
+from support.toys import Words
 
 from sb3_ppo_ext import EncodeText, PPOExt
-
-
-class Words(spaces.Space[str]):
-    """Strings of a class of its own, like MiniGrid's missions."""
-
-    def sample(self, mask=None, probability=None):
-        return str(self.np_random.choice(["go to the red door", "Go to the blue door!"]))
-
-    def contains(self, x):
-        return isinstance(x, str)
 
 
 class Talking(gym.Env):

@@ -2,7 +2,6 @@
 
 import warnings
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -10,6 +9,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from support.parity import assert_equal
+from support.toys import Samples
 
 from sb3_ppo_ext import PPOExt
 
@@ -18,29 +18,22 @@ RAM = spaces.Box(0, 255, (8,), np.uint8)
 PARTS = spaces.Dict({"ram": RAM, "speed": spaces.Box(-1, 1, (2,), np.float32), "level": spaces.Box(-3, 5, (1,), np.int64)})
 
 
-class Memory(gym.Env):
+class Memory(Samples):
     """The first byte says what the better action is."""
 
-    action_space = spaces.Discrete(2)
+    def __init__(self, observation_space=RAM):
+        super().__init__(observation_space)
 
-    def __init__(self, observation_space=RAM, masked=False):
-        self.observation_space, self.masked = observation_space, masked
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
+    def reset(self, **kwargs):
         self.time = 0
-        return self._observed(), {}
-
-    def _observed(self):
-        self.seen = self.observation_space.sample()
-        return self.seen
+        self.seen, info = super().reset(**kwargs)
+        return self.seen, info
 
     def step(self, action):
         self.time += 1
         ram = self.seen["ram"] if isinstance(self.seen, dict) else self.seen
-        return self._observed(), float(action == (ram[0] > 127)), self.time % 16 == 0, False, {}
+        self.seen, *_ = super().step(action)
+        return self.seen, float(action == (ram[0] > 127)), self.time % 16 == 0, False, {}
 
     def action_masks(self):
         return np.ones(2, bool)

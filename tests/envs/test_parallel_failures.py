@@ -17,6 +17,7 @@ import pytest
 from gymnasium import spaces
 from support.cases import one_in
 from support.engines import SMALL
+from support.processes import listen_to_ctrl_c
 from support.toys import DICT, VECTOR, ToyEnv
 from support.vec_envs import FORK, Slow, interrupted, nothing_is_left, steps
 
@@ -227,7 +228,7 @@ def test_a_worker_that_is_killed(moment):
 
 def test_interrupt():
     """Ctrl-C interrupts the main process alone. Answers that come too late are not taken for those of later commands."""
-    env = ParallelVecEnv([Slower] * 3, n_workers=2, **FORK)
+    env = ParallelVecEnv([lambda: Slow(0.0)] * 3, n_workers=2, **FORK)
     env.seed(0)
     first = env.reset()
 
@@ -242,10 +243,6 @@ def test_interrupt():
         np.testing.assert_array_equal(env.reset(), first)
     env.close()
     assert [process.exitcode for process in env.processes] == [0, 0]
-
-
-class Slower(Slow):
-    delay = 0.0
 
 
 def test_an_interrupted_message_is_refused():
@@ -295,11 +292,6 @@ def is_alive(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def listen_to_ctrl_c():
-    """What a shell starts in the background ignores SIGINT, and so do its children, unless they are told not to."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="processes are looked for in /proc")

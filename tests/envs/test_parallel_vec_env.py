@@ -21,7 +21,7 @@ from stable_baselines3.common.vec_env import (
 from support.cases import one_in
 from support.parity import assert_equal
 from support.toys import DICT, IMAGE, VECTOR, ToyEnv
-from support.vec_envs import FORK, Asked, Plain, Slow, Talkative, assert_same, nothing_is_left, rollout, without_clock
+from support.vec_envs import FORK, Asked, Plain, Slow, Talkative, add_to_attribute, nothing_is_left, rollout, without_clock
 
 from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, TrainingCheckpoint
 from sb3_ppo_ext.checkpoints.object_state import ObjectState, stateful_objects
@@ -70,7 +70,7 @@ def same_as_dummy(fns, n_steps=40, **kwargs):
         env.close()
     dummy = DummyVecEnv(fns)
     expected = rollout(dummy, n_steps), dummy.metadata, dummy.render_mode
-    assert_same(without_clock(list(expected)), without_clock(list(seen)))
+    assert_equal(without_clock(list(expected)), without_clock(list(seen)))
 
 
 @pytest.mark.parametrize("space", one_in(2, SPACES.values()), ids=SPACES)
@@ -161,7 +161,7 @@ def test_slow_answers():
 def test_what_a_step_returns_stays():
     """Environments that write their observations and infos in place change nothing that was returned, in any process."""
     seen = [rollout(ParallelVecEnv(env_fns(cls=cls, n_envs=4), n_workers=1, **FORK)) for cls in (Talkative, Plain)]
-    assert_same(*map(without_clock, seen))
+    assert_equal(*map(without_clock, seen))
 
 
 class InPlace(ToyEnv):
@@ -294,13 +294,6 @@ def test_images(named):
     env.close()
 
 
-def add_to_attribute(env, name, number):
-    """Change an attribute of an environment, and return both values."""
-    before = env.get_wrapper_attr(name)
-    env.set_wrapper_attr(name, before + number)
-    return before, env.get_wrapper_attr(name)
-
-
 def test_call_in_workers(named):
     """A function is called with each environment, in its process, with its own arguments."""
     _, env = named
@@ -325,7 +318,7 @@ def test_wrappers(name):
     for env in (DummyVecEnv(env_fns(space)), ParallelVecEnv(env_fns(space), n_workers=2, **FORK)):
         seen.append(without_clock(rollout(wrap(env))))
         env.close()
-    assert_same(*seen)
+    assert_equal(*seen)
 
 
 def test_training_is_that_of_one_process():
@@ -404,11 +397,11 @@ def test_a_restored_state_leaves_the_shared_memory():
     env.reset()
     targets = stateful_objects(env)
     ObjectState(targets).write(ObjectState(targets).read())
-    assert_same(without_clock(rollout(DummyVecEnv(env_fns()))), without_clock(rollout(env)))
+    assert_equal(without_clock(rollout(DummyVecEnv(env_fns()))), without_clock(rollout(env)))
     env.close()
 
 
-def test_the_zoo(train_here, tmp_path):
+def test_the_zoo(train_here):
     """With ``--vec-env subproc``, RL Zoo trains ``ppo_ext`` in it, where it pays."""
     made = []
     original = ParallelVecEnv.__init__

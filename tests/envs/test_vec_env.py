@@ -11,8 +11,9 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
+from support.parity import assert_equal
 from support.toys import DICT, IMAGE, VECTOR, ToyEnv
-from support.vec_envs import Asked, Plain, Talkative, as_floats, assert_same, rollout, without_clock
+from support.vec_envs import Asked, Plain, Talkative, as_floats, rollout, without_clock
 
 from sb3_ppo_ext import CheckedSubprocVecEnv, FastDummyVecEnv, ParallelVecEnv, PPOExt, VectorEnvAdapter
 from sb3_ppo_ext.zoo.experiment import setup_experiment
@@ -25,7 +26,7 @@ def test_fast_is_dummy(space, n_envs):
     fns = [lambda: Monitor(Plain(observation_space=space))] * n_envs
     expected, actual = (without_clock(rollout(cls(fns))) for cls in (DummyVecEnv, FastDummyVecEnv))
     assert any(info.get("TimeLimit.truncated") for infos in actual[5::5] for info in infos if isinstance(info, dict))
-    assert_same(expected, actual)
+    assert_equal(expected, actual)
 
 
 def test_fast_survives_an_environment_that_writes_in_place():
@@ -37,7 +38,7 @@ def test_fast_survives_an_environment_that_writes_in_place():
     expected = [info["terminal_observation"] for infos in plain[5::5] for info in infos if "terminal_observation" in info]
     assert len(terminal) > 3
     np.testing.assert_array_equal(terminal, expected)
-    assert_same(plain[2::5], fast[2::5])
+    assert_equal(plain[2::5], fast[2::5])
 
 
 class Moving(ToyEnv):
@@ -111,8 +112,8 @@ def test_checked_is_subproc(space):
         env = cls([lambda: Monitor(Plain(observation_space=space))] * 2, **kwargs)
         seen.append(without_clock(rollout(env)))
         env.close()
-    assert_same(*seen[:2])
-    assert_same(as_floats(seen[1][2::5]), as_floats(seen[2][2::5]))
+    assert_equal(*seen[:2])
+    assert_equal(as_floats(seen[1][2::5]), as_floats(seen[2][2::5]))
 
 
 def test_ppo_ext_takes_it():
@@ -130,7 +131,7 @@ def test_adapter_is_dummy(vector_class, space, mode):
     adapter = VectorEnvAdapter(vector_class(fns, autoreset_mode=mode))
     expected, actual = (without_clock(rollout(env)) for env in (DummyVecEnv(fns), adapter))
     adapter.close()
-    assert_same(as_floats(expected), as_floats(actual))
+    assert_equal(as_floats(expected), as_floats(actual))
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -141,7 +142,7 @@ def test_adapter_copies_what_gymnasium_does_not(space, mode):
     for copy in (True, False):
         fns = [lambda: Plain(observation_space=space)] * 3
         seen.append(without_clock(rollout(VectorEnvAdapter(SyncVectorEnv(fns, copy=copy, autoreset_mode=mode)))))
-    assert_same(*seen)
+    assert_equal(*seen)
 
 
 def test_seeds_and_options_are_for_one_reset():

@@ -11,8 +11,9 @@ from gymnasium import wrappers as single
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorObservationWrapper, VectorWrapper
 from gymnasium.wrappers import vector
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormalize
+from support.parity import assert_equal
 from support.toys import DICT, VECTOR, ToyEnv
-from support.vec_envs import Plain, as_floats, assert_same, rollout, without_clock
+from support.vec_envs import Plain, as_floats, rollout, without_clock
 
 from sb3_ppo_ext import PPOExt, VectorEnvAdapter
 
@@ -62,7 +63,7 @@ def test_wrappers(cls, case):
     adapter = VectorEnvAdapter(of_all(cls(fns, autoreset_mode=mode), **kwargs))
     expected = DummyVecEnv([lambda: of_one(Plain(observation_space=space), **kwargs)] * 3)
     assert adapter.observation_space == expected.observation_space
-    assert_same(seen_of(expected), seen_of(adapter))
+    assert_equal(seen_of(expected), seen_of(adapter))
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

@@ -18,7 +18,7 @@ from support.cases import one_in
 from support.engines import SMALL
 from support.parity import assert_equal
 from support.toys import ToyEnv
-from support.vec_envs import interrupted, steps
+from support.vec_envs import Slow, add_to_attribute, interrupted, steps
 
 from sb3_ppo_ext import CheckedSubprocVecEnv, ParallelVecEnv, PPOExt, VectorEnvAdapter, WorkerError
 
@@ -261,15 +261,9 @@ def test_errors_that_are_not_of_a_worker(cls):
     env.close()
 
 
-class Slow(ToyEnv):
-    def step(self, action):
-        time.sleep(0.3)
-        return super().step(action)
-
-
 def test_interrupt():
     """Ctrl-C interrupts the main process alone. Answers that come too late are not taken for those of later commands."""
-    env = CheckedSubprocVecEnv([Slow] * 2, start_method="fork")
+    env = CheckedSubprocVecEnv([partial(Slow, delay=0.3)] * 2, start_method="fork")
     env.seed(0)
     first = env.reset()
 
@@ -282,13 +276,6 @@ def test_interrupt():
     env.close()
     assert [process.exitcode for process in env.processes] == [0, 0]
     env.close()
-
-
-def add_to_attribute(env, name, number):
-    """Change an attribute of an environment, and return both values."""
-    before = env.get_wrapper_attr(name)
-    env.set_wrapper_attr(name, before + number)
-    return before, env.get_wrapper_attr(name)
 
 
 def test_call_in_workers():

@@ -1,11 +1,11 @@
 """Trainings warn once where episodes are longer than what the policy sees."""
 
-import warnings
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from support.memory import make
+from support.toys import warned
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.memory.context_watch import ContextWatch
@@ -14,10 +14,7 @@ LONGER = "longer than context_length"
 
 
 def messages(function):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        function()
-    return [str(warning.message) for warning in caught if LONGER in str(warning.message)]
+    return [message for message in warned(function) if LONGER in message]
 
 
 def test_lengths_of_episodes():

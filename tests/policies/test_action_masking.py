@@ -324,7 +324,7 @@ def test_predict_is_that_of_maskable_ppo():
 
 
 @pytest.mark.filterwarnings("error")
-def test_evaluation(tmp_path):
+def test_evaluation():
     """The evaluation of sb3-contrib passes masks; with masks in the observations, that of SB3 works, and so do callbacks."""
     model, env = make(), make_masked(1)
     evaluate_masked(model, env, n_eval_episodes=3)

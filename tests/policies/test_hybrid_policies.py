@@ -1,7 +1,5 @@
 """Policies of hybrid actions: what they predict and evaluate, which options act on them, and which are refused."""
 
-import io
-
 import numpy as np
 import pytest
 import torch as th
@@ -12,6 +10,7 @@ from stable_baselines3.common.vec_env import VecCheckNan
 from support.hybrid import KICK, SPACES, WITH_BOXES, equal, make_only_parts, observe
 from support.policies import SCHEDULE, make
 from support.toys import DICT, IMAGE, VECTOR, make_toys
+from support.zips import Zip
 
 from sb3_ppo_ext import MlpPolicy, PPOExt
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace
@@ -260,10 +259,8 @@ def test_inherited_policy():
 @pytest.mark.parametrize("name", WITH_BOXES)
 def test_saved_policy(name, action_dist, trusted):
     """A saved policy acts as before, and has the action space of the environment among its arguments."""
-    policy, file = policy_of(SPACES[name], action_dist=action_dist), io.BytesIO()
-    policy.save(file)
-    file.seek(0)
-    loaded = MlpPolicy.load(file, trusted=trusted)
+    policy = policy_of(SPACES[name], action_dist=action_dist)
+    loaded = Zip(policy).load(MlpPolicy, trusted=trusted)
     assert loaded._get_constructor_parameters()["action_space"] == SPACES[name]
     for expected, actual in zip(*(each.predict(observe(5), deterministic=True)[0] for each in (policy, loaded)), strict=True):
         assert equal(expected, actual)

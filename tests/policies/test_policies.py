@@ -6,11 +6,10 @@ import torch as th
 from gymnasium import spaces
 from sb3_contrib import TRPO
 from stable_baselines3 import A2C, PPO
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.policies import ActorCriticPolicy
 from support.parity import assert_equal
 from support.policies import BOUNDED, SMALL, make
-from support.toys import BOX_ACTION, ToyEnv, make_toys
+from support.toys import BOX_ACTION, Silent, ToyEnv, make_toys
 
 import sb3_ppo_ext
 from sb3_ppo_ext import MlpPolicy, PPOExt
@@ -145,10 +144,7 @@ def test_parameters_with_noise(action_dist):
 def test_locals_at_the_end_of_a_rollout():
     """The locals at the end of a rollout have SB3's shapes, with discrete actions too."""
 
-    class Shapes(BaseCallback):
-        def _on_step(self):
-            return True
-
+    class Shapes(Silent):
         def _on_rollout_end(self):
             self.shapes = {k: v.shape for k, v in self.locals.items() if k in ("actions", "clipped_actions", "values")}
 

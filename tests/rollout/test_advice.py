@@ -1,7 +1,5 @@
 """What is legal and seldom meant is said once, with a remedy, and nothing is said of what is meant."""
 
-import warnings
-
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -10,17 +8,9 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormalize
 from support.engines import SMALL, make
 from support.parity import assert_equal
-from support.toys import DICT, VECTOR, ToyEnv, make_toys
+from support.toys import DICT, VECTOR, ToyEnv, make_toys, warned
 
 from sb3_ppo_ext import PPOExt
-
-
-def warned(function):
-    """What a function warns of."""
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
-        function()
-    return [str(warning.message) for warning in record]
 
 
 def assert_said_once(model, beginning, timesteps=64):

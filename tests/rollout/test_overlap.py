@@ -27,8 +27,8 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
 from support.cases import one_in
 from support.parity import assert_equal
-from support.toys import BOX_ACTION, IMAGE, VECTOR, Brittle, ToyEnv
-from support.vec_envs import FORK, Slow, Talkative, assert_same, interrupted, nothing_is_left, without_clock
+from support.toys import BOX_ACTION, IMAGE, VECTOR, Brittle, Silent, ToyEnv
+from support.vec_envs import FORK, Slow, Talkative, interrupted, nothing_is_left, without_clock
 
 from sb3_ppo_ext import ActionMaskWrapper, ParallelVecEnv, PPOExt, TrainingCheckpoint, WorkerError
 from sb3_ppo_ext.engines.native import extension
@@ -99,7 +99,7 @@ def same_without_overlap(fns, n_rollouts=3, policy=None, n_workers=1, **options)
         model.learn(n_rollouts * model.n_steps * len(fns))
         seen.append(seen_of(model, model.env.unwrapped))
         model.env.close()
-    assert_same(without_clock(seen[1]["infos"]), seen[0].pop("infos"))
+    assert_equal(without_clock(seen[1]["infos"]), seen[0].pop("infos"))
     del seen[1]["infos"]
     assert_equal(seen[1], seen[0], "training")
 
@@ -155,7 +155,6 @@ class Masked(ToyEnv):
         return super().step(action)
 
 
-IN_OBSERVATIONS = dict(action_mask_key="action_mask", policy="MlpPolicy", **NORMALIZED)
 MASKS = {
     "method": (lambda: Masked(), {}),
     "several actions": (lambda: Masked((4, 3)), {}),
@@ -241,11 +240,6 @@ def test_outputs_do_not_depend_on_the_number_of_environments(name):
     model.env.close()
 
 
-class OfUser(BaseCallback):
-    def _on_step(self):
-        return True
-
-
 class Own(PPOExt):
     """A subclass, which may do anything in a rollout."""
 
@@ -266,7 +260,7 @@ def switched_off(env):
 
 
 MADE = {
-    "callback": dict(callback=lambda model: OfUser()),
+    "callback": dict(callback=lambda model: Silent()),
     "function": dict(callback=lambda model: lambda *_: True),
     "stop": dict(callback=lambda model: StopTrainingOnMaxEpisodes(1000)),
     "nested stop": dict(callback=lambda model: EveryNTimesteps(20, StopTrainingOnMaxEpisodes(1000))),
@@ -523,16 +517,10 @@ def test_a_worker_that_hangs(collected):
     model.env.close()
 
 
-class Sleepy(ToyEnv):
-    def step(self, action):
-        time.sleep(0.02)
-        return super().step(action)
-
-
 @pytest.mark.parametrize("in_main", [True, False])
 def test_interrupt(in_main, collected):
     """After Ctrl-C in a rollout, a training goes on from a reset, and nothing waits for the end of the rollout."""
-    slow, fast = lambda: Monitor(Sleepy()), lambda: Monitor(ToyEnv())
+    slow, fast = lambda: Monitor(Slow(0.02)), lambda: Monitor(ToyEnv())
     model = make([slow if in_main else fast, fast, fast, slow], n_steps=500)
     start = time.monotonic()
     with interrupted(model.env, 0.5):

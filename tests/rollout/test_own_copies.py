@@ -21,7 +21,7 @@ from support.cases import one_in
 from support.hybrid import KICK
 from support.parity import assert_equal
 from support.reusing import Reusing, ReusingEnv, ReusingTorchEnv, ReusingVectorEnv
-from support.toys import BOX_ACTION, DICT, IMAGE, VECTOR
+from support.toys import BOX_ACTION, DICT, IMAGE, VECTOR, warned
 
 from sb3_ppo_ext import (
     CheckedSubprocVecEnv,
@@ -203,10 +203,8 @@ def test_processes(vec_env_class, actions):
 def test_terminal_observations_in_one_array(vec_env_class):
     """SB3's class returns the first observation of the next episode in the place of the last one, which is said once."""
     env = make_vec_env(lambda: ReusingEnv(True), 3, vec_env_cls=vec_env_class)
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
-        PPOExt("MlpPolicy", env, **SMALL).learn(150)
-    found = [str(warning.message) for warning in record if "terminal observations" in str(warning.message)]
+    messages = warned(lambda: PPOExt("MlpPolicy", env, **SMALL).learn(150))
+    found = [message for message in messages if "terminal observations" in message]
     assert len(found) == (vec_env_class is DummyVecEnv)
     assert all("vec_env_cls=FastDummyVecEnv" in message for message in found)
 

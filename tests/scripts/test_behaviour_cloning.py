@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from gymnasium.wrappers import TimeLimit
 from support.cases import one_in
+from support.toys import VECTOR, Samples
 
 from sb3_ppo_ext import MlpPolicy, MultiInputPolicy, PPOExt
 
@@ -26,21 +27,6 @@ def example():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-class Toy(gym.Env):
-    """Rewards nothing."""
-
-    def __init__(self, action_space, observation_space=None):
-        self.action_space = action_space
-        self.observation_space = observation_space or spaces.Box(-1, 1, (3,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, True, {}
 
 
 BOX = spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 5.0], np.float32))
@@ -72,8 +58,8 @@ CASES = {
 }
 
 
-def make(action_space, options, policy=MlpPolicy, observation_space=None):
-    env = Toy(action_space, observation_space)
+def make(action_space, options, policy=MlpPolicy, observation_space=VECTOR):
+    env = TimeLimit(Samples(observation_space, action_space), 1)
     return PPOExt(policy, env, n_steps=32, batch_size=32, n_epochs=1, seed=0, device="cpu", **options)
 
 

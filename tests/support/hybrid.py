@@ -31,6 +31,14 @@ SPACES = {
     "boxes": spaces.Dict(low=spaces.Box(-1.0, 1.0, (1,), np.float32), wide=spaces.Box(-4.0, 9.0, (2,), np.float32)),
     "integers": spaces.Tuple((spaces.Discrete(4), spaces.MultiBinary(3))),
 }
+# One of "all kinds"
+ACTION = {
+    "aim": np.float32([0.25, -0.5]),
+    "buttons": np.int8([0, 1]),
+    "gears": np.array([1, 3]),
+    "push": np.array([0.0625]),
+    "target": np.int64(2),
+}
 WITH_BOXES = [name for name in SPACES if name != "integers"]
 
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch as th
-from stable_baselines3.common.logger import Logger
-from support.toys import LogRecorder, RolloutRecorder
+from support.toys import RolloutRecorder, record_log
 
 # Wall-clock time is not comparable.
 CLOCK = ("time/fps", "time/time_elapsed", "time/rollout_seconds", "time/update_seconds")
@@ -20,8 +19,7 @@ class Run:
 
 def train(model, timesteps, stop_at=None):
     """Train a model, and record everything observable."""
-    log = LogRecorder()
-    model.set_logger(Logger(None, [log]))
+    log = record_log(model)
     recorder = RolloutRecorder(stop_at)
     model.learn(timesteps, callback=recorder)
     # The values that the last update recorded have not been dumped yet.
@@ -52,16 +50,16 @@ def assert_equal_runs(expected, actual):
     )
 
 
-def assert_equal(expected, actual, where):
-    """The structures, dtypes and bits are the same."""
+def assert_equal(expected, actual, where="", **tolerances):
+    """The structures, dtypes and bits are the same; with tolerances, floats of arrays only up to these."""
     if isinstance(expected, dict):
         assert expected.keys() == actual.keys(), where
         for key in expected:
-            assert_equal(expected[key], actual[key], f"{where}.{key}")
+            assert_equal(expected[key], actual[key], f"{where}.{key}", **tolerances)
     elif isinstance(expected, list | tuple):
         assert len(expected) == len(actual), where
         for index, pair in enumerate(zip(expected, actual, strict=True)):
-            assert_equal(*pair, f"{where}[{index}]")
+            assert_equal(*pair, f"{where}[{index}]", **tolerances)
     elif isinstance(expected, th.Tensor):
         assert expected.dtype == actual.dtype, where
         assert th.equal(expected, actual), where
@@ -70,4 +68,7 @@ def assert_equal(expected, actual, where):
     else:
         expected, actual = np.asarray(expected), np.asarray(actual)
         assert expected.dtype == actual.dtype, where
-        np.testing.assert_array_equal(expected, actual, err_msg=where)
+        if tolerances and expected.dtype.kind == "f":
+            np.testing.assert_allclose(actual, expected, **tolerances, err_msg=where)
+        else:
+            np.testing.assert_array_equal(actual, expected, err_msg=where)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -10,6 +11,11 @@ from typing import Any
 # One server for all processes of this start method, which holds nothing of ours
 SERVED: Any = multiprocessing.get_context("forkserver")
 SERVED.set_forkserver_preload(["stable_baselines3", "torch._dynamo", "pytest"])
+
+
+def listen_to_ctrl_c() -> None:
+    """What a shell starts in the background ignores SIGINT, and so do its children, unless they are told not to."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_fresh(code: str, *arguments: object) -> str:

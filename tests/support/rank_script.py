@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.toys import Brittle, make_toys
+from support.toys import Brittle, Silent, make_toys
 
 from sb3_ppo_ext import PPOExt
 
@@ -159,10 +159,7 @@ def error(folder):
 def changed_weights(folder):
     """A callback that changes parameters on rank 0 alone changes those of all ranks."""
 
-    class Change(BaseCallback):
-        def _on_step(self):
-            return True
-
+    class Change(Silent):
         def _on_rollout_end(self):
             if RANK == 0 and self.n_calls == 16:
                 with th.no_grad():

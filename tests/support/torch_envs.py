@@ -160,3 +160,20 @@ def _sum(actions):
     if isinstance(actions, dict):
         return sum(map(_sum, actions.values()))
     return actions.float().flatten(1).sum(1) if actions.dim() > 1 else actions.float()
+
+
+class Broken(TorchPendulum):
+    """Returns NaN from a copy at a step."""
+
+    what, step_of_nan = "reward", 5
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.n = 0
+
+    def step(self, actions):
+        observations, rewards, *others = super().step(actions)
+        self.n += 1
+        if self.n == self.step_of_nan:
+            (rewards if self.what == "reward" else observations)[3] = math.nan
+        return observations, rewards, *others

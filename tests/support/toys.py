@@ -1,11 +1,13 @@
 """Small environments, and recorders of logs and rollouts."""
 
+import warnings
+
 import gymnasium as gym
 import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import KVWriter
+from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
@@ -42,6 +44,32 @@ class ToyEnv(gym.Env):
         reward = float(_sum(action) * np.mean(first) / 10 + self.t / self.length)
         self.observation = self.observation_space.sample()
         return self.observation, reward, bool(self.np_random.random() < self.p_end), self.t >= self.length, {}
+
+
+class Samples(gym.Env):
+    """Shows samples of its observation space, whatever the action, and has no masks. Episodes do not end."""
+
+    def __init__(self, observation_space=VECTOR, action_space=None):
+        self.observation_space, self.action_space = observation_space, action_space or spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), float(_sum(action)), False, False, {}
+
+
+class Words(spaces.Space[str]):
+    """Strings of a class of its own, like MiniGrid's missions."""
+
+    def sample(self, mask=None, probability=None):
+        return str(self.np_random.choice(["go to the red door", "Go to the blue door!"]))
+
+    def contains(self, x):
+        return isinstance(x, str)
 
 
 def _sum(action):
@@ -88,6 +116,28 @@ class LogRecorder(KVWriter):
 
     def close(self):
         pass
+
+
+def record_log(model):
+    """Let a model log to a recorder alone, and return it."""
+    log = LogRecorder()
+    model.set_logger(Logger(None, [log]))
+    return log
+
+
+def warned(function):
+    """What a function warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(warning.message) for warning in caught]
+
+
+class Silent(BaseCallback):
+    """A user's callback, which might do anything, and lets the training go on."""
+
+    def _on_step(self):
+        return True
 
 
 class RolloutRecorder(BaseCallback):

@@ -25,6 +25,17 @@ def changed(one, other, tolerance=0.0):
     return " and ".join(sorted({"critic" if name in of_critic else "actor" for name in differ}))
 
 
+def before_steps(model, look):
+    """Call a function right before each step of the optimiser, when the gradients are final."""
+    step = model.policy.optimizer.step
+
+    def looked_at():
+        look()
+        step()
+
+    model.policy.optimizer.step = looked_at
+
+
 def logged(model):
     return dict(model.logger.name_to_value)
 

@@ -61,20 +61,6 @@ def without_clock(value):
     return [without_clock(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def assert_same(expected, actual, where=""):
-    if isinstance(expected, dict):
-        assert expected.keys() == actual.keys(), where
-        for key in expected:
-            assert_same(expected[key], actual[key], f"{where}.{key}")
-    elif isinstance(expected, list):
-        assert len(expected) == len(actual), where
-        for index, pair in enumerate(zip(expected, actual, strict=True)):
-            assert_same(*pair, f"{where}[{index}]")
-    else:
-        assert np.asarray(expected).dtype == np.asarray(actual).dtype, where
-        np.testing.assert_array_equal(expected, actual, err_msg=where)
-
-
 class Plain(Talkative):
     """A new array for each observation: SB3 keeps a terminal one by reference until all copies have stepped."""
 
@@ -123,11 +109,20 @@ def interrupted(env, delay):
 
 
 class Slow(Plain):
-    delay = 0.01
+    def __init__(self, delay=0.01, **kwargs):
+        super().__init__(**kwargs)
+        self.delay = delay
 
     def step(self, action):
         time.sleep(self.delay)
         return super().step(action)
+
+
+def add_to_attribute(env, name, number):
+    """Change an attribute of an environment, and return both values."""
+    before = env.get_wrapper_attr(name)
+    env.set_wrapper_attr(name, before + number)
+    return before, env.get_wrapper_attr(name)
 
 
 def steps(env, n):

@@ -2,24 +2,16 @@
 
 import pytest
 import torch as th
-from stable_baselines3.common.logger import Logger
-from support.toys import BOX_ACTION, LogRecorder
-from support.training import Recording, logged, make
+from support.toys import BOX_ACTION, record_log
+from support.training import Recording, before_steps, logged, make
 
 
 def test_diagnostics():
     """What is logged is what can be computed from the outside."""
-    log = LogRecorder()
     model = make(max_grad_norm=0.5, n_epochs=1, batch_size=32)
-    model.set_logger(Logger(None, [log]))
-    norms = []
-    step = model.policy.optimizer.step
-
-    def recording_step():
-        norms.append(th.cat([p.grad.flatten() for p in model.policy.parameters()]).norm().item())
-        step()
-
-    model.policy.optimizer.step = recording_step
+    log = record_log(model)
+    norms, parameters = [], [*model.policy.parameters()]
+    before_steps(model, lambda: norms.append(th.cat([p.grad.flatten() for p in parameters]).norm().item()))
     model.learn(32)
     values = logged(model)
     assert values["train/grad_norm"] > 0.5

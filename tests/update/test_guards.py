@@ -7,7 +7,7 @@ import torch as th
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from support.parity import assert_equal
 from support.toys import IMAGE, Brittle
-from support.training import SMALL, Recording, logged, make
+from support.training import SMALL, Recording, before_steps, logged, make
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.update.optimizers import clip_gradients, critic_parameters
@@ -67,15 +67,8 @@ def test_frozen_actor_does_not_count_in_the_clipping():
             return 1e6 * distribution.mode().sum(), {}
 
     model = make(Steep, max_clip_fraction=0.0, max_grad_norm=0.5, learning_rate=1.0, optimizer="sgd", n_epochs=2)
-    norms = []
-    step = model.policy.optimizer.step
-
-    def recording_step():
-        of_critic = critic_parameters(model.policy)
-        norms.append(th.cat([p.grad.flatten() for p in of_critic]).norm().item())
-        step()
-
-    model.policy.optimizer.step = recording_step
+    norms, of_critic = [], critic_parameters(model.policy)
+    before_steps(model, lambda: norms.append(th.cat([p.grad.flatten() for p in of_critic]).norm().item()))
     model.learn(32)
     assert norms[0] < 1e-3
     assert norms[-1] > 0.1

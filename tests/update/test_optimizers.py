@@ -11,6 +11,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from support.parity import assert_equal
 from support.toys import DICT, IMAGE, make_toys
+from support.training import before_steps
 from support.zips import Zip
 from torch import nn
 
@@ -323,16 +324,13 @@ def test_same_rate_for_both_is_one_optimizer():
 def test_rates_and_clipping_by_group():
     """Each group has its rate and its own norm, which is clipped to `max_grad_norm` by itself."""
     model = make(critic_learning_rate="lin_0.01", max_grad_norm=0.1, vf_coef=5.0)
-    norms = []
-    step = model.policy.optimizer.step
+    norms, groups = [], model.policy.optimizer.param_groups
 
-    def recording_step():
-        groups = model.policy.optimizer.param_groups
+    def look():
         norms.append([th.cat([p.grad.flatten() for p in g["params"]]).norm().item() for g in groups if len(g["params"]) > 1])
         assert {group["role"]: group["lr"] for group in groups} == {"actor": 3e-4, "critic": pytest.approx(0.005)}
-        step()
 
-    model.policy.optimizer.step = recording_step
+    before_steps(model, look)
     model.learn(64, callback=lambda local, _: local["self"].num_timesteps <= 32)
     assert len(norms) == 8
     logged = model.logger.name_to_value

@@ -7,10 +7,9 @@ import torch as th
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from support.parity import assert_equal
-from support.toys import LogRecorder, RolloutRecorder
+from support.toys import RolloutRecorder, record_log
 from support.training import BOTH, changed, logged, make, run
 
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer, normalize
@@ -85,9 +84,8 @@ SCHEDULED = [
 @pytest.mark.parametrize("options", SCHEDULED, ids=str)
 def test_decay_of_the_learning_rates(options):
     """The decay counts in training progress, here at 1/4, 2/4, 3/4 and 4/4 of the training; both rates are logged and set."""
-    log = LogRecorder()
     model = make(learning_rate=0.01, critic_learning_rate=0.02, **options)
-    model.set_logger(Logger(None, [log]))
+    log = record_log(model)
     model.learn(128)
     dumps = [*log.dumps[1:], logged(model)]
     low = options.get("lr_min_fraction", 0.0)

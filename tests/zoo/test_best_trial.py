@@ -12,7 +12,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_SAMPLER
 from support.parity import assert_equal
-from support.zoo import manager, saved
+from support.zoo import look_instead_of_learning, manager, saved
 from torch import nn
 
 from sb3_ppo_ext import PPOExt
@@ -76,19 +76,13 @@ def test_it_is_trained_with(tmp_path, train_here, capsys):
 def test_entry_equals_the_hyperparameters_of_the_trial(n_envs, tmp_path, monkeypatch):
     """What the entry says is what the trial was trained with, read by the Zoo as any entry."""
     made = []
-
-    class Spy(PPOExt):
-        def learn(self, *args, **kwargs):
-            made.append(self)
-            raise ValueError("pruned")
-
     arguments = dict(env_id="Pendulum-v1", folder=tmp_path, eval_freq=-1, verbose=0)
     experiment = manager(
         **arguments, optimize_hyperparameters=True, n_timesteps=1000, hyperparams=dict(n_envs=n_envs), env_kwargs={"g": 9.0}
     )
     experiment.setup_experiment()
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules["rl_zoo3.utils"].ALGOS, "ppo_ext", Spy)
+        look_instead_of_learning(patch, made.append)
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(3))
         study.optimize(experiment.objective, n_trials=12)
     for of_trial, trial in zip(made, study.trials, strict=True):
@@ -105,7 +99,7 @@ def test_entry_equals_the_hyperparameters_of_the_trial(n_envs, tmp_path, monkeyp
         assert model.policy.state_dict().keys() == of_trial.policy.state_dict().keys()
 
 
-def test_a_study_that_is_complete(tmp_path, train_here, capsys):
+def test_a_study_that_is_complete(tmp_path, train_here):
     """A worker that has no trial left to do writes the entry of the best trial as well."""
     optimize(train_here)
     optimize(train_here)

@@ -4,54 +4,29 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from support.toys import Samples, Words
 from support.zoo import config, manager, saved
 
 from sb3_ppo_ext import make
-from sb3_ppo_ext.zoo.yaml_entries import normalization_for, wrappers_for
+from sb3_ppo_ext.zoo.yaml_entries import normalization_for, policy_for, wrappers_for
 
 ENCODE, FLATTEN = "sb3_ppo_ext.EncodeText", "gymnasium.wrappers.FlattenObservation"
 VECTOR = spaces.Box(-1, 1, (2,), np.float32)
-
-
-class Mission(spaces.Space[str]):
-    """Strings, of a class like MiniGrid's."""
-
-    def sample(self, mask=None, probability=None):
-        return "go to the " + str(self.np_random.choice(["red", "green"])) + " door"
-
-    def contains(self, x):
-        return isinstance(x, str)
 
 
 def image(*shape):
     return spaces.Box(0, 255, shape, np.uint8)
 
 
-class Sampling(gym.Env):
-    """Shows samples of its space."""
-
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, space, offset=0.0):
-        self.observation_space, self.offset = space, offset
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), float(action), False, False, {}
-
-
 # Space, wrappers, policy, and shape of what the policy reads
 SPACES = {
     "minigrid": (
-        spaces.Dict(direction=spaces.Discrete(4), image=image(7, 7, 3), mission=Mission()),
+        spaces.Dict(direction=spaces.Discrete(4), image=image(7, 7, 3), mission=Words()),
         [ENCODE, FLATTEN],
         "MlpPolicy",
         (4 + 147 + 32 * 64,),
     ),
-    "large-image": (spaces.Dict(image=image(40, 40, 3), mission=Mission()), [ENCODE], "MultiInputPolicy", None),
+    "large-image": (spaces.Dict(image=image(40, 40, 3), mission=Words()), [ENCODE], "MultiInputPolicy", None),
     "text": (spaces.Text(5), [ENCODE], "MlpPolicy", (32 * 64,)),
     "small-image-in-dict": (spaces.Dict(image=image(7, 7, 3), speed=VECTOR), [FLATTEN], "MlpPolicy", (149,)),
     "tuple": (spaces.Tuple([spaces.Discrete(3), VECTOR]), [FLATTEN], "MlpPolicy", (5,)),
@@ -59,10 +34,14 @@ SPACES = {
     "flat": (spaces.Dict(speed=VECTOR, image=image(36, 36, 1)), [], "MultiInputPolicy", None),
     "vector": (VECTOR, [], "MlpPolicy", (2,)),
     "flags": (spaces.Box(0, 1, (3, 3, 4), bool), [], "MlpPolicy", (3, 3, 4)),
+    "image": (image(64, 48, 3), [], "CnnPolicy", (64, 48, 3)),
+    "channels-first": (image(1, 36, 36), [], "CnnPolicy", (1, 36, 36)),
+    "small-image": (image(7, 7, 3), [], "MlpPolicy", (7, 7, 3)),
+    "discrete": (spaces.Discrete(5), [], "MlpPolicy", ()),
     "vector-and-flags": (spaces.Dict(flags=spaces.Box(0, 1, (4,)), speed=VECTOR), [], "MultiInputPolicy", None),
 }
 for name, (space, *_) in SPACES.items():
-    gym.register(f"Sampling-{name}-v0", Sampling, max_episode_steps=10, kwargs=dict(space=space))
+    gym.register(f"Sampling-{name}-v0", Samples, max_episode_steps=10, kwargs=dict(observation_space=space))
 
 
 @pytest.mark.many(one_in=3)
@@ -71,6 +50,7 @@ def test_wrappers_and_policy(name):
     """What the policy cannot read is encoded or flattened, and it is trained with."""
     space, wrappers, policy, shape = SPACES[name]
     assert wrappers_for(space) == wrappers
+    assert wrappers or policy_for(space) == policy
     model, env = make(f"Sampling-{name}-v0", n_steps=8, batch_size=8, n_epochs=1, n_envs=2, device="cpu", seed=0)
     assert isinstance(model.policy, model.policy_aliases[policy])
     assert env.observation_space.shape == shape
@@ -116,7 +96,7 @@ def test_flags_stay_as_they_are():
 
 def test_what_nothing_can_read():
     """Spaces without a fixed size are refused, with the name of the space."""
-    gym.register("Sampling-sequence-v0", Sampling, kwargs=dict(space=spaces.Sequence(VECTOR)))
+    gym.register("Sampling-sequence-v0", Samples, kwargs=dict(observation_space=spaces.Sequence(VECTOR)))
     assert wrappers_for(spaces.Sequence(VECTOR)) == []
     with pytest.raises(ValueError, match="has a Sequence, which no policy can read"):
         make("Sampling-sequence-v0")
@@ -136,10 +116,12 @@ def test_users_decide(tmp_path):
     """A wrapper or policy of the user's is kept, and the other one fits it; keyword arguments reach the environment."""
     arguments = dict(env_id="Sampling-minigrid-v0", folder=tmp_path, eval_freq=-1)
     given = dict(n_steps=8, env_wrapper=[{ENCODE: dict(n_words=8)}, FLATTEN])
-    model, hyperparams = manager(**arguments, hyperparams=given, env_kwargs=dict(offset=1.0)).setup_experiment()
+    model, hyperparams = manager(
+        **arguments, hyperparams=given, env_kwargs=dict(action_space=spaces.Discrete(3))
+    ).setup_experiment()
     assert (hyperparams["env_wrapper"], hyperparams["policy"]) == (given["env_wrapper"], "MlpPolicy")
     assert model.observation_space.shape == (4 + 147 + 8 * 64,)
-    assert model.env.get_attr("offset") == [1.0] * model.n_envs
+    assert model.action_space == spaces.Discrete(3)
     given = dict(n_steps=8, policy="sb3_ppo_ext.MlpPolicy")
     _, hyperparams = manager(**arguments, hyperparams=given).setup_experiment()
     assert (hyperparams["env_wrapper"], hyperparams["policy"]) == ([ENCODE, FLATTEN], "sb3_ppo_ext.MlpPolicy")

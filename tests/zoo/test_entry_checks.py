@@ -17,6 +17,15 @@ from sb3_ppo_ext.zoo.entry_checks import CommandError
 from sb3_ppo_ext.zoo.run_folder import removed_if_not_begun
 
 ENTRY = "n_timesteps: 64\n  policy: MlpPolicy\n  n_steps: 16\n  batch_size: 16\n"
+
+
+def of_file(folder, more, env_id="CartPole-v1", **arguments):
+    """Manager with the entry of a YAML file, which has some more lines."""
+    path = folder / "mine.yml"
+    path.write_text(f"{env_id}:\n  {ENTRY}  {more}\n")
+    return manager(env_id=env_id, folder=folder, config=str(path), eval_freq=-1, **arguments)
+
+
 # Text of a file -> what the message says
 FILES = {
     "CartPole-v1:\n  n_steps: [16\n": "it is not YAML (while parsing a flow sequence",
@@ -110,17 +119,13 @@ def test_files_that_cannot_be_read(conf, message, tmp_path, train_here):
 )
 def test_what_the_zoo_takes(more, tmp_path):
     """Values in each form that the Zoo takes are accepted, and reach the model."""
-    path = tmp_path / "mine.yml"
-    path.write_text(f"CartPole-v1:\n  {ENTRY}  {more}\n")
-    model, _ = manager(env_id="CartPole-v1", folder=tmp_path, config=str(path), eval_freq=-1).setup_experiment()
+    model, _ = of_file(tmp_path, more).setup_experiment()
     assert model.n_steps == 16
 
 
 def test_schedules_that_the_zoo_does_not_know(tmp_path):
     """The Zoo takes each string for a linear decay; one that begins later stays what it is."""
-    path = tmp_path / "mine.yml"
-    path.write_text(f"CartPole-v1:\n  {ENTRY}  learning_rate: hold_0.001\n  clip_range: lin_0.2\n")
-    model, _ = manager(env_id="CartPole-v1", folder=tmp_path, config=str(path), eval_freq=-1).setup_experiment()
+    model, _ = of_file(tmp_path, "learning_rate: hold_0.001\n  clip_range: lin_0.2").setup_experiment()
     assert [model.lr_schedule(progress) for progress in (1.0, 0.5, 0.25)] == pytest.approx([1e-3, 1e-3, 5e-4])
     assert model.clip_range(0.5) == pytest.approx(0.1)
 
@@ -163,7 +168,7 @@ def test_bad_objects_in_a_file_in_python(more, message, tmp_path):
         manager(env_id="CartPole-v1", folder=tmp_path, config=str(path)).setup_experiment()
 
 
-def test_traceback_on_demand(tmp_path, train_here):
+def test_traceback_on_demand(train_here):
     """From verbosity 2 on, the error ends the command as in Python, with the traceback."""
     with pytest.raises(ValueError, match="n_step") as caught:
         train_here("--env", "CartPole-v1", "-params", "n_step:5", "--verbose", 2)
@@ -199,9 +204,7 @@ def test_a_run_without_whole_checkpoints(tmp_path, train_here, monkeypatch):
 @pytest.mark.parametrize("arguments", [{}, dict(eval_env_kwargs=dict(g=2.0))])
 def test_evaluation_has_the_arguments_of_the_entry(arguments, tmp_path):
     """Arguments of the environment in an entry hold for evaluations, too, unless those are given."""
-    path = tmp_path / "mine.yml"
-    path.write_text(f"Pendulum-v1:\n  {ENTRY}  env_kwargs: {{g: 1.0}}\n")
-    experiment = manager(env_id="Pendulum-v1", folder=tmp_path, config=str(path), eval_freq=-1, **arguments)
+    experiment = of_file(tmp_path, "env_kwargs: {g: 1.0}", env_id="Pendulum-v1", **arguments)
     model, _ = experiment.setup_experiment()
     assert model.env.get_attr("g") == [1.0]
     expected = arguments.get("eval_env_kwargs", dict(g=1.0))["g"]
@@ -228,9 +231,7 @@ def test_functions_that_cannot_be_read_again(tmp_path, train_here):
 
 def test_off_in_yaml(tmp_path):
     """YAML reads ``off`` as false: for ``distributed`` it is the choice of that name."""
-    path = tmp_path / "entry.yml"
-    path.write_text(f"CartPole-v1:\n  {ENTRY}  distributed: off\n")
-    model, _ = manager(env_id="CartPole-v1", folder=tmp_path, config=str(path)).setup_experiment()
+    model, _ = of_file(tmp_path, "distributed: off").setup_experiment()
     assert model.distributed == "off"
 
 

@@ -94,7 +94,7 @@ def test_command_line(tmp_path, train_here):
 
 
 @pytest.mark.integration
-def test_studies(tmp_path, monkeypatch):
+def test_studies(tmp_path):
     """In a study, rollouts are sampled for the number of environments, and a training with the trial has as many samples."""
     storage = f"sqlite:///{tmp_path}/study.db"
     experiment = manager(

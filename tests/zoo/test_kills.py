@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
+from support.processes import listen_to_ctrl_c
 from support.zoo import MODULE, run
 
 from sb3_ppo_ext import PPOExt
@@ -39,11 +40,6 @@ def start(folder, *words):
         stderr=subprocess.DEVNULL,
         preexec_fn=listen_to_ctrl_c,
     )
-
-
-def listen_to_ctrl_c():
-    """What a shell starts in the background ignores SIGINT, and so do its children, unless they are told not to."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process, folder, generator, number, longest=2.0):

@@ -10,6 +10,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack,
 from support.parity import assert_equal
 from support.snippets import ROOT, blocks
 from support.torch_envs import TorchPendulum
+from support.toys import VECTOR, Samples
 from support.zoo import manager, saved
 from torch import nn
 
@@ -26,41 +27,10 @@ from sb3_ppo_ext import (
 from sb3_ppo_ext.envs import choice_of_vec_env
 from sb3_ppo_ext.zoo import environment_counts
 from sb3_ppo_ext.zoo import presets as zoo_presets
-from sb3_ppo_ext.zoo.yaml_entries import policy_for
 
-
-class Observing(gym.Env):
-    """Shows samples of any space."""
-
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, space):
-        self.observation_space = space
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.observation_space.seed(seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), float(action), False, False, {}
-
-
-def image(*shape):
-    return spaces.Box(0, 255, shape, np.uint8)
-
-
-SPACES = {
-    "vector": (spaces.Box(-1, 1, (3,), np.float32), "MlpPolicy"),
-    "image": (image(64, 48, 3), "CnnPolicy"),
-    "channels-first": (image(1, 36, 36), "CnnPolicy"),
-    "small-image": (image(7, 7, 3), "MlpPolicy"),
-    "dict": (spaces.Dict(image=image(40, 40, 1), speed=spaces.Box(-1, 1, (2,), np.float32)), "MultiInputPolicy"),
-    "discrete": (spaces.Discrete(5), "MlpPolicy"),
-}
-gym.register("Observing-text-v0", Observing, kwargs=dict(space=spaces.Text(5)))
-for name, (space, _) in SPACES.items():
-    gym.register(f"Observing-{name}-v0", Observing, max_episode_steps=20, kwargs=dict(space=space))
+DICT = spaces.Dict(image=spaces.Box(0, 255, (40, 40, 1), np.uint8), speed=VECTOR)
+for name, space in {"vector": VECTOR, "dict": DICT, "text": spaces.Text(5)}.items():
+    gym.register(f"Observing-{name}-v0", Samples, max_episode_steps=20, kwargs=dict(observation_space=space))
 
 
 @pytest.mark.many(one_in=3)
@@ -128,19 +98,8 @@ def test_nothing_is_printed_or_written(tmp_path, monkeypatch, capsys):
     assert "gae_lambda" in capsys.readouterr().out
 
 
-@pytest.mark.many(one_in=3)
-@pytest.mark.parametrize("name", SPACES)
-def test_default_chooses_the_policy(name):
-    """The policy of `default` reads the observations, and trains."""
-    space, policy = SPACES[name]
-    assert policy_for(space) == policy
-    model, _ = make(f"Observing-{name}-v0", n_steps=8, batch_size=8, n_epochs=1, n_envs=1, device="cpu")
-    assert isinstance(model.policy, model.policy_aliases[policy])
-    model.learn(16)
-
-
 def test_the_zoo_chooses_the_policy(tmp_path):
-    """So does the Zoo, which saves this policy, unless the user names one."""
+    """The Zoo chooses a policy that reads the observations, and saves its name, unless the user names one."""
     arguments = dict(env_id="Observing-dict-v0", folder=tmp_path, eval_freq=-1)
     model, hyperparams = manager(**arguments, hyperparams=dict(n_steps=8)).setup_experiment()
     assert hyperparams["policy"] == "MultiInputPolicy"
@@ -188,8 +147,8 @@ def test_presets():
         ("env=5", dict(env=5)),
         ("env=.*it makes a `dict`", dict(env=dict)),
         ("n_envs='all'", dict(env="CartPole-v1", n_envs="all")),
-        ("n_envs=4.*there are 1", dict(env=Observing(SPACES["vector"][0]), n_envs=4)),
-        ("env_kwargs=.*made already", dict(env=Observing(SPACES["vector"][0]), env_kwargs={"g": 1})),
+        ("n_envs=4.*there are 1", dict(env=Samples(), n_envs=4)),
+        ("env_kwargs=.*made already", dict(env=Samples(), env_kwargs={"g": 1})),
         ("env_wrapper=.*made already", dict(env=DummyVecEnv([lambda: gym.make("CartPole-v1")]), env_wrapper=gym.Wrapper)),
         ("normalize=.*'epsilon'", dict(env="CartPole-v1", normalize="dict(epsilon=1.0)")),
         ("normalize=.*gamma=0.98", dict(env="CartPole-v1", normalize=dict(gamma=0.5))),
@@ -226,21 +185,16 @@ def test_make_leaves_dictionaries_alone():
 
 
 def observing(**kwargs):
-    return Observing(SPACES["vector"][0], **kwargs)
+    return Samples(**kwargs)
 
 
 KINDS = {
-    "class": (lambda: OfVectors, 8),
+    "class": (lambda: Samples, 8),
     "function": (lambda: observing, 8),
     "environment": (observing, 1),
     "vectorised": (lambda: DummyVecEnv([observing] * 3), 3),
     "tensors": (lambda: TorchVecEnv(TorchPendulum(4)), 4),
 }
-
-
-class OfVectors(Observing):
-    def __init__(self):
-        super().__init__(SPACES["vector"][0])
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -18,7 +18,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from sqlalchemy.exc import OperationalError
-from support.zoo import QUICK, RL_ZOO3, manager, run
+from support.zoo import QUICK, RL_ZOO3, look_instead_of_learning, manager, run
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import study_storage as storage
@@ -159,13 +159,7 @@ def entries():
 def test_samples_go_with_the_entries(env_id, tmp_path, monkeypatch):
     """What an entry has on and a trial has off is off: gSDE, action distributions, decays."""
     made = []
-
-    class Spy(PPOExt):
-        def learn(self, *args, **kwargs):
-            made.append(self)
-            raise ValueError("pruned")
-
-    monkeypatch.setitem(sys.modules["rl_zoo3.utils"].ALGOS, "ppo_ext", Spy)
+    look_instead_of_learning(monkeypatch, made.append)
     experiment = manager(env_id=env_id, folder=tmp_path, optimize_hyperparameters=True, n_timesteps=2000, n_trials=1)
     experiment.setup_experiment()
     study = optuna.create_study(direction="maximize", sampler=RandomSampler(0))
@@ -193,13 +187,7 @@ def test_a_clash_with_the_entry_prunes_the_trial(tmp_path, capsys):
 def test_normalization_has_the_sampled_discount(tmp_path, monkeypatch):
     """VecNormalize has the sampled discount in the trial, as in the training with its id."""
     seen = []
-
-    class Spy(PPOExt):
-        def learn(self, *args, **kwargs):
-            seen.append((self.gamma, self.get_vec_normalize_env().gamma))
-            raise ValueError("pruned")
-
-    monkeypatch.setitem(sys.modules["rl_zoo3.utils"].ALGOS, "ppo_ext", Spy)
+    look_instead_of_learning(monkeypatch, lambda model: seen.append((model.gamma, model.get_vec_normalize_env().gamma)))
     arguments = dict(folder=tmp_path, optimize_hyperparameters=True, n_timesteps=2000)
     # With a setting that the model does not have, there is a `VecNormalize`.
     experiment = manager(**arguments, hyperparams=dict(normalize=dict(epsilon=1e-8)))
@@ -257,6 +245,12 @@ def start_worker(url, n_trials, folder):
     return subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, **output)
 
 
+def assert_complete(*workers):
+    for worker in workers:
+        _, errors = worker.communicate(timeout=300)
+        assert worker.returncode == 0, errors.decode()
+
+
 def trials(url):
     opened = JournalStorage(JournalFileBackend(url)) if url.endswith(".log") else url
     try:
@@ -281,10 +275,7 @@ def assert_survives_a_kill(url, folder, n_trials=6):
     """Of two workers one is killed during a trial; the other one completes the study, and tries that trial again."""
     lost = killed_during_a_trial(url, n_trials, folder)
     time.sleep(3)  # until it counts as dead
-    workers = [start_worker(url, n_trials, folder) for _ in range(2)]
-    for worker in workers:
-        _, errors = worker.communicate(timeout=300)
-        assert worker.returncode == 0, errors.decode()
+    assert_complete(*(start_worker(url, n_trials, folder) for _ in range(2)))
     after = trials(url)
     assert after[lost.number].state is TrialState.FAIL
     again = [trial for trial in after if trial.system_attrs.get("failed_trial") == lost.number]
@@ -297,10 +288,7 @@ def assert_survives_a_kill(url, folder, n_trials=6):
 
 def assert_starts_at_once(url, folder):
     """Workers that find an empty database together: each comes to its end, and the study has what was asked for."""
-    workers = [start_worker(url, 3, folder) for _ in range(3)]
-    for worker in workers:
-        _, errors = worker.communicate(timeout=300)
-        assert worker.returncode == 0, errors.decode()
+    assert_complete(*(start_worker(url, 3, folder) for _ in range(3)))
     assert 3 <= len(trials(url)) <= 5
 
 
@@ -316,9 +304,7 @@ def test_journal_survives_a_kill(tmp_path):
     """Another worker brings the study to its end, where the lost trial counts as one."""
     path = str(tmp_path / "study.log")
     lost = killed_during_a_trial(path, 3, tmp_path)
-    worker = start_worker(path, 3, tmp_path)
-    _, errors = worker.communicate(timeout=300)
-    assert worker.returncode == 0, errors.decode()
+    assert_complete(start_worker(path, 3, tmp_path))
     after = trials(path)
     assert [trial.number for trial in after if trial.state is TrialState.RUNNING] == [lost.number]
     assert len(after) == 3

@@ -25,7 +25,8 @@ from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
 from rl_zoo3.utils import SimpleLinearSchedule, get_hf_trained_models
 from stable_baselines3 import PPO
 from support.parity import assert_equal
-from support.zoo import MODULE, config, manager, run, saved, train
+from support.toys import VECTOR, Samples
+from support.zoo import MODULE, config, look_instead_of_learning, manager, run, saved, train
 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import register
@@ -255,7 +256,7 @@ def test_experiments_can_be_copied_and_sent(algo):
         assert copied.algo == algo
 
 
-def test_subclasses_of_a_user(tmp_path, monkeypatch):
+def test_subclasses_of_a_user(tmp_path):
     """A user's subclasses of ExperimentManager keep their signature and their methods."""
 
     class Mine(ExperimentManager):
@@ -381,25 +382,9 @@ def test_find_hyperparams_of_recurrent_policies(env_id, entry_point, expected):
     assert find_hyperparams(env_id, entry_point, ZOO_FILE, "MlpLstmPolicy") == expected
 
 
-class Mixed(gym.Env):
-    """Has observations of which one is a vector."""
-
-    action_space = spaces.Discrete(2)
-    observation_space = spaces.Dict(
-        image=spaces.Box(0, 255, (36, 36, 3), np.uint8),
-        word=spaces.Discrete(3),
-        vector=spaces.Box(-1.0, 1.0, (2,), np.float32),
-    )
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, False, {}
-
-
-gym.register("Mixed-v0", Mixed, max_episode_steps=20)
+# One part of these observations is a vector.
+MIXED = spaces.Dict(image=spaces.Box(0, 255, (36, 36, 3), np.uint8), word=spaces.Discrete(3), vector=VECTOR)
+gym.register("Mixed-v0", Samples, max_episode_steps=20, kwargs=dict(observation_space=MIXED))
 
 
 @pytest.mark.parametrize(
@@ -514,24 +499,17 @@ def test_recurrent_policy_without_an_entry(tmp_path, train_here):
 
 def test_trials_of_history_based_policies(tmp_path, monkeypatch):
     """Trials build networks of the sampled size."""
-    seen = []
-
-    class Stop(Exception):
-        pass
-
-    class Spy(PPOExt):
-        def learn(self, *args, **kwargs):
-            seen.append((self.policy.context_length, self.policy.memory_kwargs["d_model"]))
-            raise Stop
-
-    monkeypatch.setitem(ALGOS, "ppo_ext", Spy)
+    made = []
+    look_instead_of_learning(monkeypatch, made.append)
     experiment = manager(env_id="CartPoleNoVel-v1", folder=tmp_path, eval_freq=-1, optimize_hyperparameters=True)
     experiment.setup_experiment()
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     trial = study.ask()
-    with pytest.raises(Stop):
+    with pytest.raises(optuna.TrialPruned):
         experiment.objective(trial)
-    assert seen == [(2 ** trial.params["context_length_pow"], trial.params["d_model"])]
+    (policy,) = (model.policy for model in made)
+    assert policy.context_length == 2 ** trial.params["context_length_pow"]
+    assert policy.memory_kwargs["d_model"] == trial.params["d_model"]
 
 
 def test_sampled_policy_kwargs_are_merged():
@@ -554,13 +532,7 @@ def test_different_keys_in_trials():
 def test_policy_kwargs_of_the_yaml_reach_the_trials(tmp_path, monkeypatch):
     """What a trial builds has the entry's `ortho_init` and the sampled networks."""
     seen = []
-
-    class Spy(PPOExt):
-        def learn(self, *args, **kwargs):
-            seen.append(self.policy_kwargs)
-            raise ValueError("pruned")
-
-    monkeypatch.setitem(ALGOS, "ppo_ext", Spy)
+    look_instead_of_learning(monkeypatch, lambda model: seen.append(model.policy_kwargs))
     arguments = dict(folder=tmp_path, config=str(ZOO_FILE))
     experiment = manager(**arguments, optimize_hyperparameters=True, n_timesteps=100, n_trials=1)
     assert experiment.setup_experiment() is None

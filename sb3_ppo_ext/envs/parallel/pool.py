@@ -5,13 +5,11 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
-import select
 import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TypeAlias
 
 import cloudpickle
@@ -19,7 +17,7 @@ import gymnasium as gym
 from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
 
 from sb3_ppo_ext.common.type_aliases import Kwargs
-from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes
+from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes, waiting_for
 from sb3_ppo_ext.envs.parallel.flags import RUNG, flags_in
 from sb3_ppo_ext.envs.parallel.shared_arrays import SharedArrays
 from sb3_ppo_ext.envs.parallel.worker import WAKE_UP, Job, Reply, work
@@ -59,7 +57,7 @@ class WorkerPool:
         self.outbox, self.inbox = flags_in(arrays.to_workers), flags_in(arrays.from_workers)
         self.connections: list[Connection] = []
         self.processes: list[Any] = []
-        self.polls: list[Any] = []
+        self.waits: list[Callable[[float | None], object]] = []
         # Workers that owe an answer; at the next command, these are those whose answers an interrupt has left behind
         self.due: list[int] = []
         # Whether a message was on its way when the main process was interrupted
@@ -95,21 +93,12 @@ class WorkerPool:
             finally:
                 theirs.close()
             self.processes.append(process)
-            self._register(connection, process)
+            self.waits.append(waiting_for(connection, process))
         self.due = list(range(len(self.shares)))
         self._set_deadline()
         for index in range(len(self.shares)):
             self.value(index)
         self.hint = ""
-
-    def _register(self, connection: Connection, process: BaseProcess) -> None:
-        poll = None
-        if hasattr(select, "poll"):
-            # `wait` would register both each time, which takes as long as to receive.
-            poll = select.poll()
-            poll.register(connection.fileno(), select.POLLIN)
-            poll.register(process.sentinel, select.POLLIN)
-        self.polls.append(poll)
 
     def _set_deadline(self) -> None:
         if self.timeout is not None:
@@ -227,10 +216,7 @@ class WorkerPool:
     def _is_ready(self, index: int) -> bool:
         """Wait until there is something to read, or the worker has ended, at most until the deadline."""
         rest = None if self.timeout is None else max(0.0, self.deadline - time.monotonic())
-        poll = self.polls[index]
-        if poll is None:
-            return bool(wait([self.connections[index], self.processes[index].sentinel], rest))
-        return bool(poll.poll(None if rest is None else 1000 * rest))
+        return bool(self.waits[index](rest))
 
     def _explain(self, index: int, error: Exception) -> NoReturn:
         self.processes[index].join(1)

@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_ppo_ext.common.action_masks import METHOD
 from sb3_ppo_ext.common.guards import is_finite
-from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.observations import observations_at
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.envs.action_masks import ActionMasks
 from sb3_ppo_ext.envs.fast_dummy_vec_env import FastDummyVecEnv, detached
@@ -94,7 +94,7 @@ class EnvironmentShare(FastDummyVecEnv):
         is_last = False
         while len(samples) < n_steps and not is_last:
             step = len(samples)
-            given = map_observations(lambda part: part[step], seen)  # noqa: B023  # called at once
+            given = observations_at(seen, step)
             if masks is not None and source is not None:
                 given = masks.seen(given, step, source.num_timesteps + step * source.n_per_step)
             chosen = actor.act(given, step)
@@ -113,7 +113,7 @@ class EnvironmentShare(FastDummyVecEnv):
                 told[step] = of_step
         n = len(samples)
         arrays = (np.array(samples), rewards[:n], dones[:n])
-        of_steps = map_observations(lambda part: part[: n + 1], seen)
+        of_steps = observations_at(seen, slice(n + 1))
         return ShareRollout(of_steps, *arrays, told, list(self.reset_infos), np.array(masked) if source else None)
 
     def _masks(self) -> list[object]:

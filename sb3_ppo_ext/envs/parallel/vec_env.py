@@ -20,7 +20,7 @@ from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_ppo_ext.common.cores import available_cores
 from sb3_ppo_ext.common.guards import EnvironmentDataError
-from sb3_ppo_ext.common.observations import map_observations
+from sb3_ppo_ext.common.observations import observations_at
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import check_choice, check_number, check_type, refuse
 from sb3_ppo_ext.common.workers import WorkerError
@@ -155,10 +155,7 @@ class ParallelVecEnv(VecEnv):
         """
         self._share.attach(self._arrays)
         places = [slice(share.start, share.stop) for share in self._shares]
-        given = [
-            (make_actor(own), map_observations(lambda part: part[own], observations), n_steps, source)  # noqa: B023
-            for own in places
-        ]
+        given = [(make_actor(own), observations_at(observations, own), n_steps, source) for own in places]
         try:
             with self._errors_named:
                 answers = self._answers({k: ("collect", part, {}) for k, part in enumerate(given)})

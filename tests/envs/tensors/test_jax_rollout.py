@@ -1,14 +1,15 @@
 """Rollouts of JAX environments in one compiled function are those of stepping, up to rounding, or step aside."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.callbacks import BaseCallback, CheckpointCallback, EvalCallback
-from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.callbacks import CheckpointCallback, EvalCallback
 from support.cases import one_in
-from support.parity import CLOCK
-from support.toys import LogRecorder
+from support.parity import CLOCK, assert_equal
+from support.toys import Silent, record_log
 
 from sb3_ppo_ext import JaxVecEnv, PPOExt, TensorVecNormalize, TrainingCheckpoint
 from sb3_ppo_ext.engines.native import extension
@@ -71,7 +72,7 @@ def scanned(monkeypatch):
 def make(env, **options):
     policy = "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
     model = PPOExt(policy, env, **{**OPTIONS, **options})
-    model.set_logger(Logger(None, [LogRecorder()]))
+    record_log(model)
     return model
 
 
@@ -94,30 +95,21 @@ def seen_of(model):
     }
 
 
-def assert_close(expected, actual, where):
-    """The structures and dtypes are the same, integers to the bit, and floats up to rounding."""
-    if isinstance(expected, dict):
-        assert expected.keys() == actual.keys(), where
-        for key in expected:
-            assert_close(expected[key], actual[key], f"{where}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(expected) == len(actual), where
-        for index, pair in enumerate(zip(expected, actual, strict=True)):
-            assert_close(*pair, f"{where}[{index}]")
-    elif isinstance(expected, np.ndarray | np.floating | float) and np.asarray(expected).dtype.kind == "f":
-        assert np.asarray(expected).dtype == np.asarray(actual).dtype, where
-        np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=2e-4, err_msg=where)
-    else:
-        np.testing.assert_array_equal(actual, expected, where)
-        assert getattr(expected, "dtype", None) == getattr(actual, "dtype", None), where
+assert_close = partial(assert_equal, rtol=2e-3, atol=2e-4)
 
 
-def same_as_stepping(env, monkeypatch, n_rollouts=3, **options):
-    seen = []
+def scanned_and_stepped(env, monkeypatch):
+    """Whether rollouts are scanned, first and then not; the environments are seeded alike."""
     for is_scanned in (True, False):
         if not is_scanned:
             monkeypatch.setattr(collector, "overlapped_collection", lambda *_: None)
         env.seed(5)
+        yield is_scanned
+
+
+def same_as_stepping(env, monkeypatch, n_rollouts=3, **options):
+    seen = []
+    for _ in scanned_and_stepped(env, monkeypatch):
         model = make(env, **options)
         model.learn(n_rollouts * N_STEPS * N_ENVS)
         seen.append(seen_of(model))
@@ -172,11 +164,6 @@ def env(toys):
     return toys
 
 
-class OfUser(BaseCallback):
-    def _on_step(self):
-        return True
-
-
 class Own(JaxVecEnv):
     def _step(self, actions):
         return super()._step(actions)
@@ -187,7 +174,7 @@ class OwnModel(PPOExt):
 
 
 ASIDE = {
-    "callback": dict(callback=OfUser),
+    "callback": dict(callback=Silent),
     "eager": dict(backend="eager"),
     "device": dict(backend="device"),
     "statistics per step": dict(normalize_obs=True, normalize_freq="step"),
@@ -235,10 +222,7 @@ def _grows(key, state, action):
 def test_callbacks_of_libraries_see_each_step(env, scanned, tmp_path, monkeypatch):
     """Evaluations and checkpoints in the middle of a rollout are those of stepping, and a resumed training goes on alike."""
     results = []
-    for is_scanned in (True, False):
-        if not is_scanned:
-            monkeypatch.setattr(collector, "overlapped_collection", lambda *_: None)
-        env.seed(5)
+    for is_scanned in scanned_and_stepped(env, monkeypatch):
         folder, evaluated = tmp_path / str(is_scanned), toy(num_envs=1)
         evaluation = EvalCallback(evaluated, eval_freq=7, n_eval_episodes=2, log_path=str(folder), verbose=0, warn=False)
         saved = CheckpointCallback(6, str(folder))
@@ -246,7 +230,7 @@ def test_callbacks_of_libraries_see_each_step(env, scanned, tmp_path, monkeypatc
         with pytest.warns(UserWarning, match="start with a reset"):
             make(env).learn(180, [evaluation, saved, TrainingCheckpoint(10, folder / "training")])
         resumed = PPOExt.resume(folder / "training", env, device="cpu")
-        resumed.set_logger(Logger(None, [LogRecorder()]))
+        record_log(resumed)
         resumed.learn(360)
         found = np.load(folder / "evaluations.npz")
         names = sorted(path.name for path in folder.iterdir())
@@ -277,10 +261,7 @@ def test_bad_data(what, scanned, monkeypatch):
     env = toy(spoil=None if what == "policy" else late(what), **masked)
     options = dict(action_masking=True, action_mask_key="legal") if what == "mask" else {}
     messages = []
-    for is_scanned in (True, False):
-        if not is_scanned:
-            monkeypatch.setattr(collector, "overlapped_collection", lambda *_: None)
-        env.seed(5)
+    for _ in scanned_and_stepped(env, monkeypatch):
         model = make(env, **options)
         if what == "policy":
             with th.no_grad():

@@ -19,13 +19,12 @@ from gymnasium import spaces
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.buffers import DictRolloutBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy, MultiInputActorCriticPolicy
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
 from stable_baselines3.common.vec_env import DummyVecEnv
 from support.fuzzing.environments import contains, make_env
 from support.hybrid import equal
-from support.toys import LogRecorder
+from support.toys import record_log
 from support.zips import Zip
 from torch import nn
 
@@ -84,8 +83,7 @@ class ReadAll(BaseCallback):
 
 def learn(model, total_timesteps, **kwargs):
     """Train, and check that everything that was learned and logged is finite."""
-    log = LogRecorder()
-    model.set_logger(Logger(None, [log]))
+    log = record_log(model)
     model.learn(total_timesteps, **kwargs)
     finite(model)
     for dump in (*log.dumps, model.logger.name_to_value):
