@@ -23,7 +23,7 @@ def first_ends(venv, n_steps=LIMIT):
     return ends, infos
 
 
-@pytest.mark.parametrize("vec_env_cls", [DummyVecEnv, ParallelVecEnv])
+@pytest.mark.parametrize("vec_env_cls", [DummyVecEnv, pytest.param(ParallelVecEnv, marks=pytest.mark.integration)])
 def test_spread_evenly(vec_env_cls):
     """With successive seeds, whatever the first one is; what is truncated is no episode for the monitor."""
     venv = make_vec_env(ENV_ID, N_ENVS, seed=123, vec_env_cls=vec_env_cls, wrapper_class=StaggeredStart)

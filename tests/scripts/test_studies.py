@@ -60,8 +60,9 @@ def test_study(name, timesteps, tasks, tmp_path):
             2 * 6,
             "Return, at the end, mean ± std over seeds",
         ),
+        ("memory_entry", ["--tasks", "counting", "--timesteps", 4096], 3, "return, mean ± std over seeds"),
     ],
-    ids=["recall", "popgym_easy"],
+    ids=["recall", "popgym_easy", "memory_entry"],
 )
 def test_runs_are_not_repeated(name, options, n_runs, heading, tmp_path):
     """A resumable study has a row for each run, prints its table, and leaves alone what it has run."""
@@ -182,7 +183,7 @@ def test_every_study_is_tested():
     """The studies are those that are tested, and what they share."""
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "asymmetric", "hybrid_actions"}
-    names |= {"auxiliary_losses", "mountain_car", "environments", "recall", "popgym_easy"}
+    names |= {"auxiliary_losses", "mountain_car", "environments", "recall", "popgym_easy", "memory_entry"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 

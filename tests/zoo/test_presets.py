@@ -238,7 +238,7 @@ def test_the_number_of_environments_is_free(n_envs, n_steps, recwarn):
     assert make(observing, n_envs=n_envs, device="cpu", n_steps=50)[0].n_steps == 50
 
 
-@pytest.mark.parametrize(("n_envs", "n_steps"), [(1500, 32), (100, 32)])
+@pytest.mark.parametrize(("n_envs", "n_steps"), [(1500, 16), (160, 16)])
 def test_numbers_of_environments_that_change_the_samples(n_envs, n_steps):
     """There is a warning where they cannot, because a rollout would be too short."""
     with pytest.warns(UserWarning, match=f"n_envs={n_envs}.*has 2048 samples per update, and this one {n_envs * n_steps}"):
