@@ -269,6 +269,7 @@ def test_first_ratio_of_bounded_distributions(action_dist, policy, spaces, optio
         n_epochs=1,
         n_steps=32,
         batch_size=96,
+        **options,
     )
     model.learn(100)
     assert abs(model.logger.name_to_value["train/ratio_max"] - 1) < 1e-4
