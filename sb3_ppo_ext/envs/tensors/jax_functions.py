@@ -207,7 +207,7 @@ def _unbounded(size: JaxTree) -> spaces.Box:
 
 
 def compiled(
-    functions: JaxFunctions, num_envs: int, max_episode_steps: int | None, is_finite_horizon: bool
+    functions: JaxFunctions, num_envs: int, max_episode_steps: int | None, is_finite_horizon: bool, resets_seldom: bool
 ) -> tuple[Callable[..., JaxTree], Callable[..., JaxTree]]:
     """
     Compile a reset of all copies, and a step of all copies that begins new episodes where one has ended.
@@ -216,6 +216,8 @@ def compiled(
     :param num_envs: Number of copies
     :param max_episode_steps: Number of steps after which episodes are cut off, ``None`` for that of the environment
     :param is_finite_horizon: Whether episodes that run out of time are terminated
+    :param resets_seldom: Whether copies are reset only in steps in which an episode ends. A reset may take longer than a step,
+        but a GPU has to wait for the condition
     :return: A function of a key, which returns the observations and the state of all copies, and a function of that state and
         actions, which returns the new state, and what a step returns, with the last observations and the log
     """
@@ -254,17 +256,23 @@ def compiled(
             return jax.tree.map(begun, (first, first_state, jnp.zeros_like(time)), before)
 
         before = last, state, time
-        types = jax.eval_shape(begin, before)
-
-        def go_on(before: JaxTree) -> JaxTree:
-            return jax.tree.map(lambda part, new: part if part.dtype == new.dtype else part.astype(new.dtype), before, types)
-
-        # A reset may take longer than a step. On a GPU, the host would have to wait for the condition.
-        observations, state, time = jax.lax.platform_dependent(
-            before, cpu=lambda before: jax.lax.cond(ended.any(), begin, go_on, before), default=begin
-        )
+        observations, state, time = _changed(before, ended.any(), begin) if resets_seldom else begin(before)
         rewards = rewards.astype(jnp.float32)
         return (key, state, time), (observations, rewards, terminated, truncated, last, log)
 
     # Actions that a function does not use are read nevertheless: by them, JAX knows that PyTorch has read the results before.
     return jax.jit(reset_all), jax.jit(step_all, keep_unused=True)
+
+
+def _changed(parts: JaxTree, is_needed: JaxTree, change: Callable[[JaxTree], JaxTree]) -> JaxTree:
+    """The result of a function, or where it is not needed, its argument in the types of the result."""
+    jax = import_jax()
+    # Leaves alone, since classes of an environment's state may not be able to keep descriptions of arrays
+    kinds = jax.eval_shape(lambda parts: jax.tree.leaves(change(parts)), parts)
+
+    def as_they_are(parts: JaxTree) -> JaxTree:
+        leaves, structure = jax.tree.flatten(parts)
+        pairs = zip(leaves, kinds, strict=True)
+        return structure.unflatten([leaf if leaf.dtype == kind.dtype else leaf.astype(kind.dtype) for leaf, kind in pairs])
+
+    return jax.lax.cond(is_needed, change, as_they_are, parts)

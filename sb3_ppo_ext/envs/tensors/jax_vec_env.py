@@ -88,7 +88,8 @@ class JaxVecEnv(TensorVecEnv):
             warnings.warn(f"JAX has reserved three quarters of the memory of {self._jax_device}: {REMEDY}", stacklevel=2)
         super().__init__(num_envs, observation_space, action_space, _torch_device(self._jax_device))
         self._jax = jax
-        self._reset_all, self._step_all = compiled(functions, num_envs, max_episode_steps, is_finite_horizon)
+        resets_seldom = self._jax_device.platform == "cpu"
+        self._reset_all, self._step_all = compiled(functions, num_envs, max_episode_steps, is_finite_horizon, resets_seldom)
         self._set_key(int(np.random.SeedSequence().generate_state(1)[0]))
         self._state: JaxTree = None
         # Rollouts in one compiled function, and what the actors that they are for have in common

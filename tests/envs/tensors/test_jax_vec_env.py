@@ -562,7 +562,7 @@ def test_actions_that_are_not_used_are_read():
         return state, state, 0.0, False, False
 
     functions = jax_functions.functions_of((lambda key: (jax.numpy.zeros(1), jax.numpy.zeros(1)), ignoring))
-    reset, step = jax_functions.compiled(functions, 2, 10, False)
+    reset, step = jax_functions.compiled(functions, 2, 10, False, True)
     _, state = reset(jax.random.key(0))
     actions = jax.numpy.zeros((2, 7))
     assert "tensor<2x7xf32>" in step.lower(state, actions).as_text()
