@@ -225,6 +225,7 @@ class BraxTraining:
         options |= dict(num_timesteps=steps * n_epochs, num_evals=n_epochs + 1, run_evals=False, progress_fn=self._end_epoch)
         self.thread = threading.Thread(target=lambda: self.go.acquire() and train(**options), daemon=True)
         self.thread.start()
+        self()  # up to the report before the first epoch
 
     def _end_epoch(self, *_: Any) -> None:
         self.done.release()
