@@ -219,11 +219,11 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
     if hyperparams.get("action_masking") and hyperparams.get("action_mask_key") is None:
         remedy = "the Zoo passes no masks to `predict`; give `env_wrapper: sb3_ppo_ext.ActionMaskWrapper` and this as well, "
         refuse("action_masking", True, remedy + f"`action_mask_key: {ACTION_MASK}`")
-    # The Zoo takes strings and numbers alone.
     staggered_start = hyperparams.get("staggered_start", False)
     check_type("staggered_start", staggered_start, bool, "give true or false")
     experiment.staggered_start = staggered_start  # type: ignore[attr-defined]  # for `create_envs`
     hyperparams = {name: value for name, value in hyperparams.items() if name != "staggered_start"}
+    # The Zoo takes strings and numbers alone.
     others = {name: hyperparams[name] for name in OF_ZOO_SCHEDULES if not _is_read_by_the_zoo(hyperparams.get(name, 0))}
     if not isinstance(hyperparams["policy"], str):
         others["policy"] = hyperparams["policy"]
