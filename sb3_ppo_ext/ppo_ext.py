@@ -86,6 +86,7 @@ class PPOExt(TrainingLoop):
         # SB3 makes the learning rate, the seeds, the rollout buffer and the policy, in this order.
         self._setup_policy()
         # What changes the policy: the device first, which all that follows is made for
+        self._check_noise()
         self._share_normalizer()
         self._setup_device()
         self._setup_validation()

@@ -171,7 +171,7 @@ def minibatches(sb3: Stopwatch, ext: Stopwatch, rounds: int) -> dict[str, dict[s
     for name in _mlp.available():
         own = {part: 1e6 * taken[name, part] for part in parts}
         whole = 1e6 * taken[name, "all"]
-        results[name] = {**own, "loss, its gradient, and gathering, in NumPy": whole - sum(own.values()), "all": whole}
+        results[name] = {**own, "loss, its gradient, and gathering": whole - sum(own.values()), "all": whole}
     results["PyTorch"] = {what: 1e6 * taken["PyTorch", what] for name, what in taken if name == "PyTorch"}
     return results
 

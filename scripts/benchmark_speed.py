@@ -478,6 +478,14 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def write(path: Path, results: dict[str, Any]) -> None:
+    machine = dict(
+        processor=platform.processor() or platform.machine(), python=platform.python_version(), torch=th.__version__
+    )
+    in_order = {part: results[part] for part in PARTS if part in results}
+    path.write_text(json.dumps(dict(machine=machine, results=in_order), indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, THREADS_PART), default=list(PARTS))
@@ -497,16 +505,14 @@ def main() -> None:
     if arguments.markdown:
         print(*tables(results), sep="\n\n")
         return
-    for part in arguments.parts:
-        results.pop(part, None)
+    measured: dict[str, dict[str, Any]] = {}
     for part, name, result in measure(arguments.parts, arguments.rounds):
         show(part, name, result)
-        results.setdefault(part, {})[name] = result
-    machine = dict(
-        processor=platform.processor() or platform.machine(), python=platform.python_version(), torch=th.__version__
-    )
-    results = {part: results[part] for part in PARTS if part in results}
-    path.write_text(json.dumps(dict(machine=machine, results=results), indent=1) + "\n")
+        measured.setdefault(part, {})[name] = result
+        results[part] = {**results.get(part, {}), name: result}
+        write(path, results)  # at once, so that it stays if the rest is interrupted
+    results |= measured  # without older results of what is no longer measured
+    write(path, results)
     if any(part in IN_RATIOS for part in results):
         plot(results, arguments.out / "benchmark.svg")
 

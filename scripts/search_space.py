@@ -42,12 +42,13 @@ LEVERS: dict[str, tuple[Any, ...]] = {
     "activation_fn": ("nn.Tanh", "nn.ReLU"),
     "width": (64, 128, 256),
     "use_sde": (False, True),
+    "noise_color": (0.0, 0.5),
 }
 FIRST_LEVELS = {name: levels[0] for name, levels in LEVERS.items()}
 # Levers that change nothing for some levels of another one
 ACTIVE = {"kl": ("rule", {"threshold", "proportional"})}
 # Levers that are sampled for one kind of actions only; the other one has their first level.
-CONTINUOUS_ONLY = {"log_std_init", "use_sde"}
+CONTINUOUS_ONLY = {"log_std_init", "use_sde", "noise_color"}
 DISCRETE_ONLY = {"ent_coef"}
 # Configurations at fixed points, with more seeds than the sampled ones have
 REFERENCES: dict[str, dict[str, Any]] = {
@@ -62,6 +63,8 @@ _KL = {"rule": "threshold", "kl": 0.01}
 # Then, nearer to SB3's defaults. With ReLU, Acrobot is often not learned.
 _RELU = {"n_envs": 8, "advantage_norm": "rollout", "activation_fn": "nn.ReLU"}
 _SHORT = {**_RELU, "rollout": 1024}
+_SHORT_TANH = {"n_envs": 8, "advantage_norm": "rollout", "rollout": 1024}
+_COLORED = {"noise_color": 0.5}
 _TANH = {"n_envs": 8, "normalize_freq": "rollout", "betas": (0.9, 0.9)}
 _FAST = {"rollout": 1024, "n_epochs": 4, "rate": 1e-3}
 CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
@@ -85,6 +88,9 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
         "1024, 2 environments": {**_SHORT, "n_envs": 2},
         "1024, 20 epochs": {**_SHORT, "n_epochs": 20},
         "rollout 512": {**_RELU, "rollout": 512},
+        "1024, tanh": _SHORT_TANH,
+        "1024, tanh, colored": {**_SHORT_TANH, **_COLORED},
+        "1024, colored": {**_SHORT, **_COLORED},
     },
     "discrete": {
         "screened": _SCREENED,
@@ -150,6 +156,8 @@ def entry_of(levels: Mapping[str, Any], task: str) -> dict[str, Any]:
         entry["normalize_freq"] = levels["normalize_freq"]
     if levels["use_sde"]:
         entry |= {"use_sde": True, "sde_sample_freq": 4}
+    if levels["noise_color"] != 0:
+        entry["noise_color"] = levels["noise_color"]
     if levels["critic_rate"] is not None:
         entry["critic_learning_rate"] = levels["critic_rate"]
     return {**entry, **_rate(levels), "policy_kwargs": _policy_kwargs(levels)}

@@ -57,6 +57,7 @@ COUNTERS = (
     "_last_obs",
     "_last_original_obs",
     "_last_episode_starts",
+    "_white_noise",
 )
 
 

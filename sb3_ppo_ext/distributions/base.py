@@ -152,6 +152,14 @@ class NumpyDistribution(ABC):
         """
         return [None] * n_steps
 
+    def with_normal(self, noise: Arrays, normal: np.ndarray) -> Arrays:
+        """
+        :param noise: Random numbers from :meth:`noise`
+        :param normal: Standard normal numbers for the samples of a Gaussian, shape ``(n_steps, n_envs, n)``
+        :return: The random numbers with these in the place of those of the Gaussian
+        """
+        raise TypeError(f"{type(self).__name__} is no Gaussian")
+
     def scaled(self, noise: Arrays) -> Arrays:
         """
         :param noise: Random numbers from :meth:`noise`

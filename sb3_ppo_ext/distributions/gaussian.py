@@ -61,6 +61,9 @@ class NumpyGaussian(NumpyDistribution):
     def noise(self, n_steps: int, n_envs: int, n_outputs: int) -> np.ndarray:
         return th.randn(n_steps, n_envs, n_outputs).numpy()
 
+    def with_normal(self, noise: object, normal: np.ndarray) -> np.ndarray:
+        return normal
+
     def scaled(self, noise: np.ndarray) -> np.ndarray:
         return noise * np.exp(self.log_stds)
 

@@ -230,6 +230,10 @@ class NumpyHybrid(NumpyDistribution):
         pairs = zip(self.parts, self.outputs, strict=True)
         return _NoiseOfParts([part.noise(n_steps, n_envs, own.stop - own.start) for part, own in pairs])
 
+    def with_normal(self, noise: Arrays, normal: np.ndarray) -> _NoiseOfParts:
+        first, *others = noise.parts
+        return _NoiseOfParts([self.parts[0].with_normal(first, normal), *others])
+
     def scaled(self, noise: Arrays) -> Arrays:
         return _NoiseOfParts([part.scaled(each) for part, each in zip(self.parts, noise.parts, strict=True)])
 

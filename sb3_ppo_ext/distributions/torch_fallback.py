@@ -7,6 +7,7 @@ from torch import nn
 
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.distributions.base import NumpyDistribution, Sampler
+from sb3_ppo_ext.distributions.colored_noise import sampling_with
 
 
 class TorchFallback(NumpyDistribution):
@@ -20,15 +21,19 @@ class TorchFallback(NumpyDistribution):
 
     def __init__(self, distribution: Distribution, log_std: nn.Parameter | None, transform: nn.Module | None = None):
         super().__init__(distribution, log_std)
-        self.transform = transform
+        self.action_dist, self.transform = distribution, transform
 
     def sampler(self) -> Sampler | None:
         return None
 
+    def with_normal(self, noise: Arrays, normal: np.ndarray) -> np.ndarray:
+        return normal
+
     def sample(self, outputs: np.ndarray, noise: Arrays) -> np.ndarray:
         if (sampler := self.sampler()) is not None:
             return sampler(outputs, noise)
-        with th.no_grad():
+        normal = None if noise is None else th.from_numpy(noise)
+        with th.no_grad(), sampling_with(self, normal):
             return self.make(th.from_numpy(outputs)).sample().numpy()
 
     def log_prob(self, outputs: np.ndarray, actions: np.ndarray) -> np.ndarray:

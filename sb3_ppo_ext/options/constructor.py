@@ -84,6 +84,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
         *,
         action_dist: ActionDist = "gaussian",
         deterministic_action: DeterministicAction = "mean",
+        noise_color: float = 0.0,
         action_masking: bool = False,
         action_mask_key: str | None = None,
         normalize_obs: bool | list[str] = False,
@@ -177,6 +178,9 @@ class ConfiguredPPO(OnPolicyAlgorithm):
             stay within the bounds
         :param deterministic_action: Action of a Beta distribution that ``predict(..., deterministic=True)`` returns. Its
             ``"mean"`` or its ``"mode"``
+        :param noise_color: How much the noise of a Gaussian, squashed or not, is correlated over time while rollouts are
+            collected: its power at the frequency f goes as ``1/f^noise_color``. From 0 (white, as in SB3) to 2; 1 is pink, and
+            0.5 is what https://arxiv.org/abs/2312.11091 recommends
         :param action_masking: Whether the environments say which actions are valid, so that the policy chooses among these
             alone (https://arxiv.org/abs/2006.14171). For ``Discrete``, ``MultiDiscrete`` and ``MultiBinary`` action spaces. A
             mask has one number for each choice of each action, 0 for those that are not valid
@@ -320,6 +324,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
         self.target_kl = target_kl
         self.action_dist = action_dist
         self.deterministic_action = deterministic_action
+        self.noise_color = noise_color
         self.action_masking = action_masking
         self.action_mask_key = action_mask_key
         self.normalize_obs = normalize_obs

@@ -92,6 +92,8 @@ MEAN_WITHIN_BOUNDS = [
     *(equals("action_dist", name) for name, family in ACTION_DISTS.items() if family.unsquashed_mean is None),
     MEAN_TANH,
 ]
+# Action distributions that do not sample from a Gaussian
+NO_GAUSSIAN = [name for name, family in ACTION_DISTS.items() if not family.has_log_std]
 # Action distributions that know the mean alone as a deterministic action
 ONE_DETERMINISTIC = [name for name, family in ACTION_DISTS.items() if family.deterministic_actions == ("mean",)]
 KL_DRIVES_RATE = (
@@ -151,6 +153,17 @@ ROWS = {
         needs=Need("action_dist", "beta"),
         conflicts=tuple(Conflict(equals("action_dist", name)) for name in ONE_DETERMINISTIC),
         change=Change(steps=("_setup_deterministic_action",)),
+    ),
+    "noise_color": Row(
+        group=DISTRIBUTION,
+        accepted=Number(0, 2),
+        example=0.5,
+        conflicts=(
+            Conflict(equals("use_sde", True)),
+            *(Conflict(equals("action_dist", name)) for name in NO_GAUSSIAN),
+            Conflict(NO_BOX),
+        ),
+        change=Change(steps=("_check_noise",)),
     ),
     "action_masking": Row(
         group=DISTRIBUTION,

@@ -17,6 +17,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.weight_watch import WeightWatch
+from sb3_ppo_ext.distributions.colored_noise import sampling_with
 from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.memory.history import Stepper
 from sb3_ppo_ext.rollout.bootstrap import in_one_batch, joined, last_values, terminal_values
@@ -36,6 +37,7 @@ class RolloutConfig:
         computed at each step, with the current parameters
     :param truncations: List that truncated episodes are added to, ``None`` if they are not needed
     :param sde_sample_freq: Number of steps after which gSDE draws new noise, at most 0 for never
+    :param noise: Noise of the Gaussian at each step, shape ``(n_steps, n_envs, n)``; ``None`` if it is drawn at each step
     """
 
     n_steps: int
@@ -45,6 +47,7 @@ class RolloutConfig:
     is_watched: bool = True
     truncations: list[TruncatedEpisodes] | None = None
     sde_sample_freq: int = -1
+    noise: th.Tensor | None = None
 
 
 class Action(NamedTuple):
@@ -172,7 +175,8 @@ class PolicyActor(Actor):
     """
 
     def __init__(self, buffer: RolloutBuffer, config: RolloutConfig, act: Act | None = None):
-        self.buffer, self.config, self.compute = buffer, config, act
+        # A compiled function draws its own noise.
+        self.buffer, self.config, self.compute = buffer, config, act if config.noise is None else None
         self.memory = buffer.memory if isinstance(buffer, TensorRolloutBuffer) else None
         self.stepper: Stepper | None = None if self.memory is None else self.memory.stepper(config.is_watched)
 
@@ -192,9 +196,11 @@ class PolicyActor(Actor):
     def _evaluate(
         self, policy: ActorCriticPolicy, obs_tensor: object, starts: object, step: int
     ) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-        if self.stepper is not None:
-            return self.stepper(policy, obs_tensor, starts, step)
-        return policy(obs_tensor) if self.compute is None else self.compute(obs_tensor)
+        noise = None if self.config.noise is None else self.config.noise[step]
+        with sampling_with(policy, noise):
+            if self.stepper is not None:
+                return self.stepper(policy, obs_tensor, starts, step)
+            return policy(obs_tensor) if self.compute is None else self.compute(obs_tensor)
 
     def record(self, policy: ActorCriticPolicy, transition: Transition) -> None:
         if self.memory is not None:

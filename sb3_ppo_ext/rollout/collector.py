@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 import numpy as np
+import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
@@ -20,7 +21,9 @@ from sb3_ppo_ext.common.bounds import clipped
 from sb3_ppo_ext.common.guards import check_finite, check_outputs, reset_after_errors, restored_if_refused
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
+from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributed.ranks import SINGLE, Ranks
+from sb3_ppo_ext.distributions.colored_noise import N_TERMS, colored, gaussian_part
 from sb3_ppo_ext.envs.action_masks import ActionMasks, reader
 from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.memory.states import StateMemory
@@ -59,6 +62,9 @@ class RolloutCollector(OnPolicyAlgorithm):
     # Whether invalid actions are masked, and the key of the masks in the observations, `None` if a method returns them
     action_masking: bool
     action_mask_key: str | None
+    # Exponent of the power of the action noise, and the last white numbers that it is made from
+    noise_color: float = 0.0
+    _white_noise: np.ndarray | None = None
 
     @property
     def _sample_space(self) -> spaces.Space:
@@ -203,7 +209,30 @@ class RolloutCollector(OnPolicyAlgorithm):
             is_watched=self._is_watched(callback),
             truncations=self._truncations,
             sde_sample_freq=self.sde_sample_freq,
+            noise=self._draw_noise(self.n_envs, n_rollout_steps),
         )
+
+    def _check_noise(self) -> None:
+        distribution = getattr(self.policy, "action_dist", None)
+        if self.noise_color != 0 and gaussian_part(distribution) is None:
+            refuse("noise_color", self.noise_color, f"{type(distribution).__name__} has no Gaussian noise; leave it at 0")
+
+    def _draw_noise(self, n_envs: int, n_steps: int) -> th.Tensor | None:
+        """
+        :param n_envs: Number of environments
+        :param n_steps: Number of steps of a rollout
+        :return: Correlated noise of its steps, shape ``(n_steps, n_envs, n)``, which goes on where that of the rollout before
+            has ended; ``None`` if noise is white
+        """
+        if self.noise_color == 0:
+            return None
+        shape, before = (n_envs, len(self.policy.log_std)), self._white_noise
+        if before is None or before.shape[1:] != shape:
+            before = th.randn(N_TERMS - 1, *shape, device=self.device).cpu().numpy()
+        new = th.randn(n_steps, *shape, device=self.device)
+        white = th.cat([th.from_numpy(before).to(new), new])
+        self._white_noise = white[n_steps:].cpu().numpy()
+        return colored(white, self.noise_color)
 
     def _is_watched(self, callback: BaseCallback) -> bool:
         """Whether code of a user runs at each step."""

@@ -21,6 +21,7 @@ from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, structured
 from sb3_ppo_ext.common.observations import dtype_of, map_observations, observations_at
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.weight_watch import WeightWatch
+from sb3_ppo_ext.distributions.colored_noise import sampling_with
 from sb3_ppo_ext.envs.action_masks import leave_choices, refuse_empty
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep, TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
@@ -167,7 +168,8 @@ class TensorCollection:
         self.first_starts, model._tensors_after = np.array(model._last_episode_starts, bool), None
 
         # What a callback puts in the place of the policy acts from the next rollout on.
-        act, policy = model._make_act(), model.policy
+        policy, noise = model.policy, model._draw_noise(env.num_envs, self.n_steps)
+        act = model._make_act() if noise is None else policy  # A compiled function draws its own noise.
         if self.is_watched:
             self.weights.have_changed(policy)
         for step in range(self.n_steps):
@@ -176,7 +178,7 @@ class TensorCollection:
             seen = buffer.observe(model._normalized(observations), starts)
             # A copy, since the environment may overwrite them
             before = seen if model.normalizer is None else map_observations(th.clone, observations)
-            with th.no_grad():
+            with th.no_grad(), sampling_with(policy, None if noise is None else noise[step]):
                 samples, values, log_probs = act(seen) if self.stepper is None else self.stepper(policy, seen, starts, step)
                 env_actions = self._for_env(samples)
             for call in model._before_step:

@@ -59,6 +59,8 @@ class NativeActor(DivisibleActor):
         self.has_changed()
         # Random numbers of all steps
         self.noise = native.distribution.noise(config.n_steps, buffer.n_envs, native.actor.n_outputs)
+        if config.noise is not None:
+            self.noise = native.distribution.with_normal(self.noise, config.noise.numpy())
         self._scale_noise(0)
         space = config.action_space
         if isinstance(space, spaces.Box) and (for_env := actions_for_env(native.policy)) is not None:
