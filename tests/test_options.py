@@ -230,7 +230,7 @@ ZOO_OPTIONS = {
     **dict(critic_learning_rate=0.002, max_clip_fraction=0.6, accumulate_grad=2, bad_gradients="skip", n_epochs=2),
     **dict(adv_ema_warm_start=False, adv_min_std=0.02, adv_shift_mean=False, vtrace_rho=1.2, vtrace_c=1.1),
     **dict(priority_beta=0.5, lr_min_fraction=0.1, action_dist="squashed_gaussian", backend="native"),
-    **dict(native_threads=2, normalize_value=True),
+    **dict(native_threads=2, normalize_value=True, noise_color=0.5),
 }
 ADAPTIVE = dict(
     adaptive_lr_kl="lin_0.01", adaptive_lr_bounds=[0.0001, 0.002], surrogate="spo", learning_rate=0.001, lr_decay="constant"

@@ -63,9 +63,17 @@ def sampling_with(owner: Any, noise: th.Tensor | None) -> Iterator[None]:
     if noise is None:
         yield
         return
-    part: Any = gaussian_part(owner.action_dist)
-    part.sample = lambda: part.distribution.mean + part.distribution.stddev * noise
+
+    def sample() -> th.Tensor:
+        normal = current().distribution
+        return normal.mean + normal.stddev * noise
+
+    def current() -> Any:
+        # A hybrid distribution replaces its parts by copies at each call.
+        return gaussian_part(owner.action_dist)
+
+    current().sample = sample
     try:
         yield
     finally:
-        del part.sample
+        del current().sample

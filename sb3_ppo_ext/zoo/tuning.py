@@ -120,6 +120,8 @@ def _suggest_action_distribution(trial: "optuna.Trial") -> None:
         trial.suggest_float("log_std_init", -3.0, 0.0)
     if action_dist in ("gaussian", "gsde"):
         trial.suggest_categorical("bounds_coef", BOUNDS_COEFS)
+    if action_dist in ("gaussian", "squashed_gaussian"):
+        trial.suggest_categorical("noise_color", [0.0, 0.5])
 
 
 def _suggest_transformer(trial: "optuna.Trial") -> None:
@@ -168,6 +170,7 @@ def convert_ppo_ext_params(sampled_params: Kwargs) -> Kwargs:
         use_sde = action_dist == "gsde"
         hyperparams |= {"action_dist": "gaussian" if use_sde else action_dist, "use_sde": use_sde}
         hyperparams["bounds_coef"] = given.pop("bounds_coef", 0.0)
+        hyperparams["noise_color"] = given.pop("noise_color", 0.0)
         policy_kwargs["log_std_init"] = given.pop("log_std_init", 0.0)
     return {**hyperparams, **given, "policy_kwargs": policy_kwargs}
 

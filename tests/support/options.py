@@ -74,6 +74,7 @@ def is_legal(options, action_space):
         or (get("action_mask_key") and not get("action_masking"))
         or (get("action_dist") != "gaussian" and (not box or get("use_sde")))
         or (get("action_dist") == "beta" and get("bounds_coef") > 0)
+        or (get("noise_color") > 0 and (not box or get("use_sde") or get("action_dist") == "beta"))
         or (get("action_dist") == "squashed_gaussian" and get("deterministic_action") == "mode")
         or (get("dual_clip") and get("surrogate") != "clip")
         or (get("policy") in ("MlpLstmPolicy", "MlpTransformerPolicy") and get("backend") == "native")
