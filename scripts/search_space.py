@@ -42,7 +42,7 @@ LEVERS: dict[str, tuple[Any, ...]] = {
     "activation_fn": ("nn.Tanh", "nn.ReLU"),
     "width": (64, 128, 256),
     "use_sde": (False, True),
-    "noise_color": (0.0, 0.5),
+    "noise_color": (0.0, 0.25, 0.5, 1.0),
 }
 FIRST_LEVELS = {name: levels[0] for name, levels in LEVERS.items()}
 # Levers that change nothing for some levels of another one
@@ -64,7 +64,6 @@ _KL = {"rule": "threshold", "kl": 0.01}
 _RELU = {"n_envs": 8, "advantage_norm": "rollout", "activation_fn": "nn.ReLU"}
 _SHORT = {**_RELU, "rollout": 1024}
 _SHORT_TANH = {"n_envs": 8, "advantage_norm": "rollout", "rollout": 1024}
-_COLORED = {"noise_color": 0.5}
 _TANH = {"n_envs": 8, "normalize_freq": "rollout", "betas": (0.9, 0.9)}
 _FAST = {"rollout": 1024, "n_epochs": 4, "rate": 1e-3}
 CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
@@ -89,8 +88,10 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
         "1024, 20 epochs": {**_SHORT, "n_epochs": 20},
         "rollout 512": {**_RELU, "rollout": 512},
         "1024, tanh": _SHORT_TANH,
-        "1024, tanh, colored": {**_SHORT_TANH, **_COLORED},
-        "1024, colored": {**_SHORT, **_COLORED},
+        "1024, tanh, colored 0.5": {**_SHORT_TANH, "noise_color": 0.5},
+        "1024, colored 1": {**_SHORT, "noise_color": 1.0},
+        "1024, colored 0.5": {**_SHORT, "noise_color": 0.5},
+        "1024, colored 0.25": {**_SHORT, "noise_color": 0.25},
     },
     "discrete": {
         "screened": _SCREENED,
@@ -114,10 +115,10 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 # What the entries `default` and `default-discrete` are
-CHOSEN = {"continuous": "rollout 1024", "discrete": "KL"}
-# Those that are left. The first and the second race have ended, and so have the others of the third one.
+CHOSEN = {"continuous": "1024, colored 0.25", "discrete": "KL"}
+# Those that are left. Earlier races have ended.
 RACERS = {
-    "continuous": [*list(CANDIDATES["continuous"])[13:], "rollout 1024", "ReLU"],
+    "continuous": ["1024, colored 0.25", "rollout 1024"],
     "discrete": ["KL", "KL, LayerNorm", "KL, entropy"],
 }
 # After so many seeds, the better half of the candidates goes on, for each kind of actions by itself.
