@@ -46,7 +46,7 @@ LEVERS: dict[str, tuple[Any, ...]] = {
 }
 FIRST_LEVELS = {name: levels[0] for name, levels in LEVERS.items()}
 # Levers that change nothing for some levels of another one
-ACTIVE = {"kl": ("rule", {"threshold", "proportional"})}
+ACTIVE = {"kl": ("rule", {"threshold", "proportional"}), "noise_color": ("use_sde", {False})}
 # Levers that are sampled for one kind of actions only; the other one has their first level.
 CONTINUOUS_ONLY = {"log_std_init", "use_sde", "noise_color"}
 DISCRETE_ONLY = {"ent_coef"}
@@ -115,7 +115,7 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 # What the entries `default` and `default-discrete` are
-CHOSEN = {"continuous": "1024, colored 0.25", "discrete": "KL"}
+CHOSEN = {"continuous": "rollout 1024", "discrete": "KL"}
 # Those that are left. Earlier races have ended.
 RACERS = {
     "continuous": ["1024, colored 0.25", "rollout 1024"],
@@ -157,7 +157,7 @@ def entry_of(levels: Mapping[str, Any], task: str) -> dict[str, Any]:
         entry["normalize_freq"] = levels["normalize_freq"]
     if levels["use_sde"]:
         entry |= {"use_sde": True, "sde_sample_freq": 4}
-    if levels["noise_color"] != 0:
+    elif levels["noise_color"] != 0:
         entry["noise_color"] = levels["noise_color"]
     if levels["critic_rate"] is not None:
         entry["critic_learning_rate"] = levels["critic_rate"]
