@@ -46,7 +46,7 @@ LEVERS: dict[str, tuple[Any, ...]] = {
 }
 FIRST_LEVELS = {name: levels[0] for name, levels in LEVERS.items()}
 # Levers that change nothing for some levels of another one
-ACTIVE = {"kl": ("rule", {"threshold", "proportional"}), "noise_color": ("use_sde", {False})}
+ACTIVE: dict[str, tuple[str, set[Any]]] = {"kl": ("rule", {"threshold", "proportional"}), "noise_color": ("use_sde", {False})}
 # Levers that are sampled for one kind of actions only; the other one has their first level.
 CONTINUOUS_ONLY = {"log_std_init", "use_sde", "noise_color"}
 DISCRETE_ONLY = {"ent_coef"}

@@ -157,7 +157,7 @@ ROWS = {
     "noise_color": Row(
         group=DISTRIBUTION,
         accepted=Number(0, 2),
-        example=0.5,
+        example=1.0,
         conflicts=(
             Conflict(equals("use_sde", True)),
             *(Conflict(equals("action_dist", name)) for name in NO_GAUSSIAN),
