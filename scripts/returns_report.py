@@ -6,7 +6,7 @@ to end and, except in older files, its ``cpu_seconds``.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,13 @@ def score(run: pd.DataFrame) -> float:
 
 def probability_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> float:
     """The probability that a run of ours is better than one of theirs; ties count half."""
-    pairs = ours[:, None] - theirs
-    return float(np.mean((pairs > 0) + 0.5 * (pairs == 0)))
+    return float(probabilities_of_improvement(ours, theirs))
+
+
+def probabilities_of_improvement(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """The same for each row of many runs, shapes ``(..., n)`` and ``(..., m)``."""
+    differences = ours[..., :, np.newaxis] - theirs[..., np.newaxis, :]
+    return np.mean((differences > 0) + 0.5 * (differences == 0), axis=(-2, -1))
 
 
 def task_lines(runs: pd.DataFrame, tasks: Sequence[str], theirs: str, ours: str, times: dict[str, float]) -> list[list[str]]:
@@ -206,17 +211,13 @@ def mean_improvement(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -
     :return: The mean over the tasks, and the ends of the interval, shape ``(2,)``
     """
     rng = np.random.default_rng(0)
-
-    def mean(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
-        return float(np.mean([probability_of_improvement(*pair) for pair in pairs]))
-
     pairs = list(zip(ours, theirs, strict=True))
 
-    def resample(values: np.ndarray) -> np.ndarray:
-        return rng.choice(values, len(values))
+    def resampled(values: np.ndarray) -> np.ndarray:
+        return rng.choice(values, (BOOTSTRAPS, len(values)))
 
-    draws = [mean((resample(one), resample(other)) for one, other in pairs) for _ in range(BOOTSTRAPS)]
-    return mean(pairs), np.percentile(draws, [2.5, 97.5])
+    draws = np.mean([probabilities_of_improvement(resampled(one), resampled(other)) for one, other in pairs], axis=0)
+    return float(np.mean([probability_of_improvement(*pair) for pair in pairs])), np.percentile(draws, [2.5, 97.5])
 
 
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
