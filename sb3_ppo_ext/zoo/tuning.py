@@ -121,7 +121,7 @@ def _suggest_action_distribution(trial: "optuna.Trial") -> None:
     if action_dist in ("gaussian", "gsde"):
         trial.suggest_categorical("bounds_coef", BOUNDS_COEFS)
     if action_dist in ("gaussian", "squashed_gaussian"):
-        trial.suggest_categorical("noise_color", [0.0, 0.5])
+        trial.suggest_categorical("noise_color", [0.0, 0.5, 1.0])
 
 
 def _suggest_transformer(trial: "optuna.Trial") -> None:

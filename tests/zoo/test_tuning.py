@@ -73,6 +73,7 @@ def test_space_is_sampled():
     assert values["lr_decay"] == {"constant", "linear"}
     assert values["use_sde"] == {"True", "False"}
     assert values["bounds_coef"] == {str(coef) for coef in tuning.BOUNDS_COEFS}
+    assert values["noise_color"] == {"0.0", "0.5", "1.0"}
     assert values["kl_coef"] == {"0.0", "1.0"}
     assert values["normalize_value"] == {"True", "False"}
     networks = {(kwargs["net_type"], *kwargs["net_arch"]["vf"]) for kwargs in (each["policy_kwargs"] for each in sampled)}
@@ -83,6 +84,7 @@ def test_space_is_sampled():
         assert each["adaptive_lr_kl"] is None or (each["kl_coef"] == 0 and each["lr_decay"] == "constant")
         assert each["action_dist"] == "gaussian" or each["bounds_coef"] == 0
         assert each["action_dist"] != "beta" or each["policy_kwargs"]["log_std_init"] == 0
+        assert each["noise_color"] == 0 or (each["action_dist"] != "beta" and not each["use_sde"])
         assert each["adaptive_lr_kl"] is not None or each["adaptive_lr_rule"] == "threshold"
     assert any(each["adaptive_lr_kl"] for each in sampled)
     assert values["adaptive_lr_rule"] == {"threshold", "proportional"}
