@@ -31,6 +31,7 @@ from support.zoo import MODULE, config, look_instead_of_learning, manager, run, 
 from sb3_ppo_ext import PPOExt
 from sb3_ppo_ext.zoo import register
 from sb3_ppo_ext.zoo.__main__ import main
+from sb3_ppo_ext.zoo.tuning import NETWORKS
 from sb3_ppo_ext.zoo.yaml_entries import HYPERPARAMS, TrialHyperparams, default_for, find_hyperparams
 
 pytestmark = pytest.mark.integration
@@ -204,7 +205,7 @@ def test_trial_of_a_journal(tmp_path, train_here, short_episodes):
         model = PPOExt.load(saved(tmp_path, "MountainCarContinuous-v0"))
         assert model.n_steps == 2 ** trial.params["n_steps_pow"]
         assert model.learning_rate(1.0) == trial.params["learning_rate"]
-        width = {"tiny": [64], "small": [64, 64], "medium": [256, 256]}[trial.params["net_arch"]]
+        width = NETWORKS[trial.params["net_type"]][trial.params["net_arch"]]
         assert model.policy.net_arch == dict(pi=width, vf=width)
         assert model.action_dist == trial.params["action_dist"].replace("gsde", "gaussian")
         assert model.policy.ortho_init is False
