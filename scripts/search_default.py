@@ -27,7 +27,7 @@ import torch as th
 from benchmark_returns import make_experiment, refuse_without_extension
 from default_split import DEVELOPMENT
 from search_report import racers, report
-from search_space import SearchJob, race_jobs, sampled_jobs
+from search_space import CANDIDATES, SearchJob, kind_of, race_jobs, sampled_jobs
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecEnv, sync_envs_normalization
@@ -132,12 +132,14 @@ class Search:
     :param n_rounds: Number of rounds of the race, which follow
     :param tasks: Names of the tasks
     :param limit: Largest number of steps of a run
+    :param candidates: Names of candidates that run instead of all this, each on the tasks of its kind of actions
     """
 
     n_sampled: int = N_SAMPLED
     n_rounds: int = N_ROUNDS
     tasks: tuple[str, ...] = tuple(DEVELOPMENT)
     limit: int | None = None
+    candidates: tuple[str, ...] = ()
 
     def jobs(self, rows: pd.DataFrame) -> Iterator[SearchJob]:
         """
@@ -145,6 +147,11 @@ class Search:
         :return: The runs
         """
         tasks = list(self.tasks)
+        if self.candidates:
+            named = {task: [name for name in self.candidates if name in CANDIDATES[kind_of(task)]] for task in tasks}
+            for number in range(self.n_rounds):
+                yield from race_jobs(number, named, self.limit, references=())
+            return
         yield from sampled_jobs(self.n_sampled, tasks, self.limit)
         for number in range(self.n_rounds):
             yield from race_jobs(number, racers(rows, number, tasks), self.limit)
@@ -182,6 +189,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sampled", type=int, default=N_SAMPLED, help="number of sampled runs (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=N_ROUNDS, help="number of rounds of the race (default: %(default)s)")
     parser.add_argument("--tasks", nargs="+", choices=DEVELOPMENT, default=list(DEVELOPMENT), help="(default: all)")
+    names = sorted({name for candidates in CANDIDATES.values() for name in candidates})
+    parser.add_argument("--candidates", nargs="+", choices=names, default=[], help="that run instead of sampled runs and race")
     parser.add_argument("--timesteps", type=int, help="of each run at most (default: no limit)")
     parser.add_argument("--runs", type=int, help="number of runs at most (default: all that are missing)")
     parser.add_argument("--out", type=Path, default=OUT, help="output folder (default: %(default)s)")
@@ -198,7 +207,9 @@ def main() -> None:
     if not arguments.report:
         refuse_without_extension()
         th.set_num_threads(1)
-        search = Search(arguments.sampled, arguments.rounds, tuple(arguments.tasks), arguments.timesteps)
+        search = Search(
+            arguments.sampled, arguments.rounds, tuple(arguments.tasks), arguments.timesteps, tuple(arguments.candidates)
+        )
         run_some(search, path, arguments.runs)
     rows = read(path)
     if rows.empty:

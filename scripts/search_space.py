@@ -4,7 +4,7 @@ What `search_default.py` samples: levers, each with a few levels, and the config
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,11 +243,14 @@ def sampled_jobs(n_runs: int, tasks: list[str], limit: int | None = None) -> lis
     return [SearchJob(str(number), tasks[number % len(tasks)], FIRST_SEED + number, limit) for number in range(n_runs)]
 
 
-def race_jobs(number: int, racers: Mapping[str, list[str]], limit: int | None = None) -> list[SearchJob]:
+def race_jobs(
+    number: int, racers: Mapping[str, list[str]], limit: int | None = None, references: Iterable[str] = tuple(REFERENCES)
+) -> list[SearchJob]:
     """
     :param number: Number of a round
     :param racers: Names of the candidates that are left, for each task
     :param limit: Largest number of steps
+    :param references: Names of references
     :return: A run of each candidate and of each reference on each task, with a seed that the round before did not have
     """
-    return [SearchJob(name, task, FIRST_SEED + number, limit) for task in racers for name in (*racers[task], *REFERENCES)]
+    return [SearchJob(name, task, FIRST_SEED + number, limit) for task in racers for name in (*racers[task], *references)]

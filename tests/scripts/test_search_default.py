@@ -273,3 +273,11 @@ def test_default_is_what_was_chosen(env_id, kind):
     assert isinstance(model.policy.mlp_extractor.policy_net[1], keywords["activation_fn"])
     assert model.policy.optimizer.defaults["betas"] == keywords["optimizer_kwargs"]["betas"]
     assert model.normalize_obs is model.normalize_reward is True
+
+
+def test_named_candidates():
+    """Candidates that are named run on the tasks of their kind, seed after seed, and nothing else does."""
+    search = search_default.Search(tasks=("Pendulum-v1", "CartPole-v1"), n_rounds=2, candidates=("1024, colored 1", "KL"))
+    jobs = [(job.configuration, job.task, job.seed) for job in search.jobs(search_default.read(Path("none")))]
+    expected = [("1024, colored 1", "Pendulum-v1"), ("KL", "CartPole-v1")]
+    assert jobs == [(*each, 1000 + number) for number in range(2) for each in expected]

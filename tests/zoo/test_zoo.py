@@ -46,7 +46,7 @@ SMALL = ["-params", "n_steps:128", "n_epochs:2"]
 @pytest.mark.parametrize(
     ("env_id", "arguments"),
     [
-        pytest.param("CartPole-v1", ["-n", "600"], marks=pytest.mark.slow),  # in our YAML, as a command
+        pytest.param("CartPole-v1", ["-n", "768"], marks=pytest.mark.slow),  # in our YAML, as a command
         pytest.param("Pendulum-v1", ["-n", "8192", "-conf", str(ZOO_FILE), *SMALL], marks=pytest.mark.slow),  # with gSDE
         ("HalfCheetah-v4", ["-n", "200", *SMALL]),  # in the Zoo's: normalised, with policy_kwargs
         pytest.param("BipedalWalkerHardcore-v3", ["-n", "2048", *SMALL], marks=pytest.mark.slow),
