@@ -1,6 +1,6 @@
 """
-Registers the held-out tasks of EnvPool (https://github.com/sail-sg/envpool) with Gymnasium: ``EnvPool/`` and their name there,
-with a dot for each slash. For ``--gym-packages envpool_ids``. Not a script.
+Registers the tasks of `default_split.py` that are in EnvPool (https://github.com/sail-sg/envpool) with Gymnasium: ``EnvPool/``
+and their name there, with a dot for each slash. For ``--gym-packages envpool_ids``. Not a script.
 """
 
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from default_split import HELD_OUT
+from default_split import HELD_OUT, MORE_DEVELOPMENT
 from gymnasium import spaces
 
 PREFIX = "EnvPool/"
@@ -25,6 +25,7 @@ class EnvPoolTask(gym.Env):
         self.name = name
         self.seed = 0
         self.pool = self._make()
+        self._max_episode_steps = self.pool.spec.config.max_episode_steps  # for `StaggeredStart`
         # For some tasks of the DeepMind Control Suite, EnvPool declares other shapes than it returns.
         space = self.pool.observation_space
         self.observation_space = _space_of(self.reset()[0]) if isinstance(space, spaces.Dict) else space
@@ -64,6 +65,6 @@ def _space_of(observation: dict[str, np.ndarray]) -> spaces.Dict:
     return spaces.Dict({name: spaces.Box(-np.inf, np.inf, value.shape) for name, value in observation.items()})
 
 
-for task in HELD_OUT:
+for task in (*MORE_DEVELOPMENT, *HELD_OUT):
     if task.startswith(PREFIX):
         gym.register(task, partial(EnvPoolTask, task.removeprefix(PREFIX).replace(".", "/")))

@@ -34,6 +34,7 @@ TITLES = {
     "robots": "Table: robots of MuJoCo, one million steps",
     "discrete": "Table: discrete actions, one million steps",
     "robots_development": "Table: changes of `default` on the robots, one million steps",
+    "candidates": "Table: candidates for `default`",
     "held_out": "Table: `default` on tasks that chose nothing",
     "ablation": "Table: single changes of the presets",
     "tuning": "Table: tuning",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from default_split import HELD_OUT, HELD_OUT_PACKAGES, HELD_OUT_POLICIES, NOT_NORMALIZED, is_discrete
+from default_split import DEVELOPMENT, HELD_OUT, MORE_DEVELOPMENT, MORE_PACKAGES, MORE_POLICIES, NOT_NORMALIZED, is_discrete
 
 # Numbers of steps: the Zoo's, or less than its million
 CLASSIC = {"Pendulum-v1": 100_000, "MountainCarContinuous-v0": 20_000, "LunarLanderContinuous-v3": 300_000}
@@ -54,11 +54,11 @@ CONTINUOUS = dict.fromkeys(
     ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Pendulum-v1", "LunarLanderContinuous-v3"), 300_000
 )
 # Policies for other observations than numbers, with SB3's defaults
-POLICIES = {"PointMaze_UMazeDense-v3": "MultiInputPolicy", **HELD_OUT_POLICIES}
+POLICIES = {"PointMaze_UMazeDense-v3": "MultiInputPolicy", **MORE_POLICIES}
 # The presets, and `default`, before results changed them
 ABLATED = Path(__file__).parents[1] / "benchmark" / "ablation.yml"
 # Packages that register tasks, by the beginning of their names. That of MinAtar is beside this script.
-PACKAGES = {"MinAtar/": "minatar_ids", "PointMaze_": "gymnasium_robotics", **HELD_OUT_PACKAGES}
+PACKAGES = {"MinAtar/": "minatar_ids", "PointMaze_": "gymnasium_robotics", **MORE_PACKAGES}
 # Entries of `ppo_ext.yml` for all tasks of a package
 SHARED_ENTRIES = {"MinAtar/": "minatar"}
 # What the Zoo adds to `default` to fit it to the observations of these tasks
@@ -163,6 +163,11 @@ SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
             "SB3's defaults, computed by SB3": Arm("ppo", "sb3"),
         },
     ),
+    # Candidates for `default` on all tasks of the development. The second arm is what the search had chosen on the first part.
+    "candidates": (
+        DEVELOPMENT | MORE_DEVELOPMENT,
+        {"SB3's defaults": Arm("ppo_ext", "sb3"), "searched": Arm("ppo_ext", "ablation", "searched"), **WITH_VEC_NORMALIZE},
+    ),
     "held_out": (
         HELD_OUT,
         {
@@ -218,8 +223,8 @@ SUITES["robots_development"] = (
 )
 # End of the name of an arm that SB3's PPO computes, for comparison with the same hyperparameters computed by `PPOExt`
 BY_SB3 = ", computed by SB3"
-# Suites that are run only if they are named: once, after everything has been chosen
-RUN_ONCE = {"held_out", "robots_development"}
+# Suites that are run only if they are named: to choose, or once, after everything has been chosen
+RUN_ONCE = {"candidates", "held_out", "robots_development"}
 # Suites in which each arm is compared with the first one
 ABLATIONS = {"ablation", "robots_development"}
 # Options that were tried and removed, because they did not pay. Their runs are still reported.
@@ -281,8 +286,8 @@ class Job:
 
     def _key(self, arm: Arm) -> str:
         if arm.key is not None:
-            has_two = arm.source == "ppo_ext" and arm.key == "default"
-            return "default-discrete" if has_two and is_discrete(self.task) else arm.key
+            discrete = f"{arm.key}-discrete"
+            return discrete if is_discrete(self.task) and discrete in entries(arm.source) else arm.key
         listed = entries(arm.source)
         for key in (self.task, re.sub("-v5$", "-v4", self.task), of_package(self.task, SHARED_ENTRIES)):
             if key in listed:

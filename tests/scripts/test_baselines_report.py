@@ -114,6 +114,6 @@ def test_trpo():
 def test_held_out_tasks_are_run_only_by_name(monkeypatch):
     """They are no part of what runs without arguments, and `default` fits their observations."""
     monkeypatch.setattr(sys, "argv", ["benchmark_returns.py"])
-    assert "held_out" not in benchmark_returns.parse_arguments().suites
-    entry = returns_suites.Job("held_out", "EnvPool/CheetahRun-v1", "default", 0).fitted_entry()
+    assert not {"candidates", "held_out"} & set(benchmark_returns.parse_arguments().suites)
+    entry = returns_suites.Job("held_out", "EnvPool/ReacherEasy-v1", "default", 0).fitted_entry()
     assert entry["policy"] == "MultiInputPolicy"

@@ -26,13 +26,14 @@ from sb3_ppo_ext import PPOExt  # noqa: E402
 
 def test_split():
     """No task is in both parts, each part has both kinds of actions, and no published seed is one of the search."""
-    assert not default_split.DEVELOPMENT.keys() & default_split.HELD_OUT.keys()
+    assert not default_split.DEVELOPMENT.keys() & default_split.MORE_DEVELOPMENT.keys()
     assert len(default_split.DEVELOPMENT) >= 12
     assert len(default_split.HELD_OUT) >= 20
     assert default_split.DEVELOPMENT.keys() > default_split.DISCRETE
     known = {task for suite, (budgets, _) in returns_suites.SUITES.items() if suite != "held_out" for task in budgets}
     assert not known & default_split.HELD_OUT.keys()
-    for task in default_split.HELD_OUT:
+    assert default_split.MORE_DEVELOPMENT.keys() > default_split.MORE_DISCRETE
+    for task in (*default_split.MORE_DEVELOPMENT, *default_split.HELD_OUT):
         assert returns_suites.of_package(task, returns_suites.PACKAGES)
     assert all(job.seed >= 1000 for job in search_space.sampled_jobs(20, ["CartPole-v1"]))
 
