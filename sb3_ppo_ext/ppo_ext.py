@@ -76,6 +76,7 @@ class PPOExt(TrainingLoop):
     def _setup_model(self) -> None:
         # Not in the constructor alone, because `load` sets attributes after it.
         self._check_options()
+        self._choose_discount()
         # What the policy and SB3's rollout buffer are made from
         self._check_masks()
         self._setup_normalizer()

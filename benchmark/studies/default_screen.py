@@ -7,27 +7,30 @@ Each run has one task, random levels of all levers, and a seed of its own. Its s
 policy over ten episodes after 90 % and ten after 100 % of the steps, and its rank the share of the other runs of the task that
 it beats. The effect of a level is the difference of mean ranks, with a 95 % interval from a bootstrap over the runs.
 
-Run it: python benchmark/studies/default_screen.py --runs 200 (20 s a run; what is done is not repeated)
+Run it: python benchmark/studies/default_screen.py (20 s a run; what is done is not repeated)
 It needs the packages of benchmark/held-out.txt, and writes benchmark/studies/default_screen.csv.gz after each run.
 """
 
+import argparse
 import importlib
+import itertools
 import multiprocessing
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch as th
-from common import Job, Row, parser_of, print_table, read_csv, write_csv
+from common import Job, Row, parser_of, print_table, read_csv, select, write_csv
 from gymnasium import spaces
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.envs.staggered_start import time_limit_of
+from sb3_ppo_ext.envs.time_limits import time_limit_of
 from sb3_ppo_ext.zoo.yaml_entries import can_be_normalized, is_scaled
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -57,6 +60,15 @@ LEVERS: dict[str, tuple[Any, ...]] = {
 }
 OF_KIND = {"ent_coef": "discrete", "actions": "continuous"}
 FIRST_SEED = 3000
+RANDOM = "random levels"
+# What is compared with more seeds: levels that differ from the first ones
+_CONTINUOUS = {"n_envs": 8, "rollout": 1024, "normalize_freq": "rollout", "net_type": "layer_norm", "gamma": "limit"}
+_DISCRETE = {"n_envs": 8, "normalize_freq": "rollout", "net_type": "layer_norm", "gamma": "limit"}
+ARMS: dict[str, dict[str, Row]] = {
+    "VecNormalize": {"continuous": {}, "discrete": {}},
+    "LayerNorm": {"continuous": _CONTINUOUS, "discrete": _DISCRETE},
+    "LayerNorm, KL": {"continuous": {**_CONTINUOUS, "adaptive_lr_kl": 0.01}, "discrete": {**_DISCRETE, "ent_coef": 0.01}},
+}
 
 
 def sample(kind: str, number: int) -> Row:
@@ -103,29 +115,50 @@ def run(job: Job) -> Row:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, timesteps=None, kinds=tuple(KINDS))
-    parser.add_argument("--runs", type=int, default=200, help="number of runs of each kind of actions (default: 200)")
+    parser = parser_of(__doc__, timesteps=None, seeds=2, kinds=tuple(KINDS), arms=tuple(ARMS))
+    parser.add_argument("--runs", type=int, default=100, help="number of random runs of each kind (default: 100)")
     arguments = parser.parse_args()
     path = arguments.out / "default_screen.csv.gz"
     rows = read_csv(path)
     jobs = []
-    for number in range(arguments.runs):
-        for kind in arguments.kinds:
-            task, seed = KINDS[kind][number % len(KINDS[kind])], FIRST_SEED + number
-            if not any(row["task"] == task and row["seed"] == seed for row in rows):
-                timesteps = min(TASKS[task], arguments.timesteps or TASKS[task])
-                jobs.append(Job({"task": task, **sample(kind, number)}, seed, timesteps))
+    for job in itertools.chain(screened(arguments), compared(arguments)):
+        if not select(rows, task=job.settings["task"], arm=job.settings["arm"], seed=job.seed):
+            jobs.append(job)
     with multiprocessing.get_context("spawn").Pool(arguments.processes, partial(th.set_num_threads, 1)) as pool:
         for done in pool.imap_unordered(run, jobs):
-            rows = sorted([*rows, done], key=lambda row: (list(TASKS).index(row["task"]), row["seed"]))
+            rows = sorted([*rows, done], key=lambda row: (list(TASKS).index(row["task"]), row["arm"], row["seed"]))
             write_csv(path, rows)
-            print(done["task"], done["seed"], round(done["score"], 2), round(done["cpu_seconds"]), flush=True)
+            print(done["task"], done["arm"], done["seed"], round(done["score"], 2), round(done["cpu_seconds"]), flush=True)
     print_table("difference of mean ranks to the first level", ["lever", "level", *KINDS], effects(rows))
+    print_table("share of pairs of runs better than `VecNormalize`", ["arm", *KINDS], shares(rows))
+
+
+def screened(arguments: argparse.Namespace) -> Iterator[Job]:
+    """:return: Runs with random levels, on the tasks in turns"""
+    for number in range(arguments.runs):
+        for kind in arguments.kinds:
+            task = KINDS[kind][number % len(KINDS[kind])]
+            yield Job({"task": task, "arm": RANDOM, **sample(kind, number)}, FIRST_SEED + number, steps(task, arguments))
+
+
+def compared(arguments: argparse.Namespace) -> Iterator[Job]:
+    """:return: Runs of the arms, seed after seed"""
+    for number in range(arguments.seeds):
+        pairs = [(kind, task) for kind in arguments.kinds for task in KINDS[kind]]
+        for (kind, task), arm in itertools.product(pairs, arguments.arms):
+            levels = {name: levels[0] for name, levels in LEVERS.items()} | ARMS[arm][kind]
+            yield Job({"task": task, "arm": arm, **levels}, FIRST_SEED + 1000 + number, steps(task, arguments))
+
+
+def steps(task: str, arguments: argparse.Namespace) -> int:
+    """:return: Number of steps of a run"""
+    return min(TASKS[task], arguments.timesteps or TASKS[task])
 
 
 def effects(rows: list[Row]) -> list[list[str]]:
     """:return: A line for each level but the first of each lever, with a cell for each kind of actions"""
-    scores = {task: np.array([row["score"] for row in rows if row["task"] == task]) for task in TASKS}
+    rows = select(rows, arm=RANDOM)
+    scores = {task: np.array([row["score"] for row in select(rows, task=task)]) for task in TASKS}
     lines, rng = [], np.random.default_rng(0)
     for lever, (first, *others) in LEVERS.items():
         for level in others:
@@ -144,6 +177,35 @@ def effects(rows: list[Row]) -> list[list[str]]:
                 cells.append(f"{two.mean() - one.mean():+.2f} ({low:+.2f} to {high:+.2f}), {len(two)}")
             lines.append([lever, str(level), *cells])
     return lines
+
+
+def shares(rows: list[Row]) -> list[list[str]]:
+    """:return: A line for each arm but the first: the mean over the tasks, with a bootstrap within each task"""
+    first, *others = ARMS
+    lines, rng = [], np.random.default_rng(0)
+    for arm in others:
+        cells = []
+        for tasks in KINDS.values():
+            sides = [
+                [np.array([row["score"] for row in select(rows, task=task, arm=side)]) for side in (arm, first)]
+                for task in tasks
+            ]
+            pairs = [(ours, theirs) for ours, theirs in sides if len(ours) and len(theirs)]
+            drawn = [
+                np.mean([share(rng.choice(ours, len(ours)), rng.choice(theirs, len(theirs))) for ours, theirs in pairs])
+                for _ in range(1000 if pairs else 0)
+            ]
+            low, high = np.percentile(drawn, [2.5, 97.5]) if drawn else (0, 0)
+            mean = np.mean([share(*pair) for pair in pairs]) if pairs else np.nan
+            cells.append(f"{mean:.2f} ({low:.2f} to {high:.2f}), {len(pairs)} tasks")
+        lines.append([arm, *cells])
+    return lines
+
+
+def share(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """:return: Share of the pairs in which ours is better, where a tie counts a half"""
+    differences = ours[:, None] - theirs
+    return float(((differences > 0) + (differences == 0) / 2).mean())
 
 
 def rank(score: float, scores: np.ndarray) -> float:

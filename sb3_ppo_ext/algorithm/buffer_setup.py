@@ -14,6 +14,7 @@ from sb3_ppo_ext.common.user_code import hidden_methods, is_replaced, replaced_m
 from sb3_ppo_ext.common.validation import assertions_as_value_errors, described, memory_errors_as_value_errors, refuse
 from sb3_ppo_ext.distributions import ACTION_DISTS
 from sb3_ppo_ext.engines.registry import ENGINES, choose_backend
+from sb3_ppo_ext.envs.time_limits import AUTO, discount_for, time_limit_of_all
 from sb3_ppo_ext.memory.history import HistoryPolicy
 from sb3_ppo_ext.rollout.buffer import BUFFER_METHODS, TensorRolloutBuffer, knows_indices
 
@@ -25,6 +26,18 @@ class BufferSetup(Normalization):
     _own_buffer: RolloutBuffer | None = None
     # Methods that its constructor has replaced
     _own_methods: list[str] | None = None
+
+    def _choose_discount(self) -> None:
+        """Make a number of ``gamma="auto"``, which is the discount factor from then on, also of a model that is saved."""
+        if self.gamma != AUTO:
+            return
+        if self.env is None:
+            refuse("gamma", self.gamma, "the time limit is that of the environments; give `env` as well, or a number")
+        limit = time_limit_of_all(self.env)
+        self.gamma = discount_for(limit)
+        if self.verbose >= 1:
+            reason = "no time limit is known" if limit is None else f"episodes have at most {limit} steps"
+            print(f"gamma={self.gamma:.4g}: {reason}")
 
     def _space_of_policy(self) -> spaces.Space:
         """Space of the observations that the policy reads and the rollout buffer stores, with masks if there are any."""

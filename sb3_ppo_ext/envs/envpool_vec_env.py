@@ -22,6 +22,7 @@ from sb3_ppo_ext.envs.vector_env_adapter import VectorEnvAdapter
 ENVPOOL = "envpool"
 # Its seeds are in int32, with one for each environment.
 LARGEST_SEED = 2**30
+LARGEST_LIMIT = 2**31 - 1  # which stands for none
 # Infos that say nothing about the task
 _OF_THE_POOL = ("env_id", "players")
 
@@ -56,6 +57,11 @@ class EnvPoolVecEnv(VectorEnvAdapter):
         except TypeError as error:
             given = {key: value for key, value in self._config.items() if key != "num_envs"}
             refuse("env_kwargs", given, f"EnvPool's {self._name} has other arguments ({str(error).splitlines()[0]})")
+
+    @property
+    def _max_episode_steps(self) -> int | None:
+        limit = self.venv.spec.config.max_episode_steps  # type: ignore[union-attr]  # EnvPool's
+        return limit if 0 < limit < LARGEST_LIMIT else None
 
     def _begin_episodes_of_all(self) -> None:
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)

@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 
 from sb3_ppo_ext.common.type_aliases import Arrays, Info, Kwargs
+from sb3_ppo_ext.envs.time_limits import time_limit_of
 
 # Multiples of it, without their whole parts, are spread evenly, however many there are.
 GOLDEN_RATIO = (5**0.5 - 1) / 2
@@ -59,14 +60,3 @@ class StaggeredStart(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructo
             truncated = truncated or (self.n_left == 0 and not terminated)
         self.has_ended = terminated or truncated
         return observation, reward, terminated, truncated, info
-
-
-def time_limit_of(env: gym.Env) -> int | None:
-    """
-    :param env: Environment
-    :return: Largest number of steps of an episode, ``None`` if it is not known
-    """
-    limit = getattr(env.spec, "max_episode_steps", None)
-    if limit is None and env.has_wrapper_attr("_max_episode_steps"):  # of a `TimeLimit` that was put around it by hand
-        limit = env.get_wrapper_attr("_max_episode_steps")
-    return limit

@@ -55,6 +55,11 @@ class VectorEnvAdapter(VecEnv):
         self._of_last_step = {"TimeLimit.truncated", *(getattr(each, "_stats_key", "episode") for each in statistics)}
         super().__init__(venv.num_envs, venv.single_observation_space, venv.single_action_space)
 
+    @property
+    def _max_episode_steps(self) -> int | None:
+        """Time limit of an episode, see ``time_limits.py``"""
+        return getattr(self.venv.spec, "max_episode_steps", None)
+
     def reset(self) -> VecEnvObs:
         # Without a seed, Gymnasium keeps its random number generators.
         seeds: Any = self._seeds if any(seed is not None for seed in self._seeds) else None

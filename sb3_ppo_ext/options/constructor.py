@@ -61,7 +61,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
         n_steps: int = 2048,
         batch_size: int = 64,
         n_epochs: int = 10,
-        gamma: float = 0.99,
+        gamma: float | str = 0.99,
         gae_lambda: float = 0.95,
         clip_range: ScheduleLike = 0.2,
         clip_range_vf: ScheduleLike | None = None,
@@ -140,7 +140,9 @@ class ConfiguredPPO(OnPolicyAlgorithm):
             n_envs`` samples, which must be more than 1 with ``normalize_advantage``)
         :param batch_size: Minibatch size. At least 1, and at least 2 with ``normalize_advantage``
         :param n_epochs: Number of passes over the rollout in each update. At least 1
-        :param gamma: Discount factor. In [0, 1]
+        :param gamma: Discount factor. In [0, 1], or ``"auto"`` for one that looks a fifth of an episode ahead: ``1 - 5 / n``,
+            at least 0.95 and at most 0.995, where n is the time limit of the environments, and 0.99 if it is not known
+            (`Hansen et al., 2024 <https://arxiv.org/abs/2310.16828>`_)
         :param gae_lambda: Factor for the trade-off of bias and variance in Generalized Advantage Estimation (GAE). In [0, 1]
         :param clip_range: Clipping parameter of the probability ratio. At least 0: a number, a function of the remaining
             progress, or ``"lin_0.2"``
@@ -296,7 +298,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
                 env,
                 learning_rate=learning_rate,  # type: ignore[arg-type]  # `_setup_lr_schedule` takes strings as well
                 n_steps=n_steps,
-                gamma=gamma,
+                gamma=gamma,  # type: ignore[arg-type]  # `_choose_discount` makes it a number.
                 gae_lambda=gae_lambda,
                 ent_coef=ent_coef,  # type: ignore[arg-type]  # a schedule as well
                 vf_coef=vf_coef,

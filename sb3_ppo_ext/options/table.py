@@ -16,7 +16,18 @@ from sb3_ppo_ext.common.schedules import is_constant, value_of
 from sb3_ppo_ext.distributions import ACTION_DISTS
 from sb3_ppo_ext.options.constructor import ConfiguredPPO
 from sb3_ppo_ext.options.row import READ, Change, Conflict, Need, Row, When, differs, equals, has_schedule, options_of
-from sb3_ppo_ext.options.values import Bounds, Choice, Dictionary, Flag, FlagOrKeys, Losses, Number, Schedule, Text
+from sb3_ppo_ext.options.values import (
+    Bounds,
+    Choice,
+    Dictionary,
+    Flag,
+    FlagOrKeys,
+    Losses,
+    Number,
+    NumberOrAuto,
+    Schedule,
+    Text,
+)
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.rollout.buffer import knows_indices
 from sb3_ppo_ext.update.extra_losses import reads_next
@@ -104,6 +115,7 @@ KL_DRIVES_RATE = (
 # Changes between two calls of `learn`, with the methods of `ModelSetup` that are called again
 OF_POLICY = Change(remedy="the policy was made with another value; make a new model with this one")
 OF_BUFFER = Change(steps=("_setup_rollout_buffer",))
+OF_DISCOUNT = Change(steps=("_choose_discount", "_setup_rollout_buffer"))
 # Instead of a buffer that was assigned as well
 OF_BUFFER_CLASS = Change(steps=("_remember_buffer", "_setup_rollout_buffer"))
 OF_ENGINE = Change(steps=("_setup_rollout_buffer", "_check_backend"))
@@ -122,7 +134,7 @@ ROWS = {
     "n_steps": Row(group=SB3, accepted=COUNT, example=1024, change=OF_BUFFER),
     "batch_size": Row(group=SB3, accepted=COUNT, example=256),
     "n_epochs": Row(group=SB3, accepted=COUNT, example=4),
-    "gamma": Row(group=SB3, accepted=FRACTION, example=0.95, change=OF_BUFFER),
+    "gamma": Row(group=SB3, accepted=NumberOrAuto(0, 1), example=0.95, change=OF_DISCOUNT),
     "gae_lambda": Row(group=SB3, accepted=FRACTION, example=0.9, change=OF_BUFFER),
     "clip_range": Row(
         group=SB3,

@@ -11,6 +11,7 @@ from torch import nn
 
 from sb3_ppo_ext.common.schedules import check_schedule, make_schedule
 from sb3_ppo_ext.common.validation import check_choice, check_dictionary, check_number, check_type, refuse
+from sb3_ppo_ext.envs.time_limits import AUTO
 from sb3_ppo_ext.update.extra_losses import EXTRA_LOSSES, check_extra_losses
 
 
@@ -89,6 +90,20 @@ class Number(Accepted):
             return (f"{kind} in {ends[0]}{self.low}, {self.high}{ends[1]}",)
         low = f" {'>' if self.open_low else '≥'} {self.low}" if math.isfinite(self.low) else ""
         return (f"{kind}{low}", *(['`float("inf")`'] if self.infinite else []))
+
+
+@dataclass(frozen=True)
+class NumberOrAuto(Number):
+    """Numbers in an interval, and the string ``"auto"``."""
+
+    def check(self, name: str, value: object) -> None:
+        if isinstance(value, str) and value != AUTO:
+            refuse(name, value, f'give a number, or "{AUTO}"')
+        if not isinstance(value, str):
+            super().check(name, value)
+
+    def alternatives(self) -> tuple[str, ...]:
+        return (*super().alternatives(), f'`"{AUTO}"`')
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
+from sb3_ppo_ext.envs.time_limits import AUTO, discount_for, time_limit_of_all
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
 from sb3_ppo_ext.zoo.entry_normalization import KNOWN, options_of
@@ -53,6 +54,8 @@ def maybe_normalize(theirs: Callable[..., VecEnv], experiment: ExperimentManager
     reason = experiment.why_wrapped = _why_wrapped(experiment, env.observation_space)  # type: ignore[attr-defined]
     if experiment.normalize and reason is None:
         return env
+    if experiment.normalize_kwargs.get("gamma") == AUTO:
+        experiment.normalize_kwargs = {**experiment.normalize_kwargs, "gamma": discount_for(time_limit_of_all(env))}
     agent, experiment.trained_agent = experiment.trained_agent, agent_with_statistics(experiment)
     try:
         env, trial = theirs(env, eval_env), TRIAL.get()

@@ -8,6 +8,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecFrameStack
 
 from sb3_ppo_ext import EnvPoolVecEnv, PPOExt, make
+from sb3_ppo_ext.envs.time_limits import time_limit_of_all
 
 envpool = pytest.importorskip("envpool")
 pytestmark = pytest.mark.integration
@@ -176,3 +177,10 @@ def test_the_zoo(tmp_path, monkeypatch):
     (run / "Pendulum-v1.zip").unlink()
     zoo_here("resume", run)
     assert len(made) == 4
+
+
+def test_time_limit():
+    """It is the pool's, unless the pool has none."""
+    assert time_limit_of_all(EnvPoolVecEnv("Pendulum-v1", 2, max_episode_steps=7)) == 7
+    assert time_limit_of_all(EnvPoolVecEnv("CartPole-v1", 2)) == 500
+    assert time_limit_of_all(EnvPoolVecEnv("Catch-v0", 2)) is None

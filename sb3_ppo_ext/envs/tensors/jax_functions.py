@@ -37,6 +37,7 @@ class JaxFunctions(NamedTuple):
     :param action_space: Action space, ``None`` if it is unknown
     :param max_episode_steps: Number of steps after which an episode has to be cut off, because ``step`` does not do it;
         ``None`` if there is none
+    :param own_limit: Number of steps after which ``step`` cuts episodes off, ``None`` if it is not known
     """
 
     reset: Callable[..., object]
@@ -44,6 +45,7 @@ class JaxFunctions(NamedTuple):
     observation_space: spaces.Space | None = None
     action_space: spaces.Space | None = None
     max_episode_steps: int | None = None
+    own_limit: int | None = None
 
 
 def import_jax() -> Any:
@@ -164,7 +166,9 @@ def _gymnax_functions(env: JaxEnv, params: JaxEnv) -> JaxFunctions:
         terminated = env.step_env(key, state, action, lifted)[3]
         return observation, new_state, reward, terminated, done & ~terminated, {}
 
-    return JaxFunctions(reset, step, as_gymnasium(env.observation_space(params)), as_gymnasium(env.action_space(params)))
+    both_spaces = as_gymnasium(env.observation_space(params)), as_gymnasium(env.action_space(params))
+    own_limit = int(getattr(params, min(limits))) if limits else None
+    return JaxFunctions(reset, step, *both_spaces, own_limit=own_limit)
 
 
 def _brax_functions(env: JaxEnv) -> JaxFunctions:

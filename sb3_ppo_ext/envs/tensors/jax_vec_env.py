@@ -87,6 +87,8 @@ class JaxVecEnv(TensorVecEnv):
         if self._jax_device.platform != "cpu" and takes_most_memory(os.environ):
             warnings.warn(f"JAX has reserved three quarters of the memory of {self._jax_device}: {REMEDY}", stacklevel=2)
         super().__init__(num_envs, observation_space, action_space, _torch_device(self._jax_device))
+        # For `time_limits.py`
+        self._max_episode_steps = max_episode_steps or functions.max_episode_steps or functions.own_limit
         self._jax = jax
         resets_seldom = self._jax_device.platform == "cpu"
         self._reset_all, self._step_all = compiled(functions, num_envs, max_episode_steps, is_finite_horizon, resets_seldom)
