@@ -67,7 +67,12 @@ _DISCRETE = {"n_envs": 8, "normalize_freq": "rollout", "net_type": "layer_norm",
 ARMS: dict[str, dict[str, Row]] = {
     "VecNormalize": {"continuous": {}, "discrete": {}},
     "LayerNorm": {"continuous": _CONTINUOUS, "discrete": _DISCRETE},
-    "LayerNorm, KL": {"continuous": {**_CONTINUOUS, "adaptive_lr_kl": 0.01}, "discrete": {**_DISCRETE, "ent_coef": 0.01}},
+    "LayerNorm, KL": {
+        "continuous": {**_CONTINUOUS, "adaptive_lr_kl": 0.01},
+        "discrete": {**_DISCRETE, "adaptive_lr_kl": 0.01},
+    },
+    "LayerNorm, entropy": {"discrete": {**_DISCRETE, "ent_coef": 0.01}},
+    "LayerNorm, rollout": {"continuous": {**_CONTINUOUS, "rollout": 2048}, "discrete": {**_DISCRETE, "rollout": 1024}},
 }
 
 
@@ -146,6 +151,8 @@ def compared(arguments: argparse.Namespace) -> Iterator[Job]:
     for number in range(arguments.seeds):
         pairs = [(kind, task) for kind in arguments.kinds for task in KINDS[kind]]
         for (kind, task), arm in itertools.product(pairs, arguments.arms):
+            if kind not in ARMS[arm]:
+                continue
             levels = {name: levels[0] for name, levels in LEVERS.items()} | ARMS[arm][kind]
             yield Job({"task": task, "arm": arm, **levels}, FIRST_SEED + 1000 + number, steps(task, arguments))
 
