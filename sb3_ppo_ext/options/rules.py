@@ -184,14 +184,19 @@ def _check_keywords(model: ConfiguredPPO, policy_class: type) -> None:
     if model.normalize_value:
         given["normalize_value"] = True
     for name, value in given.items():
-        if not _knows(policy_class, name):
+        if not knows(policy_class, name):
             remedy = (
                 "does not take it; let it inherit `sb3_ppo_ext.MlpPolicy`, `CnnPolicy` or `MultiInputPolicy`, with `**kwargs`"
             )
             refuse(name, value, f"{policy_class.__name__} {remedy}")
 
 
-def _knows(policy_class: type[BasePolicy], keyword: str) -> bool:
+def knows(policy_class: type[BasePolicy], keyword: str) -> bool:
+    """
+    :param policy_class: Class of a policy
+    :param keyword: Name of an argument of this package's policies
+    :return: Whether the class takes it
+    """
     keywords = keywords_of(policy_class)
     if keywords is None:
         own = ("action_dist", "action_mask_key", "normalize_value")

@@ -113,8 +113,7 @@ def check_entry(experiment: ExperimentManager, entry: Kwargs) -> None:
     _check_dictionaries(entry)
     policy = entry["policy"]
     check_type("policy", policy, (str, type), "give the name of a policy, such as MlpPolicy, or its class")
-    if isinstance(policy, str) and "." in policy:
-        _import("policy", policy)
+    class_of("policy", policy)
     for key in ("env_wrapper", "vec_env_wrapper", "callback"):
         if entry.get(key) is not None:
             _check_classes(key, entry[key])
@@ -208,6 +207,11 @@ def _check_required(key: str, name: object, made: Callable[..., object], kwargs:
     missing = [each for each in required[key != "callback" :] if each not in kwargs]
     if missing:
         refuse(key, name, f"it needs `{missing[0]}`; give its keyword arguments, such as `{name}: {{{missing[0]}: ...}}`")
+
+
+def class_of(key: str, value: object) -> object:
+    """:return: The class that a full name such as ``"package.module.Class"`` names; any other value as it is"""
+    return _import(key, value) if isinstance(value, str) and "." in value else value
 
 
 def _import(key: str, name: str) -> Callable[..., object]:

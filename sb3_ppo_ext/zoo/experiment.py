@@ -38,7 +38,13 @@ from sb3_ppo_ext.zoo.distributed_runs import (
     save_trained_model,
     share_run,
 )
-from sb3_ppo_ext.zoo.entry_checks import OF_ZOO_SCHEDULES, check_entry, one_line_errors, unreadable_files_as_value_errors
+from sb3_ppo_ext.zoo.entry_checks import (
+    OF_ZOO_SCHEDULES,
+    check_entry,
+    class_of,
+    one_line_errors,
+    unreadable_files_as_value_errors,
+)
 from sb3_ppo_ext.zoo.environment_counts import with_environments
 from sb3_ppo_ext.zoo.envpool_option import IS_CHOSEN as ENVPOOL_IS_CHOSEN
 from sb3_ppo_ext.zoo.made_environments import staggered
@@ -65,6 +71,7 @@ from sb3_ppo_ext.zoo.yaml_entries import (
     normalization_for,
     policy_for,
     read_saved,
+    takes_networks,
     wrappers_for,
 )
 
@@ -101,6 +108,9 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
         fitting = _fitting_observations(experiment, hyperparams)
         print(f"For the observations of {env_name}: {fitting}")
         hyperparams, saved_hyperparams = {**hyperparams, **fitting}, OrderedDict({**saved_hyperparams, **fitting})
+        takes_them = takes_networks(class_of("policy", hyperparams["policy"]))
+        if "policy_kwargs" not in (experiment.custom_hyperparams or {}) and not takes_them:
+            del hyperparams["policy_kwargs"], saved_hyperparams["policy_kwargs"]
     _say_what_repeats(experiment, hyperparams)
     if key in ("memory", "recurrent"):
         check_observation_space(_one(experiment, hyperparams).observation_space)

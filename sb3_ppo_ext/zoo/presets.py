@@ -35,6 +35,7 @@ from sb3_ppo_ext.zoo.yaml_entries import (
     is_scaled,
     policy_for,
     read_entries,
+    takes_networks,
     wrappers_for,
 )
 
@@ -193,6 +194,8 @@ def _fit_observations(
     check_observation_space(space)
     if key in DEFAULTS and "policy" not in given:
         found["policy"] = policy_for(space)
+    if key in DEFAULTS and "policy_kwargs" not in given and not takes_networks(found["policy"]):
+        del found["policy_kwargs"]
     return wrap
 
 

@@ -14,6 +14,7 @@ from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError, refuse
 from sb3_ppo_ext.envs.encode_text import text_keys
 from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
+from sb3_ppo_ext.options.rules import knows
 from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 
 if TYPE_CHECKING:
@@ -129,6 +130,14 @@ def wrappers_for(space: spaces.Space) -> list[str]:
     must_be_flat = (not is_readable or has_small_images) and all(part.is_np_flattenable for part in others)
     flatten = ["gymnasium.wrappers.FlattenObservation"] if must_be_flat else []
     return [*(["sb3_ppo_ext.EncodeText"] if strings else []), *flatten]
+
+
+def takes_networks(policy: object) -> bool:
+    """
+    :param policy: Name or class of a policy
+    :return: Whether ``policy_kwargs`` of ``default`` and ``default-discrete`` are for it; a class of yours may have others
+    """
+    return not isinstance(policy, type) or knows(policy, "net_type")
 
 
 def normalization_for(space: spaces.Space) -> dict[str, object]:
