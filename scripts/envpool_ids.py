@@ -12,6 +12,7 @@ from default_split import HELD_OUT, MORE_DEVELOPMENT
 from gymnasium import spaces
 
 PREFIX = "EnvPool/"
+NO_LIMIT = 2**31 - 1
 
 
 class EnvPoolTask(gym.Env):
@@ -25,7 +26,8 @@ class EnvPoolTask(gym.Env):
         self.name = name
         self.seed = 0
         self.pool = self._make()
-        self._max_episode_steps = self.pool.spec.config.max_episode_steps  # for `StaggeredStart`
+        limit = self.pool.spec.config.max_episode_steps
+        self._max_episode_steps = limit if 0 < limit < NO_LIMIT else None
         # For some tasks of the DeepMind Control Suite, EnvPool declares other shapes than it returns.
         space = self.pool.observation_space
         self.observation_space = _space_of(self.reset()[0]) if isinstance(space, spaces.Dict) else space
