@@ -117,13 +117,13 @@ def _changed(policy_kwargs: Mapping[str, Any] | None = None, **changes: Any) -> 
 
 
 def _decayed(keywords: str = "", **changes: Any) -> Arm:
-    """`default` with a rate that decreases to 0, further keyword arguments of the policy, and changes"""
+    """`searched` with a rate that decreases to 0, further keyword arguments of the policy, and changes"""
     policy_kwargs = f"dict(activation_fn=nn.ReLU, {keywords})"
     changes = {"learning_rate": "lin_0.0003", "policy_kwargs": policy_kwargs, **changes}
-    return Arm("ppo_ext", "ppo_ext", "default", changes=changes)
+    return Arm("ppo_ext", "ablation", "searched", changes=changes)
 
 
-# The entry before the search, whose runs are published, and the one that it found
+# The entry before the search, whose runs are published, and today's
 DEFAULTS = {"former default": Arm("ppo_ext", "ablation", "default"), "default": Arm("ppo_ext", "ppo_ext", "default")}
 # The native engine computes what SB3's PPO computes, up to rounding, and makes so many runs affordable.
 PRESETS_AND_PPO = {
@@ -202,14 +202,14 @@ SUITES: dict[str, tuple[dict[str, int], dict[str, Arm]]] = {
     ),
 }
 # Development of the robots' entries on seeds that are in no table: python scripts/benchmark_returns.py --suites
-# robots_development --first-seed 2000. All arms but the first ones are `default` with changes.
+# robots_development --first-seed 2000. All arms but the first ones are `searched`, the entry `default` of then, with changes.
 SUITES["robots_development"] = (
     ROBOTS,
     {
         "SB3's defaults + VecNormalize": BASELINES["SB3's defaults + VecNormalize"],
         "ppo_ext": Arm("ppo_ext", "ppo_ext"),
         "TRPO": BASELINES["TRPO"],
-        "default": DEFAULTS["default"],
+        "searched": Arm("ppo_ext", "ablation", "searched"),
         "decay": _decayed(),
         "decay, 2 environments": _decayed(n_envs=2, n_steps=1024),
         "decay, 256 steps": _decayed(n_steps=256),
@@ -218,7 +218,7 @@ SUITES["robots_development"] = (
         "decay, wide critic": _decayed("net_arch=dict(pi=[64, 64], vf=[256, 256])"),
         "decay, less noise": _decayed("log_std_init=-1"),
         "decay, critic 0.001": _decayed(critic_learning_rate=1e-3),
-        "decayed KL": Arm("ppo_ext", "ppo_ext", "default", changes={"adaptive_lr_kl": "lin_0.01"}),
+        "decayed KL": Arm("ppo_ext", "ablation", "searched", changes={"adaptive_lr_kl": "lin_0.01"}),
     },
 )
 # End of the name of an arm that SB3's PPO computes, for comparison with the same hyperparameters computed by `PPOExt`

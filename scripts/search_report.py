@@ -120,11 +120,11 @@ def _cell(effect: tuple[float, np.ndarray, int] | None) -> str:
 
 
 def of_race(rows: pd.DataFrame) -> pd.DataFrame:
-    """:return: The ranked rows of candidates and references, and those of the chosen candidates again, as `default`"""
+    """:return: The ranked rows of candidates and references, and those of the chosen candidates again, as `searched`"""
     names = {task: {*CANDIDATES[kind_of(task)], *REFERENCES} for task in DEVELOPMENT}
     rows = ranked(rows[[name in names[task] for name, task in zip(rows["configuration"], rows["task"], strict=True)]])
     is_chosen = [name == CHOSEN[kind_of(task)] for name, task in zip(rows["configuration"], rows["task"], strict=True)]
-    return pd.concat([rows, rows[is_chosen].assign(configuration="default")], ignore_index=True)
+    return pd.concat([rows, rows[is_chosen].assign(configuration="searched")], ignore_index=True)
 
 
 def racers(rows: pd.DataFrame, number: int, tasks: list[str]) -> dict[str, list[str]]:

@@ -114,7 +114,7 @@ CANDIDATES: dict[str, dict[str, dict[str, Any]]] = {
         "KL, entropy": {**_TANH, **_KL, "gamma": 0.995, "ent_coef": 0.01},
     },
 }
-# What the entries `default` and `default-discrete` are
+# What the search has chosen, `searched` in the tables. On other tasks it did not pay, and is no longer the entry `default`.
 CHOSEN = {"continuous": "rollout 1024", "discrete": "KL"}
 # Those that are left. Earlier races have ended.
 RACERS = {

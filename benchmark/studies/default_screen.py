@@ -30,7 +30,6 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
 from sb3_ppo_ext import PPOExt
-from sb3_ppo_ext.envs.time_limits import time_limit_of
 from sb3_ppo_ext.zoo.yaml_entries import can_be_normalized, is_scaled
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -53,7 +52,7 @@ LEVERS: dict[str, tuple[Any, ...]] = {
     "advantage_norm": ("minibatch", "rollout"),
     "adaptive_lr_kl": ("none", 0.01),
     "net_type": ("mlp", "layer_norm"),
-    "gamma": (0.99, "limit"),
+    "gamma": (0.99, "auto"),
     "betas": (0.999, 0.9),
     "ent_coef": (0.0, 0.01),
     "actions": ("gaussian", "narrow", "beta", "colored"),
@@ -62,8 +61,9 @@ OF_KIND = {"ent_coef": "discrete", "actions": "continuous"}
 FIRST_SEED = 3000
 RANDOM = "random levels"
 # What is compared with more seeds: levels that differ from the first ones
-_CONTINUOUS = {"n_envs": 8, "rollout": 1024, "normalize_freq": "rollout", "net_type": "layer_norm", "gamma": "limit"}
-_DISCRETE = {"n_envs": 8, "normalize_freq": "rollout", "net_type": "layer_norm", "gamma": "limit"}
+_CONTINUOUS = {"n_envs": 8, "rollout": 1024, "normalize_freq": "rollout", "net_type": "layer_norm", "gamma": "auto"}
+_DISCRETE = {"n_envs": 8, "normalize_freq": "rollout", "net_type": "layer_norm", "gamma": "auto"}
+CHOSEN = {"continuous": "LayerNorm", "discrete": "LayerNorm, entropy"}
 ARMS: dict[str, dict[str, Row]] = {
     "VecNormalize": {"continuous": {}, "discrete": {}},
     "LayerNorm": {"continuous": _CONTINUOUS, "discrete": _DISCRETE},
@@ -83,9 +83,8 @@ def sample(kind: str, number: int) -> Row:
     return drawn | {name: LEVERS[name][0] for name, of_kind in OF_KIND.items() if of_kind != kind}
 
 
-def arguments_of(levels: Row, space: spaces.Space, limit: int | None) -> dict[str, Any]:
-    """:return: Arguments of the model. ``"limit"`` looks a fifth of an episode ahead (https://arxiv.org/abs/2310.16828)."""
-    ahead = 0.99 if limit is None else float(np.clip(1 - 5 / limit, 0.95, 0.995))
+def arguments_of(levels: Row, space: spaces.Space) -> dict[str, Any]:
+    """:return: Arguments of the model"""
     policy_kwargs: dict[str, Any] = {"optimizer_kwargs": {"betas": (0.9, levels["betas"]), "eps": 1e-5}}
     policy_kwargs |= {"net_type": levels["net_type"]}
     policy_kwargs |= {"log_std_init": -0.5} if levels["actions"] == "narrow" else {}
@@ -93,8 +92,7 @@ def arguments_of(levels: Row, space: spaces.Space, limit: int | None) -> dict[st
         "n_steps": levels["rollout"] // levels["n_envs"],
         "normalize_obs": isinstance(space, spaces.Dict) or (can_be_normalized(space) and not is_scaled(space)),
         "normalize_reward": True,
-        **{name: levels[name] for name in ("normalize_freq", "advantage_norm", "ent_coef")},
-        "gamma": ahead if levels["gamma"] == "limit" else levels["gamma"],
+        **{name: levels[name] for name in ("normalize_freq", "advantage_norm", "gamma", "ent_coef")},
         **({} if levels["adaptive_lr_kl"] == "none" else {"adaptive_lr_kl": levels["adaptive_lr_kl"]}),
         **({"action_dist": "beta"} if levels["actions"] == "beta" else {}),
         **({"noise_color": 0.5} if levels["actions"] == "colored" else {}),
@@ -109,7 +107,7 @@ def run(job: Job) -> Row:
         importlib.import_module(package)
     start = time.process_time()
     env = make_vec_env(task, n_envs=levels["n_envs"], seed=job.seed)
-    arguments = arguments_of(levels, env.observation_space, time_limit_of(env.envs[0]))  # type: ignore[attr-defined]
+    arguments = arguments_of(levels, env.observation_space)
     model = PPOExt(POLICIES.get(task, "MlpPolicy"), env, seed=job.seed, device="cpu", **arguments)
     tests, scores = make_vec_env(task, n_envs=10, seed=job.seed + 10_000), []
     for part in (0.9, 0.1):
@@ -120,15 +118,13 @@ def run(job: Job) -> Row:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, timesteps=None, seeds=2, kinds=tuple(KINDS), arms=tuple(ARMS))
+    parser = parser_of(__doc__, timesteps=None, seeds=2, kinds=tuple(KINDS), tasks=tuple(TASKS), arms=tuple(ARMS))
     parser.add_argument("--runs", type=int, default=100, help="number of random runs of each kind (default: 100)")
     arguments = parser.parse_args()
     path = arguments.out / "default_screen.csv.gz"
     rows = read_csv(path)
-    jobs = []
-    for job in itertools.chain(screened(arguments), compared(arguments)):
-        if not select(rows, task=job.settings["task"], arm=job.settings["arm"], seed=job.seed):
-            jobs.append(job)
+    listed = [job for job in (*screened(arguments), *compared(arguments)) if job.settings["task"] in arguments.tasks]
+    jobs = [job for job in listed if not select(rows, **{name: job.settings[name] for name in ("task", "arm")}, seed=job.seed)]
     with multiprocessing.get_context("spawn").Pool(arguments.processes, partial(th.set_num_threads, 1)) as pool:
         for done in pool.imap_unordered(run, jobs):
             rows = sorted([*rows, done], key=lambda row: (list(TASKS).index(row["task"]), row["arm"], row["seed"]))

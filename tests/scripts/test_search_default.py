@@ -1,5 +1,6 @@
 """The random search for the default: what it samples, that it goes on where it stopped, and its statistics."""
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -8,13 +9,16 @@ import gymnasium as gym
 import numpy as np
 import pandas as pd
 import pytest
+from stable_baselines3.common.env_util import make_vec_env
 from torch import nn
 
 from sb3_ppo_ext import make
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
+sys.path.insert(0, str(SCRIPTS.parent / "benchmark" / "studies"))
 import continue_evidence  # noqa: E402
+import default_screen  # noqa: E402
 import default_split  # noqa: E402
 import returns_suites  # noqa: E402
 import search_default  # noqa: E402
@@ -264,16 +268,21 @@ def test_baselines_of_the_robots():
 
 @pytest.mark.parametrize(("env_id", "kind"), [("Pendulum-v1", "continuous"), ("CartPole-v1", "discrete")])
 def test_default_is_what_was_chosen(env_id, kind):
-    """`make` trains a task without an entry with what the search has chosen for its kind of actions."""
-    entry = search_space.SearchJob(search_space.CHOSEN[kind], env_id, 1000).entry()
+    """`make` trains a task without an entry with what was chosen for its kind of actions on all tasks of the development."""
+    levels = {name: levels[0] for name, levels in default_screen.LEVERS.items()}
+    levels |= default_screen.ARMS[default_screen.CHOSEN[kind]][kind]
+    env = gym.make(env_id)
+    chosen = default_screen.arguments_of(levels, env.observation_space)
     model, _ = make(lambda: gym.make(env_id), device="cpu")
-    names = ("n_envs", "n_steps", "batch_size", "n_epochs", "gamma", "gae_lambda", "advantage_norm", "ent_coef", "vtrace")
-    assert {name: getattr(model, name) for name in names} == {name: entry[name] for name in names}
-    assert (model.adaptive_lr_kl, model.lr_schedule(1.0)) == (entry.get("adaptive_lr_kl"), entry["learning_rate"])
-    keywords = eval(entry["policy_kwargs"], {"nn": nn, "dict": dict})
-    assert isinstance(model.policy.mlp_extractor.policy_net[1], keywords["activation_fn"])
-    assert model.policy.optimizer.defaults["betas"] == keywords["optimizer_kwargs"]["betas"]
-    assert model.normalize_obs is model.normalize_reward is True
+    expected = PPOExt("MlpPolicy", make_vec_env(env_id, levels["n_envs"]), device="cpu", **chosen)
+    left_out = {"env", "policy_kwargs", "policy", "_init_setup_model", "clip_range", "rollout_buffer_class"}
+    names = inspect.signature(PPOExt).parameters.keys() - left_out
+    same = {name: getattr(model, name, None) == getattr(expected, name, None) for name in names}
+    assert all(same.values()), same
+    assert str(model.policy) == str(expected.policy)
+    assert model.n_envs == expected.n_envs
+    for name in ("betas", "eps", "lr"):
+        assert model.policy.optimizer.defaults[name] == expected.policy.optimizer.defaults[name]
 
 
 def test_named_candidates():

@@ -61,8 +61,14 @@ def test_study(name, timesteps, tasks, tmp_path):
             "Return, at the end, mean ± std over seeds",
         ),
         ("memory_entry", ["--tasks", "counting", "--timesteps", 4096], 3, "return, mean ± std over seeds"),
+        (
+            "default_screen",
+            ["--kinds", "discrete", "--runs", 1, "--tasks", "CartPole-v1", "--arms", "VecNormalize", "--timesteps", 2048],
+            1 + 1,
+            "difference of mean ranks to the first level",
+        ),
     ],
-    ids=["recall", "popgym_easy", "memory_entry"],
+    ids=["recall", "popgym_easy", "memory_entry", "default_screen"],
 )
 def test_runs_are_not_repeated(name, options, n_runs, heading, tmp_path):
     """A resumable study has a row for each run, prints its table, and leaves alone what it has run."""
@@ -184,6 +190,7 @@ def test_every_study_is_tested():
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "asymmetric", "hybrid_actions"}
     names |= {"auxiliary_losses", "mountain_car", "environments", "recall", "popgym_easy", "memory_entry"}
+    names |= {"default_screen"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 
