@@ -15,6 +15,7 @@ from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError, re
 from sb3_ppo_ext.envs.encode_text import text_keys
 from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.options.rules import knows
+from sb3_ppo_ext.policies.actor_critic import with_action_distributions
 from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def takes_networks(policy: object) -> bool:
     :param policy: Name or class of a policy
     :return: Whether ``policy_kwargs`` of ``default`` and ``default-discrete`` are for it; a class of yours may have others
     """
-    return not isinstance(policy, type) or knows(policy, "net_type")
+    return not isinstance(policy, type) or knows(with_action_distributions(policy), "net_type")
 
 
 def normalization_for(space: spaces.Space) -> dict[str, object]:

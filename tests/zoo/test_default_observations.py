@@ -4,6 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from stable_baselines3.common.policies import ActorCriticPolicy
 from support.toys import Samples, Words
 from support.zoo import config, manager, saved
 
@@ -108,8 +109,28 @@ def test_train_and_enjoy(tmp_path, train_here, enjoy_here):
     train_here("--env", "Sampling-minigrid-v0", "-n", 64, "-params", "n_steps:16", "batch_size:16", "n_epochs:1")
     assert saved(tmp_path, "Sampling-minigrid-v0").exists()
     stored = config(tmp_path, "Sampling-minigrid-v0")
-    assert (stored["env_wrapper"], stored["policy"], stored["gamma"]) == ([ENCODE, FLATTEN], "MlpPolicy", 0.995)
+    assert (stored["env_wrapper"], stored["policy"], stored["gamma"]) == ([ENCODE, FLATTEN], "MlpPolicy", "auto")
     assert "Mean reward" in enjoy_here("Sampling-minigrid-v0", 30)
+
+
+class OwnPolicy(ActorCriticPolicy):
+    """A user's policy with SB3's networks"""
+
+
+@pytest.mark.parametrize(
+    ("policy_kwargs", "expected"), [({}, "Tanh"), ({"policy_kwargs": "dict(activation_fn=nn.ReLU)"}, "ReLU")]
+)
+def test_policies_of_users(policy_kwargs, expected, tmp_path):
+    """A class without the networks of `default` keeps its own, from Python and from the Zoo, and takes what the user gives."""
+    models = [make("Acrobot-v1", policy=OwnPolicy, device="cpu", **policy_kwargs)[0]]
+    given = {"policy": f"{__name__}.OwnPolicy", **policy_kwargs}
+    gym.register("OtherAcrobot-v0", "gymnasium.envs.classic_control:AcrobotEnv", max_episode_steps=500)
+    experiment = manager(env_id="OtherAcrobot-v0", folder=tmp_path, hyperparams=given, eval_freq=-1)
+    models.append(experiment.setup_experiment()[0])
+    del gym.registry["OtherAcrobot-v0"]
+    for model in models:
+        assert type(model.policy) is OwnPolicy
+        assert [type(layer).__name__ for layer in model.policy.mlp_extractor.policy_net][1::2] == [expected] * 2
 
 
 def test_users_decide(tmp_path):

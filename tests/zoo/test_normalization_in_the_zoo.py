@@ -158,6 +158,18 @@ def test_what_the_model_cannot_do(env_id, normalize, reason, tmp_path, capsys):
     assert f"in a file of its own: {reason}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("normalize", [True, {"epsilon": 1e-8}], ids=["model", "wrapper"])
+def test_discount_of_the_time_limit(normalize, tmp_path):
+    """`gamma: auto` is the number for the time limit, for the model and for the returns by which rewards are divided."""
+    given = {**SMALL, "gamma": "auto", "normalize": normalize}
+    experiment = manager(env_id="MountainCar-v0", folder=tmp_path, hyperparams=given, eval_freq=-1)
+    model, stored = experiment.setup_experiment()
+    normalizer = model.get_vec_normalize_env() or model.normalizer
+    assert (model.gamma, stored["gamma"]) == (0.975, "auto")
+    assert isinstance(normalizer, VecNormalize) is (normalize is not True)
+    assert getattr(normalizer, "gamma", model.gamma) == 0.975
+
+
 def test_normalised_twice(tmp_path):
     """A `VecNormalize` of the user's besides `normalize` is refused by name."""
     wrapper = "stable_baselines3.common.vec_env.VecNormalize"
