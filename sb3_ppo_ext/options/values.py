@@ -10,7 +10,7 @@ import torch as th
 from torch import nn
 
 from sb3_ppo_ext.common.schedules import check_schedule, make_schedule
-from sb3_ppo_ext.common.validation import check_choice, check_dictionary, check_number, check_type, refuse
+from sb3_ppo_ext.common.validation import check_choice, check_dictionary, check_number, check_type, hint_of_string, refuse
 from sb3_ppo_ext.envs.time_limits import AUTO
 from sb3_ppo_ext.update.extra_losses import EXTRA_LOSSES, check_extra_losses
 
@@ -97,10 +97,11 @@ class NumberOrAuto(Number):
     """Numbers in an interval, and the string ``"auto"``."""
 
     def check(self, name: str, value: object) -> None:
-        if isinstance(value, str) and value != AUTO:
+        if isinstance(value, str) and value == AUTO:
+            return
+        if isinstance(value, str) and not hint_of_string(value):
             refuse(name, value, f'give a number, or "{AUTO}"')
-        if not isinstance(value, str):
-            super().check(name, value)
+        super().check(name, value)
 
     def alternatives(self) -> tuple[str, ...]:
         return (*super().alternatives(), f'`"{AUTO}"`')

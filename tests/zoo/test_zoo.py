@@ -404,14 +404,14 @@ def test_default_for_actions(space, key):
 
 
 @pytest.mark.parametrize(
-    ("env_id", "policy", "norm_obs"),
+    ("env_id", "policy", "norm_obs", "gamma"),
     [
-        pytest.param("HumanoidStandup-v5", "MlpPolicy", True, marks=pytest.mark.integration),
-        ("Taxi-v4", "MlpPolicy", False),
-        ("Mixed-v0", "MultiInputPolicy", ["vector"]),
+        pytest.param("HumanoidStandup-v5", "MlpPolicy", True, 0.995, marks=pytest.mark.integration),
+        ("Taxi-v4", "MlpPolicy", False, 0.975),
+        ("Mixed-v0", "MultiInputPolicy", ["vector"], 0.95),
     ],
 )
-def test_default_entry(env_id, policy, norm_obs, tmp_path):
+def test_default_entry(env_id, policy, norm_obs, gamma, tmp_path):
     """The default entry is for any environment, and normalises those observations that can be."""
     arguments = dict(env_id=env_id, folder=tmp_path, eval_freq=-1, n_timesteps=64)
     experiment = manager(**arguments, hyperparams=dict(policy=policy, n_steps=8, n_envs=2))
@@ -419,8 +419,8 @@ def test_default_entry(env_id, policy, norm_obs, tmp_path):
     assert model.get_vec_normalize_env() is None
     assert (model.normalize_obs, model.normalize_reward) == (norm_obs, True)
     is_box = isinstance(model.action_space, spaces.Box)
-    assert (model.adaptive_lr_kl, model.gamma) == ((None, 0.99) if is_box else (0.01, 0.995))
-    assert (model.advantage_norm, model.n_epochs) == ("rollout" if is_box else "minibatch", 10)
+    assert (model.ent_coef, model.gamma) == (0.0 if is_box else 0.01, gamma)
+    assert (type(model.policy.mlp_extractor.policy_net[1]).__name__, model.n_epochs) == ("LayerNorm", 10)
     model.learn(32)
 
 
