@@ -11,8 +11,9 @@ import numpy as np
 from default_split import HELD_OUT, MORE_DEVELOPMENT
 from gymnasium import spaces
 
+from sb3_ppo_ext.envs.envpool_vec_env import limit_of_pool
+
 PREFIX = "EnvPool/"
-NO_LIMIT = 2**31 - 1
 
 
 class EnvPoolTask(gym.Env):
@@ -26,8 +27,7 @@ class EnvPoolTask(gym.Env):
         self.name = name
         self.seed = 0
         self.pool = self._make()
-        limit = self.pool.spec.config.max_episode_steps
-        self._max_episode_steps = limit if 0 < limit < NO_LIMIT else None
+        self._max_episode_steps = limit_of_pool(self.pool)
         # For some tasks of the DeepMind Control Suite, EnvPool declares other shapes than it returns.
         space = self.pool.observation_space
         self.observation_space = _space_of(self.reset()[0]) if isinstance(space, spaces.Dict) else space

@@ -22,7 +22,7 @@ from sb3_ppo_ext.envs.vector_env_adapter import VectorEnvAdapter
 ENVPOOL = "envpool"
 # Its seeds are in int32, with one for each environment.
 LARGEST_SEED = 2**30
-LARGEST_LIMIT = 2**31 - 1  # which stands for none
+NO_LIMIT = 2**31 - 1  # as 0 does
 # Infos that say nothing about the task
 _OF_THE_POOL = ("env_id", "players")
 
@@ -60,8 +60,7 @@ class EnvPoolVecEnv(VectorEnvAdapter):
 
     @property
     def _max_episode_steps(self) -> int | None:
-        limit = self.venv.spec.config.max_episode_steps  # type: ignore[union-attr]  # EnvPool's
-        return limit if 0 < limit < LARGEST_LIMIT else None
+        return limit_of_pool(self.venv)
 
     def _begin_episodes_of_all(self) -> None:
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
@@ -95,6 +94,15 @@ class EnvPoolVecEnv(VectorEnvAdapter):
     def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
         """Whether episodes are logged, for ``Monitor``; the environments have no wrappers."""
         return [wrapper_class is Monitor for _ in self._get_indices(indices)]
+
+
+def limit_of_pool(pool: Any) -> int | None:
+    """
+    :param pool: Environments of EnvPool
+    :return: Largest number of steps of an episode, ``None`` if there is none
+    """
+    limit = pool.spec.config.max_episode_steps
+    return limit if 0 < limit < NO_LIMIT else None
 
 
 def _name_and_config(env_id: object) -> tuple[str, Kwargs]:

@@ -42,4 +42,4 @@ def discount_for(limit: int | None) -> float:
     :return: Discount factor that looks a fifth of an episode ahead, between 0.95 and 0.995
         (`Hansen et al., 2024 <https://arxiv.org/abs/2310.16828>`_)
     """
-    return UNKNOWN if not limit else float(np.clip(1 - 5 / limit, LOWEST, HIGHEST))
+    return UNKNOWN if limit is None else float(np.clip(1 - 5 / limit, LOWEST, HIGHEST))

@@ -8,9 +8,10 @@ import pytest
 from gymnasium.wrappers import TimeLimit
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
+from support.torch_envs import TorchPendulum
 from support.toys import ToyEnv
 
-from sb3_ppo_ext import ParallelVecEnv, PPOExt, VectorEnvAdapter, make
+from sb3_ppo_ext import ParallelVecEnv, PPOExt, TorchVecEnv, VectorEnvAdapter, make
 from sb3_ppo_ext.envs.time_limits import discount_for, time_limit_of_all
 
 
@@ -41,8 +42,9 @@ def _adapted(mode):
         pytest.param(partial(_adapted, "async"), 500, marks=pytest.mark.integration),
         (lambda: DummyVecEnv([lambda: TimeLimit(ToyEnv(), 30)]), 30),
         (lambda: DummyVecEnv([ToyEnv]), None),
+        (lambda: TorchVecEnv(TorchPendulum(2)), None),
     ],
-    ids=["dummy", "subproc", "parallel", "normalized", "sync", "async", "by_hand", "none"],
+    ids=["dummy", "subproc", "parallel", "normalized", "sync", "async", "by_hand", "none", "tensors"],
 )
 def test_limits(make_venv, limit):
     """It is found in one process or several, beneath wrappers, and in environments that step at once."""

@@ -167,7 +167,7 @@ def _gymnax_functions(env: JaxEnv, params: JaxEnv) -> JaxFunctions:
         return observation, new_state, reward, terminated, done & ~terminated, {}
 
     both_spaces = as_gymnasium(env.observation_space(params)), as_gymnasium(env.action_space(params))
-    own_limit = int(getattr(params, min(limits))) if limits else None
+    own_limit = min((int(getattr(params, name)) for name in limits), default=None)
     return JaxFunctions(reset, step, *both_spaces, own_limit=own_limit)
 
 
