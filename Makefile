@@ -53,6 +53,7 @@ sanitize: $(call env,tests)
 
 # Runs of the benchmark that are missing in benchmark/: days in the background, to be stopped and continued at any time
 evidence: $(VENV)/.all $(VENV)/.benchmark
+	$(BIN)/python -m pip install --quiet -c constraints.txt -r benchmark/held-out.txt
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python scripts/continue_evidence.py
 
 # The site, in build/site; DOCS_ONLINE=1 adds links to the documentation of SB3, Gymnasium, PyTorch and NumPy.

@@ -17,6 +17,7 @@ from sb3_ppo_ext import make
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 sys.path.insert(0, str(SCRIPTS.parent / "benchmark" / "studies"))
+import benchmark_returns  # noqa: E402
 import continue_evidence  # noqa: E402
 import default_screen  # noqa: E402
 import default_split  # noqa: E402
@@ -256,6 +257,24 @@ def test_levels_are_accepted():
         keywords = eval(entry["policy_kwargs"], {"nn": nn, "dict": dict})
         options = {name: value for name, value in entry.items() if name not in ("n_envs", "policy_kwargs")}
         PPOExt(env="Pendulum-v1", policy_kwargs=keywords, **{**options, "n_steps": 256})
+
+
+def test_evidence_goes_on(tmp_path, monkeypatch):
+    """What is missing is run one by one, seed by seed, and nothing twice."""
+    jobs = continue_evidence.held_out()
+    assert len(jobs) == len(set(jobs)) == 10 * 3 * len(default_split.HELD_OUT)
+    task, done = jobs[0].task, []
+
+    def train(job):
+        done.append(job)
+        columns = {"task": job.task, "arm": job.arm, "seed": job.seed, "digest": job.digest(), "timesteps": 1}
+        return pd.DataFrame([{**columns, "return": 0.0, "cpu_seconds": 0.0}])
+
+    monkeypatch.setattr(benchmark_returns, "train", train)
+    some = [job for job in jobs if job.task == task][:4]
+    assert [continue_evidence.run_next(some, tmp_path) for _ in range(5)] == [1, 1, 1, 1, 0]
+    assert done == some
+    assert [job.seed for job in done] == [500, 500, 500, 501]
 
 
 def test_baselines_of_the_robots():
