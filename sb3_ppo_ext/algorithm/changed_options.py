@@ -41,6 +41,7 @@ class ChangedOptions(ModelSetup):
         self._apply_changed_options()
         self._choose_backend()  # Hooks and replaced methods may be new.
         total_timesteps, callback = super()._setup_learn(*args, **kwargs)
+        self._check_evaluation(callback)
         for schedule in (self.lr_schedule, self.critic_lr_schedule):
             if isinstance(schedule, DecaySchedule):
                 schedule.rollout = self.n_steps * self.n_envs * self.ranks.size / max(total_timesteps, 1)

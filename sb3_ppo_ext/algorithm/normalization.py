@@ -8,6 +8,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
@@ -20,6 +21,7 @@ from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.policies.normalized_observations import NormalizedObservationsMixin
+from sb3_ppo_ext.rollout.user_code import environments_of
 
 
 class Normalization(PolicyUpdater):
@@ -35,7 +37,7 @@ class Normalization(PolicyUpdater):
             self._normalized_shapes(), self.normalize_reward, self.clip_obs, self.clip_reward, self.normalize_freq == "rollout"
         )
         if before is not None:
-            self.normalizer.load_state_dict(before.state_dict())
+            self.normalizer.continue_from(before)
         self._place_normalizer()
         self._share_normalizer()
 
@@ -80,6 +82,13 @@ class Normalization(PolicyUpdater):
             if getattr(self, name) and isinstance(env, VecEnv) and (found := find_normalizers(env)):
                 remedy = f"the environment is in a `{type(found[0]).__name__}`, which normalises, too; give it without"
                 refuse(name, getattr(self, name), f"{remedy} (`load_vec_normalize` takes in its statistics)")
+
+    def _check_evaluation(self, callback: BaseCallback) -> None:
+        """Refuse observations that would be normalised twice."""
+        for env in environments_of(callback) if self.normalize_obs else ():
+            if any(each.norm_obs for each in find_normalizers(env)):
+                remedy = "an environment of the callback is in a `VecNormalize`, and the model normalises what `predict` gets"
+                refuse("normalize_obs", self.normalize_obs, f"{remedy}; give the environment without")
 
     def load_vec_normalize(self, vec_normalize: VecNormalize | str | Path) -> None:
         """

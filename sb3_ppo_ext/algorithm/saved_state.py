@@ -86,6 +86,8 @@ class SavedState(ChangedOptions):
         :param exclude: name of parameters that should be excluded in addition to the default ones
         :param include: name of parameters that might be excluded but should be included anyway
         """
+        if self.env is not None:
+            self._choose_discount()  # Without environments, nobody could later.
         file = io.BytesIO()
         super().save(file, exclude, include)
         content = with_plain_attributes(file, vars(self))
@@ -146,6 +148,8 @@ class SavedState(ChangedOptions):
         masked = saved.data.get("action_masking", saved.algorithm == "MaskablePPO")
         remedy = "create a model with it, and give that the parameters by `set_parameters`"
         _check_kept(saved.name, "action_masking", kwargs.get("action_masking", masked), masked, remedy)
+        if normalized := saved.data.get("normalize_obs", False):
+            _check_kept(saved.name, "normalize_obs", kwargs.get("normalize_obs", normalized), normalized, remedy)
         if "stats_window_size" in kwargs:
             # The only option with an attribute of another name
             kwargs["_stats_window_size"] = kwargs.pop("stats_window_size")
@@ -228,6 +232,7 @@ class SavedState(ChangedOptions):
             if learner is None:
                 parameters.pop(name, None)  # the option is off here
             elif name in parameters:
+                parameters[name] = _completed(parameters[name], learner.state_dict())
                 _check_form(name, parameters[name], learner.state_dict())
             elif exact_match:
                 parameters[name] = learner.state_dict()  # it was off there
@@ -350,6 +355,11 @@ def _is_number(value: object) -> bool:
     if isinstance(value, np.ndarray):
         return value.size == 1 and value.dtype.kind in "biuf"
     return isinstance(value, int | float | np.number | np.bool_)
+
+
+def _completed(state: Any, own: Mapping[str, object]) -> Any:
+    """The state with what zips of before did not have: whether statistics are updated."""
+    return {"training": True, **state} if "training" in own and isinstance(state, dict) else state
 
 
 def _check_form(name: str, state: object, own: object) -> None:

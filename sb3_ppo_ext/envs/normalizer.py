@@ -130,7 +130,7 @@ class Normalizer:
         """
         self.returns, self._rows = None, []
         if not self.is_frozen:
-            self._update_observations(self._parts(observations))
+            self._update_observations(self.parts(observations))
 
     def step(self, observations: Arrays, rewards: Arrays, dones: Arrays, gamma: float) -> None:
         """
@@ -147,9 +147,9 @@ class Normalizer:
             self.returns = _zeros_like(rewards)
         self.returns = self.returns * gamma + rewards
         if self.is_frozen:
-            self._rows.append((_map(_copied, self._parts(observations)), _copied(self.returns)))
+            self._rows.append((_map(_copied, self.parts(observations)), _copied(self.returns)))
         else:
-            self._update_observations(self._parts(observations))
+            self._update_observations(self.parts(observations))
             _update(self.ret_rms, self.returns)
         self.returns = _without(self.returns, dones)
 
@@ -180,7 +180,7 @@ class Normalizer:
             dictionaries may be missing
         :return: Observations as the policy reads them: normalised in float32, or as they were
         """
-        parts = self._parts(observations)
+        parts = self.parts(observations)
         if not parts:
             return observations
         new = {key: self._normalize_obs(part, self._statistics(key)) for key, part in parts.items()}
@@ -206,7 +206,7 @@ class Normalizer:
         :return: What :meth:`observations` returns, computed in float32
         """
         new = {}
-        for key, part in self._parts(observations).items():
+        for key, part in self.parts(observations).items():
             high, low, std = scales[key]
             new[key] = ((part - high - low) / std).clip(-self.clip_obs, self.clip_obs)
         if not new:
@@ -241,8 +241,11 @@ class Normalizer:
     def _statistics(self, key: str) -> RunningMeanStd:
         return self.obs_rms[key] if self.norm_obs_keys is not None else self.obs_rms
 
-    def _parts(self, observations: VecEnvObs | PyTorchObs) -> dict[str, Arrays]:
-        """Parts that are normalised, by the keys of the result of :meth:`observations`."""
+    def parts(self, observations: VecEnvObs | PyTorchObs) -> dict[str, Arrays]:
+        """
+        :param observations: Observations
+        :return: Parts that are normalised, by the keys of the result of :meth:`observations`, which are there
+        """
         if not self.norm_obs:
             return {}
         if not isinstance(observations, Mapping):
@@ -266,9 +269,9 @@ class Normalizer:
 
     def state_dict(self) -> StateDict:
         """
-        :return: Statistics as lists of numbers
+        :return: Statistics as lists of numbers, and whether they are updated
         """
-        return {name: _as_lists(container[key]) for name, container, key in self._places()}
+        return {**{name: _as_lists(container[key]) for name, container, key in self._places()}, "training": self.training}
 
     def load_state_dict(self, state: StateDict, strict: bool = True) -> None:
         """
@@ -281,7 +284,15 @@ class Normalizer:
             statistics.mean = np.array(saved["mean"], np.float64).reshape(shape)
             statistics.var = np.array(saved["var"], np.float64).reshape(shape)
             statistics.count = float(saved["count"][0])
+        self.training = bool(state.get("training", self.training))
         self._has_seen_rollout = float(self.ret_rms.count) >= 1
+
+    def continue_from(self, before: Normalizer) -> None:
+        """
+        :param before: Normalizer of the same observations with other settings, whose episodes go on
+        """
+        self.load_state_dict(before.state_dict())
+        self.returns, self._rows = before.returns, before._rows
 
     def plain(self) -> StateDict:
         """

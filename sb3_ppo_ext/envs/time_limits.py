@@ -1,5 +1,7 @@
 """How many steps an episode has at most, and the discount factor that fits it."""
 
+import numbers
+
 import gymnasium as gym
 import numpy as np
 from stable_baselines3.common.vec_env import VecEnv
@@ -14,12 +16,14 @@ LOWEST, HIGHEST = 0.95, 0.995
 def time_limit_of(env: gym.Env) -> int | None:
     """
     :param env: Environment
-    :return: Largest number of steps of an episode, ``None`` if it is not known
+    :return: Largest number of steps of an episode, the smallest one of several limits; ``None`` if it is not known
     """
-    limit = getattr(env.spec, "max_episode_steps", None)
-    if limit is None and env.has_wrapper_attr(LIMIT):  # of a `TimeLimit` that was put around it by hand
-        limit = env.get_wrapper_attr(LIMIT)
-    return limit
+    limits = []
+    while isinstance(env, gym.Wrapper):
+        limits.append(_as_limit(vars(env).get(LIMIT)))
+        env = env.env
+    limits.append(_as_limit(getattr(env, LIMIT, None)))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def time_limit_of_all(venv: VecEnv) -> int | None:
@@ -28,12 +32,18 @@ def time_limit_of_all(venv: VecEnv) -> int | None:
     :return: Largest number of steps of an episode in the first of them, ``None`` if it is not known
     """
     venv = venv.unwrapped
-    if hasattr(venv, LIMIT):  # Those that step at once have it themselves.
-        return getattr(venv, LIMIT)
     try:
-        return venv.get_attr(LIMIT, 0)[0] if venv.has_attr(LIMIT) else None
-    except NotImplementedError:  # by a class of the user's
+        if hasattr(venv, LIMIT):  # Those that step at once have it themselves.
+            return _as_limit(getattr(venv, LIMIT))
+        return _as_limit(venv.get_attr(LIMIT)[0]) if venv.has_attr(LIMIT) else None
+    except Exception:  # of a class of the user's, which can be trained with all the same
         return None
+
+
+def _as_limit(value: object) -> int | None:
+    """The value of an attribute that environments use as they like, if it is a number of steps."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return int(value) if is_number and 1 <= value < np.inf else None  # type: ignore[operator, call-overload]
 
 
 def discount_for(limit: int | None) -> float:

@@ -35,6 +35,7 @@ from sb3_ppo_ext.policies.actor_critic import (
     OWN_KEYWORDS,
     ActionDistributionMixin,
     check_masking,
+    normalizes,
     with_action_distributions,
     with_own_masking,
 )
@@ -155,6 +156,12 @@ def _check_policy(model: ConfiguredPPO) -> None:
     if is_hybrid(action_space) and not issubclass(policy_class, ActionDistributionMixin):
         remedy = "let it inherit `sb3_ppo_ext.MlpPolicy`, `CnnPolicy` or `MultiInputPolicy`"
         refuse("policy", policy_class, f"SB3's policies know no actions in a {type(action_space).__name__}; {remedy}")
+    if model.normalize_obs and not normalizes(policy_class):
+        remedy = (
+            f"`{policy_class.__name__}` would not normalise what `predict` gets; let it inherit `sb3_ppo_ext.MlpPolicy`, "
+            "`CnnPolicy` or `MultiInputPolicy` in the place of SB3's class, or put the environments in a `VecNormalize`"
+        )
+        refuse("normalize_obs", model.normalize_obs, remedy)
     _check_keywords(model, policy_class)
     if issubclass(policy_class, ActionDistributionMixin):  # Keywords of other classes may mean something else.
         check_action_distribution(

@@ -45,6 +45,7 @@ from sb3_ppo_ext.policies.actions_within_bounds import (
     unsquashed,
 )
 from sb3_ppo_ext.policies.distribution_checks import check_action_distribution, check_within_bounds, warn_if_wide
+from sb3_ppo_ext.policies.normalized_observations import NormalizedObservationsMixin
 from sb3_ppo_ext.policies.observation_keys import KEYWORDS as OF_KEYS
 from sb3_ppo_ext.policies.value_normalization import NormalizedValue
 
@@ -451,6 +452,14 @@ def with_action_distributions(policy_class: Any) -> Any:
         returned unchanged
     """
     return _WITH_ACTION_DISTRIBUTIONS.get(policy_class, policy_class)
+
+
+def normalizes(policy_class: Any) -> bool:
+    """
+    :param policy_class: Policy class
+    :return: Whether what ``predict`` gets can be normalised by the policy, as by those of this package
+    """
+    return issubclass(with_action_distributions(policy_class), NormalizedObservationsMixin)
 
 
 def with_own_masking(policy_class: Any) -> Any:

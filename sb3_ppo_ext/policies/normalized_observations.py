@@ -9,8 +9,10 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
+from stable_baselines3.common.utils import is_vectorized_observation
 
 from sb3_ppo_ext.common.type_aliases import Arrays, Kwargs
+from sb3_ppo_ext.common.validation import described
 from sb3_ppo_ext.envs.normalizer import Normalizer
 from sb3_ppo_ext.policies.saved_policies import SavedPolicy
 
@@ -49,7 +51,9 @@ class NormalizedObservationsMixin(SavedPolicy):
 
         :param observation: Observation of one environment, or of several
         :return: Tensors with a first dimension over environments, and whether there are several
+        :raises ValueError: if observations have another shape than those of the environment
         """
+        self._check_shapes(observation)
         return super().obs_to_tensor(self.normalized(observation))
 
     def normalized(self, observation: Arrays) -> Arrays:
@@ -58,6 +62,17 @@ class NormalizedObservationsMixin(SavedPolicy):
         :return: Observations as the networks read them
         """
         return observation if self.normalizer is None else self.normalizer.observations(observation)
+
+    def _check_shapes(self, observation: Arrays) -> None:
+        """Before the statistics are broadcast to another shape, and then have it."""
+        if self.normalizer is None:
+            return
+        spaces_of_parts = getattr(self.observation_space, "spaces", None)
+        for key, part in self.normalizer.parts(observation).items():
+            space = self.observation_space if spaces_of_parts is None else spaces_of_parts.get(key)
+            if space is None:
+                raise ValueError(f"Error: Unexpected observation {described(observation)} for {self.observation_space}")
+            is_vectorized_observation(part if isinstance(part, th.Tensor) else np.asarray(part), space)  # type: ignore[arg-type]
 
     def _get_constructor_parameters(self) -> Kwargs:
         given = {} if self.normalizer is None else {"normalization": self.normalizer.plain()}

@@ -59,7 +59,7 @@ class Source(NamedTuple):
         if isinstance(env, VecEnv):
             return cls(None, None, env)
         if isinstance(env, gym.Env):
-            return cls(None if env.spec is None else env.spec.id, None, env)
+            return cls(_id_of(env), None, env)
         if callable(env):
             return cls(None, env, None)
         refuse("env", env, "give an id, a class, a function that makes an environment, an environment, or a `VecEnv`")
@@ -135,6 +135,12 @@ class Source(NamedTuple):
         return make_vec_env(
             lambda **kwargs: make(**kwargs), n_envs, seed, env_kwargs=env_kwargs, wrapper_class=wrap, vec_env_cls=kind
         )
+
+
+def _id_of(env: gym.Env) -> str | None:
+    """The id of an environment, unless wrappers have made another task of it."""
+    one, other = ((each.observation_space, each.action_space) for each in (env, env.unwrapped))
+    return None if env.spec is None or one != other else env.spec.id
 
 
 def _registered(env_id: str) -> str:

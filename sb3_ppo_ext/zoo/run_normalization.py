@@ -22,8 +22,10 @@ from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.envs.time_limits import AUTO, discount_for, time_limit_of_all
+from sb3_ppo_ext.policies.actor_critic import normalizes
 from sb3_ppo_ext.ppo_ext import PPOExt
 from sb3_ppo_ext.zoo.atomic_saving import make_atomic
+from sb3_ppo_ext.zoo.entry_checks import class_of
 from sb3_ppo_ext.zoo.entry_normalization import KNOWN, options_of
 from sb3_ppo_ext.zoo.resuming import agent_with_statistics
 from sb3_ppo_ext.zoo.run_folder import RESUMED
@@ -116,6 +118,9 @@ def _why_wrapped(experiment: ExperimentManager, space: spaces.Space) -> str | No
         return f"the model has no setting `{others[0]}`"
     if "gamma" in kwargs and "gamma" not in experiment.entry and kwargs["gamma"] != DEFAULT_GAMMA:  # type: ignore[attr-defined]
         return f"the returns of the model have its own discount factor, {DEFAULT_GAMMA}"
+    policy = class_of("policy", experiment.entry.get("policy"))  # type: ignore[attr-defined]
+    if isinstance(policy, type) and kwargs.get("norm_obs", True) and not normalizes(policy):
+        return f"the policy `{policy.__name__}` inherits none of `sb3_ppo_ext`"
     if any(map(is_image_space, _normalized_parts(kwargs, space))):
         return "the model normalises no images"
     return None

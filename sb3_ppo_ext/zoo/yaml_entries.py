@@ -11,11 +11,11 @@ from stable_baselines3.common.preprocessing import is_image_space
 
 from sb3_ppo_ext.common.hybrid_actions import boxes_of
 from sb3_ppo_ext.common.type_aliases import Kwargs
-from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError, refuse
+from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError, keywords_of, refuse
 from sb3_ppo_ext.envs.encode_text import text_keys
 from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
-from sb3_ppo_ext.options.rules import knows
 from sb3_ppo_ext.policies.actor_critic import with_action_distributions
+from sb3_ppo_ext.policies.networks import NetTypeMixin
 from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 
 if TYPE_CHECKING:
@@ -138,7 +138,10 @@ def takes_networks(policy: object) -> bool:
     :param policy: Name or class of a policy
     :return: Whether ``policy_kwargs`` of ``default`` and ``default-discrete`` are for it; a class of yours may have others
     """
-    return not isinstance(policy, type) or knows(with_action_distributions(policy), "net_type")
+    if not isinstance(policy, type):
+        return True
+    keywords = keywords_of(policy_class := with_action_distributions(policy))
+    return issubclass(policy_class, NetTypeMixin) if keywords is None else "net_type" in keywords
 
 
 def normalization_for(space: spaces.Space) -> dict[str, object]:

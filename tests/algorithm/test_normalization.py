@@ -8,10 +8,11 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3 import PPO
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import VecNormalize
 from support.cases import one_in
 from support.hybrid import SPACES
@@ -239,6 +240,26 @@ def test_masked_observations_are_normalised_by_predict():
     assert model.predict(observation, action_masks=mask)[0] in (2, 4)
 
 
+@pytest.mark.parametrize("shape", [(1,), (), (4,), (3, 1), (1, 1), (2, 3, 3)])
+def test_observations_of_another_shape(shape):
+    """They are refused as by SB3, instead of being broadcast against the statistics."""
+    model, theirs = make(**BOTH), PPO("MlpPolicy", make_toys(), **SMALL)
+    messages = []
+    for each in (theirs, model, model.policy):
+        with pytest.raises(ValueError, match="Unexpected observation shape") as error:
+            each.predict(np.zeros(shape, np.float32))
+        messages.append(str(error.value))
+    assert len(set(messages)) == 1
+
+
+def test_observations_that_are_no_dictionary():
+    """They are refused where the policy reads dictionaries, and so are parts of another shape."""
+    model = make("MultiInputPolicy", make_toys(observation_space=VECTORS), **BOTH)
+    for observation in (np.zeros(3, np.float32), {"joints": np.zeros(3, np.float32), "speed": np.zeros(1)}):
+        with pytest.raises(ValueError, match="Unexpected observation"):
+            model.predict(observation)
+
+
 @pytest.mark.integration
 def test_export_has_the_statistics(tmp_path):
     """The file takes raw observations; statistics of a VecNormalize as well are refused."""
@@ -383,6 +404,35 @@ def test_fixed_statistics():
     assert_equal(before, statistics(model.normalizer), "statistics")
 
 
+def test_fixed_statistics_stay_fixed(tmp_path):
+    """Also when an option has been changed, in a zip and in a policy's file; a zip of before says nothing of it."""
+    model = make(**BOTH).learn(32)
+    model.normalizer.training, before = False, statistics(model.normalizer)
+    model.clip_obs = 5.0
+    model.learn(32).save(tmp_path / "model")
+    model.policy.save(tmp_path / "policy")
+    loaded = PPOExt.load(tmp_path / "model", env=make_toys())
+    for each in (model, loaded):
+        assert each.normalizer.clip_obs == 5.0
+        each.learn(32)
+        assert_equal(before, statistics(each.normalizer), "statistics")
+    assert not MlpPolicy.load(tmp_path / "policy").normalizer.training
+    parameters = model.get_parameters()
+    del parameters["normalizer"]["training"]
+    model.set_parameters(parameters)
+    assert model.normalizer.training
+
+
+def test_a_changed_option_goes_on_with_the_episodes():
+    """The discounted returns of running episodes are those of a training without the change."""
+    found = []
+    for clip_obs in (10.0, 9.0):  # which no observation reaches
+        model = make(**BOTH).learn(32)
+        model.clip_obs = clip_obs
+        found.append(statistics(model.learn(32, reset_num_timesteps=False).normalizer))
+    assert_equal(*found, "statistics")
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("n_workers", [1, 2])
 def test_environments_need_not_wait_for_each_other(n_workers, monkeypatch):
@@ -441,6 +491,44 @@ def test_a_normaliser_given_twice():
     model.env = VecNormalize(model.env)
     with pytest.raises(ValueError, match=r"normalize_obs=True.*`VecNormalize`"):
         model.learn(32)
+
+
+def test_evaluation_that_normalises_as_well(tmp_path):
+    """Observations of an `EvalCallback` are not normalised twice. What else its environment does is its own matter."""
+    model = make(**BOTH)
+    callback = EvalCallback(VecNormalize(make_toys(), training=False), eval_freq=16)
+    with pytest.raises(ValueError, match=r"normalize_obs=True.*environment of the callback is in a `VecNormalize`"):
+        model.learn(32, callback=[callback])
+    make(normalize_reward=True).learn(32, callback=[callback])
+    model.learn(32, callback=EvalCallback(VecNormalize(make_toys(), norm_obs=False), eval_freq=16))
+
+
+def test_normalisation_cannot_be_changed_by_load(tmp_path):
+    """The networks have learned from normalised observations."""
+    make(**BOTH).save(tmp_path / "model")
+    with pytest.raises(
+        ValueError, match=r"normalize_obs=False.*was saved with `normalize_obs=True`, which `load` cannot change"
+    ):
+        PPOExt.load(tmp_path / "model", normalize_obs=False)
+    assert PPOExt.load(tmp_path / "model", normalize_reward=False).normalize_obs
+
+
+class Own(ActorCriticPolicy):
+    """A user's policy"""
+
+
+class Ours(MlpPolicy):
+    """A user's policy that inherits one of this package"""
+
+
+def test_policies_of_users():
+    """One that would act on observations as they are, after a training on normalised ones, is refused."""
+    with pytest.raises(ValueError, match=r"normalize_obs=True.*`Own` would not normalise .*`sb3_ppo_ext.MlpPolicy`"):
+        make(Own, **BOTH)
+    make(Own, normalize_reward=True).learn(32)
+    model = make(Ours, **BOTH).learn(32)
+    observation = np.float32([[0.1, 0.9, -0.5]])
+    assert_equal(model.policy.obs_to_tensor(observation)[0].numpy(), model.normalizer.observations(observation), "observation")
 
 
 def with_nan():

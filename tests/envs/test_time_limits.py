@@ -12,7 +12,7 @@ from support.torch_envs import TorchPendulum
 from support.toys import ToyEnv
 
 from sb3_ppo_ext import ParallelVecEnv, PPOExt, TorchVecEnv, VectorEnvAdapter, make
-from sb3_ppo_ext.envs.time_limits import discount_for, time_limit_of_all
+from sb3_ppo_ext.envs.time_limits import discount_for, time_limit_of, time_limit_of_all
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,50 @@ def test_limits_of_a_users_class():
             return [None]
 
     assert time_limit_of_all(Without([partial(gym.make, "Pendulum-v1")])) is None
+
+
+@pytest.mark.parametrize("found", [100, [], None, KeyError()], ids=repr)
+def test_odd_answers_of_a_users_class(found):
+    """What a class answers in another form, or not at all, is no limit; it can be trained with."""
+
+    class Odd(DummyVecEnv):
+        def get_attr(self, attr_name, indices=None):
+            if attr_name != "_max_episode_steps":
+                return super().get_attr(attr_name, indices)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    env = Odd([lambda: TimeLimit(ToyEnv(), 100)])
+    assert time_limit_of_all(env) is None
+    assert PPOExt("MlpPolicy", env, n_steps=16, batch_size=16, gamma="auto", device="cpu").gamma == 0.99
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"), [(0, None), (-1, None), ("100", None), (float("inf"), None), (True, None), (np.int64(40), 40)]
+)
+def test_attributes_that_are_no_limits(value, limit):
+    """Users' environments have the attribute as well, with whatever value."""
+
+    class Own(ToyEnv):
+        _max_episode_steps = value
+
+    assert time_limit_of_all(DummyVecEnv([Own])) == time_limit_of(Own()) == limit
+
+
+def test_smallest_limit():
+    """Of several wrappers, the one that ends the episodes counts for the start of the first one."""
+    assert time_limit_of(TimeLimit(gym.make("Pendulum-v1"), 1000)) == 200
+    assert time_limit_of(TimeLimit(gym.make("Pendulum-v1"), 50)) == 50
+    assert time_limit_of(gym.make("Pendulum-v1").unwrapped) is None
+
+
+def test_saved_before_training(tmp_path):
+    """The number is in the zip even if nothing was trained after the change."""
+    model = PPOExt("MlpPolicy", "Pendulum-v1", n_steps=64, device="cpu")
+    model.gamma = "auto"
+    model.save(tmp_path / "model")
+    assert PPOExt.load(tmp_path / "model").gamma == 0.975
 
 
 def test_same_run_as_with_the_number(tmp_path, capsys):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.vec_env import VecNormalize
 from support.toys import Samples, Words
 from support.zoo import config, manager, saved
 
@@ -117,19 +118,33 @@ class OwnPolicy(ActorCriticPolicy):
     """A user's policy with SB3's networks"""
 
 
+class WithKeywords(ActorCriticPolicy):
+    """One that passes on whatever it gets, as in SB3's documentation"""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("policy", [OwnPolicy, WithKeywords])
 @pytest.mark.parametrize(
     ("policy_kwargs", "expected"), [({}, "Tanh"), ({"policy_kwargs": "dict(activation_fn=nn.ReLU)"}, "ReLU")]
 )
-def test_policies_of_users(policy_kwargs, expected, tmp_path):
-    """A class without the networks of `default` keeps its own, from Python and from the Zoo, and takes what the user gives."""
-    models = [make("Acrobot-v1", policy=OwnPolicy, device="cpu", **policy_kwargs)[0]]
-    given = {"policy": f"{__name__}.OwnPolicy", **policy_kwargs}
+def test_policies_of_users(policy, policy_kwargs, expected, tmp_path):
+    """
+    A class without the networks of `default` keeps its own, from Python and from the Zoo, and takes what the user gives. It
+    cannot normalise what `predict` gets: in the Zoo, a `VecNormalize` does.
+    """
+    with pytest.raises(ValueError, match=rf"`{policy.__name__}` would not normalise what `predict` gets; let it inherit"):
+        make("Acrobot-v1", policy=policy, device="cpu", **policy_kwargs)
+    models = [make("Acrobot-v1", policy=policy, device="cpu", normalize=False, **policy_kwargs)[0]]
+    given = {"policy": f"{__name__}.{policy.__name__}", **policy_kwargs}
     gym.register("OtherAcrobot-v0", "gymnasium.envs.classic_control:AcrobotEnv", max_episode_steps=500)
     experiment = manager(env_id="OtherAcrobot-v0", folder=tmp_path, hyperparams=given, eval_freq=-1)
     models.append(experiment.setup_experiment()[0])
     del gym.registry["OtherAcrobot-v0"]
+    assert isinstance(models[1].env, VecNormalize)
     for model in models:
-        assert type(model.policy) is OwnPolicy
+        assert type(model.policy) is policy
         assert [type(layer).__name__ for layer in model.policy.mlp_extractor.policy_net][1::2] == [expected] * 2
 
 

@@ -6,6 +6,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.wrappers import FrameStackObservation
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecNormalize, unwrap_vec_normalize
 from support.parity import assert_equal
 from support.snippets import ROOT, blocks
@@ -209,6 +211,16 @@ def test_kinds_of_environments(name):
     n_samples = 1024 if isinstance(model.action_space, spaces.Box) else 2048
     assert model.n_steps * n_envs == pytest.approx(n_samples, rel=0.04)
     assert unwrap_vec_normalize(model.env) is None
+
+
+def test_wrapped_environments_have_no_preset_of_their_id():
+    """What wrappers have made another task of is trained with `default`; what only watches it is not."""
+    stacked = FrameStackObservation(gym.make("Pendulum-v1"), 2)
+    model, _ = make(stacked, device="cpu")
+    assert not model.use_sde
+    assert model.observation_space == stacked.observation_space
+    model, _ = make(Monitor(gym.make("Pendulum-v1")), device="cpu")
+    assert model.use_sde  # as its preset
 
 
 def test_normalised_environments_stay_as_they_are():
