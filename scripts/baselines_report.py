@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import scipy
 from returns_report import (
+    interval_over_tasks,
     mean_improvement,
     p_value_text,
     per_seed,
@@ -104,7 +105,7 @@ def p_value(one: np.ndarray, other: np.ndarray) -> float:
 def summary_lines(tasks: Sequence[str], baselines: Sequence[str], scores: Scores) -> list[list[str]]:
     """
     For each baseline, on how many tasks it has the higher mean, on how many of them significantly, and the mean over the tasks
-    of the probability that a run of ours is better.
+    of the probability that a run of ours is better, with its intervals over the seeds and over the tasks.
     """
     lines = []
     for baseline in baselines:
@@ -112,9 +113,10 @@ def summary_lines(tasks: Sequence[str], baselines: Sequence[str], scores: Scores
         if pairs:
             behind = [pair for pair in pairs if pair[1].mean() > pair[0].mean()]
             significant = [pair for pair in behind if p_value(*pair) < SIGNIFICANT]
-            improvement = mean_improvement([one for one, _ in pairs], [other for _, other in pairs])
+            sides = [one for one, _ in pairs], [other for _, other in pairs]
             counts = [str(len(pairs)), str(len(behind)), str(len(significant))]
-            lines.append([baseline, *counts, with_interval(*improvement)])
+            low, high = interval_over_tasks(*sides)
+            lines.append([baseline, *counts, with_interval(*mean_improvement(*sides)), f"{low:.2f} to {high:.2f}"])
     return lines
 
 
@@ -135,7 +137,7 @@ def baseline_parts(
         "At equal CPU time": at_equal_time(runs, ours, ratios),
     }.items():
         if lines := baseline_lines(tasks, ours, baselines, scores):
-            header = ["baseline", "tasks", "baseline ahead", "of these, p < 0.05", f"P({ours} better)"]
+            header = ["baseline", "tasks", "baseline ahead", "of these, p < 0.05", f"P({ours} better)", "over tasks"]
             summary = table(header, summary_lines(tasks, baselines, scores))
             parts += [f"## {title}", summary, table(["task", "baseline", "its score", ours, "P(better)", "p"], lines)]
     return parts

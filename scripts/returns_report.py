@@ -221,6 +221,18 @@ def mean_improvement(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -
     return float(np.mean([probability_of_improvement(*pair) for pair in pairs])), np.percentile(draws, [2.5, 97.5])
 
 
+def interval_over_tasks(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> np.ndarray:
+    """
+    :param ours: Our scores for each task
+    :param theirs: The scores of the baseline for each task
+    :return: Ends of the 95 % interval of :func:`mean_improvement` from a bootstrap over the tasks, which says what other tasks
+        may show, shape ``(2,)``
+    """
+    each = [probability_of_improvement(*pair) for pair in zip(ours, theirs, strict=True)]
+    draws = np.random.default_rng(0).choice(each, (BOOTSTRAPS, len(each))).mean(axis=1)
+    return np.percentile(draws, [2.5, 97.5])
+
+
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
     from rliable import metrics
 
@@ -306,8 +318,8 @@ def report(suite: str, runs: pd.DataFrame, arms: Sequence[str], folder: Path, fi
         return
     path = folder / "times.json"
     times = json.loads(path.read_text()).get(suite, {}) if path.exists() else {}
-    run = "CPU of a run" if times_of(runs) == "cpu_seconds" else "wall-clock"
-    header = ["task", "steps", theirs, ours, "P(better)", "p", "CPU of a step", run]
+    run = "speed-up, run" if times_of(runs) == "cpu_seconds" else "speed-up, run (wall clock)"
+    header = ["task", "steps", theirs, ours, "P(better)", "p", "speed-up, step", run]
     parts = [
         *((*first, f"## {ours} and {theirs}") if first else ()),
         table(header, task_lines(runs, tasks, theirs, ours, times)),

@@ -11,6 +11,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 import baselines_report  # noqa: E402
 import benchmark_returns  # noqa: E402
+import returns_report  # noqa: E402
 import returns_suites  # noqa: E402
 
 
@@ -56,6 +57,13 @@ def test_the_strongest_baseline_is_marked():
     assert lines[2][5] == "-"
     summary = baselines_report.summary_lines(["task"], baselines, scores)
     assert [line[:4] for line in summary] == [["weak", "1", "0", "0"], ["strong", "1", "1", "0"], ["single", "1", "0", "0"]]
+
+
+def test_interval_over_tasks():
+    """With two tasks, one won and one lost, a bootstrap has all of 0, 1/2 and 1; with equal ones, there is no other result."""
+    won, lost = np.array([2.0, 3.0]), np.array([0.0, 1.0])
+    np.testing.assert_array_equal(returns_report.interval_over_tasks([won, lost], [lost, won]), [0, 1])
+    np.testing.assert_array_equal(returns_report.interval_over_tasks([won] * 3, [lost] * 3), [1, 1])
 
 
 @pytest.mark.integration
