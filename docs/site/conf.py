@@ -25,7 +25,7 @@ extensions = [
 ]
 root_doc = "docs/index"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmark/*.md", "docs/*.md"]
-exclude_patterns = [".*", "build", "dist", "logs", "demo", "docs/announcement.md"]
+exclude_patterns = [".*", "build", "dist", "logs", "demo"]
 
 # Anchors are those of GitHub; a link to one that does not exist is a warning, and warnings are errors.
 myst_heading_anchors = 4

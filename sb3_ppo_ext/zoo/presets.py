@@ -72,7 +72,8 @@ def make(
     (:class:`~sb3_ppo_ext.StaggeredStart`), unless ``staggered_start=False`` is given.
 
     :param env: Gymnasium's id, also with the module that registers it, such as ``"package.module:Task-v0"``; a class of
-        environments, or a function that makes one; an environment; or vectorised environments, such as a ``TensorVecEnv``
+        environments, or a function that makes a new one at each call; an environment; or vectorised environments, such as a
+        ``TensorVecEnv``
     :param n_envs: Number of environments, at least 1; ``None`` for that of the entry, ``"auto"`` for at least one on each
         core, in a :class:`~sb3_ppo_ext.ParallelVecEnv` if several processes are faster than one, which is measured, and with
         ``native_threads`` on all cores if the networks are large
