@@ -75,8 +75,8 @@ def make(
         environments, or a function that makes a new one at each call; an environment; or vectorised environments, such as a
         ``TensorVecEnv``
     :param n_envs: Number of environments, at least 1; ``None`` for that of the entry, ``"auto"`` for at least one on each
-        core, in a :class:`~sb3_ppo_ext.ParallelVecEnv` if several processes are faster than one, which is measured, and with
-        ``native_threads`` on all cores if the networks are large
+        core, in a :class:`~sb3_ppo_ext.ParallelVecEnv` if several processes are faster than one, which is measured with random
+        actions in one more environment, and with ``native_threads`` on all cores if the networks are large
     :param seed: Seed of the model and of the environments; ``None`` for none
     :param vec_env_cls: Class of the vectorised environments, such as ``ParallelVecEnv``; ``None`` for ``FastDummyVecEnv``;
         ``"envpool"`` for the environments with this id in EnvPool, :class:`~sb3_ppo_ext.EnvPoolVecEnv`
