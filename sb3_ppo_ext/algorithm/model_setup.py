@@ -18,6 +18,7 @@ from sb3_ppo_ext.envs.action_masks import check_masks
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.policy_kwargs import check_observations
 from sb3_ppo_ext.policies.actor_critic import OWN_KEYWORDS, ActionDistributionMixin, MlpPolicy, with_action_distributions
+from sb3_ppo_ext.policies.value_normalization import NormalizedValue
 
 
 class ModelSetup(LearningSetup):
@@ -39,6 +40,11 @@ class ModelSetup(LearningSetup):
         """Let SB3 make the policy and its rollout buffer."""
         with self._as_the_policy_takes_it(), assertions_as_value_errors(), self._memory_errors():
             super()._setup_model()
+        if self.normalize_value and not isinstance(self.policy.value_net, NormalizedValue):
+            remedy = (
+                f"`{type(self.policy).__name__}` has a `value_net` of its own, which would not be normalised; give False"
+            )
+            refuse("normalize_value", True, remedy)
 
     @contextmanager
     def _as_the_policy_takes_it(self) -> Iterator[None]:

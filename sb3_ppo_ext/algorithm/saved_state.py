@@ -31,6 +31,7 @@ from sb3_ppo_ext.common.saved_models import (
 )
 from sb3_ppo_ext.common.type_aliases import Kwargs, StateDict
 from sb3_ppo_ext.common.validation import check_device, check_known_options, check_number, refuse
+from sb3_ppo_ext.envs.normalizer import has_observations
 from sb3_ppo_ext.memory.policies import MlpTransformerPolicy
 from sb3_ppo_ext.memory.saved_parameters import added_parameters, check_sharing, shares_transformer
 from sb3_ppo_ext.options import ALL_OPTIONS
@@ -219,6 +220,11 @@ class SavedState(ChangedOptions):
 
     def _set_parameters(self, parameters: StateDict, exact_match: bool, device: th.device | str) -> None:
         check_parameters_are_of(parameters.get("policy", {}), self.action_dist)
+        if "policy" in parameters and not self.normalize_obs and has_observations(parameters.get("normalizer")):
+            remedy = (
+                "the parameters are of a model that normalises observations; make this one with `normalize_obs=True`"
+            )
+            refuse("normalize_obs", self.normalize_obs, remedy)
         check_sharing(self.policy, parameters.get("policy", {}), "policy.optimizer" in parameters)
         if "policy" in parameters and not self.normalize_value:
             parameters["policy"] = without_statistics(parameters["policy"])

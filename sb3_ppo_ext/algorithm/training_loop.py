@@ -123,6 +123,7 @@ class TrainingLoop(SavedState):
 
             with self._engine_is_chosen(callback):
                 while self.num_timesteps < total_timesteps:
+                    self._share_normalizer()  # A policy that was put in the place of the model's may have others.
                     if not self.collect_rollouts(self.env, callback, self.rollout_buffer, n_rollout_steps=self.n_steps):
                         break
                     iteration += 1

@@ -342,6 +342,14 @@ class Normalizer:
         target.ret_rms = self.ret_rms.copy()
 
 
+def has_observations(state: object) -> bool:
+    """
+    :param state: What :meth:`Normalizer.state_dict` has returned, or something else
+    :return: Whether it has statistics of observations
+    """
+    return isinstance(state, Mapping) and any(str(name).startswith("obs_rms") for name in state)
+
+
 def _check_statistics(name: str, statistics: Any, shape: tuple[int, ...]) -> None:
     mean, var, count = (np.asarray(getattr(statistics, part)) for part in ("mean", "var", "count"))
     for part, value in (("mean", mean), ("var", var)):

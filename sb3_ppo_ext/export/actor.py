@@ -18,6 +18,7 @@ from torch import nn
 from sb3_ppo_ext.common.action_masks import ACTION_MASK, OBSERVATION
 from sb3_ppo_ext.common.bounds import middle_and_half
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, disassembled, kinds_of
+from sb3_ppo_ext.common.user_code import replaced_method
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import family_of
 from sb3_ppo_ext.distributions.masked import MaskedDistribution, masked_outputs
@@ -30,6 +31,9 @@ from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 
 # Name of an observation that is no dictionary
 PLAIN = OBSERVATION
+# Methods of a policy in whose place the file computes, and further ones that decide on its samples
+ACTING = ("predict", "_predict", "obs_to_tensor", "normalized", "unscale_action")
+SAMPLING = ("get_distribution", "_get_action_dist_from_latent")
 
 
 class Normalization(nn.Module):
@@ -285,6 +289,9 @@ def make_actor(
     :return: Module with the parameters of the policy
     :raises ValueError: if the policy computes actions in a way of its own
     """
+    methods = ACTING if deterministic else (*ACTING, *SAMPLING)
+    if (name := replaced_method(methods, policy)) is not None:
+        refuse("policy", type(policy).__name__, f"its actions are computed by `{name}`, which the file would not have")
     kind: type[Actor] = Actor
     if isinstance(policy, TransformerPolicyMixin):
         kind = TransformerActor

@@ -79,8 +79,8 @@ def export_actor(
     run_file = _require(path)
     policy, normalizer = _without_critic(model.policy), _normalizer_of(model, vec_normalize)
     transposed = _transposed(model, channels_last)
-    own, sampling = (make_actor(policy, normalizer, each, transposed) for each in (True, False))
-    actor = own if deterministic else sampling
+    own = make_actor(policy, normalizer, True, transposed)
+    actor = own if deterministic else make_actor(policy, normalizer, False, transposed)
     with th.no_grad():
         content = _captured(actor, path, _metadata(model, actor, normalizer))
         run = run_file(content)

@@ -189,6 +189,9 @@ class HistoryPolicy(ActionDistributionMixin):
     ``predict_values`` take the inputs that its :class:`RolloutMemory` makes.
     """
 
+    #: Methods of SB3's policies that are not called where this one acts
+    UNCALLED: ClassVar[tuple[str, ...]] = ("extract_features", "_predict", "get_distribution")
+
     @abstractmethod
     def make_memory(self) -> RolloutMemory:
         """:return: What a rollout buffer keeps for this policy"""

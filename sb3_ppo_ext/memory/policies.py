@@ -124,6 +124,8 @@ class TransformerPolicyMixin(HistoryPolicy):
     :raises ValueError: if a keyword is not valid
     """
 
+    UNCALLED = (*HistoryPolicy.UNCALLED, "forward")
+
     def __init__(
         self,
         *args: Any,

@@ -10,6 +10,7 @@ from stable_baselines3.common.policies import BasePolicy
 from sb3_ppo_ext.common.action_masks import MASKABLE
 from sb3_ppo_ext.common.hybrid_actions import is_hybrid
 from sb3_ppo_ext.common.plain_data import python_numbers
+from sb3_ppo_ext.common.user_code import is_of_user
 from sb3_ppo_ext.common.validation import (
     check_kwargs,
     check_number,
@@ -156,6 +157,12 @@ def _check_policy(model: ConfiguredPPO) -> None:
     if is_hybrid(action_space) and not issubclass(policy_class, ActionDistributionMixin):
         remedy = "let it inherit `sb3_ppo_ext.MlpPolicy`, `CnnPolicy` or `MultiInputPolicy`"
         refuse("policy", policy_class, f"SB3's policies know no actions in a {type(action_space).__name__}; {remedy}")
+    for name in policy_class.UNCALLED if issubclass(policy_class, HistoryPolicy) else ():
+        if is_of_user(getattr(policy_class, name)):
+            remedy = (
+                "would not be called in all steps; override `_get_action_dist_from_latent`, or give a features extractor"
+            )
+            refuse("policy", policy_class, f"it has a memory, and its own `{name}` {remedy}")
     if model.normalize_obs and not normalizes(policy_class):
         remedy = (
             f"`{policy_class.__name__}` would not normalise what `predict` gets; let it inherit `sb3_ppo_ext.MlpPolicy`, "

@@ -329,6 +329,23 @@ def test_set_parameters_takes_the_statistics_along():
     assert other.policy.normalizer is other.normalizer
 
 
+def test_parameters_without_their_statistics():
+    """Networks that have learned from normalised observations are not put into a model that does not normalise."""
+    parameters = make(**BOTH).learn(32).get_parameters()
+    model = make()
+    with pytest.raises(ValueError, match=r"normalize_obs=False.*make this one with `normalize_obs=True`"):
+        model.set_parameters(parameters)
+    model.set_parameters(make(normalize_reward=True).learn(32).get_parameters())
+
+
+def test_a_policy_in_the_place_of_the_models():
+    """It has the statistics of the model from the next rollout on, so that it acts on what it is trained with."""
+    model = make(**BOTH).learn(32)
+    model.policy = deepcopy(model.policy)
+    model.learn(32)
+    assert model.policy.normalizer is model.normalizer
+
+
 class Interrupt(BaseCallback):
     def _on_step(self):
         if self.num_timesteps >= 100:

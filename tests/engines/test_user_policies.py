@@ -13,7 +13,7 @@ from support.toys import make_toys
 from support.zips import Zip
 from torch import nn
 
-from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext import MlpPolicy, PPOExt
 from sb3_ppo_ext.engines.registry import ENGINES
 
 SMALL = dict(n_steps=16, batch_size=16, n_epochs=2, seed=3, device="cpu")
@@ -210,3 +210,17 @@ def test_critics_with_other_names(options):
     with pytest.raises(ValueError, match=f"`{name}=.*OtherNames.*`policy_net` and `value_net`"):
         trained("auto", policy=WithOtherNames, **options)
     trained("auto", policy=WithOtherNames)
+
+
+@pytest.mark.parametrize("name", ["obs_to_tensor", "evaluate_samples"])
+def test_methods_that_the_extension_module_does_not_call(name):
+    """The engine in C steps aside for a policy that overrides them; a policy that does not is computed by it."""
+
+    def method(self, *args, **kwargs):
+        return getattr(super(own, self), name)(*args, **kwargs)
+
+    own = type("Own", (MlpPolicy,), {name: method, "__module__": __name__})
+    with pytest.raises(ValueError, match="Own computes in its own way"):
+        PPOExt(own, make_toys(), backend="native", **SMALL).learn(16)
+    PPOExt(own, make_toys(), **SMALL).learn(16)
+    PPOExt(type("Own", (MlpPolicy,), {}), make_toys(), backend="native", **SMALL).learn(16)

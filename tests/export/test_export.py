@@ -418,23 +418,36 @@ def test_channels_last_of_a_loaded_model(tmp_path):
     assert shapes == [["batch", 3, 36, 40], ["batch", 36, 40, 3]]
 
 
-class Negated(MlpPolicy):
-    """Acts in a way of its own."""
+class Shifted(MlpPolicy):
+    """Has a distribution of its own."""
+
+    def _get_action_dist_from_latent(self, latent):
+        return self.action_dist.proba_distribution(self.action_net(latent) + 0.5, self.log_std)
+
+
+class Rule(MlpPolicy):
+    """Acts in a way of its own in a corner, which random observations hardly reach."""
 
     def _predict(self, observation, deterministic=False):
-        return -super()._predict(observation, deterministic)
+        return super()._predict(observation, deterministic) + (observation[:, :1] > 90)
 
 
+@pytest.mark.parametrize(
+    ("policy_class", "deterministic", "message"),
+    [
+        (Shifted, True, "would not act as `predict`: in step 0"),
+        (Shifted, False, "its actions are computed by `Shifted._get_action_dist_from_latent`"),
+        (Rule, True, "its actions are computed by `Rule._predict`, which the file would not have"),
+    ],
+)
 @pytest.mark.parametrize("suffix", [".onnx", pytest.param(".pt", marks=pytest.mark.slow)])
-def test_nothing_is_written_if_the_file_would_act_differently(suffix, tmp_path):
+def test_nothing_is_written_if_the_file_would_act_differently(policy_class, deterministic, message, suffix, tmp_path):
     """A policy with methods of its own is refused, and a file of before stays."""
     path = tmp_path / f"policy{suffix}"
     path.write_text("before")
-    model = PPOExt(Negated, make_toys(2, **BOX), **SMALL)
-    with th.no_grad():
-        model.policy.action_net.bias.fill_(0.5)
-    with pytest.raises(ValueError, match="would not act as `predict`: in step 0"):
-        model.export(path)
+    model = PPOExt(policy_class, make_toys(2, **BOX), **SMALL)
+    with pytest.raises(ValueError, match=message):
+        model.export(path, deterministic=deterministic)
     assert path.read_text() == "before"
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 

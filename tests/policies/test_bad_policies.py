@@ -9,7 +9,7 @@ from support.cases import listed
 from support.policies import BOUNDED, SCHEDULE, SMALL, make
 from support.toys import BOX_ACTION, VECTOR, ToyEnv, make_toys
 
-from sb3_ppo_ext import MlpPolicy, PPOExt
+from sb3_ppo_ext import MlpLstmPolicy, MlpPolicy, MlpTransformerPolicy, PPOExt
 from sb3_ppo_ext.distributions import ACTION_DISTS
 
 BAD_KEYWORDS = [
@@ -113,3 +113,18 @@ def test_reserved_names(name):
 
     with pytest.raises(ValueError, match=name):
         Hooked("MlpPolicy", make_toys(), action_dist="beta", **SMALL).learn(32)
+
+
+@pytest.mark.parametrize("policy_class", [MlpTransformerPolicy, MlpLstmPolicy])
+@pytest.mark.parametrize("name", ["extract_features", "_predict", "get_distribution"])
+def test_methods_that_a_memory_does_not_call(policy_class, name):
+    """A class that overrides one of them would be updated in another way than it acts, and is refused by name."""
+    own = type("Own", (policy_class,), {name: lambda self, *args, **kwargs: None, "__module__": __name__})
+    with pytest.raises(ValueError, match=rf"its own `{name}` would not be called in all steps"):
+        PPOExt(own, make_toys(), **SMALL)
+    acting = type("Own", (policy_class,), {"_get_action_dist_from_latent": _shifted, "__module__": __name__})
+    PPOExt(acting, make_toys(), **SMALL).learn(32)
+
+
+def _shifted(self, latent):
+    return self.action_dist.proba_distribution(self.action_net(latent) + 1, self.log_std)

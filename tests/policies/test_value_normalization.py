@@ -169,3 +169,18 @@ def test_policies_of_users():
 
     with pytest.raises(ValueError, match=r"`normalize_value=True`.*Own does not take it"):
         make(policy=Own, normalize_value=True)
+
+
+class OwnValueNet(MlpPolicy):
+    """A user's policy that makes its output of the critic itself"""
+
+    def _build(self, lr_schedule):
+        super()._build(lr_schedule)
+        self.value_net = th.nn.Linear(self.mlp_extractor.latent_dim_vf, 1)
+
+
+def test_own_outputs_of_the_critic():
+    """They would not be normalised, and are refused by name."""
+    with pytest.raises(ValueError, match=r"`normalize_value=True`.*`OwnValueNet` has a `value_net` of its own"):
+        make(policy=OwnValueNet, normalize_value=True)
+    make(policy=OwnValueNet).learn(32)

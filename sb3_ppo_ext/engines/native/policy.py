@@ -37,7 +37,10 @@ METHODS = {
     "get_distribution",
     "extract_features",
     "_get_action_dist_from_latent",
+    "obs_to_tensor",
 }
+# The same of those that SB3's policies do not have
+OWN_METHODS = ("evaluate_samples", "normalized")
 # The same of modules and action distributions
 PART_METHODS: tuple[str, ...] = ("forward", "forward_actor", "forward_critic", "_call_impl")
 PART_METHODS += ("proba_distribution", "sample", "mode", "get_actions", "log_prob", "entropy")
@@ -143,7 +146,8 @@ class NativePolicy:
 
     def _has_same_modules(self) -> bool:
         own = vars(self.policy)
-        is_unchanged = not any(name in own for name in METHODS) and not hidden_methods(self._action_dist, PART_METHODS)
+        is_unchanged = not any(name in own for name in (*METHODS, *OWN_METHODS))
+        is_unchanged = is_unchanged and not hidden_methods(self._action_dist, PART_METHODS)
         return is_unchanged and all(
             tuple(module._modules.values()) == children
             and len(module._parameters) == n_parameters
@@ -311,7 +315,8 @@ def unsupported_reason(policy: ActorCriticPolicy) -> str | None:
     if (reason := extension.unsupported_reason(policy)) is not None:
         return reason
     known = (ActorCriticPolicy, ActionDistributionMixin)
-    if not isinstance(policy, ActorCriticPolicy) or not all(has_method_of(policy, name, *known) for name in METHODS):
+    is_known = isinstance(policy, ActorCriticPolicy) and all(has_method_of(policy, name, *known) for name in METHODS)
+    if not is_known or replaced_method(OWN_METHODS, policy) is not None:
         return f"{type(policy).__name__} computes in its own way, and this backend computes only SB3's policies"
     if (reason := why_not_numpy(policy.action_dist)) is not None:
         return reason
