@@ -41,9 +41,7 @@ class ModelSetup(LearningSetup):
         with self._as_the_policy_takes_it(), assertions_as_value_errors(), self._memory_errors():
             super()._setup_model()
         if self.normalize_value and not isinstance(self.policy.value_net, NormalizedValue):
-            remedy = (
-                f"`{type(self.policy).__name__}` has a `value_net` of its own, which would not be normalised; give False"
-            )
+            remedy = f"`{type(self.policy).__name__}` has a `value_net` of its own, which would not be normalised; give False"
             refuse("normalize_value", True, remedy)
 
     @contextmanager

@@ -221,9 +221,7 @@ class SavedState(ChangedOptions):
     def _set_parameters(self, parameters: StateDict, exact_match: bool, device: th.device | str) -> None:
         check_parameters_are_of(parameters.get("policy", {}), self.action_dist)
         if "policy" in parameters and not self.normalize_obs and has_observations(parameters.get("normalizer")):
-            remedy = (
-                "the parameters are of a model that normalises observations; make this one with `normalize_obs=True`"
-            )
+            remedy = "the parameters are of a model that normalises observations; make this one with `normalize_obs=True`"
             refuse("normalize_obs", self.normalize_obs, remedy)
         check_sharing(self.policy, parameters.get("policy", {}), "policy.optimizer" in parameters)
         if "policy" in parameters and not self.normalize_value:

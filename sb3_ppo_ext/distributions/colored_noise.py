@@ -14,6 +14,7 @@ import torch as th
 from stable_baselines3.common.distributions import DiagGaussianDistribution
 from torch.nn import functional as F
 
+from sb3_ppo_ext.common.validation import BadArgumentError
 from sb3_ppo_ext.distributions.squashed_gaussian import TanhGaussianDistribution
 
 # Number of white numbers in a sum. The others would have 1 % of the variance for beta = 0.5.
@@ -59,12 +60,17 @@ def sampling_with(owner: Any, noise: th.Tensor | None) -> Iterator[None]:
 
     :param owner: What has the distribution as ``action_dist``, for which :func:`gaussian_part` is not ``None``
     :param noise: Standard normal numbers of one step, shape ``(n_envs, n)``, ``None`` for fresh ones
+    :raises ValueError: if the policy samples in a way of its own
     """
     if noise is None:
         yield
         return
 
+    is_used = False
+
     def sample() -> th.Tensor:
+        nonlocal is_used
+        is_used = True
         normal = current().distribution
         return normal.mean + normal.stddev * noise
 
@@ -77,3 +83,6 @@ def sampling_with(owner: Any, noise: th.Tensor | None) -> Iterator[None]:
         yield
     finally:
         del current().sample
+    if not is_used:
+        remedy = "does not sample by `get_actions` of its distribution, so that this has no effect; let it, or give 0"
+        raise BadArgumentError(f"`noise_color` is not valid: {type(owner).__name__} {remedy}")

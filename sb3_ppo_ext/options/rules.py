@@ -159,9 +159,7 @@ def _check_policy(model: ConfiguredPPO) -> None:
         refuse("policy", policy_class, f"SB3's policies know no actions in a {type(action_space).__name__}; {remedy}")
     for name in policy_class.UNCALLED if issubclass(policy_class, HistoryPolicy) else ():
         if is_of_user(getattr(policy_class, name)):
-            remedy = (
-                "would not be called in all steps; override `_get_action_dist_from_latent`, or give a features extractor"
-            )
+            remedy = "would not be called in all steps; override `_get_action_dist_from_latent`, or give a features extractor"
             refuse("policy", policy_class, f"it has a memory, and its own `{name}` {remedy}")
     if model.normalize_obs and not normalizes(policy_class):
         remedy = (

@@ -87,6 +87,10 @@ def inputs_of(policy: ActorCriticPolicy, observations: Arrays) -> tuple[PyTorchO
     :param observations: Observations of several environments, as the policy reads them
     :return: Tensors on the device of the policy, and whether there are several
     """
-    if isinstance(policy, NormalizedObservationsMixin) and policy.normalizer is not None:
-        return super(NormalizedObservationsMixin, policy).obs_to_tensor(observations)
-    return policy.obs_to_tensor(observations)
+    if not isinstance(policy, NormalizedObservationsMixin) or policy.normalizer is None:
+        return policy.obs_to_tensor(observations)
+    normalizer, policy.normalizer = policy.normalizer, None  # A subclass may have a method of its own.
+    try:
+        return policy.obs_to_tensor(observations)
+    finally:
+        policy.normalizer = normalizer

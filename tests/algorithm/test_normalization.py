@@ -534,6 +534,21 @@ class Own(ActorCriticPolicy):
     """A user's policy"""
 
 
+def _divided(self, observation):
+    tensor, is_vectorized = super(type(self), self).obs_to_tensor(observation)
+    return tensor / 10, is_vectorized
+
+
+def test_conversion_of_a_users_policy():
+    """It is applied to normalised observations where values are bootstrapped, as in SB3 with a VecNormalize."""
+    theirs = PPO(
+        type("TheirScaling", (ActorCriticPolicy,), {"obs_to_tensor": _divided}), wrapped(make_toys(), **BOTH), **SMALL
+    )
+    theirs.learn(64)
+    ours = make(type("Scaling", (MlpPolicy,), {"obs_to_tensor": _divided}), backend="eager", **BOTH).learn(64)
+    assert_equal(theirs.rollout_buffer.rewards, ours.rollout_buffer.rewards, "rewards")
+
+
 class Ours(MlpPolicy):
     """A user's policy that inherits one of this package"""
 

@@ -7,6 +7,7 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.policies import ActorCriticPolicy
 from support.parity import assert_equal
 from support.torch_envs import ToyTensors
 from support.toys import BOX_ACTION, IMAGE, make_toys
@@ -147,6 +148,23 @@ def test_refused(options):
     """What has no Gaussian noise, and exponents out of the range, are refused by name."""
     with pytest.raises(ValueError, match="noise_color"):
         make(**options)
+
+
+class OwnSamples(ActorCriticPolicy):
+    """A user's policy that does not ask its distribution for actions"""
+
+    def forward(self, obs, deterministic=False):
+        distribution = self.get_distribution(obs)
+        actions = distribution.distribution.rsample()
+        return actions, self.predict_values(obs), distribution.log_prob(actions)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "device"])
+def test_a_policy_that_samples_in_its_own_way(backend):
+    """It is refused in the first step, instead of sampling with white noise."""
+    make(policy=OwnSamples, noise_color=0.0, backend=backend).learn(16)
+    with pytest.raises(ValueError, match=r"`noise_color`.*OwnSamples does not sample by `get_actions`"):
+        make(policy=OwnSamples, backend=backend).learn(16)
 
 
 def test_changed_between_two_calls():
