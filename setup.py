@@ -67,7 +67,7 @@ def project_metadata(url: str, version: str) -> dict[str, Any]:
     """
     :param url: Address of the repository on GitHub, or an empty string
     :param version: Version that is released, whose tag the links lead to
-    :return: Arguments of ``setup``: the addresses of the project, and the README with absolute links
+    :return: Arguments of ``setup``: the addresses of the project, and the README with badges and absolute links
     """
     if not url:
         return {}
@@ -86,8 +86,26 @@ def project_metadata(url: str, version: str) -> dict[str, Any]:
 
     # A link of Markdown to a file of the repository: neither an address nor a heading of the README itself
     relative = r"(?P<text>(?P<picture>!)?\[[^\]]*\])\((?!\w+:|#)(?P<target>[^)\s]+)\)"
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return {"project_urls": addresses, "long_description": re.sub(relative, absolute, readme)}
+    title, readme = (ROOT / "README.md").read_text(encoding="utf-8").split("\n", 1)
+    text = f"{title}\n\n{badges(url, version)}\n{re.sub(relative, absolute, readme)}"
+    return {"project_urls": addresses, "long_description": text}
+
+
+def badges(url: str, version: str) -> str:
+    """
+    :param url: Address of the repository on GitHub
+    :param version: Version that is released
+    :return: Line of Markdown with pictures that lead to the tests, the documentation, the notebook and the supported versions
+    """
+    files, shields = f"{url}/blob/v{version}", "https://img.shields.io/badge"
+    notebook = files.replace("https://github.com/", "https://colab.research.google.com/github/", 1)
+    kinds = [
+        ("Tests", f"{url}/actions/workflows/ci.yml/badge.svg", f"{url}/actions/workflows/ci.yml"),
+        ("Documentation", f"{shields}/docs-pages-blue", f"{files}/docs/index.md"),
+        ("Colab", "https://colab.research.google.com/assets/colab-badge.svg", f"{notebook}/examples/quick_start.ipynb"),
+        ("Python", f"{shields}/python-3.10_to_3.14-blue", f"{files}/setup.cfg"),
+    ]
+    return " ".join(f"[![{label}]({picture})]({target})" for label, picture, target in kinds)
 
 
 class BuildWithStartupHook(build_py):

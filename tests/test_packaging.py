@@ -103,6 +103,9 @@ def test_the_readme_on_an_index():
     url = "https://github.com/owner/name"
     metadata = setup["project_metadata"](url, "1.0")
     before, after = (ROOT / "README.md").read_text(), metadata["long_description"]
+    title, badges, after = after.split("\n\n", 2)
+    assert before.startswith(f"{title}\n")
+    assert badges == setup["badges"](url, "1.0")
     links = re.findall(r"\]\(([^)\s]+)\)", after)
     assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", before))
     assert all(link.startswith(("https://", "#")) for link in links)
@@ -112,6 +115,22 @@ def test_the_readme_on_an_index():
     assert all((ROOT / path).is_file() for _, _, path in ours)
     assert all((ROOT / path).suffix in {".png", ".svg"} for kind, _, path in ours if kind == "raw")
     assert set(metadata["project_urls"]) == {"Source", "Documentation", "Changelog", "Issues"}
+
+
+def test_badges():
+    """They name the supported versions, and lead to a workflow, pages and a notebook that exist; a checkout has none."""
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    line = setup["badges"]("https://github.com/owner/name", "1.0")
+    found = dict(re.findall(r"\[!\[(\w+)\]\([^)]+\)\]\(([^)]+)\)", line))
+    assert list(found) == ["Tests", "Documentation", "Colab", "Python"]
+    assert (ROOT / ".github" / "workflows" / found["Tests"].rpartition("/")[2]).is_file()
+    notebook = "https://colab.research.google.com/github/owner/name/blob/v1.0/"
+    for label, address in (("Documentation", "https://github.com/owner/name/blob/v1.0/"), ("Colab", notebook)):
+        assert (ROOT / found[label].removeprefix(address)).is_file()
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    versions = re.findall(r"Python :: (3\.\d+)", metadata["metadata"]["classifiers"])
+    assert f"python-{versions[0]}_to_{versions[-1]}-blue" in line
 
 
 def test_citation():
