@@ -291,7 +291,8 @@ def make_actor(
     """
     methods = ACTING if deterministic else (*ACTING, *SAMPLING)
     if (name := replaced_method(methods, policy)) is not None:
-        refuse("policy", type(policy).__name__, f"its actions are computed by `{name}`, which the file would not have")
+        remedy = f"its actions are computed by `{name}`, which the file would not have; export a policy without it"
+        refuse("policy", type(policy).__name__, remedy)
     kind: type[Actor] = Actor
     if isinstance(policy, TransformerPolicyMixin):
         kind = TransformerActor
