@@ -46,7 +46,9 @@ def write_whole(path: str | pathlib.Path | io.BufferedIOBase, content: bytes, su
     :param suffix: Suffix without the dot; none by default
     """
     if not isinstance(path, str | pathlib.Path):
-        open_path(path, "w").write(content)  # an open file, which SB3 checks
+        opened = open_path(path, "w")  # an open file, which SB3 checks
+        opened.write(content)
+        opened.flush()  # as `zipfile` does for SB3
         return
     path = _path_to_write(pathlib.Path(path), suffix)
     with written_atomically(path) as file:

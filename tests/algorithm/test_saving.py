@@ -74,9 +74,9 @@ def test_what_load_cannot_change():
 
 
 def test_open_file(tmp_path):
-    """An open file is written from its position on, stays open, and is refused as SB3 refuses it."""
+    """An open file is written from its position on, stays open, has no bytes left to write, and is refused as SB3 refuses it."""
     model = make()
-    with (tmp_path / "file").open("w+b") as file:
+    with (tmp_path / "file").open("w+b", buffering=2**20) as file:
         file.write(b"before")
         model.save(file)
         assert not file.closed
