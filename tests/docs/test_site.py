@@ -137,8 +137,9 @@ def wait_for(condition, seconds=20):
 
 # Words of tables that are broken, and cells whose sentences stand in a narrow column
 BROKEN = """
+const narrowest = window.innerWidth < 480 ? 95 : 120;  // phones have a smaller font
 return [...document.querySelectorAll('article td, article th')].flatMap(cell => {
-  const narrow = cell.textContent.trim().length > 40 && cell.getBoundingClientRect().width < 120 ? [cell.textContent] : [];
+  const narrow = cell.textContent.trim().length > 40 && cell.getBoundingClientRect().width < narrowest ? [cell.textContent] : [];
   const nodes = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), words = [];
   for (let node = nodes.nextNode(); node; node = nodes.nextNode())
     for (const match of node.data.matchAll(/[\\p{L}\\p{N}_]+/gu)) {
