@@ -11,6 +11,9 @@ import sys
 from collections import Counter
 from multiprocessing.process import BaseProcess
 
+# Before PyTorch is imported: OpenMP's threads are not there in forked processes, which would wait for them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import torch as th

@@ -74,7 +74,7 @@ def test_what_load_cannot_change():
 
 
 def test_open_file(tmp_path):
-    """An open file is written from its position on, stays open, has no bytes left to write, and is refused as SB3 refuses it."""
+    """An open file is written from its position on, stays open with nothing left to write, and is refused as by SB3."""
     model = make()
     with (tmp_path / "file").open("w+b", buffering=2**20) as file:
         file.write(b"before")

@@ -139,7 +139,8 @@ def wait_for(condition, seconds=20):
 BROKEN = """
 const narrowest = window.innerWidth < 480 ? 95 : 120;  // phones have a smaller font
 return [...document.querySelectorAll('article td, article th')].flatMap(cell => {
-  const narrow = cell.textContent.trim().length > 40 && cell.getBoundingClientRect().width < narrowest ? [cell.textContent] : [];
+  const text = cell.textContent.trim();
+  const narrow = text.length > 40 && cell.getBoundingClientRect().width < narrowest ? [text] : [];
   const nodes = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), words = [];
   for (let node = nodes.nextNode(); node; node = nodes.nextNode())
     for (const match of node.data.matchAll(/[\\p{L}\\p{N}_]+/gu)) {
