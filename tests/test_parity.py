@@ -1,6 +1,7 @@
 """PPOExt without options is stable_baselines3.PPO, to the bit."""
 
 import inspect
+import pydoc
 import warnings
 
 import gymnasium as gym
@@ -210,6 +211,22 @@ def test_signature():
         assert (ours.name, ours.kind, ours.default) == (theirs.name, theirs.kind, theirs.default)
     # What comes behind them is keyword-only
     assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in actual[27:])
+
+
+class TwoOptions(PPOExt):
+    """A user's class with a constructor of its own."""
+
+    def __init__(self, policy, env, mine=1, **kwargs):
+        super().__init__(policy, env, **kwargs)
+
+
+def test_help():
+    """The arguments are printed once, with the class; subclasses have their own."""
+    printed = pydoc.plain(pydoc.render_doc(PPOExt))
+    assert "__init__(self, ...)" in printed
+    assert len([line for line in printed.splitlines() if "n_epochs: int" in line]) == 1
+    assert list(inspect.signature(PPOExt).parameters) == list(inspect.signature(PPOExt.__init__).parameters)[1:]
+    assert str(inspect.signature(TwoOptions)) == "(policy, env, mine=1, **kwargs)"
 
 
 @pytest.mark.parametrize("method", ["learn", "load", "set_parameters", "collect_rollouts", "train"])

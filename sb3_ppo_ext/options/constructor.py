@@ -29,6 +29,7 @@ from sb3_ppo_ext.engines.registry import Backend
 from sb3_ppo_ext.envs.normalizer import NormalizeFreq
 from sb3_ppo_ext.options.arguments import check_arguments, warn_about_minibatches, without_device_line
 from sb3_ppo_ext.options.places import place_of
+from sb3_ppo_ext.options.signatures import printed_with_the_class
 from sb3_ppo_ext.policies.mixed_precision import AmpDtype
 from sb3_ppo_ext.update.config import AdvantageNorm, BadGradients
 from sb3_ppo_ext.update.losses import SurrogateName, VfClipMode
@@ -53,6 +54,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
     the type, the default and the first sentence of an option from the constructor.
     """
 
+    @printed_with_the_class
     def __init__(
         self,
         policy: PolicyName | str | type[ActorCriticPolicy],
