@@ -44,7 +44,9 @@ class Normalization(PolicyUpdater):
     def _share_normalizer(self) -> None:
         """Let the policy normalise what ``predict`` gets with the statistics of the model."""
         policy = getattr(self, "policy", None)
-        if self.normalizer is not None and self.normalizer.norm_obs and isinstance(policy, NormalizedObservationsMixin):
+        if self.normalizer is None or not isinstance(policy, NormalizedObservationsMixin):
+            return
+        if self.normalizer.norm_obs or getattr(policy, "use_last_reward", False):
             policy.normalizer = self.normalizer
 
     def _normalized_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch as th
@@ -29,6 +29,8 @@ from sb3_ppo_ext.memory.recurrent_policies import RecurrentPolicyMixin
 from sb3_ppo_ext.policies.actor_critic import unscaled
 from sb3_ppo_ext.policies.observation_keys import ObservationKeysMixin
 
+# Number that rewards are divided by, and their largest absolute value then
+RewardScale: TypeAlias = tuple[float, float]
 # Name of an observation that is no dictionary
 PLAIN = OBSERVATION
 # Methods of a policy in whose place the file computes, and further ones that decide on its samples
@@ -71,14 +73,23 @@ class Actor(nn.Module):
     :param deterministic: Whether it acts deterministically; otherwise the random numbers of a sample are inputs
     :param transposed: Keys of images that the environment gives with the channels last, and the policy reads with the channels
         first
+    :param reward_scale: What :func:`reward_scale_of` returns
     """
 
     low: th.Tensor
     high: th.Tensor
 
-    def __init__(self, policy: Any, normalizer: VecNormalize | None, deterministic: bool, transposed: Iterable[str] = ()):
+    def __init__(
+        self,
+        policy: Any,
+        normalizer: VecNormalize | None,
+        deterministic: bool,
+        transposed: Iterable[str] = (),
+        reward_scale: RewardScale | None = None,
+    ):
         super().__init__()
         self.policy, self.is_deterministic, self.transposed = policy, deterministic, frozenset(transposed)
+        self.reward_scale = reward_scale
         space = policy.observation_space
         parts = space.spaces if isinstance(space, spaces.Dict) else {PLAIN: space}
         # SB3's own policies read everything.
@@ -257,11 +268,17 @@ class TransformerActor(Actor):
         if self.policy.use_last_action:
             parts.append(state[2] * goes_on)
         if self.policy.use_last_reward:
-            parts.append(next(inputs).unsqueeze(1) * goes_on)
+            parts.append(self._read_rewards(next(inputs)).unsqueeze(1) * goes_on)
         history = th.cat([state[0], th.cat(parts, dim=1).unsqueeze(1)], dim=1)
         known = th.cat([state[1] * goes_on, th.ones_like(goes_on)], dim=1)
         features = self.policy.pi_transformer(history, known.long()).flatten(0, 1)
         return self.policy.mlp_extractor.forward_actor(features), [history[:, 1:], known[:, 1:]]
+
+    def _read_rewards(self, rewards: th.Tensor) -> th.Tensor:
+        if self.reward_scale is None:
+            return rewards
+        std, clip = self.reward_scale
+        return (rewards / std).clamp(-clip, clip)
 
     def _after(self, state: Any, actions: th.Tensor) -> list[th.Tensor]:
         return [*state, self._encoded(actions)] if self.policy.use_last_action else list(state)
@@ -279,13 +296,18 @@ class TransformerActor(Actor):
 
 
 def make_actor(
-    policy: nn.Module, normalizer: VecNormalize | None, deterministic: bool, transposed: Iterable[str] = ()
+    policy: nn.Module,
+    normalizer: VecNormalize | None,
+    deterministic: bool,
+    transposed: Iterable[str] = (),
+    reward_scale: RewardScale | None = None,
 ) -> Actor:
     """
     :param policy: Policy of this package
     :param normalizer: ``VecNormalize`` with the statistics of the observations, ``None`` for none
     :param deterministic: Whether it acts deterministically
     :param transposed: Keys of images that the environment gives with the channels last
+    :param reward_scale: What :func:`reward_scale_of` returns
     :return: Module with the parameters of the policy
     :raises ValueError: if the policy computes actions in a way of its own
     """
@@ -298,7 +320,7 @@ def make_actor(
         kind = TransformerActor
     elif isinstance(policy, RecurrentPolicyMixin):
         kind = RecurrentActor
-    actor = kind(policy, normalizer, deterministic, transposed)
+    actor = kind(policy, normalizer, deterministic, transposed, reward_scale)
     names = [port.name for port in (*actor.inputs(), *actor.outputs())]
     if len(set(names)) < len(names):
         double = next(name for name in names if names.count(name) > 1)
@@ -322,6 +344,16 @@ def _normalizations(parts: dict[str, Any], normalizer: Any) -> dict[str, nn.Modu
         return {_module_name(key): Normalization(normalizer.obs_rms.mean, normalizer.obs_rms.var, normalizer) for key in keys}
     found = {key: each for key, each in normalizer.obs_rms.items() if key in parts}
     return {_module_name(key): Normalization(each.mean, each.var, normalizer) for key, each in found.items()}
+
+
+def reward_scale_of(normalizer: Any) -> RewardScale | None:
+    """
+    :param normalizer: ``VecNormalize`` or a :class:`~sb3_ppo_ext.envs.normalizer.Normalizer`, ``None`` for none
+    :return: How rewards are normalised, ``None`` if they are not
+    """
+    if normalizer is None or not normalizer.norm_reward:
+        return None
+    return float(np.sqrt(np.asarray(normalizer.ret_rms.var) + normalizer.epsilon)), float(normalizer.clip_reward)
 
 
 def _module_name(key: str) -> str:

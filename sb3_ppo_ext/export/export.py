@@ -32,7 +32,7 @@ from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import check_type, refuse
 from sb3_ppo_ext.distributions import family_of
 from sb3_ppo_ext.envs.normalizer import Normalizer
-from sb3_ppo_ext.export.actor import PLAIN, Actor, make_actor
+from sb3_ppo_ext.export.actor import PLAIN, Actor, make_actor, reward_scale_of
 from sb3_ppo_ext.export.ports import Port, described_space, to_tensors
 from sb3_ppo_ext.options import ConfiguredPPO
 
@@ -79,8 +79,9 @@ def export_actor(
     run_file = _require(path)
     policy, normalizer = _without_critic(model.policy), _normalizer_of(model, vec_normalize)
     transposed = _transposed(model, channels_last)
-    own = make_actor(policy, normalizer, True, transposed)
-    actor = own if deterministic else make_actor(policy, normalizer, False, transposed)
+    scale = reward_scale_of(getattr(model.policy, "normalizer", None) or normalizer)
+    own = make_actor(policy, normalizer, True, transposed, scale)
+    actor = own if deterministic else make_actor(policy, normalizer, False, transposed, scale)
     with th.no_grad():
         content = _captured(actor, path, _metadata(model, actor, normalizer))
         run = run_file(content)
@@ -127,7 +128,7 @@ def _require(path: Path) -> Callable[[bytes], Run]:
 
 def _normalizer_of(model: ConfiguredPPO, given: VecNormalize | str | Path | None) -> Any:
     own = getattr(model.policy, "normalizer", None)
-    if own is not None:
+    if own is not None and own.norm_obs:
         if given is not None:
             refuse("vec_normalize", given, "the model normalises observations with statistics of its own; give None")
         return own
@@ -298,7 +299,8 @@ def _compare_with_predict(actor: Actor, normalizer: VecNormalize | Normalizer | 
             carried = {name.removeprefix("next_"): value for name, value in named.items() if name.startswith("next_")}
             if hasattr(state, "with_rewards"):
                 rewards = generator.standard_normal(n).astype(np.float32)
-                state, carried["last_reward"] = state.with_rewards(rewards), rewards
+                std, clip = actor.reward_scale or (1.0, np.inf)
+                state, carried["last_reward"] = state.with_rewards((rewards / std).clip(-clip, clip)), rewards
 
 
 def _predict(
@@ -331,7 +333,9 @@ def _check_equal(actor: Actor, port: Port, expected: np.ndarray, found: np.ndarr
     is_equal = expected.shape == found.shape
     if is_equal and np.issubdtype(expected.dtype, np.floating):
         low, high = port.bounds if port.bounds is not None else (-np.ones(()), np.ones(()))
-        is_equal = bool((np.abs(expected - found) <= TOLERANCE * (high - low) / 2 + 1e-6 * np.abs(expected)).all())
+        # `predict` rounds to the dtype of the action space, the file to float32 for a `Box`.
+        relative = max(1e-6, float(np.finfo(expected.dtype).eps))
+        is_equal = bool((np.abs(expected - found) <= TOLERANCE * (high - low) / 2 + relative * np.abs(expected)).all())
     elif is_equal:
         is_equal = np.array_equal(expected, found)
     if not is_equal:

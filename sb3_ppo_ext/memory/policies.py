@@ -65,7 +65,7 @@ class Memory(NamedTuple):
     :param last_actions: Encoded actions before each of these observations and before the next one, shape
         ``(n_envs, context_length, n_action_features)``; ``None`` without ``use_last_action``
     :param last_rewards: Rewards of these actions, shape ``(n_envs, context_length)``, NaN where the reward has not been given;
-        ``None`` without ``use_last_reward``
+        as the policy reads them, but for the last ones, which are not normalised yet; ``None`` without ``use_last_reward``
     :param known_steps: What has been computed of these observations, ``None`` to compute it anew
     """
 
@@ -78,7 +78,8 @@ class Memory(NamedTuple):
 
     def with_rewards(self, rewards: np.ndarray) -> Memory:
         """
-        :param rewards: Rewards of the last step, shape ``(n_envs,)``
+        :param rewards: Rewards of the last step as environments like those of the training return them, shape ``(n_envs,)``;
+            ``predict`` normalises them if the model does. With a ``VecNormalize`` around the environments, what that returns
         :return: State with these rewards for the next step; the same state without ``use_last_reward``
         :raises ValueError: if there is not one for each environment
         """
@@ -324,7 +325,7 @@ class TransformerPolicyMixin(HistoryPolicy):
         if state is None:
             state, begins = self._empty_memory(now, n_envs), np.ones(n_envs, bool)
         self._check_memory(state, n_envs, begins)
-        memory = _append(state, now, begins[:, np.newaxis])
+        memory = _append(self._with_read_rewards(state), now, begins[:, np.newaxis])
         with th.no_grad():
             features, known_steps = self._last_features(memory)
             self.use_masks(tensor)
@@ -358,6 +359,14 @@ class TransformerPolicyMixin(HistoryPolicy):
                 "be done, as in `evaluate_policy` and RL Zoo, train without it, in environments with `LastRewardWrapper`"
             )
             refuse("state", "without rewards", remedy)
+
+    def _with_read_rewards(self, state: Memory) -> Memory:
+        """The last rewards as the policy was trained with them; those before have been normalised at their step."""
+        if state.last_rewards is None or self.normalizer is None:
+            return state
+        last_rewards = state.last_rewards.copy()
+        last_rewards[:, -1] = self.normalizer.rewards(last_rewards[:, -1])
+        return state._replace(last_rewards=last_rewards)
 
     def _last_features(self, memory: Memory) -> tuple[th.Tensor, KnownSteps]:
         """Features for the actor at the last step, shape ``(n_envs, n_outputs)``, and what is known for the next one."""

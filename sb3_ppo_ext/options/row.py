@@ -85,14 +85,17 @@ class Need:
 
     :param name: Name of another option
     :param value: Value of the other option, ``None`` for any value but its default
+    :param instead: Name of an option that will do as well, with any value but its default
     """
 
     name: str
     value: object = None
+    instead: str | None = None
 
     def described(self) -> str:
         """:return: Needed option in Markdown"""
-        return f"`{self.name}`" if self.value is None else f"`{self.name}={shown(self.value)}`"
+        needed = f"`{self.name}`" if self.value is None else f"`{self.name}={shown(self.value)}`"
+        return needed if self.instead is None else f"{needed} or `{self.instead}`"
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,8 @@ def _warn_without_need(option: Option, model: ConfiguredPPO) -> None:
     current = getattr(model, needed.attribute)
     if current == need.value if need.value is not None else current != needed.default:
         return
+    if need.instead is not None and getattr(model, need.instead) != ALL_OPTIONS[need.instead].default:
+        return
     remedy = f"give {need.described()} as well, or leave `{option.name}` out"
     warnings.warn(f"`{option.name}={described(value)}` has no effect without {need.described()}: {remedy}.", stacklevel=2)
 

@@ -209,7 +209,9 @@ ROWS = {
         needs=Need("normalize_reward"),
         change=OF_NORMALIZATION,
     ),
-    "normalize_freq": Row(group=NORMALIZATION, change=OF_NORMALIZATION),
+    "normalize_freq": Row(
+        group=NORMALIZATION, needs=Need("normalize_obs", instead="normalize_reward"), change=OF_NORMALIZATION
+    ),
     "advantage_norm": Row(
         group=ADVANTAGES,
         needs=Need("normalize_advantage", True),

@@ -21,7 +21,15 @@ from support.parity import CLOCK, assert_equal
 from support.torch_envs import TorchPendulum
 from support.toys import DICT, IMAGE, VECTOR, LogRecorder, ToyEnv, make_toys
 
-from sb3_ppo_ext import MlpPolicy, ParallelVecEnv, PPOExt, TensorVecNormalize, TorchVecEnv, TrainingCheckpoint
+from sb3_ppo_ext import (
+    MlpPolicy,
+    MlpTransformerPolicy,
+    ParallelVecEnv,
+    PPOExt,
+    TensorVecNormalize,
+    TorchVecEnv,
+    TrainingCheckpoint,
+)
 from sb3_ppo_ext.envs.normalizer import _moments
 
 SMALL = dict(n_steps=16, batch_size=8, n_epochs=2, seed=3, device="cpu")
@@ -172,6 +180,30 @@ def test_every_engine_and_policy(name):
     actual = make(env=make_env(), **BOTH, **further).learn(64)
     assert_equal(expected.policy.state_dict(), actual.policy.state_dict(), "policy")
     assert_equal(statistics(env), statistics(actual.normalizer), "statistics")
+
+
+@pytest.mark.parametrize("options", [BOTH, dict(normalize_reward=True)])
+def test_last_rewards(options, tmp_path):
+    """`predict` gets rewards of the environments, and the policy reads them as in the training."""
+    model = make(env=make_toys(), **options, **LAST_REWARD).learn(64)
+    model.save(tmp_path / "model")
+    model.policy.save(tmp_path / "policy")
+    observations, rewards = np.array([[[0.5, -2, 3]], [[1, 1, -1]]], np.float32).repeat(2, axis=1), np.float32([0.3, -700])
+    read = model.normalizer.rewards(rewards)
+    assert abs(read[0] / rewards[0] - 1) > 0.01
+    assert read[1] == -10
+
+    def actions(predicting, rewards, normalized=lambda part: part):
+        _, state = predicting.predict(normalized(observations[0]), deterministic=True)
+        predicted, after = predicting.predict(normalized(observations[1]), state.with_rewards(rewards), deterministic=True)
+        np.testing.assert_allclose(after.last_rewards[:, -2], read)
+        return predicted
+
+    expected = actions(model, rewards)
+    for loaded in (PPOExt.load(tmp_path / "model"), MlpTransformerPolicy.load(tmp_path / "policy")):
+        np.testing.assert_array_equal(actions(loaded, rewards), expected)
+    normalizer, model.policy.normalizer = model.policy.normalizer, None
+    np.testing.assert_array_equal(actions(model, read, normalizer.observations), expected)
 
 
 @pytest.mark.parametrize("backend", ["native", "device"])

@@ -98,6 +98,13 @@ CASES = {
     "transformer": case("MlpTransformerPolicy", env=BOX, wrap=normalize),
     "transformer, deep": case("MlpTransformerPolicy", policy_kwargs=DEEP, action_dist="beta"),
     "transformer, last action and reward": case("MlpTransformerPolicy", env=BOX, policy_kwargs=SEEN),
+    "transformer, normalised rewards": case(
+        "MlpTransformerPolicy",
+        env=BOX,
+        policy_kwargs=SEEN,
+        normalize_obs=True,
+        normalize_reward=True,
+    ),
     "transformer, discrete, last action": case(
         "MlpTransformerPolicy", env=dict(action_space=spaces.Discrete(3)), policy_kwargs=dict(use_last_action=True)
     ),
@@ -230,6 +237,7 @@ def assert_acts_as_predict(model, file, n_steps):
         len(CASES),
         CASES,
         "transformer, last action and reward",
+        "transformer, normalised rewards",
         "GRU",
         "MinGRU",
         "LRU",
