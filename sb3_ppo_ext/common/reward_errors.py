@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping, MutableMapping
 from numbers import Real
+from typing import Any
 
 import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv
@@ -29,10 +31,17 @@ def describe_bad_reward(error: Exception, where: str = "an environment") -> str 
             return None
         shown = f"{described(reward)} ({type(reward).__name__}): {_remedy(reward)}"
         return f"The reward of {where} must be a number, not {shown}. {NOTHING}"
-    if frame.f_code is DummyVecEnv.step_wait.__code__ and "unpack" not in str(error):
+    if frame.f_code is DummyVecEnv.step_wait.__code__ and "unpack" not in str(error) and _only_reward_is_left(given):
         # It writes the reward into an array, without a name for it.
         return f"The reward of {where} must be a number ({error}). {NOTHING}"
     return None
+
+
+def _only_reward_is_left(given: Mapping[str, Any]) -> bool:
+    """Whether what `DummyVecEnv` has got besides the reward, in this step or the one before, is what it should be."""
+    env, index = given["self"], given["env_idx"]
+    ends = [given[name] for name in ("terminated", "truncated") if name in given]
+    return isinstance(env.buf_infos[index], MutableMapping) and all(np.size(end) == 1 for end in ends)
 
 
 def _remedy(reward: object) -> str:

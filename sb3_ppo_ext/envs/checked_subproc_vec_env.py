@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import gymnasium as gym
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
-from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
+from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper, VecEnvIndices
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 from stable_baselines3.common.vec_env.subproc_vec_env import _worker
 
@@ -74,6 +74,31 @@ class CheckedSubprocVecEnv(SubprocVecEnv):
         work_remote.close()
         self.processes.append(process)
         self.remotes.append(_Remote(self, len(self.remotes), remote, process))
+
+    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+        """As in SB3, see :meth:`_in_turns`."""
+        return self._in_turns(super().get_attr, indices, attr_name)
+
+    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+        """As in SB3, see :meth:`_in_turns`."""
+        self._in_turns(super().set_attr, indices, attr_name, value)
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """As in SB3, see :meth:`_in_turns`."""
+        return self._in_turns(super().env_method, indices, method_name, *method_args, **method_kwargs)
+
+    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None) -> list[bool]:
+        """As in SB3, see :meth:`_in_turns`."""
+        return self._in_turns(super().env_is_wrapped, indices, wrapper_class)
+
+    def _in_turns(self, method: Callable[..., Any], indices: VecEnvIndices, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of SB3 for all chosen environments at once, or in turns if one of them is chosen twice."""
+        chosen = [remote.index for remote in self._get_target_remotes(indices)]
+        if len(set(chosen)) == len(chosen):
+            return method(*args, indices=indices, **kwargs)
+        return [answer for index in chosen for answer in method(*args, indices=[index], **kwargs) or ()]
 
     def call_in_workers(self, function: Callable[..., object], args_per_worker: Iterable[tuple[object, ...]]) -> list[object]:
         """

@@ -72,6 +72,28 @@ def test_without_a_monitor(kind):
         model.learn(16)
 
 
+class Misleading(ToyEnv):
+    """Returns something else that is wrong, and a reward of 1."""
+
+    def __init__(self, ends, info):
+        super().__init__()
+        self.ends, self.info = ends, info
+
+    def step(self, action):
+        return super().step(action)[0], 1.0, self.ends, False, self.info
+
+
+@pytest.mark.parametrize(
+    ("ends", "info", "error"), [(False, None, "item assignment"), (np.array([False, True]), {}, "truth value")]
+)
+def test_other_data(ends, info, error):
+    """What is wrong with something else is not said of the reward."""
+    model = PPOExt("MlpPolicy", DummyVecEnv([lambda: Misleading(ends, info)]), **SMALL)
+    with pytest.raises((TypeError, ValueError), match=error) as raised:
+        model.learn(16)
+    assert "reward" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("kind", "remedy"),
     [

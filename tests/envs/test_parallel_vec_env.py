@@ -230,6 +230,19 @@ def named():
         env.close()
 
 
+def test_nothing_between_the_halves_of_a_step():
+    """A call after `step_async` takes the answers of the workers, and `step_wait` says so; the next step works."""
+    env = ParallelVecEnv(env_fns(), n_workers=1, **FORK)
+    env.reset()
+    actions = np.array([env.action_space.sample() for _ in range(env.num_envs)])
+    env.step_async(actions)
+    env.has_attr("index")
+    with pytest.raises(RuntimeError, match="no other call in between"):
+        env.step_wait()
+    assert len(env.step(actions)[1]) == env.num_envs
+    env.close()
+
+
 def test_attributes_and_methods(named):
     """Attributes and methods by name, and for single environments in any order, are those of DummyVecEnv."""
     for env in named:

@@ -13,6 +13,7 @@ import pytest
 from gymnasium.vector import AsyncVectorEnv
 from stable_baselines3.common.callbacks import CallbackList, EvalCallback, EveryNTimesteps
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor, VecNormalize
 from support.cases import one_in
 from support.engines import SMALL
@@ -157,6 +158,25 @@ def test_constructor(cls):
     with pytest.raises(WorkerError, match=r"Worker 2 (.|\n)*KeyError: 'cannot be made'"):
         make(cls, "no constructor", 2)
     assert multiprocessing.active_children() == before
+
+
+def test_environments_named_twice():
+    """An environment that is chosen twice answers twice, as in `DummyVecEnv`; none is waited for forever."""
+    env = CheckedSubprocVecEnv([Counting, Counting], start_method="fork", timeout=20)
+    assert env.env_method("count", 2, indices=[0, 0, -1]) == [2, 4, 2]
+    assert env.get_attr("counted", indices=[1, 0, 1]) == [2, 4, 2]
+    env.set_attr("counted", 7, indices=[1, 1])
+    assert env.env_is_wrapped(Monitor, indices=[1, 1]) == [False, False]
+    assert env.get_attr("counted") == [4, 7]
+    env.close()
+
+
+class Counting(ToyEnv):
+    counted = 0
+
+    def count(self, n):
+        self.counted += n
+        return self.counted
 
 
 def test_bad_arguments():

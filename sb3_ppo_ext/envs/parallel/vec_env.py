@@ -91,7 +91,7 @@ class ParallelVecEnv(VecEnv):
         self._share = EnvironmentShare([env_fns[index] for index in self._shares[0]], 0)
         arrays = SharedArrays(self._share.observation_space, self._share.action_space, len(env_fns), n_workers)
         self._share.attach(arrays)
-        self.closed = False
+        self.closed = self._is_stepping = False
         self._arrays, spin = arrays, SPIN if n_workers < n_cores else 0.0
         self._pool = WorkerPool(self._shares[1:], arrays, timeout, spin)
         self._errors_named = _ErrorsNamed(self._share, self._pool)
@@ -115,6 +115,7 @@ class ParallelVecEnv(VecEnv):
 
     def step_async(self, actions: np.ndarray) -> None:
         self._pool.prepare()
+        self._is_stepping = True
         self._share.attach(self._arrays)
         # Copied, since an environment may write into its action.
         self.actions = actions.copy() if isinstance(actions, np.ndarray) else actions
@@ -125,6 +126,9 @@ class ParallelVecEnv(VecEnv):
             self._pool.begin({index: ("step_infos", (part,), {}) for index, part in parts.items()})
 
     def step_wait(self) -> VecEnvStepReturn:
+        if not self._is_stepping:
+            raise RuntimeError("`step_wait` needs `step_async` before it, and no other call in between.")
+        self._is_stepping = False
         with self._errors_named:
             infos = [detached(info) if len(info) > 1 else info for info in self._share.step_envs(self.actions)]
         self.reset_infos[: len(infos)] = self._share.reset_infos
@@ -257,6 +261,7 @@ class ParallelVecEnv(VecEnv):
         :param commands: For each process, 0 for this one
         :return: Result of each process
         """
+        self._is_stepping = False
         self._pool.prepare()
         self._pool.begin({k - 1: command for k, command in commands.items() if k})
         answers: dict[int, Any] = {}
