@@ -18,6 +18,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 from sb3_ppo_ext.common.observations import map_observations, observations_at
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import refuse
+from sb3_ppo_ext.envs.time_limits import LIMIT, time_limit_of
 
 PartialReset = Callable[[Any, np.ndarray], tuple[Any, Any]]
 #: Remedies for environments of which some copies cannot be reset
@@ -58,7 +59,12 @@ class VectorEnvAdapter(VecEnv):
     @property
     def _max_episode_steps(self) -> int | None:
         """Time limit of an episode, see ``time_limits.py``"""
-        return getattr(self.venv.spec, "max_episode_steps", None)
+        venv = self.venv.unwrapped
+        if isinstance(venv, SyncVectorEnv):
+            return time_limit_of(venv.envs[0])
+        if isinstance(venv, AsyncVectorEnv):  # which ends the processes of environments without the attribute
+            return venv.get_attr(LIMIT)[0] if venv.call("has_wrapper_attr", LIMIT)[0] else None
+        return getattr(venv, "max_episode_steps", getattr(self.venv.spec, "max_episode_steps", None))
 
     def reset(self) -> VecEnvObs:
         # Without a seed, Gymnasium keeps its random number generators.

@@ -22,6 +22,7 @@ from sb3_ppo_ext.envs.parallel.share_rollout import ShareActor, ShareRollout
 from sb3_ppo_ext.memory.history import Stepper
 from sb3_ppo_ext.rollout.bootstrap import in_one_batch, joined, last_values, terminal_values
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes
+from sb3_ppo_ext.rollout.lazy_locals import copied_later
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ class DeviceActor(PolicyActor):
                 known = self._buffer.tensors["episode_starts"][step]
             samples, values, log_probs = self._evaluate(policy, obs_tensor, known, step)
         self._buffer.record(samples, values, log_probs)
-        return Action(obs_tensor, samples.cpu().numpy(), values, log_probs)
+        return Action(copied_later(obs_tensor), samples.cpu().numpy(), values, log_probs)
 
     def _staged(self, observations: object) -> Arrays:
         """Observations on a GPU, by way of page-locked memory, from which it copies them while the host continues."""

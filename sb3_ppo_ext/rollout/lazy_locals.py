@@ -46,6 +46,14 @@ class LaterArrays(Later):
         return map_observations(_as_tensor, self.source, self.made[0]) if self.made else self.source
 
 
+def copied_later(tensors: Any) -> Later:
+    """
+    :param tensors: Tensors in the memory of a rollout, which the next one overwrites, a single one or a dictionary
+    :return: Copies of them, made when they are read
+    """
+    return Later(lambda: map_observations(th.clone, tensors))
+
+
 class LazyLocals(dict[str, Any]):
     """A dictionary that makes values of type :class:`Later` when they are read."""
 

@@ -29,7 +29,7 @@ from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
 from sb3_ppo_ext.rollout.bootstrap import in_one_batch, last_values, values_again
 from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes, copy_into
 from sb3_ppo_ext.rollout.collector import RolloutCollector
-from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals, keep_lazily
+from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals, copied_later, keep_lazily
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 
 # Entry of the log for which SB3 logs the rate
@@ -245,7 +245,7 @@ class TensorCollection:
             rollout_buffer=self.buffer,
             n_rollout_steps=self.n_steps,
             n_steps=step,
-            obs_tensor=seen,
+            obs_tensor=copied_later(seen),
             samples=shown.samples,
             actions=shown.env_actions if self.model._samples_latents else shown.samples,
             values=values,

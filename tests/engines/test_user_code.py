@@ -758,3 +758,22 @@ def test_a_callback_that_does_nothing_changes_no_bit(case):
         buffer = model.rollout_buffer
         ends.append([buffer.rewards, buffer.values, buffer.advantages, model.policy.state_dict()])
     assert_equal(*ends, "with a callback")
+
+
+class KeepsTensors(BaseCallback):
+    """Keeps the observations of all steps, and copies of them."""
+
+    def _on_step(self):
+        tensor = self.locals["obs_tensor"]
+        self.kept = [*getattr(self, "kept", []), (tensor, tensor.clone())]
+        return True
+
+
+@pytest.mark.parametrize("make_env", [make_toys, ToyTensors], ids=["arrays", "tensors"])
+@pytest.mark.parametrize("backend", ["native", "device", "fused", "eager"])
+def test_kept_observations(backend, make_env):
+    """What a callback keeps of a step stays as it was in later rollouts."""
+    callback = KeepsTensors()
+    PPOExt("MlpPolicy", make_env(), n_steps=4, batch_size=4, n_epochs=1, device="cpu", backend=backend).learn(24, callback)
+    assert len(callback.kept) > 6
+    assert all(tensor.equal(copied) for tensor, copied in callback.kept)

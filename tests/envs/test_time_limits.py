@@ -27,8 +27,12 @@ def _copies(make_venv):
     return make_venv([partial(gym.make, "Pendulum-v1")] * 2)
 
 
-def _adapted(mode):
-    return VectorEnvAdapter(gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode=mode))
+def _adapted(mode, **kwargs):
+    return VectorEnvAdapter(gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode=mode, **kwargs))
+
+
+def _limited():
+    return TimeLimit(ToyEnv(), 150)
 
 
 @pytest.mark.parametrize(
@@ -40,11 +44,18 @@ def _adapted(mode):
         (lambda: VecNormalize(_copies(DummyVecEnv)), 200),
         (partial(_adapted, "sync"), 500),
         pytest.param(partial(_adapted, "async"), 500, marks=pytest.mark.integration),
+        (partial(_adapted, "sync", max_episode_steps=100), 100),
+        pytest.param(partial(_adapted, "async", max_episode_steps=100), 100, marks=pytest.mark.integration),
+        (partial(_adapted, "vector_entry_point"), 500),
+        (partial(_adapted, "vector_entry_point", max_episode_steps=100), 100),
+        (lambda: VectorEnvAdapter(gym.vector.SyncVectorEnv([_limited] * 2)), 150),
+        (lambda: VectorEnvAdapter(gym.vector.SyncVectorEnv([ToyEnv])), None),
+        pytest.param(lambda: VectorEnvAdapter(gym.vector.AsyncVectorEnv([_limited] * 2)), 150, marks=pytest.mark.integration),
+        pytest.param(lambda: VectorEnvAdapter(gym.vector.AsyncVectorEnv([ToyEnv])), None, marks=pytest.mark.integration),
         (lambda: DummyVecEnv([lambda: TimeLimit(ToyEnv(), 30)]), 30),
         (lambda: DummyVecEnv([ToyEnv]), None),
         (lambda: TorchVecEnv(TorchPendulum(2)), None),
     ],
-    ids=["dummy", "subproc", "parallel", "normalized", "sync", "async", "by_hand", "none", "tensors"],
 )
 def test_limits(make_venv, limit):
     """It is found in one process or several, beneath wrappers, and in environments that step at once."""

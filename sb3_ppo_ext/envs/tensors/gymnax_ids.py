@@ -20,7 +20,7 @@ from sb3_ppo_ext.envs.tensors.jax_functions import GYMNAX_PREFIX
 from sb3_ppo_ext.envs.tensors.jax_vec_env import JaxVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_spaces import map_tensors
 
-#: Ids of gymnax 0.0.9 without ``MNISTBandit-bsuite``, which needs a data set
+#: Ids of gymnax 0.0.9 without ``MNISTBandit-bsuite``, which needs a data set, and ``SimpleBandit-bsuite``, whose step fails
 NAMES = (
     "CartPole-v1",
     "Pendulum-v1",
@@ -36,7 +36,6 @@ NAMES = (
     "MemoryChain-bsuite",
     "UmbrellaChain-bsuite",
     "DiscountingChain-bsuite",
-    "SimpleBandit-bsuite",
     "FourRooms-misc",
     "MetaMaze-misc",
     "PointRobot-misc",

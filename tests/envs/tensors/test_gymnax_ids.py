@@ -24,7 +24,7 @@ def test_ids_are_those_of_gymnax():
     """All ids of gymnax are registered, except the one that needs a data set."""
     from gymnax.registration import registered_envs
 
-    assert set(gymnax_ids.NAMES) == set(registered_envs) - {"MNISTBandit-bsuite"}
+    assert set(gymnax_ids.NAMES) == set(registered_envs) - {"MNISTBandit-bsuite", "SimpleBandit-bsuite"}
     assert {f"gymnax/{name}" for name in gymnax_ids.NAMES} <= set(gym.envs.registry)
 
 
