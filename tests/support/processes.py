@@ -29,11 +29,12 @@ def run_fresh(code: str, *arguments: object) -> str:
 
 def run_forked(function: Callable[..., object], *arguments: object) -> tuple[int, str]:
     """
-    :param function: Runs in a fork of this process
+    :param function: Runs in a fork of this process, or in a fresh one if JAX is here: its threads, which a fork would wait for,
+        are not there in it
     :param arguments: Its arguments
     :return: Exit status, and all that is printed
     """
-    return _finished(multiprocessing.get_context("fork"), function, *arguments)
+    return _finished(SERVED if "jax" in sys.modules else multiprocessing.get_context("fork"), function, *arguments)
 
 
 def _finished(context: Any, function: Callable[..., object], *arguments: object) -> tuple[int, str]:
