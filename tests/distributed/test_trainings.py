@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch as th
 from support.forked_ranks import run_all
-from support.processes import run_forked
+from support.processes import run_apart
 from support.rank_cases import BACKENDS, OPTIONS
 
 from sb3_ppo_ext import PPOExt
@@ -51,7 +51,7 @@ def run(command, timeout=900, **variables):
 
 def run_jobs(*jobs):
     """Run scripts by ranks that are forked, each with the number of its ranks before it; return what they print."""
-    status, printed = run_forked(run_all, jobs)
+    status, printed = run_apart(run_all, jobs)
     assert status == 0, printed[-9000:]
     return printed
 

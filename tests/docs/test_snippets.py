@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3.common.evaluation import evaluate_policy
-from support.processes import run_forked
+from support.processes import run_apart
 from support.snippets import ROOT, blocks, blocks_in, commands, module_and_arguments, pages, quick_defaults, script
 
 from sb3_ppo_ext import PPOExt
@@ -73,7 +73,7 @@ def run_commands(page, folder):
             path.write_text(words[-1].code)
             words = [*words[:-1], str(path)]
         commands_of_page.append((f"{page}:{line}: {' '.join(words)}", *module_and_arguments(words)))
-    status, printed = run_forked(run_modules, folder, commands_of_page)
+    status, printed = run_apart(run_modules, folder, commands_of_page)
     assert status == 0, printed[-6000:]
 
 

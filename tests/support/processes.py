@@ -29,12 +29,21 @@ def run_fresh(code: str, *arguments: object) -> str:
 
 def run_forked(function: Callable[..., object], *arguments: object) -> tuple[int, str]:
     """
-    :param function: Runs in a fork of this process, or in a fresh one if JAX is here: its threads, which a fork would wait for,
-        are not there in it
+    :param function: Runs in a fork of this process
     :param arguments: Its arguments
     :return: Exit status, and all that is printed
     """
-    return _finished(SERVED if "jax" in sys.modules else multiprocessing.get_context("fork"), function, *arguments)
+    return _finished(multiprocessing.get_context("fork"), function, *arguments)
+
+
+def run_apart(function: Callable[..., object], *arguments: object) -> tuple[int, str]:
+    """
+    :param function: Function of a module that may use JAX, whose threads a fork would wait for: runs in a fork of this process
+        as long as JAX is not here
+    :param arguments: Its arguments
+    :return: Exit status, and all that is printed
+    """
+    return _finished(SERVED, function, *arguments) if "jax" in sys.modules else run_forked(function, *arguments)
 
 
 def _finished(context: Any, function: Callable[..., object], *arguments: object) -> tuple[int, str]:
