@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch as th
-from common import Job, Row, parser_of, print_table, read_csv, select, write_csv
+from common import Job, Row, parse_arguments, print_table, read_csv, select, write_csv
 from default_screen import rank
 from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback
@@ -95,7 +95,7 @@ def sample(design: str, number: int) -> Row:
     return DEFAULTS | {name: levels[rng.integers(len(levels))] for name, levels in DESIGNS[design].items()}
 
 
-def jobs_of(design: str, runs: int) -> Iterator[Job]:
+def jobs_of(design: str, runs: int, timesteps: int | None = None) -> Iterator[Job]:
     """:return: Runs on the tasks in turns, two with continuous actions and one with discrete ones"""
     continuous, discrete = TASKS.values()
     for number in range(runs):
@@ -103,7 +103,8 @@ def jobs_of(design: str, runs: int) -> Iterator[Job]:
         task = discrete[turn % len(discrete)] if last == 2 else continuous[(number - turn) % len(continuous)]
         if task != LEFT_OUT:
             seed = FIRST_SEEDS[design] + number
-            yield Job({"design": design, "task": task, **sample(design, number)}, seed, STEPS[task])
+            steps = min(STEPS[task], timesteps or STEPS[task])
+            yield Job({"design": design, "task": task, **sample(design, number)}, seed, steps)
 
 
 def arguments_of(levels: Row, space: spaces.Space, discrete: bool) -> dict[str, Any]:
@@ -190,12 +191,10 @@ def effects(rows: list[Row], design: str) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, timesteps=None, designs=tuple(DESIGNS))
-    parser.add_argument("--runs", type=int, default=120, help="number of runs of each design (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(__doc__, timesteps=None, seeds=120, designs=tuple(DESIGNS))
     path = arguments.out / "default_neighbours.csv.gz"
     rows = read_csv(path)
-    listed = [job for design in arguments.designs for job in jobs_of(design, arguments.runs)]
+    listed = [job for design in arguments.designs for job in jobs_of(design, arguments.seeds, arguments.timesteps)]
     jobs = [job for job in listed if not select(rows, design=job.settings["design"], seed=job.seed)]
     # Some environments never give back their memory.
     context = multiprocessing.get_context("spawn")

@@ -67,8 +67,9 @@ def test_study(name, timesteps, tasks, tmp_path):
             1 + 1,
             "difference of mean ranks to the first level",
         ),
+        ("default_neighbours", ["--designs", "careful", "--timesteps", 2048], 1, "effect on the rank, careful"),
     ],
-    ids=["recall", "popgym_easy", "memory_entry", "default_screen"],
+    ids=["recall", "popgym_easy", "memory_entry", "default_screen", "default_neighbours"],
 )
 def test_runs_are_not_repeated(name, options, n_runs, heading, tmp_path):
     """A resumable study has a row for each run, prints its table, and leaves alone what it has run."""
@@ -190,7 +191,7 @@ def test_every_study_is_tested():
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "asymmetric", "hybrid_actions"}
     names |= {"auxiliary_losses", "mountain_car", "environments", "recall", "popgym_easy", "memory_entry"}
-    names |= {"default_screen"}
+    names |= {"default_screen", "default_neighbours"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 
