@@ -203,7 +203,7 @@ def main() -> None:
             rows = sorted([*rows, done], key=lambda row: row["seed"])
             write_csv(path, rows)
             print(done["task"], done["seed"], round(done["score"], 2), round(done["cpu_seconds"]), flush=True)
-    for design in DESIGNS:
+    for design in arguments.designs:
         print_table(f"effect on the rank, {design}", ["lever", "level", "all", *TASKS], effects(rows, design))
 
 
