@@ -315,6 +315,8 @@ def test_without_what_it_needs(name):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*has no effect without.*")
         make(with_needs({name: row.examples[0]}))
+        if row.needs.instead is not None:
+            make({name: row.examples[0], row.needs.instead: True})
 
 
 def without_needs(row):

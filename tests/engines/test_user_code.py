@@ -777,3 +777,23 @@ def test_kept_observations(backend, make_env):
     PPOExt("MlpPolicy", make_env(), n_steps=4, batch_size=4, n_epochs=1, device="cpu", backend=backend).learn(24, callback)
     assert len(callback.kept) > 6
     assert all(tensor.equal(copied) for tensor, copied in callback.kept)
+
+
+class ReplacesTheObservations(BaseCallback):
+    """Lets the model learn from other observations than it has acted on."""
+
+    def _on_step(self):
+        self.model._last_obs = self.model._last_obs * np.float32(0.5)
+        return True
+
+
+@pytest.mark.parametrize("backend", ["native", "device", "fused", "eager"])
+def test_replaced_observations(backend):
+    """The observations in the place of the model's are those of the rollout, with every engine, as with SB3."""
+    rows = [
+        algorithm("MlpPolicy", make_toys(), n_steps=4, batch_size=4, n_epochs=1, device="cpu", seed=0, **kwargs)
+        .learn(4, ReplacesTheObservations())
+        .rollout_buffer.observations
+        for algorithm, kwargs in ((PPO, {}), (PPOExt, dict(backend=backend)))
+    ]
+    np.testing.assert_allclose(rows[1], rows[0], rtol=1e-6)

@@ -251,6 +251,17 @@ def test_acts_as_predict(name, suffix, exported):
     assert_acts_as_predict(model, File(path), 12)
 
 
+def test_half_precision(tmp_path):
+    """Actions that `predict` rounds to float16 are those of the file but for the rounding."""
+    toys = make_toys(2, action_space=spaces.Box(0, 1, (2,), np.float16))
+    model = PPOExt("MlpPolicy", toys, action_dist="beta", **SMALL)
+    model.export(path := tmp_path / "policy.pt")
+    observations = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32)
+    found, expected = File(path)({"observation": observations})["action"], model.predict(observations, deterministic=True)[0]
+    assert expected.dtype == np.float16
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
 @pytest.mark.parametrize("suffix", [".onnx", pytest.param(".pt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", one_in(24, CASES, "hybrid, beta"))
 def test_samples(name, suffix, exported):

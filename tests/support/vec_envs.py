@@ -3,6 +3,7 @@
 import gc
 import multiprocessing as mp
 import os
+import sys
 import signal
 import time
 from contextlib import contextmanager
@@ -141,5 +142,6 @@ def nothing_is_left():
 
 
 def shared_memory():
-    """Names in the folder of shared memory but semaphores: from Python 3.14 on, tqdm's lock has a name."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} if os.path.isdir("/dev/shm") else set()
+    """Names in the folder of shared memory. From Python 3.14 on, tqdm's lock is a semaphore with a name, which stays."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if sys.version_info < (3, 14) or not name.startswith("sem.")}
