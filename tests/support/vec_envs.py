@@ -3,8 +3,8 @@
 import gc
 import multiprocessing as mp
 import os
-import sys
 import signal
+import sys
 import time
 from contextlib import contextmanager
 from copy import deepcopy
