@@ -5,6 +5,9 @@ At equal steps, a score is the mean of the last two of ten evaluations. At equal
 faster one, per step, trains for all steps of the task: the curve of the slower one is cut off where that time is over. Its
 score is the mean of the last evaluation before the end of the time and of the first one after it, in favour of the slower
 one. The CPU times of a step are measured in turns, those of a baseline with the package that it comes from.
+
+Where all runs of both arms reach the best possible return, the task is named and left out of the summary: it cannot tell them
+apart.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +32,8 @@ from returns_suites import BY_SB3
 # Scores of our arm and of a baseline on a task, as they are compared
 Scores = Callable[[str, str], tuple[np.ndarray, np.ndarray]]
 SIGNIFICANT = 0.05
+# Best possible returns, where the definition of the task says them
+BEST_RETURNS = {"CartPole-v1": 500.0, "EnvPool/Catch-v0": 1.0}
 
 
 def baselines_of(runs: pd.DataFrame, arms: Sequence[str], ours: str) -> list[str]:
@@ -109,7 +114,7 @@ def summary_lines(tasks: Sequence[str], baselines: Sequence[str], scores: Scores
     """
     lines = []
     for baseline in baselines:
-        pairs = [pair for task in tasks if min(map(len, pair := scores(task, baseline)))]
+        pairs = [pair for task in tasks if min(map(len, pair := scores(task, baseline))) and not are_best(task, *pair)]
         if pairs:
             behind = [pair for pair in pairs if pair[1].mean() > pair[0].mean()]
             significant = [pair for pair in behind if p_value(*pair) < SIGNIFICANT]
@@ -118,6 +123,21 @@ def summary_lines(tasks: Sequence[str], baselines: Sequence[str], scores: Scores
             low, high = interval_over_tasks(*sides)
             lines.append([baseline, *counts, with_interval(*mean_improvement(*sides)), f"{low:.2f} to {high:.2f}"])
     return lines
+
+
+def are_best(task: str, one: np.ndarray, other: np.ndarray) -> bool:
+    """:return: Whether all scores are the best possible return of the task"""
+    return task in BEST_RETURNS and bool(np.concatenate([one, other]).min() >= BEST_RETURNS[task])
+
+
+def left_out(tasks: Sequence[str], baselines: Sequence[str], scores: Scores) -> list[str]:
+    """:return: A paragraph that names the tasks that a summary leaves out, if there are any"""
+    names = {
+        baseline: [task for task in tasks if min(map(len, pair := scores(task, baseline))) and are_best(task, *pair)]
+        for baseline in baselines
+    }
+    listed = [f"{', '.join(tasks)} ({baseline})" for baseline, tasks in names.items() if tasks]
+    return [f"Left out of this summary, since all runs reach the best possible return: {'; '.join(listed)}."] if listed else []
 
 
 def baseline_parts(
@@ -139,5 +159,6 @@ def baseline_parts(
         if lines := baseline_lines(tasks, ours, baselines, scores):
             header = ["baseline", "tasks", "baseline ahead", "of these, p < 0.05", f"P({ours} better)", "over tasks"]
             summary = table(header, summary_lines(tasks, baselines, scores))
-            parts += [f"## {title}", summary, table(["task", "baseline", "its score", ours, "P(better)", "p"], lines)]
+            parts += [f"## {title}", summary, *left_out(tasks, baselines, scores)]
+            parts.append(table(["task", "baseline", "its score", ours, "P(better)", "p"], lines))
     return parts

@@ -59,6 +59,20 @@ def test_the_strongest_baseline_is_marked():
     assert [line[:4] for line in summary] == [["weak", "1", "0", "0"], ["strong", "1", "1", "0"], ["single", "1", "0", "0"]]
 
 
+def test_tasks_on_which_both_are_best_are_left_out():
+    """They are named, and do not count as ties; one run below the best return is enough to count the task."""
+    best = {"EnvPool/Catch-v0": ([1.0, 1.0], [1.0, 1.0]), "CartPole-v1": ([500.0, 500.0], [500.0, 499.0])}
+
+    def scores(task, baseline):
+        return tuple(np.array(values) for values in best[task])
+
+    ((_, n_tasks, *_),) = baselines_report.summary_lines(list(best), ["a"], scores)
+    assert n_tasks == "1"
+    (text,) = baselines_report.left_out(list(best), ["a"], scores)
+    assert text.endswith("the best possible return: EnvPool/Catch-v0 (a).")
+    assert baselines_report.left_out(["CartPole-v1"], ["a"], scores) == []
+
+
 def test_interval_over_tasks():
     """With two tasks, one won and one lost, a bootstrap has all of 0, 1/2 and 1; with equal ones, there is no other result."""
     won, lost = np.array([2.0, 3.0]), np.array([0.0, 1.0])
