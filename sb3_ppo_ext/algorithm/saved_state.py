@@ -135,7 +135,8 @@ class SavedState(ChangedOptions):
         :param trusted: Whether pickled objects may be loaded. If not, nothing of the file is executed: everything is read from
             its plain form, which ``save`` writes for all classes of SB3 and of this package, while other classes must be
             given as ``custom_objects``
-        :param kwargs: options to change when loading; ``policy``, ``use_sde`` and ``action_masking`` cannot be changed
+        :param kwargs: options to change when loading; not those that make the policy: ``policy``, ``policy_kwargs``,
+            ``use_sde``, ``action_dist``, ``action_masking``, ``optimizer``, ``normalize_value``
         :return: new model instance with loaded parameters
         :raises ValueError: if the zip is damaged or of another algorithm, or has a class that ``trusted=False`` does not load,
             or an option is unknown or not valid

@@ -323,7 +323,7 @@ def read_checkpoint(path: CheckpointPath) -> tuple[pathlib.Path, TrainingState]:
     if not path.exists():
         given, path = path, path.with_name(f"{path.name}.zip")
         if not path.exists():
-            raise FileNotFoundError(f"There is no {given}: give a checkpoint of `TrainingCheckpoint`, or their folder.")
+            raise FileNotFoundError(f'There is no "{given}": give a checkpoint of `TrainingCheckpoint`, or their folder.')
     return path, _read(path)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from numbers import Real
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,15 @@ NOTHING = "Nothing was learned from this rollout."
 PACKAGES = ("gymnasium", "sb3_ppo_ext", "stable_baselines3")
 
 
-def describe_bad_reward(error: Exception, where: str = "an environment") -> str | None:
+def describe_bad_reward(error: Exception, where: str | None = None) -> str | None:
     """
     :param error: Error that was raised in the step of an environment
-    :param where: Name of the environment in the description
+    :param where: Name of the environment in the description; ``None`` for what the traceback says
     :return: What is wrong with the reward, and what helps; ``None`` if the error has another reason
     """
-    frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
-    given = frame.f_locals
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frame, given = frames[-1], frames[-1].f_locals
+    where = _place(frames) if where is None else where
     if frame.f_globals.get("__name__", "").split(".")[0] in PACKAGES and "reward" in given:
         reward = given["reward"]
         if isinstance(reward, Real | np.bool_) or (isinstance(reward, np.ndarray) and reward.ndim == 0):
@@ -35,6 +37,12 @@ def describe_bad_reward(error: Exception, where: str = "an environment") -> str 
         # It writes the reward into an array, without a name for it.
         return f"The reward of {where} must be a number ({error}). {NOTHING}"
     return None
+
+
+def _place(frames: Sequence[FrameType]) -> str:
+    """Environment of the step of a ``DummyVecEnv`` among the frames"""
+    indices = [frame.f_locals.get("env_idx") for frame in frames if frame.f_code is DummyVecEnv.step_wait.__code__]
+    return "an environment" if not indices or indices[-1] is None else f"environment {indices[-1]}"
 
 
 def _only_reward_is_left(given: Mapping[str, Any]) -> bool:

@@ -175,7 +175,8 @@ def _check_is_file(path: SavedModel) -> None:
         raise IsADirectoryError(f"{path} is a folder: give the zip of a model, such as {example}.")
     with_suffix = path.with_name(f"{path.name}.zip")
     if not path.exists() and not with_suffix.exists():
-        raise FileNotFoundError(f"There is no model {path}{'' if path.suffix == '.zip' else f' or {with_suffix}'}.")
+        names = f'"{path}"' if path.suffix == ".zip" else f'"{path}" or "{with_suffix}"'
+        raise FileNotFoundError(f"There is no model {names}: give the path of a zip that `save` has written.")
 
 
 def _is_read(member: str) -> bool:

@@ -18,6 +18,11 @@ REMEDY = (
     "Make new environments; a model takes them with `set_env`, and is as it was before the rollout: it can be saved, predict"
     " and learn on."
 )
+# New processes import the script that starts them, which must not start processes again then.
+NO_GUARD = (
+    ' If a script starts the environments, that has to stand under `if __name__ == "__main__":`, or give '
+    '`start_method="fork"` where there is no CUDA and no JAX.'
+)
 
 
 class WorkerError(RuntimeError):

@@ -22,7 +22,7 @@ from stable_baselines3.common.vec_env.subproc_vec_env import _worker
 
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.validation import check_number, refuse
-from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes, waiting_for
+from sb3_ppo_ext.common.workers import NO_GUARD, REMEDY, WorkerError, describe_death, end_processes, waiting_for
 
 # Attributes of a wrapper itself
 WRAPPER_STATE = frozenset(("env", "_action_space", "_observation_space", "_metadata", "_cached_spec"))
@@ -37,7 +37,8 @@ class CheckedSubprocVecEnv(SubprocVecEnv):
 
     Workers ignore Ctrl-C, which interrupts the main process alone; ``close`` ends them.
 
-    :param env_fns: Functions that create the environments
+    :param env_fns: Functions that create the environments. With the start methods ``"forkserver"`` and ``"spawn"``, scripts
+        need ``if __name__ == "__main__":``
     :param start_method: Start method of ``multiprocessing``: ``"forkserver"`` where it exists, otherwise ``"spawn"``, by
         default
     :param timeout: Seconds that a worker may take to answer, the creation of its environment included; ``None`` for no limit.
@@ -54,6 +55,8 @@ class CheckedSubprocVecEnv(SubprocVecEnv):
         self.waiting, self.closed, self.timeout = False, False, timeout
         if start_method is None:
             start_method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
+        # Why a worker may die before it has an environment
+        self.hint = "" if start_method == "fork" else NO_GUARD
         self.remotes: list[_Remote] = []
         self.processes: list[Any] = []
         try:
@@ -61,6 +64,7 @@ class CheckedSubprocVecEnv(SubprocVecEnv):
                 self._start(mp.get_context(start_method), env_fn)
             self.remotes[0].send(("get_spaces", None))
             VecEnv.__init__(self, len(env_fns), *self.remotes[0].recv())
+            self.hint = ""
         except BaseException:
             self._end()
             raise
@@ -197,8 +201,8 @@ class _Remote:
     def _explain(self, error: Exception) -> NoReturn:
         self.process.join(1)
         code = self.process.exitcode
-        what = f"sent what cannot be read ({error!r})" if code is None else describe_death(code)
-        self.env._fail(f"{self} {what}.", error)
+        what = f"sent what cannot be read ({error!r})." if code is None else f"{describe_death(code)}.{self.env.hint}"
+        self.env._fail(f"{self} {what}", error)
 
     def __str__(self) -> str:
         return f"Worker {self.index} (of 0 to {len(self.env.processes) - 1})"

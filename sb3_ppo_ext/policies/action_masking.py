@@ -119,7 +119,7 @@ def masked_observation(
         masks = np.ones((*batch, sum(choices)), bool)
     array = np.asarray(masks)
     if array.size != sum(choices) * math.prod(batch):
-        refuse("action_masks", f"of shape {array.shape}", f"give {sum(choices)} numbers for each observation")
+        refuse("action_masks", masks, f"its shape is {array.shape}; give {sum(choices)} numbers for each observation")
     array = (array != 0).reshape(*batch, sum(choices))
     if not all(part.any(axis=-1).all() for part in np.split(array, np.cumsum(choices)[:-1], axis=-1)):
         refuse("action_masks", masks, "it leaves no choice for an action; let at least one be valid")

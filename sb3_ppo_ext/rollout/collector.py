@@ -215,7 +215,9 @@ class RolloutCollector(OnPolicyAlgorithm):
     def _check_noise(self) -> None:
         distribution = getattr(self.policy, "action_dist", None)
         if self.noise_color != 0 and gaussian_part(distribution) is None:
-            refuse("noise_color", self.noise_color, f"{type(distribution).__name__} has no Gaussian noise; give 0")
+            refuse(
+                "noise_color", self.noise_color, f"{type(distribution).__name__} draws no Gaussian noise in each step; give 0"
+            )
 
     def _draw_noise(self, n_envs: int, n_steps: int) -> th.Tensor | None:
         """

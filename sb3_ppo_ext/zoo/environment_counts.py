@@ -50,11 +50,12 @@ def rollouts_for(entry: Kwargs, n_envs: int, stacklevel: int = 3) -> Kwargs:
     :param n_envs: Number of environments
     :param stacklevel: Whose line the warning names
     :return: ``n_steps`` of a rollout with which an update has as many samples as the entry says, or nearly as many in
-        minibatches of equal size; and ``staggered_start`` if these are few for another number of environments
+        minibatches of equal size, if there is such a number; ``batch_size`` if a rollout is smaller than a minibatch of the
+        entry; and ``staggered_start`` if the steps are few for another number of environments
     """
-    own_steps = entry.get("n_steps", DEFAULT_STEPS)
+    own_steps, batch_size = entry.get("n_steps", DEFAULT_STEPS), entry.get("batch_size", DEFAULT_BATCH_SIZE)
     n_samples = own_steps * entry.get("n_envs", 1)
-    n_steps = int(max(_nearest(n_samples, n_envs, entry.get("batch_size", DEFAULT_BATCH_SIZE)), min(FEWEST_STEPS, own_steps)))
+    n_steps = int(max(_nearest(n_samples, n_envs, batch_size), min(FEWEST_STEPS, own_steps)))
     if abs(n_steps * n_envs - n_samples) > LARGEST_CHANGE * n_samples:
         warnings.warn(
             f"`n_envs={n_envs}`: the preset has {n_samples} samples per update, and this one {n_steps * n_envs}, "
@@ -62,7 +63,9 @@ def rollouts_for(entry: Kwargs, n_envs: int, stacklevel: int = 3) -> Kwargs:
             stacklevel=stacklevel,
         )
     is_short = n_envs != entry.get("n_envs", 1) and n_steps < LONG_ROLLOUT
-    return {"n_steps": n_steps, **({"staggered_start": True} if is_short else {})}
+    is_one_batch = n_steps * n_envs < batch_size <= n_samples
+    of_batch = {"batch_size": n_steps * n_envs} if is_one_batch else {}
+    return {"n_steps": n_steps, **of_batch, **({"staggered_start": True} if is_short else {})}
 
 
 def _nearest(n_samples: int, n_envs: int, batch_size: int) -> int:
@@ -93,4 +96,4 @@ def with_environments(hyperparams: Mapping[str, object], given: Mapping[str, obj
         return {"n_envs": n_envs}
     check_number("n_steps", hyperparams.get("n_steps", DEFAULT_STEPS), 1, integer=True)
     found = rollouts_for({**hyperparams, "n_envs": own}, n_envs)
-    return {"n_envs": n_envs, **found, **{name: value for name, value in given.items() if name == "staggered_start"}}
+    return {"n_envs": n_envs, **found, **{name: value for name, value in given.items() if name in found}}

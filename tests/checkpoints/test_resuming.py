@@ -300,11 +300,11 @@ def test_refused(tmp_path):
         PPOExt.resume(tmp_path / "model.zip", make_toys())
     with pytest.raises(FileNotFoundError, match="no checkpoint of `TrainingCheckpoint` in"):
         PPOExt.resume(tmp_path, make_toys())
-    with pytest.raises(FileNotFoundError, match=r"missing\.zip: give a checkpoint of `TrainingCheckpoint`"):
+    with pytest.raises(FileNotFoundError, match=r'missing\.zip": give a checkpoint of `TrainingCheckpoint`'):
         PPOExt.resume(tmp_path / "missing.zip", make_toys())
     with pytest.raises(IsADirectoryError, match=r"is a folder: give the zip of a model, such as .*model\.zip"):
         PPOExt.load(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"There is no model .*missing or .*missing\.zip"):
+    with pytest.raises(FileNotFoundError, match=r"There is no model \".*missing\" or \".*missing\.zip\": give the path"):
         PPOExt.load(tmp_path / "missing")
     with pytest.raises(ValueError, match=r"`trusted=False` is not valid: .*load\(\.\.\., trusted=False\)"):
         PPOExt.resume(path, make_toys(), trusted=False)

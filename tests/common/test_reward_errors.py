@@ -68,7 +68,7 @@ def test_refused(kind, cls):
 def test_without_a_monitor(kind):
     """SB3's DummyVecEnv has no name for the reward that it writes into an array; the message says that it is the reward."""
     model = PPOExt("MlpPolicy", DummyVecEnv([lambda: Rewarding(BAD[kind][0])]), **SMALL)
-    with pytest.raises(EnvironmentDataError, match="reward of an environment must be a number"):
+    with pytest.raises(EnvironmentDataError, match="reward of environment 0 must be a number"):
         model.learn(16)
 
 

@@ -320,12 +320,13 @@ def test_the_main_process_ends(way_and_signal, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.integration
-def test_script_without_a_guard(tmp_path):
+@pytest.mark.parametrize("made", ["ParallelVecEnv(fns, n_workers=1, start_method='spawn')", "CheckedSubprocVecEnv(fns)"])
+def test_script_without_a_guard(made, tmp_path):
     """A script that starts processes while they import it is told what it lacks."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import gymnasium as gym\nfrom sb3_ppo_ext import ParallelVecEnv\n"
-        "ParallelVecEnv([lambda: gym.make('CartPole-v1')] * 2, n_workers=1, start_method='spawn')\n"
+        "import gymnasium as gym\nfrom sb3_ppo_ext import CheckedSubprocVecEnv, ParallelVecEnv\n"
+        f"fns = [lambda: gym.make('CartPole-v1')] * 2\n{made}\n"
     )
     result = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert result.returncode == 1

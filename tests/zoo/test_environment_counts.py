@@ -51,6 +51,19 @@ def test_samples_that_cannot_be_kept(n_envs, n_steps, samples):
         assert with_environments(ENTRY, dict(n_envs=n_envs))["n_steps"] == n_steps
 
 
+def test_rollout_of_one_minibatch():
+    """It stays one where the samples cannot be kept, unless its size is given."""
+    entry = {**ENTRY, "n_envs": 8, "n_steps": 32, "batch_size": 256}
+    assert with_environments(entry, dict(n_envs=12)) == dict(n_envs=12, n_steps=21, batch_size=252, staggered_start=True)
+    assert with_environments(entry, dict(n_envs=12, batch_size=63))["batch_size"] == 63
+    assert "batch_size" not in with_environments(entry, dict(n_envs=16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, env = make("CartPole-v1", n_envs=12)
+    env.close()
+    assert (model.n_steps, model.batch_size) == (21, 252)
+
+
 def test_entries_for_all_cores():
     """An entry can say `auto`; its steps are then those of each environment."""
     entry = {**ENTRY, "n_envs": "auto"}

@@ -17,7 +17,7 @@ import gymnasium as gym
 from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
 
 from sb3_ppo_ext.common.type_aliases import Kwargs
-from sb3_ppo_ext.common.workers import REMEDY, WorkerError, describe_death, end_processes, waiting_for
+from sb3_ppo_ext.common.workers import NO_GUARD, REMEDY, WorkerError, describe_death, end_processes, waiting_for
 from sb3_ppo_ext.envs.parallel.flags import RUNG, flags_in
 from sb3_ppo_ext.envs.parallel.shared_arrays import SharedArrays
 from sb3_ppo_ext.envs.parallel.worker import WAKE_UP, Job, Reply, work
@@ -26,12 +26,6 @@ from sb3_ppo_ext.envs.parallel.worker import WAKE_UP, Job, Reply, work
 Command: TypeAlias = tuple[str, tuple[Any, ...], Kwargs]
 # Seconds in which a worker whose main process has gone may close its environments
 GRACE = 2.0
-
-# New processes import the script that starts them, which must not start processes again then.
-NO_GUARD = (
-    ' If a script starts the environments, that has to stand under `if __name__ == "__main__":`, or give '
-    '`start_method="fork"` where there is no CUDA and no JAX.'
-)
 
 
 class RemoteTraceback(Exception):
