@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch as th
 from stable_baselines3.common.callbacks import BaseCallback
@@ -12,12 +13,16 @@ from stable_baselines3.common.vec_env import VecEnv
 from sb3_ppo_ext.algorithm.learning_setup import SCHEDULES
 from sb3_ppo_ext.algorithm.model_setup import ModelSetup
 from sb3_ppo_ext.common.schedules import DecaySchedule, check_schedule, make_schedule
+from sb3_ppo_ext.common.type_aliases import StateDict
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.distributions import bounded_part
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.options import check_options, convert_options
 from sb3_ppo_ext.options.table import CHANGES
 from sb3_ppo_ext.policies.actor_critic import ActionDistributionMixin
+
+# Options that the rollout buffer has as well
+OF_BUFFER = ("gamma", "gae_lambda")
 
 
 class ChangedOptions(ModelSetup):
@@ -87,6 +92,47 @@ class ChangedOptions(ModelSetup):
 
     def _remember_options(self) -> None:
         self._set_up = {name: remembered(getattr(self, name)) for name in (*CHANGES, *SCHEDULES)}
+
+    def changes_in_training(self) -> StateDict:
+        """
+        :return: What a callback may have changed while ``learn`` runs, and options do not tell: schedules that replace those
+            of the options, or that a later change of an option leaves as they are until the next call of ``learn``, the same
+            of the rollout buffer, and parameters without a gradient
+        """
+        same = {name: is_same(self._set_up[name], getattr(self, name)) for name in (*SCHEDULES, *SCHEDULES.values())}
+        kept = [
+            (name, same[name], option, same[option], getattr(self, name))
+            for name, option in SCHEDULES.items()
+            if not (same[name] and same[option]) and getattr(self, name) is not self.adaptive_lr
+        ]
+        buffer = self.rollout_buffer
+        return {
+            "schedules": cloudpickle.dumps(kept),
+            "buffer": {
+                name: (getattr(buffer, name), is_same(self._set_up[name], getattr(self, name)))
+                for name in OF_BUFFER
+                if hasattr(buffer, name)
+            },
+            "fixed": [name for name, parameter in self.policy.named_parameters() if not parameter.requires_grad],
+        }
+
+    def repeat_changes(self, changes: StateDict) -> None:
+        """
+        :param changes: What a callback has changed, from :meth:`changes_in_training`
+        """
+        for name, is_of_option, option, is_old, schedule in cloudpickle.loads(changes["schedules"]):
+            setattr(self, name, schedule)
+            if is_of_option:
+                self._set_up[name] = schedule
+            if not is_old:
+                self._set_up[option] = object()  # It acts at the next call of `learn`.
+        for name, (value, is_old) in changes["buffer"].items():
+            if value != getattr(self.rollout_buffer, name):
+                setattr(self.rollout_buffer, name, value)
+                if not is_old:
+                    self._set_up[name] = object()
+        for name, parameter in self.policy.named_parameters():
+            parameter.requires_grad_(name not in changes["fixed"])
 
     def _setup_statistics(self) -> None:
         """Resize the buffers, which SB3 creates anew only if the timesteps are reset."""

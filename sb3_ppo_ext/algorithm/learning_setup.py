@@ -12,8 +12,8 @@ from sb3_ppo_ext.policies.mixed_precision import LossScale, set_precision
 from sb3_ppo_ext.update.advantages import AdvantageNormalizer
 from sb3_ppo_ext.update.optimizers import adopt_state, critic_parameters, knows_critic, make_optimizer
 
-# Schedules that SB3 makes from options, and that users replace
-SCHEDULES = ("lr_schedule", "critic_lr_schedule")
+# Schedules that SB3 makes from options, and that users replace, with their options
+SCHEDULES = {"lr_schedule": "learning_rate", "critic_lr_schedule": "critic_learning_rate"}
 
 
 class LearningSetup(BufferSetup):

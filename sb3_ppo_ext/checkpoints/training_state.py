@@ -46,7 +46,8 @@ CheckpointPath: TypeAlias = str | pathlib.Path
 
 SUMMARY, STATE = "training.json", "training_state.pkl"
 # Changed whenever earlier releases could not read the state
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
 # Attributes of the model that a training run changes, and that constructor and `load` set anew
 COUNTERS = (
     "num_timesteps",
@@ -76,6 +77,7 @@ class TrainingState(NamedTuple):
     :param memory: Last steps, which a history-based policy sees in the next rollout; ``None`` for other policies
     :param why_reset: Reason why the environments have to be reset, ``None`` if they can continue
     :param returns: Discounted returns of the running episodes, with which the model normalises rewards, or ``None``
+    :param changes: What a callback has changed that options do not tell, or ``None`` in earlier checkpoints
     """
 
     iteration: int
@@ -89,6 +91,7 @@ class TrainingState(NamedTuple):
     memory: object
     why_reset: str | None
     returns: object = None
+    changes: StateDict | None = None
 
     @classmethod
     def of(cls, model: Any, callback: BaseCallback, iteration: int, select: Selection, why_reset: str | None) -> TrainingState:
@@ -114,6 +117,7 @@ class TrainingState(NamedTuple):
             buffer.remembered() if isinstance(buffer, TensorRolloutBuffer) else None,
             why_reset,
             None if model.normalizer is None else deepcopy(model.normalizer.returns),
+            model.changes_in_training(),
         )
 
     def check_environments(self, env: VecEnv) -> None:
@@ -149,6 +153,8 @@ class TrainingState(NamedTuple):
         model._last_obs = map_observations(_with_strides, model._last_obs, self.strides)
         model._total_timesteps = total_timesteps
         model.start_time = time.time_ns() - int(self.seconds * 1e9)
+        if self.changes is not None:
+            model.repeat_changes(self.changes)
         objects = objects_of(model, callback)
         if model.normalizer is not None:
             model.normalizer.returns = deepcopy(self.returns)
@@ -362,7 +368,7 @@ def _read(path: pathlib.Path) -> TrainingState:
         raise ValueError(f"{path} is not a whole checkpoint ({type(error).__name__}: {error}).") from error
     if summary is None:
         raise ValueError(f"{path} is a model and no checkpoint of `TrainingCheckpoint`: read it with `load`.")
-    if summary["format"] != FORMAT:
+    if summary["format"] not in READABLE:
         raise ValueError(f"{path} was written by another release: continue with that one, or read the model with `load`.")
     return TrainingState(*pickle.loads(state))
 

@@ -142,6 +142,8 @@ class Normalizer:
         :param gamma: Discount factor of the returns
         """
         if not self.training:
+            if self.returns is not None:
+                self.returns = _without(self.returns, dones)  # as `VecNormalize`
             return
         if self.returns is None:
             self.returns = _zeros_like(rewards)

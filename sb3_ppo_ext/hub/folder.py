@@ -114,6 +114,7 @@ def save_folder(
     if video is not None:
         shutil.copy(video, folder / "replay.mp4")
     params = run_folders[0] / name if run_folders else None
+    n_envs = _environments_of(params) or model.n_envs
     arguments = {key: arguments[key] for key in ARGUMENTS if key in arguments}
     _write_json(folder / "args.yml", {**arguments, "env_kwargs": env_kwargs})  # JSON is YAML, too.
     _write_json(folder / "env_kwargs.yml", env_kwargs)
@@ -129,9 +130,9 @@ def save_folder(
         env_id=env_id,
         policy=policy_name(model),
         options=options_of(model),
-        environment=environment_code(env_id, model.n_envs, model.seed, env_kwargs, normalization),
+        environment=environment_code(env_id, n_envs, model.seed, env_kwargs, normalization),
         num_timesteps=model.num_timesteps,
-        total_timesteps=_total_timesteps(model),
+        total_timesteps=_total_timesteps(model, n_envs),
         evaluation=evaluation,
         runs=last_returns,
         command=command or (command_of(params, arguments.get("seed")) if params else None),
@@ -224,10 +225,20 @@ def _kwargs_of(env: VecEnv | None) -> dict[str, object]:
         return {}
 
 
-def _total_timesteps(model: PPOExt) -> int:
+def _environments_of(params: Path | None) -> int | None:
+    """Number of environments of a run by RL Zoo: a model that was loaded since then has that of its new environment."""
+    from sb3_ppo_ext.zoo.yaml_entries import read_saved
+
+    if params is None or not (path := params / "config.yml").is_file():
+        return None
+    n_envs = read_saved(path).get("n_envs", 1)
+    return n_envs if isinstance(n_envs, int) else None
+
+
+def _total_timesteps(model: PPOExt, n_envs: int) -> int:
     """Argument of ``learn``, which schedules depend on, of a training that has reached it."""
     beyond = model.num_timesteps - model._total_timesteps
-    return int(model._total_timesteps) if 0 <= beyond < model.n_steps * model.n_envs else model.num_timesteps
+    return int(model._total_timesteps) if 0 <= beyond < model.n_steps * n_envs else model.num_timesteps
 
 
 def _evaluate(model: PPOExt, env: VecEnv, n_episodes: int, deterministic: bool, seed: int | None) -> Evaluation:

@@ -6,6 +6,7 @@ Each function in ``METHODS`` replaces one of its methods, and gets the Zoo's own
 
 import functools
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +14,14 @@ from contextvars import ContextVar
 from copy import deepcopy
 from pathlib import Path
 from pprint import pprint
+from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import gymnasium as gym
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ppo_ext.common.action_masks import ACTION_MASK
+from sb3_ppo_ext.common.saved_models import read_attribute, read_model
 from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import BadArgumentError, check_number, check_observation_space, check_type, refuse
 from sb3_ppo_ext.envs.choice_of_vec_env import choose_vec_env
@@ -57,6 +60,7 @@ from sb3_ppo_ext.zoo.resuming import (
 )
 from sb3_ppo_ext.zoo.run_folder import RESUMED, removed_if_not_begun
 from sb3_ppo_ext.zoo.run_normalization import TRIAL, maybe_normalize, preprocess_action_noise
+from sb3_ppo_ext.zoo.tuning import is_recurrent, is_transformer
 from sb3_ppo_ext.zoo.yaml_entries import (
     DEFAULT,
     DEFAULTS,
@@ -71,6 +75,7 @@ from sb3_ppo_ext.zoo.yaml_entries import (
     normalization_for,
     policy_for,
     read_saved,
+    staggered_start_of_trial,
     takes_networks,
     wrappers_for,
 )
@@ -84,6 +89,8 @@ Hyperparams: TypeAlias = tuple[Kwargs, Kwargs]
 VEC_ENVS: dict[object, type[VecEnv]] = {DummyVecEnv: FastDummyVecEnv, SubprocVecEnv: ParallelVecEnv}
 # Whether the environments that are being created are for evaluation
 _IS_EVAL: ContextVar[bool] = ContextVar("is_eval", default=False)
+# Trials in threads (`--n-jobs`) share the experiment, whose wrapper is another one while environments are created.
+_CREATION = RLock()
 
 
 def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "ExperimentManager") -> Hyperparams:
@@ -123,8 +130,11 @@ def read_hyperparameters(theirs: Callable[[], Hyperparams], experiment: "Experim
     if trial_id is not None:
         hyperparams = merge_trial(experiment, hyperparams, trial_id)
         of_trial = environments_of_trial(experiment, trial_id)
-    if found := with_environments(hyperparams, given, of_trial):
-        print(f"With {found['n_envs']} environments: {found}")
+    found = with_environments(hyperparams, given, of_trial)
+    if trial_id is not None and found.get("n_envs", of_trial) == of_trial and "staggered_start" not in given:
+        found |= staggered_start_of_trial(experiment, trial_id)
+    if found:
+        print(f"With {found.get('n_envs', of_trial)} environments: {found}")
     hyperparams = {**hyperparams, **found}
     saved_hyperparams = OrderedDict(sorted({**saved_hyperparams, **found}.items()))
     if trial_id is not None:
@@ -183,6 +193,7 @@ def _choose_entry(experiment: "ExperimentManager") -> str | None:
         return None
     env_id = experiment.env_name.gym_id
     zoo_file = Path(experiment.config).with_name("ppo.yml")
+    _take_policy_of_agent(experiment)
     policy = (experiment.custom_hyperparams or {}).get("policy")
     path, key = find_hyperparams(env_id, experiment.entry_point(env_id), zoo_file, policy)
     if key == DEFAULT:
@@ -192,6 +203,18 @@ def _choose_entry(experiment: "ExperimentManager") -> str | None:
         print(f"No hyperparameters for {env_id}, using those of {key}")
         experiment.env_name = type(experiment.env_name)(key)
     return key
+
+
+def _take_policy_of_agent(experiment: "ExperimentManager") -> None:
+    """Let an agent with a memory, whose training is continued, have the entry of its policy, unless the user names another."""
+    given = experiment.custom_hyperparams or {}
+    if not experiment.continue_training or "policy" in given:
+        return
+    policy = read_attribute(read_model(experiment.trained_agent).data, "policy_class")
+    name = next((name for name, known in PPOExt.policy_aliases.items() if known is policy), None)
+    if name is not None and (is_recurrent(name) or is_transformer(name)):
+        print(f"The policy of {experiment.trained_agent}: {name}")
+        experiment.custom_hyperparams = {**given, "policy": name}
 
 
 def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str, object]) -> dict[str, object]:
@@ -205,7 +228,8 @@ def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str
     check_observation_space(space)
     if "normalize" not in given and (normalization := normalization_for(space)):
         fitting["normalize"] = str(normalization)
-    return fitting if "policy" in given else {**fitting, "policy": policy_for(space)}
+    policy = policy_for(space, hyperparams.get("action_mask_key"))
+    return fitting if "policy" in given else {**fitting, "policy": policy}
 
 
 def _one(experiment: "ExperimentManager", hyperparams: Kwargs) -> gym.Env:
@@ -245,7 +269,10 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
     keep_monitor_files(experiment)
     algorithm = sys.modules["rl_zoo3.utils"].ALGOS[experiment.algo]
     if issubclass(algorithm, PPOExt):
-        algorithm(env=None, _init_setup_model=False, **results[0])  # as `load` does
+        with warnings.catch_warnings():
+            # What the model normalises is not among the options yet; it warns when it is made.
+            warnings.simplefilter("ignore")
+            algorithm(env=None, _init_setup_model=False, **results[0])  # as `load` does
     return results
 
 
@@ -264,15 +291,16 @@ def create_envs(
     """
     if experiment.vec_env_class is ParallelVecEnv and experiment.default_vec_env_cls is None:
         _choose_class(experiment)
-    token, wrap = _IS_EVAL.set(eval_env), experiment.env_wrapper
     no_log = no_log or launch_of(experiment).rank > 0  # Ranks have no folders of their own.
-    if experiment.staggered_start and not eval_env and isinstance(experiment.vec_env_class, type):  # type: ignore[attr-defined]
-        experiment.env_wrapper = staggered(wrap)
-    try:
-        env = theirs(n_envs, eval_env=eval_env, no_log=no_log)
-    finally:
-        experiment.env_wrapper = wrap
-        _IS_EVAL.reset(token)
+    with _CREATION:
+        token, wrap = _IS_EVAL.set(eval_env), experiment.env_wrapper
+        if experiment.staggered_start and not eval_env and isinstance(experiment.vec_env_class, type):  # type: ignore[attr-defined]
+            experiment.env_wrapper = staggered(wrap)
+        try:
+            env = theirs(n_envs, eval_env=eval_env, no_log=no_log)
+        finally:
+            experiment.env_wrapper = wrap
+            _IS_EVAL.reset(token)
     return without_rewards_of_rnd(env) if eval_env else env
 
 
@@ -347,6 +375,7 @@ def objective(theirs: Callable[[object], float], experiment: "ExperimentManager"
     trial.set_user_attr("policy", getattr(policy, "__name__", str(policy)))
     trial.set_user_attr("n_timesteps", experiment.n_timesteps)
     trial.set_user_attr("env", experiment.env_name.gym_id)
+    trial.set_user_attr("staggered_start", experiment.staggered_start)  # type: ignore[attr-defined]
     experiment.study = trial.study  # type: ignore[attr-defined]  # the Zoo does not keep it
     token = TRIAL.set(trial)
     try:

@@ -108,14 +108,16 @@ def make(
         print(choice.reason)
     vec_env_cls = vec_env_cls if choice is None else choice.cls
     if "n_steps" not in hyperparams:
-        found |= {**rollouts_for(entry, found["n_envs"]), **hyperparams}
+        of_entry = {**found, "n_envs": entry.get("n_envs", 1)}
+        found |= {**rollouts_for(of_entry, found["n_envs"]), **hyperparams}
     if _is_staggered(found, source, wrap, hyperparams):
         wrap = staggered(wrap)
     venv = source.environments(found["n_envs"], seed, vec_env_cls, kwargs, wrap, device)
-    if found.get("frame_stack") is not None:
-        venv = VecFrameStack(venv, found["frame_stack"])
+    # In the order of RL Zoo
     if (wrap_all := wrapper_of("vec_env_wrapper", found.get("vec_env_wrapper"))) is not None:
         venv = wrap_all(venv)
+    if found.get("frame_stack") is not None:
+        venv = VecFrameStack(venv, found["frame_stack"])
     model_options = {**_normalization(found, key in DEFAULTS and "normalize" not in hyperparams, venv), **_of_model(found)}
     if verbose:
         pprint({"preset": key, "n_envs": venv.num_envs, "policy": found["policy"], **model_options})
@@ -194,7 +196,7 @@ def _fit_observations(
         space = source.spaces(env_kwargs, wrap).observation
     check_observation_space(space)
     if key in DEFAULTS and "policy" not in given:
-        found["policy"] = policy_for(space)
+        found["policy"] = policy_for(space, found.get("action_mask_key"))
     if key in DEFAULTS and "policy_kwargs" not in given and not takes_networks(found["policy"]):
         del found["policy_kwargs"]
     return wrap

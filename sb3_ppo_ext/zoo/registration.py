@@ -106,10 +106,10 @@ def _explain_values(store_dict: Any) -> None:
 def _with_quotes(value: str, known: dict[str, object]) -> str:
     """``name:code``, where a word that Python does not know, such as ``auto`` or ``lin_0.001``, becomes a string."""
     name, colon, code = value.partition(":")
-    if not re.fullmatch(r"[A-Za-z][\w.]*", code) or keyword.iskeyword(code):
+    if not re.fullmatch(r"[A-Za-z][\w.]*|(lin|hold)_[\d.]+e[+-]?\d+", code) or keyword.iskeyword(code):
         return value
     first = code.partition(".")[0]
-    if first in known or hasattr(builtins, first):
+    if first in known or isinstance(getattr(builtins, first, None), type):  # `max` and `compile` are words.
         return value
     return f"{name}{colon}{OF_YAML.get(code, repr(code))}"
 

@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import is_image_space
 
+from sb3_ppo_ext.common.action_masks import OBSERVATION
 from sb3_ppo_ext.common.hybrid_actions import boxes_of
 from sb3_ppo_ext.common.type_aliases import Kwargs
 from sb3_ppo_ext.common.validation import SUPPORTED_SPACES, BadArgumentError, keywords_of, refuse
@@ -93,11 +94,14 @@ def default_for(space: spaces.Space) -> str:
     return DEFAULT if boxes_of(space) else DEFAULT_DISCRETE
 
 
-def policy_for(space: spaces.Space) -> str:
+def policy_for(space: spaces.Space, mask_key: object = None) -> str:
     """
     :param space: Observation space
+    :param mask_key: Key of action masks in it, which the policy does not read; ``None`` if there are none
     :return: Name of the policy that reads such observations, for an entry that is not for an environment of its own
     """
+    if isinstance(space, spaces.Dict) and {*space} == {OBSERVATION, mask_key}:
+        space = space[OBSERVATION]
     if isinstance(space, spaces.Dict):
         return "MultiInputPolicy"
     # As vectors, small images are divided by 255 as well.
@@ -231,11 +235,25 @@ def environments_of_trial(experiment: "ExperimentManager", trial_id: int) -> int
     return params.get("n_envs")
 
 
-def _check_task(experiment: "ExperimentManager", storage: Any, trial_id: int) -> None:
-    """Say that a trial was of another task; it may be meant."""
+def staggered_start_of_trial(experiment: "ExperimentManager", trial_id: int) -> dict[str, bool]:
+    """
+    :param experiment: Experiment with the study
+    :param trial_id: Number of the trial
+    :return: ``staggered_start``, if the environments of the trial had one
+    """
+    trial = _stored_trial(experiment, _check_study(experiment.storage, experiment.study_name, trial_id), trial_id)
+    return {"staggered_start": True} if trial.user_attrs.get("staggered_start", False) else {}
+
+
+def _stored_trial(experiment: "ExperimentManager", storage: Any, trial_id: int) -> Any:
     import optuna
 
-    trial = optuna.load_study(study_name=experiment.study_name, storage=storage).trials[trial_id]
+    return optuna.load_study(study_name=experiment.study_name, storage=storage).trials[trial_id]
+
+
+def _check_task(experiment: "ExperimentManager", storage: Any, trial_id: int) -> None:
+    """Say that a trial was of another task; it may be meant."""
+    trial = _stored_trial(experiment, storage, trial_id)
     tuned, env_id = trial.user_attrs.get("env"), experiment.env_name.gym_id
     if tuned not in (None, env_id):
         print(f"Trial {trial_id} of the study {experiment.study_name} was tuned on {tuned}, not on {env_id}")

@@ -90,6 +90,20 @@ def wrapped(env, gamma=0.99, **options):
     )
 
 
+def test_returns_of_episodes_that_end_while_nothing_is_learned():
+    """They do not reach into the episodes after them, as in VecNormalize."""
+    found = []
+    for own in (True, False):
+        env = make_toys(1) if own else wrapped(make_toys(1), normalize_reward=True)
+        model = make(env=env, normalize_reward=own, backend="eager")
+        normalizer = model.normalizer if own else env
+        for training in (True, False, True):
+            normalizer.training = training
+            model.learn(24, reset_num_timesteps=False)
+        found.append((float(normalizer.ret_rms.mean), float(normalizer.ret_rms.var), float(normalizer.ret_rms.count)))
+    assert found[0] == found[1]
+
+
 CASES = {
     "box": ({}, BOTH, {}),
     "float64": (dict(observation_space=WIDE), BOTH, {}),

@@ -219,6 +219,54 @@ def test_callbacks_keep_their_state_but_not_their_arguments(tmp_path):
     assert first.function() is None
 
 
+class Change(BaseCallback):
+    """Changes a model once, before the second rollout."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.is_done = change, False
+
+    def _on_rollout_start(self):
+        if not self.is_done and self.num_timesteps >= 64:
+            self.change(self.model)
+            self.is_done = True
+
+    def _on_step(self):
+        return True
+
+
+def freeze(model):
+    for parameter in model.policy.mlp_extractor.policy_net.parameters():
+        parameter.requires_grad_(False)
+
+
+@pytest.mark.parametrize("backend", ["eager", "auto"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        freeze,
+        lambda model: setattr(model, "lr_schedule", lambda progress: 0.02),
+        lambda model: setattr(model, "learning_rate", 0.02),
+        lambda model: setattr(model, "gamma", 0.5),
+        lambda model: setattr(model, "gae_lambda", 0.5),
+        lambda model: setattr(model.rollout_buffer, "gamma", 0.5),
+    ],
+    ids=["frozen layers", "schedule", "learning rate", "gamma", "lambda", "gamma of the buffer"],
+)
+def test_what_a_callback_changes(change, backend, tmp_path):
+    """It goes on as in a training without an interruption, also in a second call of `learn`."""
+    finals = []
+    for at in (None, 128):
+        model = toy_model(backend=backend)
+        model.learn(256, callback=[TrainingCheckpoint(32, tmp_path, keep=None), Change(change)])
+        if at is not None:
+            model = PPOExt.resume(tmp_path / f"training_{at}_steps.zip", make_toys())
+            model.learn(256, callback=[TrainingCheckpoint(32, tmp_path / "other"), Change(change)])
+        model.learn(64, reset_num_timesteps=False)
+        finals.append(th.cat([parameter.detach().flatten() for parameter in model.policy.parameters()]))
+    assert finals[0].equal(finals[1])
+
+
 class Numbered(RolloutBuffer):
     """Counts its rollouts, and scales the rewards of each by their number."""
 

@@ -435,7 +435,7 @@ def test_files_of_a_run_of_the_zoo(model, tmp_path):
     (run / "progress.csv").write_text("time/total_timesteps,rollout/ep_rew_mean\n64,-900\n128,-800\n")
     secret = "postgresql://me:secret@host/x"
     (run / ENV_ID / "args.yml").write_text(f"seed: 5\nalgo: ppo_ext\nstorage: {secret}\nenv_kwargs:\n  g: 9.0\n")
-    (run / ENV_ID / "config.yml").write_text("n_envs: 4\nnormalize: true\n")
+    (run / ENV_ID / "config.yml").write_text("n_envs: 6\nnormalize: true\n")
     (run / ENV_ID / "command.txt").write_text(f"rl_zoo3 train --algo ppo_ext --storage {secret}")
     made = save_folder(model, tmp_path / "new", runs=[run, run.parent], n_eval_episodes=1)
     text = (made / "README.md").read_text()
@@ -444,6 +444,7 @@ def test_files_of_a_run_of_the_zoo(model, tmp_path):
     assert json.loads((made / "args.yml").read_text()) == {"algo": "ppo_ext", "seed": 5, "env_kwargs": {"g": 9.0}}
     assert (made / "config.yml").read_text() == (run / ENV_ID / "config.yml").read_text()
     assert 'env_kwargs={"g": 9.0}' in text
+    assert f'make_vec_env("{ENV_ID}", n_envs=6, ' in text  # not that of the loaded model
     assert not [path for path in made.iterdir() if b"secret" in path.read_bytes()]
 
 

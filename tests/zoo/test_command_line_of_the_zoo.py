@@ -39,6 +39,8 @@ def test_strings_without_quotes(monkeypatch):
     words = ["n_envs:auto", "policy:MlpLstmPolicy", "env_wrapper:gymnasium.wrappers.FlattenObservation", "lr:lin_0.001"]
     values = ["auto", "MlpLstmPolicy", "gymnasium.wrappers.FlattenObservation", "lin_0.001"]
     assert list(parsed(*words).values()) == values
+    # Also those that are names of Python's functions, and numbers with an exponent
+    assert parsed("a:max", "b:compile", "c:lin_2.5e-4") == {"a": "max", "b": "compile", "c": "lin_2.5e-4"}
     code = {"a": True, "b": False, "c": None, "d": 3e-4, "e": "x", "f": {"g": 1}, "h": False, "i": float}
     assert parsed("a:true", "b:False", "c:None", "d:3e-4", "e:'x'", "f:dict(g=1)", "h:false", "i:float") == code
     for value in ("n_steps:8 9", "policy:Mlp-Policy", "policy:"):

@@ -1,5 +1,7 @@
 """The entry `default` reads any observations: it chooses wrappers and a policy."""
 
+import warnings
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -44,6 +46,26 @@ SPACES = {
 }
 for name, (space, *_) in SPACES.items():
     gym.register(f"Sampling-{name}-v0", Samples, max_episode_steps=10, kwargs=dict(observation_space=space))
+
+
+@pytest.mark.parametrize("env_id", ["FrozenLake-v1", "MountainCarContinuous-v0"])
+def test_no_option_is_said_to_have_no_effect(env_id, tmp_path):
+    """The options of `default` act, and nothing says that they do not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        manager(env_id=env_id, folder=tmp_path, hyperparams=dict(n_steps=32), eval_freq=-1).setup_experiment()
+
+
+@pytest.mark.integration
+def test_policy_of_an_agent_with_a_memory(tmp_path):
+    """An agent that is trained further has the entry of its policy."""
+    first, stored = manager(env_id="CartPole-v1", folder=tmp_path, hyperparams=dict(policy="MlpLstmPolicy")).setup_experiment()
+    first.save(tmp_path / "agent.zip")
+    again = manager(env_id="CartPole-v1", folder=tmp_path, trained_agent=str(tmp_path / "agent.zip"), eval_freq=-1)
+    model, stored_again = again.setup_experiment()
+    assert (stored_again["policy"], model.n_steps) == ("MlpLstmPolicy", first.n_steps)
+    assert stored_again["n_epochs"] == stored["n_epochs"]
 
 
 @pytest.mark.many(one_in=3)

@@ -64,6 +64,16 @@ def test_rollout_of_one_minibatch():
     assert (model.n_steps, model.batch_size) == (21, 252)
 
 
+def test_batch_size_that_is_given(tmp_path):
+    """The number of steps is one with which its minibatches are whole, in `make` and in the Zoo."""
+    given = dict(n_envs=12, batch_size=160)
+    experiment = manager(env_id="FrozenLake-v1", folder=tmp_path, hyperparams=dict(given), eval_freq=-1)
+    _, stored = experiment.setup_experiment()
+    model, env = make("FrozenLake-v1", **given)
+    env.close()
+    assert model.n_steps == stored["n_steps"] == 160
+
+
 def test_entries_for_all_cores():
     """An entry can say `auto`; its steps are then those of each environment."""
     entry = {**ENTRY, "n_envs": "auto"}
@@ -107,6 +117,21 @@ def test_command_line(tmp_path, train_here):
 
 
 @pytest.mark.integration
+def test_staggered_study(tmp_path):
+    """A training with a trial begins its environments as the trial did, unless the user says otherwise."""
+    storage = f"sqlite:///{tmp_path}/study.db"
+    tuning = dict(optimize_hyperparameters=True, n_timesteps=600, storage=storage, study_name="s")
+    experiment = manager("ppo_ext", "CartPole-v1", tmp_path, hyperparams=dict(n_envs=64), **tuning)
+    experiment.setup_experiment()
+    study = optuna.create_study(direction="maximize", sampler=RandomSampler(0), storage=storage, study_name="s")
+    study.optimize(experiment.objective, n_trials=1)
+    again = dict(env_id="CartPole-v1", folder=tmp_path, storage=storage, study_name="s", trial_id=0)
+    for given, is_staggered in (({}, True), (dict(n_envs=64), True), (dict(staggered_start=False), False)):
+        _, stored = manager(**again, hyperparams=given).read_hyperparameters()
+        assert stored.get("staggered_start", False) == is_staggered
+
+
+@pytest.mark.integration
 def test_studies(tmp_path):
     """In a study, rollouts are sampled for the number of environments, and a training with the trial has as many samples."""
     storage = f"sqlite:///{tmp_path}/study.db"
@@ -122,5 +147,6 @@ def test_studies(tmp_path):
     again = dict(env_id="CartPole-v1", folder=tmp_path, storage=storage, study_name="s", trial_id=0)
     _, stored = manager(**again).read_hyperparameters()
     assert (stored["n_envs"], stored["n_steps"]) == (3, trial.user_attrs["n_steps"])
+    assert "staggered_start" not in stored
     _, stored = manager(**again, hyperparams=dict(n_envs=1)).read_hyperparameters()
     assert (stored["n_envs"], stored["n_steps"]) == (1, 3 * trial.user_attrs["n_steps"])

@@ -7,7 +7,7 @@ from support import zoo
 from support.masks import MaskedToy
 from support.toys import VECTOR
 
-from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext import MlpPolicy, PPOExt, make
 from sb3_ppo_ext.zoo.entry_checks import CommandError
 
 ENTRY = dict(
@@ -26,6 +26,16 @@ def masked_toy(tmp_path):
     (tmp_path / "ppo_ext.yml").write_text(yaml.dump({"MaskedToy-v0": ENTRY}))
     yield "MaskedToy-v0"
     del gym.registry["MaskedToy-v0"]
+
+
+def test_policy_of_the_default(masked_toy, tmp_path):
+    """The entry `default` has the policy for what it reads, which the mask is not, in the Zoo and in `make`."""
+    options = {name: ENTRY[name] for name in ("env_wrapper", "action_masking", "action_mask_key", "n_envs", "n_steps")}
+    model, stored = zoo.manager(env_id=masked_toy, folder=tmp_path, hyperparams=dict(options)).setup_experiment()
+    made, env = make(masked_toy, device="cpu", **options)
+    env.close()
+    assert stored["policy"] == "MlpPolicy"
+    assert type(model.policy) is type(made.policy) is MlpPolicy
 
 
 @pytest.mark.integration

@@ -59,6 +59,13 @@ def test_equal_to_the_zoo(env_id, hyperparams, tmp_path):
     assert_equal(expected.policy.optimizer.state_dict(), model.policy.optimizer.state_dict(), "optimizer")
 
 
+def test_order_of_wrappers():
+    """As in RL Zoo, `vec_env_wrapper` gets observations that are not stacked yet."""
+    _, env = make("CartPole-v1", frame_stack=2, vec_env_wrapper="stable_baselines3.common.vec_env.VecCheckNan")
+    env.close()
+    assert [type(each).__name__ for each in (env, env.venv)] == ["VecFrameStack", "VecCheckNan"]
+
+
 @pytest.mark.integration
 def test_arguments_replace_the_entry():
     """Number and class of the environments, and hyperparameters of PPOExt and of the Zoo, can be given."""
