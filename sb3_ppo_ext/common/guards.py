@@ -308,3 +308,17 @@ def find_non_finite(data: object, batched: bool = True) -> tuple[int, str] | Non
     place = f" at index {index[1:]}" if len(index) > 1 else ""
     beyond = ", beyond the range of float32" if np.isfinite(data[index]) else ""
     return index[0], f"{data[index]}{place}{beyond}"
+
+
+@contextmanager
+def without_validation() -> Iterator[None]:
+    """
+    Let distributions not check their parameters, which cannot be traced. ``torch.compile`` and, from PyTorch 2.15 on, the
+    export to ONNX switch the checks off for the whole process, where other models need them.
+    """
+    before: bool = th.distributions.Distribution._validate_args
+    th.distributions.Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        th.distributions.Distribution.set_default_validate_args(before)

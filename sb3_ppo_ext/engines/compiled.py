@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from types import FunctionType
 from typing import Any
@@ -20,6 +19,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs
 from torch import nn
 from torch.func import functional_call, grad_and_value
 
+from sb3_ppo_ext.common.guards import without_validation
 from sb3_ppo_ext.common.observations import map_observations
 from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.user_code import has_method_of
@@ -79,7 +79,7 @@ class CompiledLoss:
         self.reuses_memory = policy.device.type == "cuda"
         options: Any = {"triton.cudagraphs": True} if self.reuses_memory else None
         # `None` after torch has failed to trace the loss
-        with _without_validation():
+        with without_validation():
             self.differentiate: Any = th.compile(_own(_loss_and_gradients), fullgraph=True, options=options)
         # Space of preprocessed observations, which need no more preprocessing; `None` if the policy overrides preprocessing
         is_known = _preprocesses_as_sb3(policy, TransformerPolicyMixin)
@@ -104,7 +104,7 @@ class CompiledAct:
         self.forward: Any = None
         if _preprocesses_as_sb3(policy):
             self.space = _preprocessed(policy.observation_space)
-            with _without_validation():
+            with without_validation():
                 self.forward = th.compile(_own(_act), fullgraph=True, options=options)
 
     def __call__(self, observations: Arrays) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
@@ -119,7 +119,7 @@ class CompiledAct:
             th.compiler.cudagraph_mark_step_begin()
         preprocessed = _preprocess(policy, observations)
         try:
-            with _without_validation():
+            with without_validation():
                 outputs = self.forward(policy, preprocessed, self.space)
         except _compiler_errors() as error:
             reason, self.forward = _reason_not_to_compile(error), None
@@ -152,7 +152,7 @@ class CompiledBackward:
         """
         if self.compiled.differentiate is not None:
             try:
-                with _without_validation():
+                with without_validation():
                     return self._add_compiled(minibatch, share)
             except _compiler_errors() as error:
                 self._give_up(error)
@@ -310,20 +310,6 @@ def _own(function: Callable[..., object]) -> Callable[..., Any]:
 
 
 _numbers = itertools.count()
-
-
-@contextlib.contextmanager
-def _without_validation() -> Iterator[None]:
-    """
-    Let distributions not check their parameters, which cannot be traced. ``torch.compile`` switches the checks off for the
-    whole process, where other models need them.
-    """
-    before: bool = th.distributions.Distribution._validate_args
-    th.distributions.Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        th.distributions.Distribution.set_default_validate_args(before)
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:

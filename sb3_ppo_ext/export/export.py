@@ -26,6 +26,7 @@ from torch import nn
 from sb3_ppo_ext.algorithm.changed_options import ChangedOptions
 from sb3_ppo_ext.common.action_masks import choices_of
 from sb3_ppo_ext.common.atomic_files import write_whole
+from sb3_ppo_ext.common.guards import without_validation
 from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, disassembled
 from sb3_ppo_ext.common.pickles import read_pickled
 from sb3_ppo_ext.common.type_aliases import Kwargs
@@ -197,7 +198,7 @@ def _captured(actor: Actor, path: Path, metadata: dict[str, object]) -> bytes:
     batch = th.export.Dim("batch", min=1)
     shapes = (tuple({port.batch_dim: batch} for port in inputs),)
     try:
-        with _quiet():
+        with _quiet(), without_validation():
             program = th.export.export(actor, example, dynamic_shapes=shapes)
             if path.suffix in PROGRAMS:
                 return _program_file(program, metadata)

@@ -251,6 +251,16 @@ def test_acts_as_predict(name, suffix, exported):
     assert_acts_as_predict(model, File(path), 12)
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".onnx"])
+def test_checks_of_distributions_go_on(suffix, tmp_path):
+    """PyTorch's exporters may switch them off for the whole process; other models need them."""
+    before = th.distributions.Distribution._validate_args
+    policy_kwargs = dict(rnn="gru", lstm_hidden_size=8)
+    model = PPOExt("MlpLstmPolicy", make_toys(2), policy_kwargs=policy_kwargs, **SMALL)
+    model.export(tmp_path / f"policy{suffix}")
+    assert th.distributions.Distribution._validate_args == before
+
+
 def test_half_precision(tmp_path):
     """Actions that `predict` rounds to float16 are those of the file but for the rounding."""
     toys = make_toys(2, action_space=spaces.Box(0, 1, (2,), np.float16))
