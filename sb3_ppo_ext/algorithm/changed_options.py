@@ -99,35 +99,38 @@ class ChangedOptions(ModelSetup):
             of the options, or that a later change of an option leaves as they are until the next call of ``learn``, the same
             of the rollout buffer, and parameters without a gradient
         """
-        same = {name: is_same(self._set_up[name], getattr(self, name)) for name in (*SCHEDULES, *SCHEDULES.values())}
-        kept = [
-            (name, same[name], option, same[option], getattr(self, name))
+        same = {
+            name: is_same(self._set_up[name], getattr(self, name)) for name in (*SCHEDULES, *SCHEDULES.values(), *OF_BUFFER)
+        }
+        schedules = {
+            name: (getattr(self, name), same[name], same[option])
             for name, option in SCHEDULES.items()
             if not (same[name] and same[option]) and getattr(self, name) is not self.adaptive_lr
-        ]
+        }
         buffer = self.rollout_buffer
         return {
-            "schedules": cloudpickle.dumps(kept),
-            "buffer": {
-                name: (getattr(buffer, name), is_same(self._set_up[name], getattr(self, name)))
-                for name in OF_BUFFER
-                if hasattr(buffer, name)
-            },
+            "schedules": cloudpickle.dumps(schedules),
+            "buffer": {name: (getattr(buffer, name), same[name]) for name in OF_BUFFER if hasattr(buffer, name)},
             "fixed": [name for name, parameter in self.policy.named_parameters() if not parameter.requires_grad],
+            "options": {name: cloudpickle.dumps(getattr(self, name)) for name in (*SCHEDULES.values(), *OF_BUFFER)},
         }
 
     def repeat_changes(self, changes: StateDict) -> None:
         """
-        :param changes: What a callback has changed, from :meth:`changes_in_training`
+        Repeat what a callback has changed, except where the user gives another option.
+
+        :param changes: What :meth:`changes_in_training` has returned
         """
-        for name, is_of_option, option, is_old, schedule in cloudpickle.loads(changes["schedules"]):
-            setattr(self, name, schedule)
-            if is_of_option:
-                self._set_up[name] = schedule
-            if not is_old:
-                self._set_up[option] = object()  # It acts at the next call of `learn`.
+        kept = {name for name, value in changes["options"].items() if cloudpickle.dumps(getattr(self, name)) == value}
+        for name, (schedule, is_of_option, is_old) in cloudpickle.loads(changes["schedules"]).items():
+            if SCHEDULES[name] in kept:
+                setattr(self, name, schedule)
+                if is_of_option:
+                    self._set_up[name] = schedule
+                if not is_old:
+                    self._set_up[SCHEDULES[name]] = object()  # It acts at the next call of `learn`.
         for name, (value, is_old) in changes["buffer"].items():
-            if value != getattr(self.rollout_buffer, name):
+            if name in kept and value != getattr(self.rollout_buffer, name):
                 setattr(self.rollout_buffer, name, value)
                 if not is_old:
                     self._set_up[name] = object()

@@ -267,6 +267,17 @@ def test_what_a_callback_changes(change, backend, tmp_path):
     assert finals[0].equal(finals[1])
 
 
+def test_options_given_to_resume(tmp_path):
+    """They have precedence over what a callback has changed before."""
+    model = toy_model(learning_rate="lin_0.01")
+    change = Change(lambda model: (setattr(model, "gamma", 0.5), setattr(model, "lr_schedule", lambda progress: 0.02)))
+    model.learn(192, callback=[TrainingCheckpoint(32, tmp_path, keep=None), change])
+    for given, gamma, rate in (({}, 0.99, 0.02), (dict(gamma=0.9), 0.9, 0.02), (dict(learning_rate=0.03), 0.99, 0.03)):
+        model = PPOExt.resume(tmp_path / "training_128_steps.zip", make_toys(), **given)
+        model.learn(256)
+        assert (model.rollout_buffer.gamma, model.lr_schedule(1.0)) == (gamma, rate)
+
+
 class Numbered(RolloutBuffer):
     """Counts its rollouts, and scales the rewards of each by their number."""
 
