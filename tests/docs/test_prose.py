@@ -1,4 +1,4 @@
-"""Sentences of the README and of the guides are short."""
+"""Sentences of the README and of the guides are short, and a cell of a table has one number."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"memory_studies", "options_reference"}
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in LEFT_OUT)]
 LONGEST = 35
+TABLES = ["README.md", "benchmark/README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+NUMBERS = re.compile(r"\|(?=\s*[-−+]?[\d.]+(?: %)?(?:,\s+[-−+]?[\d.]+(?: %)?)+\s*\|)[^|]*", re.MULTILINE)
 
 
 def sentences(text):
@@ -27,6 +29,19 @@ def test_sentences_are_short(page):
     """No sentence has more than 35 words."""
     text = (ROOT / page).read_text(encoding="utf-8")
     assert not [sentence for sentence in sentences(text) if len(sentence.split()) > LONGEST]
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_one_number_in_a_cell(page):
+    """Numbers that belong to several rows or columns of a table have cells of their own."""
+    lines = [line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert not [cell for line in lines for cell in NUMBERS.findall(line)]
+
+
+def test_numbers_are_found():
+    """A list of numbers is more than one; a number with thousands, an interval or a spread is not."""
+    assert NUMBERS.findall("| a | 0.5, −1 | 3 %, 4 % |") == ["| 0.5, −1 ", "| 3 %, 4 % "]
+    assert NUMBERS.findall("| a | 2 (1 to 3) | 1 ± 0.5 | `a=1, b=2` | 1,024 |") == []
 
 
 def test_words_are_counted():
