@@ -170,10 +170,11 @@ def _check_is_file(path: SavedModel) -> None:
     if not isinstance(path, str | pathlib.Path):
         return
     path = pathlib.Path(path)
-    if path.is_dir():
-        example = min(path.glob("*.zip"), default=path / "model.zip")
-        raise IsADirectoryError(f"{path} is a folder: give the zip of a model, such as {example}.")
     with_suffix = path.with_name(f"{path.name}.zip")
+    if path.is_dir():
+        # RL Zoo has the folder of the settings beside the zip.
+        example = with_suffix if with_suffix.is_file() else min(path.glob("*.zip"), default=path / "model.zip")
+        raise IsADirectoryError(f"{path} is a folder: give the zip of a model, such as {example}.")
     if not path.exists() and not with_suffix.exists():
         names = f'"{path}"' if path.suffix == ".zip" else f'"{path}" or "{with_suffix}"'
         raise FileNotFoundError(f"There is no model {names}: give the path of a zip that `save` has written.")
