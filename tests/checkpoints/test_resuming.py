@@ -363,6 +363,9 @@ def test_refused(tmp_path):
         PPOExt.resume(tmp_path / "missing.zip", make_toys())
     with pytest.raises(IsADirectoryError, match=r"is a folder: give the zip of a model, such as .*model\.zip"):
         PPOExt.load(tmp_path)
+    (tmp_path / "model").mkdir()  # as RL Zoo has the settings beside the zip
+    with pytest.raises(IsADirectoryError, match=r"model is a folder: give the zip of a model, such as .*/model\.zip"):
+        PPOExt.load(tmp_path / "model")
     with pytest.raises(FileNotFoundError, match=r"There is no model \".*missing\" or \".*missing\.zip\": give the path"):
         PPOExt.load(tmp_path / "missing")
     with pytest.raises(ValueError, match=r"`trusted=False` is not valid: .*load\(\.\.\., trusted=False\)"):
