@@ -11,7 +11,7 @@ LEFT_OUT = {"memory_studies", "options_reference"}
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in LEFT_OUT)]
 LONGEST = 35
 TABLES = ["README.md", "benchmark/README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-NUMBERS = re.compile(r"\|(?=\s*[-−+]?[\d.]+(?: %)?(?:,\s+[-−+]?[\d.]+(?: %)?)+\s*\|)[^|]*", re.MULTILINE)
+NUMBERS = re.compile(r"\|(?=\s*[-+\u2212]?[\d.]+(?: %)?(?:,\s+[-+\u2212]?[\d.]+(?: %)?)+\s*\|)[^|]*", re.MULTILINE)
 
 
 def sentences(text):
@@ -40,7 +40,7 @@ def test_one_number_in_a_cell(page):
 
 def test_numbers_are_found():
     """A list of numbers is more than one; a number with thousands, an interval or a spread is not."""
-    assert NUMBERS.findall("| a | 0.5, −1 | 3 %, 4 % |") == ["| 0.5, −1 ", "| 3 %, 4 % "]
+    assert NUMBERS.findall("| a | 0.5, \u22121 | 3 %, 4 % |") == ["| 0.5, \u22121 ", "| 3 %, 4 % "]
     assert NUMBERS.findall("| a | 2 (1 to 3) | 1 ± 0.5 | `a=1, b=2` | 1,024 |") == []
 
 
