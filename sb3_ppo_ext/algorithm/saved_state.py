@@ -224,6 +224,12 @@ class SavedState(ChangedOptions):
         if "policy" in parameters and not self.normalize_obs and has_observations(parameters.get("normalizer")):
             remedy = "the parameters are of a model that normalises observations; make this one with `normalize_obs=True`"
             refuse("normalize_obs", self.normalize_obs, remedy)
+        if exact_match and "policy" in parameters and "normalizer" not in parameters and self._has_seen_observations():
+            remedy = (
+                "the parameters are of a model that does not normalise observations, and this one would do it with its own "
+                "statistics; give them to a new model, or `exact_match=False`"
+            )
+            refuse("normalize_obs", self.normalize_obs, remedy)
         check_sharing(self.policy, parameters.get("policy", {}), "policy.optimizer" in parameters)
         if "policy" in parameters and not self.normalize_value:
             parameters["policy"] = without_statistics(parameters["policy"])
@@ -245,6 +251,11 @@ class SavedState(ChangedOptions):
         if "policy.optimizer" in parameters:
             keep_counts_on_host(self.policy.optimizer)
             check_step(self.policy.optimizer)
+
+    def _has_seen_observations(self) -> bool:
+        """Whether the model normalises observations with statistics of some."""
+        state = {} if self.normalizer is None else self.normalizer.state_dict()
+        return any(name.startswith("obs_rms") and max(state[name]["count"]) >= 1 for name in state)
 
     def _restore(self, states: StateDict) -> None:
         for name, state in states.items():

@@ -104,6 +104,19 @@ def test_returns_of_episodes_that_end_while_nothing_is_learned():
     assert found[0] == found[1]
 
 
+def test_parameters_without_statistics():
+    """They are refused where observations would be normalised with those of other networks, but not by a new model."""
+    plain, normalizing = make().learn(32), make(**BOTH)
+    normalizing.set_parameters(plain.get_parameters())
+    normalizing.learn(32)
+    before = normalizing.get_parameters()
+    with pytest.raises(ValueError, match=r"`normalize_obs=True` is not valid: the parameters are of a model that does not"):
+        normalizing.set_parameters(plain.get_parameters())
+    assert_equal(before, normalizing.get_parameters(), "parameters")
+    normalizing.set_parameters(plain.get_parameters(), exact_match=False)
+    normalizing.set_parameters(before)
+
+
 CASES = {
     "box": ({}, BOTH, {}),
     "float64": (dict(observation_space=WIDE), BOTH, {}),
