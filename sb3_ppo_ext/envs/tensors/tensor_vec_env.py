@@ -38,7 +38,8 @@ class TensorStep(NamedTuple):
     :param truncated: Whether an episode was cut off, bool, shape ``(n_envs,)``
     :param final_observations: Last observations of the episodes that have ended, shape ``(n_envs, *obs_shape)``; the other
         rows mean nothing. ``None`` if the environment does not give them
-    :param log: What the environment wants logged: scalars, or tensors of shape ``(n_envs,)``
+    :param log: What the environment wants logged: scalars, or tensors of shape ``(n_envs,)``. The backends ``"device"`` and
+        ``"compile"`` log it; with others, it is in the infos at the ends of episodes
     :param episode_returns: Sums of the rewards of the running episodes, including this step, in float32, shape ``(n_envs,)``.
         :meth:`TensorVecEnv.step_tensors` fills them in
     :param episode_lengths: Number of steps of the running episodes, including this one, in int64, shape ``(n_envs,)``.
