@@ -1,6 +1,9 @@
 """A training that was interrupted and resumed is equal to the bit to one that was not."""
 
+import json
+import pickle
 import warnings
+import zipfile
 from functools import partial
 
 import gymnasium as gym
@@ -14,11 +17,13 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
 from support import hybrid  # noqa: F401  # registers its task
 from support.masks import make_masked
+from support.parity import assert_equal
 from support.resuming import OPTIONS, TOTAL, Interruption, different, everything, interrupted_script, script
 from support.torch_envs import TorchPendulum
 from support.toys import IMAGE, Silent, make_toys
 
 from sb3_ppo_ext import FastDummyVecEnv, ParallelVecEnv, PPOExt, RNDReward, TorchVecEnv, TrainingCheckpoint
+from sb3_ppo_ext.checkpoints.training_state import STATE, SUMMARY
 from sb3_ppo_ext.rollout.user_code import runs_user_code
 
 pytestmark = pytest.mark.integration
@@ -265,6 +270,21 @@ def test_what_a_callback_changes(change, backend, tmp_path):
         model.learn(64, reset_num_timesteps=False)
         finals.append(th.cat([parameter.detach().flatten() for parameter in model.policy.parameters()]))
     assert finals[0].equal(finals[1])
+
+
+def test_checkpoint_of_the_first_format(tmp_path):
+    """It lacks what callbacks have changed, and goes on all the same."""
+    path, earlier = checkpoints_of(toy_model(), tmp_path)[1], tmp_path / "earlier.zip"
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(earlier, "w") as copy:
+        for name in archive.namelist():
+            content = archive.read(name)
+            if name == SUMMARY:
+                content = json.dumps({**json.loads(content), "format": 1})
+            elif name == STATE:
+                content = pickle.dumps(pickle.loads(content)[:-1])
+            copy.writestr(name, content)
+    models = [PPOExt.resume(each, make_toys()).learn(256) for each in (path, earlier)]
+    assert_equal(*(model.policy.state_dict() for model in models), "policy")
 
 
 def test_options_given_to_resume(tmp_path):
