@@ -86,26 +86,28 @@ def project_metadata(url: str, version: str) -> dict[str, Any]:
 
     # A link of Markdown to a file of the repository: neither an address nor a heading of the README itself
     relative = r"(?P<text>(?P<picture>!)?\[[^\]]*\])\((?!\w+:|#)(?P<target>[^)\s]+)\)"
-    title, readme = (ROOT / "README.md").read_text(encoding="utf-8").split("\n", 1)
-    text = f"{title}\n\n{badges(url, version)}\n{re.sub(relative, absolute, readme)}"
+    title, _, readme = (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n", 2)
+    text = f"{title}\n\n{badges(url, version)}\n\n{re.sub(relative, absolute, readme)}"
     return {"project_urls": addresses, "long_description": text}
 
 
-def badges(url: str, version: str) -> str:
+def badges(url: str = "", version: str = "") -> str:
     """
-    :param url: Address of the repository on GitHub
+    :param url: Address of the repository on GitHub. Without it, links are relative, as in the README of a checkout.
     :param version: Version that is released
-    :return: Line of Markdown with pictures that lead to the tests, the documentation, the notebook and the supported versions
+    :return: Markdown with pictures that lead to the tests, the documentation, the notebook and the supported versions
     """
-    files, shields = f"{url}/blob/v{version}", "https://img.shields.io/badge"
-    notebook = files.replace("https://github.com/", "https://colab.research.google.com/github/", 1)
+    # GitHub shows a README below `blob/main` or its pictures below `raw/main`: two folders up is the repository.
+    repository, files, shields = url or "../..", f"{url}/blob/v{version}/" if url else "", "https://img.shields.io/badge"
+    # Colab reads a notebook by its absolute address; the page says how to open it.
+    notebook = f"{files}examples/quick_start.ipynb".replace("https://github.com/", "https://colab.research.google.com/github/", 1)
     kinds = [
-        ("Tests", f"{url}/actions/workflows/ci.yml/badge.svg", f"{url}/actions/workflows/ci.yml"),
-        ("Documentation", f"{shields}/docs-pages-blue", f"{files}/docs/index.md"),
-        ("Colab", "https://colab.research.google.com/assets/colab-badge.svg", f"{notebook}/examples/quick_start.ipynb"),
-        ("Python", f"{shields}/python-3.10_to_3.14-blue", f"{files}/setup.cfg"),
+        ("Tests", f"{repository}/actions/workflows/ci.yml/badge.svg", f"{repository}/actions/workflows/ci.yml"),
+        ("Documentation", f"{shields}/docs-pages-blue", f"{files}docs/index.md"),
+        ("Colab", "https://colab.research.google.com/assets/colab-badge.svg", notebook if url else "docs/notebook.md"),
+        ("Python", f"{shields}/python-3.10_to_3.14-blue", f"{files}setup.cfg"),
     ]
-    return " ".join(f"[![{label}]({picture})]({target})" for label, picture, target in kinds)
+    return "\n".join(f"[![{label}]({picture})]({target})" for label, picture, target in kinds)
 
 
 class BuildWithStartupHook(build_py):

@@ -104,8 +104,9 @@ def test_the_readme_on_an_index():
     metadata = setup["project_metadata"](url, "1.0")
     before, after = (ROOT / "README.md").read_text(), metadata["long_description"]
     title, badges, after = after.split("\n\n", 2)
-    assert before.startswith(f"{title}\n")
-    assert badges == setup["badges"](url, "1.0")
+    before_title, before_badges, before = before.split("\n\n", 2)
+    assert (title, badges) == (before_title, setup["badges"](url, "1.0"))
+    assert before_badges == setup["badges"]()
     links = re.findall(r"\]\(([^)\s]+)\)", after)
     assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", before))
     assert all(link.startswith(("https://", "#")) for link in links)
@@ -118,12 +119,15 @@ def test_the_readme_on_an_index():
 
 
 def test_badges():
-    """They name the supported versions, and lead to a workflow, pages and a notebook that exist; a checkout has none."""
+    """They name the supported versions, and lead to a workflow, pages and a notebook that exist, in a checkout by relative links."""
     setup = runpy.run_path(str(ROOT / "setup.py"))
+    badge = re.compile(r"\[!\[(\w+)\]\([^)]+\)\]\(([^)]+)\)")
     line = setup["badges"]("https://github.com/owner/name", "1.0")
-    found = dict(re.findall(r"\[!\[(\w+)\]\([^)]+\)\]\(([^)]+)\)", line))
-    assert list(found) == ["Tests", "Documentation", "Colab", "Python"]
+    found, relative = dict(badge.findall(line)), dict(badge.findall(setup["badges"]()))
+    assert list(found) == list(relative) == ["Tests", "Documentation", "Colab", "Python"]
     assert (ROOT / ".github" / "workflows" / found["Tests"].rpartition("/")[2]).is_file()
+    assert relative["Tests"] == found["Tests"].replace("https://github.com/owner/name", "../..")
+    assert all((ROOT / target).is_file() for label, target in relative.items() if label != "Tests")
     notebook = "https://colab.research.google.com/github/owner/name/blob/v1.0/"
     for label, address in (("Documentation", "https://github.com/owner/name/blob/v1.0/"), ("Colab", notebook)):
         assert (ROOT / found[label].removeprefix(address)).is_file()
