@@ -100,11 +100,12 @@ def badges(url: str = "", version: str = "") -> str:
     # GitHub shows a README below `blob/main` or its pictures below `raw/main`: two folders up is the repository.
     repository, files, shields = url or "../..", f"{url}/blob/v{version}/" if url else "", "https://img.shields.io/badge"
     # Colab reads a notebook by its absolute address; the page says how to open it.
-    notebook = f"{files}examples/quick_start.ipynb".replace("https://github.com/", "https://colab.research.google.com/github/", 1)
+    colab = files.replace("https://github.com/", "https://colab.research.google.com/github/", 1)
+    notebook = f"{colab}examples/quick_start.ipynb" if url else "docs/notebook.md"
     kinds = [
         ("Tests", f"{repository}/actions/workflows/ci.yml/badge.svg", f"{repository}/actions/workflows/ci.yml"),
         ("Documentation", f"{shields}/docs-pages-blue", f"{files}docs/index.md"),
-        ("Colab", "https://colab.research.google.com/assets/colab-badge.svg", notebook if url else "docs/notebook.md"),
+        ("Colab", "https://colab.research.google.com/assets/colab-badge.svg", notebook),
         ("Python", f"{shields}/python-3.10_to_3.14-blue", f"{files}setup.cfg"),
     ]
     return "\n".join(f"[![{label}]({picture})]({target})" for label, picture, target in kinds)

@@ -22,7 +22,8 @@ PICTURES = ROOT / "docs" / "notebook"
 NOT_RUN = "<!-- not run: the tests run the notebook -->\n"
 LINK = (
     "This page is the notebook [quick_start.ipynb](../examples/quick_start.ipynb) with its outputs. "
-    "To run it, open the file in\nJupyter, or in [Colab](https://colab.research.google.com): upload it, or replace `github.com` in its address on GitHub by\n`colab.research.google.com/github`."
+    "To run it, open the file in\nJupyter, or in [Colab](https://colab.research.google.com): upload it, or "
+    "replace `github.com` in its address on GitHub by\n`colab.research.google.com/github`."
 )
 
 

@@ -119,7 +119,7 @@ def test_the_readme_on_an_index():
 
 
 def test_badges():
-    """They name the supported versions, and lead to a workflow, pages and a notebook that exist, in a checkout by relative links."""
+    """They name the supported versions, and lead to a workflow, pages and a notebook that exist; in a checkout relatively."""
     setup = runpy.run_path(str(ROOT / "setup.py"))
     badge = re.compile(r"\[!\[(\w+)\]\([^)]+\)\]\(([^)]+)\)")
     line = setup["badges"]("https://github.com/owner/name", "1.0")
