@@ -23,6 +23,7 @@ from sb3_ppo_ext.common.type_aliases import Arrays
 from sb3_ppo_ext.common.weight_watch import WeightWatch
 from sb3_ppo_ext.distributions.colored_noise import sampling_with
 from sb3_ppo_ext.envs.action_masks import leave_choices, refuse_empty
+from sb3_ppo_ext.envs.tensors.env_log import SUCCESS, EnvLog
 from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorStep, TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.policies.actor_critic import unscaled, unscales_as_known
@@ -31,9 +32,6 @@ from sb3_ppo_ext.rollout.buffer import TensorRolloutBuffer, TruncatedEpisodes, c
 from sb3_ppo_ext.rollout.collector import RolloutCollector
 from sb3_ppo_ext.rollout.lazy_locals import Later, LaterArrays, LazyLocals, copied_later, keep_lazily
 from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
-
-# Entry of the log for which SB3 logs the rate
-SUCCESS = "is_success"
 
 
 class TensorsAfter(NamedTuple):
@@ -65,11 +63,20 @@ class TensorRolloutCollector(RolloutCollector):
         takes_tensors = isinstance(rollout_buffer, TensorRolloutBuffer) and self._collects_tensors()
         if not steps_in_tensors(env) or not takes_tensors or not is_known:
             self._tensors_after = None
-            return super()._collect(env, callback, rollout_buffer, n_rollout_steps)
+            return self._collect_in_numpy(env, callback, rollout_buffer, n_rollout_steps)
         assert isinstance(rollout_buffer, TensorRolloutBuffer)
         in_tensors: Any = env  # such an environment, or a wrapper that has its methods
         with reset_after_errors(self):
             return TensorCollection(self, in_tensors, callback, rollout_buffer, n_rollout_steps).run()
+
+    def _collect_in_numpy(self, env: VecEnv, callback: BaseCallback, buffer: RolloutBuffer, n_steps: int) -> bool:
+        base = env.unwrapped
+        if not isinstance(base, TensorVecEnv):
+            return super()._collect(env, callback, buffer, n_steps)
+        base.env_log.clear()  # of steps that are not of this rollout
+        go_on = super()._collect(env, callback, buffer, n_steps)
+        base.env_log.record(self.logger)
+        return go_on
 
     def _collects_tensors(self) -> bool:
         """Whether rollouts from tensor environments stay on their device, instead of being those of SB3 in NumPy."""
@@ -144,8 +151,7 @@ class TensorCollection:
         self.final_values = th.zeros(shape, device=env.device) if self.is_watched else None
         self.rewards = th.zeros(shape, device=env.device) if self.is_watched else None
         self.weights = WeightWatch(by_value=True)
-        # Sum and number of what the environment wants logged
-        self.log: dict[str, tuple[th.Tensor, th.Tensor]] = {}
+        self.log = EnvLog()
         # Steps whose infos a callback has read, and may have changed
         self.counted: list[int] = []
 
@@ -268,9 +274,7 @@ class TensorCollection:
             self.has_successes = True
         for row, part in zip(self.episodes[:, step], parts, strict=False):
             row.copy_(part)
-        for name, value in result.log.items():
-            if name != SUCCESS:
-                self._add_to_log(name, value.detach().float(), dones)
+        self.log.add(result.log, dones)
         final = result.final_observations
         if final is not None:
             if self.final_observations is None:
@@ -286,15 +290,6 @@ class TensorCollection:
             cut_off = result.truncated & ~result.terminated
             self.buffer.tensors["rewards"][step] += self.model.gamma * th.where(cut_off, values, 0.0)
 
-    def _add_to_log(self, name: str, value: th.Tensor, dones: th.Tensor) -> None:
-        """A scalar counts in each step, the value of an environment at the end of its episode."""
-        if value.ndim == 0:
-            total, n = value, th.ones_like(value)
-        else:
-            total, n = th.where(dones, value, 0.0).sum(), dones.sum().float()
-        before = self.log.get(name, (0.0, 0.0))
-        self.log[name] = (before[0] + total, before[1] + n)
-
     def _terminal_observations(self) -> Arrays:
         """Terminal observations, or those before them, valid where an episode has ended, shape ``(n_steps, n_envs, ...)``."""
         return self.buffer.tensors["observations"] if self.final_observations is None else self.final_observations
@@ -308,7 +303,7 @@ class TensorCollection:
             self._refuse(observations)
         ended, cut_off, returns, lengths, successes = numbers
         self._add_episodes(ended, returns, lengths, successes)
-        self._record_log(log)
+        self.log.record(model.logger, log)
         rows = np.flatnonzero(cut_off)
         if len(rows):
             self._bootstrap(rows)
@@ -330,7 +325,7 @@ class TensorCollection:
         model._tensors_after = TensorsAfter(model._last_obs, kept, starts.clone())
 
     def _on_host(self, observations: object) -> tuple[np.ndarray, bool, np.ndarray]:
-        """Ends of episodes, whether all numbers of the rollout are finite, and means of the log, in one transfer."""
+        """Ends of episodes, whether all numbers of the rollout are finite, and numbers of the log, in one transfer."""
         actions = self.buffer.tensors["actions"]
         tensors = [self.buffer.tensors["rewards"]]
         for part in (self.buffer.tensors["observations"], observations):
@@ -339,8 +334,8 @@ class TensorCollection:
         valid.append(_are_actions(actions).all())
         if self.mask_key is not None:
             valid.append(leave_choices(self._masks(), self.choices))
-        log = [number for pair in self.log.values() for number in pair]
-        packed = th.cat([self.episodes.flatten(), th.stack([th.stack(valid).all().float(), *log])]).cpu().numpy()
+        numbers = th.stack([th.stack(valid).all().float(), *self.log.numbers()])
+        packed = th.cat([self.episodes.flatten(), numbers]).cpu().numpy()
         n = self.episodes.numel()
         return packed[:n].reshape(self.episodes.shape), bool(packed[n]), packed[n + 1 :]
 
@@ -360,11 +355,6 @@ class TensorCollection:
             buffer.append({"r": r, "l": int(n), "t": self.env.seconds()})
         if self.has_successes:
             self.model.ep_success_buffer.extend(successes[found].astype(bool).tolist())
-
-    def _record_log(self, log: np.ndarray) -> None:
-        for name, (total, n) in zip(self.log, log.reshape(-1, 2), strict=True):
-            if n > 0:
-                self.model.logger.record(name if "/" in name else f"env/{name}", float(total / n))
 
     def _bootstrap(self, rows: np.ndarray) -> None:
         if self.final_observations is None:

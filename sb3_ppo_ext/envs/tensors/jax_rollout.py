@@ -100,6 +100,7 @@ def on_host(env: TensorVecEnv, before: Arrays, steps: ScannedSteps) -> ShareRoll
 
     observations, rewards = map_observations(with_first, before, steps.observations), np.asarray(steps.rewards)
     samples, dones = np.asarray(steps.samples), np.asarray(steps.terminated) | np.asarray(steps.truncated)
+    env.env_log.add(map_observations(th.from_dlpack, steps.log), th.from_numpy(dones))
     if samples.dtype.kind == "i":
         samples = samples.astype(np.int64)
     rollout = ShareRollout(

@@ -21,6 +21,7 @@ from sb3_ppo_ext.common.hybrid_actions import FlatActionSpace, sample_space
 from sb3_ppo_ext.common.observations import dtype_of, map_observations
 from sb3_ppo_ext.common.type_aliases import Arrays, Info
 from sb3_ppo_ext.common.validation import check_number, check_type, refuse
+from sb3_ppo_ext.envs.tensors.env_log import EnvLog
 from sb3_ppo_ext.envs.tensors.tensor_spaces import check_tensor, check_tensors, map_tensors
 
 TensorObs: TypeAlias = "th.Tensor | dict[str, th.Tensor]"
@@ -38,8 +39,8 @@ class TensorStep(NamedTuple):
     :param truncated: Whether an episode was cut off, bool, shape ``(n_envs,)``
     :param final_observations: Last observations of the episodes that have ended, shape ``(n_envs, *obs_shape)``; the other
         rows mean nothing. ``None`` if the environment does not give them
-    :param log: What the environment wants logged: scalars, or tensors of shape ``(n_envs,)``. The backends ``"device"`` and
-        ``"compile"`` log it; with others, it is in the infos at the ends of episodes
+    :param log: What the environment wants logged: scalars, of which the mean over the steps is logged, or tensors of shape
+        ``(n_envs,)``, of which that over the ends of episodes is
     :param episode_returns: Sums of the rewards of the running episodes, including this step, in float32, shape ``(n_envs,)``.
         :meth:`TensorVecEnv.step_tensors` fills them in
     :param episode_lengths: Number of steps of the running episodes, including this one, in int64, shape ``(n_envs,)``.
@@ -94,6 +95,8 @@ class TensorVecEnv(VecEnv, ABC):
         self._is_checked = self._has_warned = self._has_warned_of_graph = False
         self.actions: object = None
         self._last_observations: Arrays = None
+        #: What :meth:`step_wait` returned for the log since the last rollout. Steps in tensors leave it to who takes them
+        self.env_log = EnvLog()
         self._start = time.time()
 
     @abstractmethod
@@ -232,6 +235,7 @@ class TensorVecEnv(VecEnv, ABC):
         """
         numbers = _numbers_on_host(step)
         rewards, terminated, truncated, _, _ = numbers
+        self.env_log.add(step.log, step.terminated | step.truncated)
         infos = self._infos(step, numbers, self._last_observations)
         observations = map_tensors(step.observations, _copied_to_host)
         self._last_observations = observations

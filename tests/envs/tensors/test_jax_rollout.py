@@ -80,6 +80,7 @@ def seen_of(model):
     """All that can be seen of a model and its environments after a training."""
     env, buffer = model.env.unwrapped, model.rollout_buffer
     logs = [*model.logger.output_formats[0].dumps, dict(model.logger.name_to_value)]
+    assert any("env/force" in dump for dump in logs)
     return {
         "buffer": {name: getattr(buffer, name) for name in ARRAYS},
         "last": (model._last_obs, model._last_episode_starts, env.actions, env._returns.numpy(), env._lengths.numpy()),

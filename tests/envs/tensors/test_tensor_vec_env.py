@@ -82,6 +82,7 @@ def test_everything_is_that_of_gymnasium_in_a_dummy_vec_env(env_id, env_class):
     torch_env = env_class(n_envs, dtype=th.float64, max_episode_steps=None)
     env = TorchVecEnv(torch_env)
     env.seed(1)
+    env.action_space.seed(1)
     starts = [[] for _ in range(n_envs)]
     reference = DummyVecEnv([lambda s=s: Monitor(StartAt(env_id, s)) for s in starts])
     observations = env.reset()
