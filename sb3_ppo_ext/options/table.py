@@ -109,7 +109,7 @@ NO_GAUSSIAN = [name for name, family in ACTION_DISTS.items() if not family.has_l
 ONE_DETERMINISTIC = [name for name, family in ACTION_DISTS.items() if family.deterministic_actions == ("mean",)]
 KL_DRIVES_RATE = (
     "the KL divergence drives the learning rate; "
-    "give a number as `learning_rate`, no `lr_decay`, no `lr_warmup`, or `adaptive_lr_kl=None`"
+    'give a number as `learning_rate`, `lr_decay="constant"`, no `lr_warmup`, or `adaptive_lr_kl=None`'
 )
 
 # Changes between two calls of `learn`, with the methods of `ModelSetup` that are called again
@@ -300,7 +300,7 @@ ROWS = {
     "lr_decay": Row(
         group=LEARNING_RATE,
         conflicts=tuple(
-            Conflict(has_schedule(name), f"`{name}` is a schedule by itself; give it a number, or no `lr_decay`")
+            Conflict(has_schedule(name), f'`{name}` is a schedule by itself; give it a number, or `lr_decay="constant"`')
             for name in ("learning_rate", "critic_learning_rate")
         ),
         change=OF_LEARNING_RATE,

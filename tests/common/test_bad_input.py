@@ -151,7 +151,7 @@ BAD_OPTIONS = [
     (dict(adaptive_lr_kl="0.01"), "`adaptive_lr_kl='0.01'`.*lin_0.001"),
     (dict(adaptive_lr_kl=lambda progress: -0.01), "`adaptive_lr_kl=.*returns -0.01 at the start"),
     (dict(adaptive_lr_kl=0.01, adaptive_lr_rule="linear"), '`adaptive_lr_rule=\'linear\'`.*"threshold" or "proportional"'),
-    (dict(adaptive_lr_kl=0.01, lr_decay="cosine"), "`adaptive_lr_kl=0.01`.*no `lr_decay`"),
+    (dict(adaptive_lr_kl=0.01, lr_decay="cosine"), '`adaptive_lr_kl=0.01`.*`lr_decay="constant"`'),
     (dict(adaptive_lr_kl=0.01, lr_warmup=0.1), "`adaptive_lr_kl=0.01`.*no `lr_warmup`"),
     (
         dict(adaptive_lr_kl=0.01, learning_rate="hold_0.001"),
