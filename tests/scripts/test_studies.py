@@ -68,8 +68,9 @@ def test_study(name, timesteps, tasks, tmp_path):
             "difference of mean ranks to the first level",
         ),
         ("default_neighbours", ["--designs", "careful", "--timesteps", 2048], 1, "effect on the rank, careful"),
+        ("longer_training", ["--tasks", "Swimmer-v5", "--timesteps", 2048], 2, "Return after 2,048 steps, mean ± std"),
     ],
-    ids=["recall", "popgym_easy", "memory_entry", "default_screen", "default_neighbours"],
+    ids=["recall", "popgym_easy", "memory_entry", "default_screen", "default_neighbours", "longer_training"],
 )
 def test_runs_are_not_repeated(name, options, n_runs, heading, tmp_path):
     """A resumable study has a row for each run, prints its table, and leaves alone what it has run."""
