@@ -6,6 +6,7 @@ with the same relative links. A new file in ``docs/`` is a page of the site as s
 """
 
 import os
+import re
 from typing import Any
 
 from docutils import nodes
@@ -67,5 +68,12 @@ def mark_sentences(app: Any, document: nodes.document) -> None:
             cell["classes"].append("number")
 
 
+def drop_badges(app: Any, page: str, source: list[str]) -> None:
+    """The badges of README lead to pages of GitHub, and are pictures from the network."""
+    if page == "README":
+        source[0] = re.sub(r"^\[!\[.*\n", "", source[0], flags=re.MULTILINE)
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", drop_badges)
     app.connect("doctree-read", mark_sentences)

@@ -48,6 +48,8 @@ BAD_OPTIONS = [
     (dict(gamma="0.99"), "`gamma='0.99'`.*a number.*leave out the quotes"),
     (dict(gamma="1e-1"), "`gamma='1e-1'`.*a number.*in YAML, write 0.1:"),
     (dict(adv_clip="inf"), "`adv_clip='inf'`.*in YAML `.inf`"),
+    (dict(clip_coef=0.2), "no option `clip_coef`: its name here is `clip_range`"),
+    (dict(num_envs=8), "no option `num_envs`: it is `n_envs` of `make_vec_env`"),
     (dict(context_length=8), "no option `context_length`: it goes into `policy_kwargs` of a transformer policy"),
     (dict(net_arch=[8]), "no option `net_arch`: it goes into `policy_kwargs`$"),
     (dict(caps_temporal=1.0), "no option `caps_temporal`: it goes into `auxiliary_losses`"),

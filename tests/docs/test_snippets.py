@@ -14,6 +14,7 @@ from support.processes import run_apart
 from support.snippets import ROOT, blocks, blocks_in, commands, module_and_arguments, pages, quick_defaults, script
 
 from sb3_ppo_ext import PPOExt
+from sb3_ppo_ext.options.places import NAMES_ELSEWHERE
 
 PAGES = {page: blocks(page) for page in pages()}
 LANGUAGES = {"python", "bash", "yaml"}
@@ -121,6 +122,15 @@ def test_names_of_the_options_are_right():
     others |= {"norm_obs", "norm_reward", "clip_obs", "clip_reward", "policy"} | {"schedule"}
     assert given - others <= set(inspect.signature(PPOExt).parameters)
     assert len(given) > 40
+
+
+@pytest.mark.parametrize("name", NAMES_ELSEWHERE)
+def test_names_of_other_libraries(name):
+    """Whoever gives an option under a name of another library is told the name that docs/coming_from.md has for it."""
+    with pytest.raises(ValueError, match=f"no option `{name}`: its name here is `{NAMES_ELSEWHERE[name]}`"):
+        PPOExt("MlpPolicy", "CartPole-v1", **{name: 1})
+    rows = [line.split("|") for line in (ROOT / "docs" / "coming_from.md").read_text().splitlines() if line.startswith("|")]
+    assert any(f"`{name}" in row[1] and NAMES_ELSEWHERE[name] in row[-2] for row in rows)
 
 
 @pytest.mark.parametrize(("algorithm", "section"), [(RecurrentPPO, "RecurrentPPO"), (MaskablePPO, "MaskablePPO")])
