@@ -74,7 +74,7 @@ class PPOExt(TrainingLoop):
     }
 
     def _setup_model(self) -> None:
-        # Not in the constructor alone, because `load` sets attributes after it.
+        # Not only in the constructor, because `load` sets attributes after it.
         self._check_options()
         self._choose_discount()
         # What the policy and SB3's rollout buffer are made from

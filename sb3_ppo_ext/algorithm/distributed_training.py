@@ -38,7 +38,7 @@ from sb3_ppo_ext.rollout.user_code import is_user_class, runs_user_code
 
 # Options that may differ between the ranks
 OF_RANK = {"seed", "device", "verbose", "tensorboard_log", "policy", "env", "_init_setup_model"}
-# Callbacks, and all classes derived from them, that evaluate, save and print, on rank 0 alone
+# Callbacks, and all classes derived from them, that evaluate, save and print, only on rank 0
 OF_FIRST_RANK = (EvalCallback, CheckpointCallback, ProgressBarCallback)
 
 

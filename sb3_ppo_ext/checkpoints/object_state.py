@@ -1,7 +1,7 @@
 """
 State of the objects that a script creates anew before its training continues: environments, their wrappers, and callbacks.
 
-These objects are not pickled themselves: many environments pickle the arguments of their constructor alone (``EzPickle``), and
+These objects are not pickled themselves: many environments pickle only the arguments of their constructor (``EzPickle``), and
 others hold files or windows. Their attributes are, and are set on the objects that the script has created.
 """
 
@@ -38,8 +38,8 @@ OF_TRAINING = {"model", "locals", "globals", "parent"}
 def stateful_objects(*roots: object) -> list[Any]:
     """
     :param roots: Environments or callbacks
-    :return: These and all environments, wrappers and callbacks that they hold, each once, in an order that depends on the
-        structure alone
+    :return: These and all environments, wrappers and callbacks that they hold, each once, in an order that depends only
+        on the structure
     """
     found: dict[int, object] = {}
 

@@ -1,6 +1,6 @@
 """
 Hybrid actions: ``Dict`` and ``Tuple`` action spaces. Policies and rollout buffers have them as vectors, environments as
-dictionaries and tuples; they are converted here alone.
+dictionaries and tuples; they are converted only here.
 """
 
 from __future__ import annotations

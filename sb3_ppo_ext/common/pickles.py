@@ -15,7 +15,7 @@ class MissingFileError(BadArgumentError, FileNotFoundError):
 
 def read_pickled(name: str, path: str | Path, kind: type[T]) -> T:
     """
-    Read a file. It is unpickled, which executes code of the file: trusted files alone.
+    Read a file. It is unpickled, which executes code of the file: only trusted files.
 
     :param name: Name of the argument that holds the path
     :param path: Path of the file

@@ -179,7 +179,7 @@ class FusedAdamStepper(Stepper):
         return float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]
 
     def _leave_out(self) -> None:
-        """Step those parameters alone that a loss reaches."""
+        """Step only the parameters that a loss reaches."""
         assert self.reached is not None
         pairs = zip(self.rows, self.memory.pairs, strict=True)
         self.adam = extension.module.Adam([row for row, (parameter, _) in pairs if parameter in self.reached])

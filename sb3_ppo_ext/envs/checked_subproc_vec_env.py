@@ -35,7 +35,7 @@ class CheckedSubprocVecEnv(SubprocVecEnv):
     SB3's ``SubprocVecEnv``, with the same results, whose workers do not fail in silence: if one raises an error, dies, or does
     not answer in time, a ``WorkerError`` names it, with its traceback. All workers are then ended, as by :meth:`close`.
 
-    Workers ignore Ctrl-C, which interrupts the main process alone; ``close`` ends them.
+    Workers ignore Ctrl-C, which interrupts only the main process; ``close`` ends them.
 
     :param env_fns: Functions that create the environments. With the start methods ``"forkserver"`` and ``"spawn"``, scripts
         need ``if __name__ == "__main__":``

@@ -228,7 +228,7 @@ class RNDReward(VecEnvWrapper):
     @staticmethod
     def load(load_path: str | Path, venv: VecEnv) -> RNDReward:
         """
-        Load what :meth:`save` has written. It is unpickled, which executes code of the file: load trusted files alone.
+        Load what :meth:`save` has written. It is unpickled, which executes code of the file: load only trusted files.
 
         :param load_path: File to read
         :param venv: Vectorised environments to wrap

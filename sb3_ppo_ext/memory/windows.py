@@ -135,7 +135,7 @@ class WindowMemory(RolloutMemory):
     def sequences_at(self, step: int) -> Sequences:
         """
         :param step: Index of the step in the rollout
-        :return: Sequences of this step alone, one for each environment
+        :return: Sequences of only this step, one for each environment
         """
         row = self.n_before + step
         return self._sequences(lambda rows: rows[row].unsqueeze(1))

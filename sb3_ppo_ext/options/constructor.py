@@ -185,9 +185,9 @@ class ConfiguredPPO(OnPolicyAlgorithm):
         :param noise_color: How much the noise of a Gaussian, squashed or not, is correlated over time while rollouts are
             collected: its power at the frequency f goes as ``1/f^noise_color``. From 0 (white, as in SB3) to 2; 1 is pink, and
             0.5 is what https://arxiv.org/abs/2312.11091 recommends
-        :param action_masking: Whether the environments say which actions are valid, so that the policy chooses among these
-            alone (https://arxiv.org/abs/2006.14171). For ``Discrete``, ``MultiDiscrete`` and ``MultiBinary`` action spaces. A
-            mask has one number for each choice of each action, 0 for those that are not valid
+        :param action_masking: Whether the environments say which actions are valid, so that the policy chooses only
+            among these (https://arxiv.org/abs/2006.14171). For ``Discrete``, ``MultiDiscrete`` and ``MultiBinary`` action
+            spaces. A mask has one number for each choice of each action, 0 for those that are not valid
         :param action_mask_key: Key of the mask in observations that are dictionaries; ``None`` for a method ``action_masks``
             of the environments. The latter as for sb3-contrib's MaskablePPO. The policy does not read the mask as a feature
         :param normalize_obs: Whether the model normalizes observations by their running mean and standard deviation, as
@@ -289,7 +289,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
             # By name, SB3 refuses policies that read no dictionaries, before it is known whether they have to.
             policy = self._get_policy_from_name(policy)  # type: ignore[assignment]
         launch = find_launch(distributed)
-        # Rank 0 alone prints and logs.
+        # Only rank 0 prints and logs.
         verbose, tensorboard_log = (verbose, tensorboard_log) if launch.rank == 0 else (0, None)
         device = own_device(device, launch)
         is_automatic = isinstance(device, str) and device == "auto"

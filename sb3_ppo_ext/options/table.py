@@ -105,7 +105,7 @@ MEAN_WITHIN_BOUNDS = [
 ]
 # Action distributions that do not sample from a Gaussian
 NO_GAUSSIAN = [name for name, family in ACTION_DISTS.items() if not family.has_log_std]
-# Action distributions that know the mean alone as a deterministic action
+# Action distributions whose deterministic action can only be the mean
 ONE_DETERMINISTIC = [name for name, family in ACTION_DISTS.items() if family.deterministic_actions == ("mean",)]
 KL_DRIVES_RATE = (
     "the KL divergence drives the learning rate; "

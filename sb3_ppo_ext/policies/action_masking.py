@@ -1,4 +1,4 @@
-"""Policies that choose valid actions alone: the observations that they read are dictionaries with a mask of the actions."""
+"""Policies that choose only valid actions: the observations that they read are dictionaries with a mask of the actions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """
 Policies whose actor and critic read different keys of the observations (asymmetric actor-critic): the critic may read what is
-known in training alone.
+known only in training.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class ObservationKeysMixin(NetTypeMixin):
             return observation
         return select("actor", observation, (*self._read_by_actor, *self._not_read))
 
-    # The actor alone
+    # Only the actor
 
     def without_critic(self: SelfObservationKeys) -> SelfObservationKeys:
         """

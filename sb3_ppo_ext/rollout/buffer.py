@@ -84,7 +84,7 @@ class TensorRolloutBuffer(RolloutBuffer):
     def __init__(self, *args: Any, memory: RolloutMemory | None = None, storage: th.device | str = "cpu", **kwargs: Any):
         self.memory, self.storage = memory, th.device(storage)
         self.tensors: dict[str, Arrays] = {}
-        # The tensors as arrays, on the CPU alone
+        # The tensors as arrays, only on the CPU
         self.arrays: dict[str, object] = {}
         # What computes the values and log probabilities that are missing while a rollout is collected, and whether they have
         # been read in it: whoever has done so may have kept the arrays

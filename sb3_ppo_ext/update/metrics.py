@@ -7,7 +7,7 @@ import torch as th
 
 from sb3_ppo_ext.distributed.ranks import Ranks
 
-# Metrics of the last epoch alone, as in SB3
+# Metrics of only the last epoch, as in SB3
 OF_LAST_EPOCH = ("approx_kl", "kl", "ratio", "action_parameters")
 # Metrics with a value for each sample
 OF_SAMPLES = ("ratio", "action_parameters")
@@ -114,7 +114,7 @@ class Metrics(defaultdict[str, list[th.Tensor]]):
 
     @staticmethod
     def _weights(numbers: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
-        # Metrics of the last epoch alone, or of the whole rollout, have fewer values.
+        # Metrics of only the last epoch, or of the whole rollout, have fewer values.
         if counts is None or len(numbers) == 1 or len(counts) < len(numbers):
             return np.ones(len(numbers))
         return counts[len(counts) - len(numbers) :]

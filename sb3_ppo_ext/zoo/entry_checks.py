@@ -44,7 +44,7 @@ OF_ZOO_SCHEDULES = ("learning_rate", "clip_range", "clip_range_vf")
 class CommandError(BadArgumentError, SystemExit):
     """
     A mistake in what was given to a command. Nothing catches it there: as a ``SystemExit``, it ends the command with its
-    message alone, without the traceback.
+    message, without the traceback.
 
     :param message: Message
     """

@@ -1,4 +1,4 @@
-"""``--vec-env envpool``: RL Zoo's parser knows ``dummy`` and ``subproc`` alone, so that it is shown the former."""
+"""``--vec-env envpool``: RL Zoo's parser knows only ``dummy`` and ``subproc``, so that it is shown the former."""
 
 from __future__ import annotations
 

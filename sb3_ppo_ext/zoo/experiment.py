@@ -233,7 +233,7 @@ def _fitting_observations(experiment: "ExperimentManager", hyperparams: dict[str
 
 
 def _one(experiment: "ExperimentManager", hyperparams: Kwargs) -> gym.Env:
-    """An environment with its wrappers, which is closed and has spaces alone."""
+    """An environment with its wrappers, which is closed and has only spaces."""
     env_kwargs = {**experiment.env_kwargs, **hyperparams.get("env_kwargs", {})}
     env = gym.spec(experiment.env_name.gym_id).make(**env_kwargs)
     wrap = sys.modules["rl_zoo3.exp_manager"].get_wrapper_class(hyperparams)
@@ -257,7 +257,7 @@ def preprocess_hyperparams(theirs: Callable[..., Any], experiment: "ExperimentMa
     check_type("staggered_start", staggered_start, bool, "give true or false")
     experiment.staggered_start = staggered_start  # type: ignore[attr-defined]  # for `create_envs`
     hyperparams = {name: value for name, value in hyperparams.items() if name != "staggered_start"}
-    # The Zoo takes strings and numbers alone.
+    # The Zoo takes only strings and numbers.
     others = {name: hyperparams[name] for name in OF_ZOO_SCHEDULES if not _is_read_by_the_zoo(hyperparams.get(name, 0))}
     if not isinstance(hyperparams["policy"], str):
         others["policy"] = hyperparams["policy"]

@@ -144,7 +144,7 @@ def _id_of(env: gym.Env) -> str | None:
 
 
 def _registered(env_id: str) -> str:
-    """The id alone, after the import of the module in front of it."""
+    """Only the id, after the import of the module in front of it."""
     module, colon, name = env_id.rpartition(":")
     if not colon:
         return env_id

@@ -66,7 +66,7 @@ def maybe_normalize(theirs: Callable[..., VecEnv], experiment: ExperimentManager
     if type(env) is VecNormalize and steps_in_tensors(env.venv):
         env = TensorVecNormalize.of(env)
     if isinstance(env, VecNormalize):
-        experiment.normalize = True  # so that it is saved, also if it comes from the agent alone
+        experiment.normalize = True  # so that it is saved, also if only the agent has it
         if trial is not None:
             env.gamma = trial.user_attrs.get("gamma", env.gamma)  # a user's own sampler may leave it out
     make_atomic([env])
@@ -90,7 +90,7 @@ def preprocess_action_noise(
     if (reason := experiment.why_wrapped) is not None:  # type: ignore[attr-defined]
         if experiment.verbose > 0:
             print(f"Normalization by `VecNormalize`, in a file of its own: {reason}")
-        # `enjoy` looks there whether there are statistics, also if they come from the agent alone.
+        # `enjoy` looks there whether there are statistics, also if only the agent has them.
         saved_hyperparams["normalize"] = saved_hyperparams.get("normalize") or True
         return hyperparams
     # What `_normalizable` has left can be normalised, or is the user's wish.

@@ -230,7 +230,7 @@ class MeasuredMinibatches(NamedTuple):
 
     def report_last(self, metrics: Metrics, distribution: NumpyDistribution) -> None:
         """
-        :param metrics: Metrics that those of the last epoch alone are added to
+        :param metrics: Metrics to which only those of the last epoch are added
         :param distribution: Action distribution of the policy
         """
         approx_kl = self._means(self.ratios - 1 - self.log_ratios)

@@ -49,8 +49,8 @@ class ParallelVecEnv(VecEnv):
 
     If an environment raises an error in ``step`` or ``reset``, or a worker dies or does not answer in time, a ``WorkerError``
     names the worker and the environment, with its traceback, and all workers are ended. Errors of attributes and methods that
-    are called by name are raised as they are, and the environments can continue. Workers ignore Ctrl-C, which interrupts this
-    process alone, and end with it. Environments that may crash or hang should each have a process of their own, and none be in
+    are called by name are raised as they are, and the environments can continue. Workers ignore Ctrl-C, which interrupts only
+    this process, and end with it. Environments that may crash or hang should each have a process of their own, and none be in
     this one: see :class:`~sb3_ppo_ext.CheckedSubprocVecEnv`.
 
     :param env_fns: Functions that create the environments. The first of them are called in this process. With the start

@@ -72,7 +72,7 @@ def work(job: Job) -> None:
 
     :param job: What it needs to know
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C interrupts the main process alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C interrupts only the main process.
     for copy in job.copies:
         copy.close()
     worker = _Worker(job)

@@ -271,7 +271,7 @@ def compiled(
 def _changed(parts: JaxTree, is_needed: JaxTree, change: Callable[[JaxTree], JaxTree]) -> JaxTree:
     """The result of a function, or where it is not needed, its argument in the types of the result."""
     jax = import_jax()
-    # Leaves alone, since classes of an environment's state may not be able to keep descriptions of arrays
+    # Only leaves, since classes of an environment's state may not be able to keep descriptions of arrays
     kinds = jax.eval_shape(lambda parts: jax.tree.leaves(change(parts)), parts)
 
     def as_they_are(parts: JaxTree) -> JaxTree:
