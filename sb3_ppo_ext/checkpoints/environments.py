@@ -27,6 +27,7 @@ from sb3_ppo_ext.checkpoints.object_state import (
 from sb3_ppo_ext.common.guards import find_normalizers
 from sb3_ppo_ext.distributed.statistics import FixedMeanStd, fixed_statistics, set_statistics
 from sb3_ppo_ext.envs.rnd_reward import RNDReward
+from sb3_ppo_ext.envs.tensors.jax_vec_env import JaxVecEnv
 
 # Number of steps that are checked, over all environments
 MAX_CHECKED = 1000
@@ -109,6 +110,9 @@ class FirstSteps:
         """
         :return: Reason why the environments cannot continue from a saved state, as part of a sentence; ``None`` if they can
         """
+        if type(self.env) is JaxVecEnv:  # Pure functions; a whole rollout may be complete before its first step is seen here.
+            pickled = _object_state(stateful_objects(self.env), self.model).transparent(self.env)
+            return None if "_state" in pickled else "`JaxVecEnv._state` cannot be pickled"
         if self.has_gap:
             return "they cannot be checked by a `TrainingCheckpoint` that is not called at each step"
         assert self.state is not None
@@ -239,12 +243,12 @@ def _is_made_anew(target: object) -> bool:
 def _opaque_copied(target: object, originals: ObjectState, copies: ObjectState) -> dict[str, Any]:
     """Copies of the attributes that are not part of the state."""
     transparent = originals.transparent(target)
-    # The description of the class that some wrappers of vectorized environments keep
-    described = {"class_attributes"} & vars(target).keys()
-    opaque = {name: _without_writers(getattr(target, name)) for name in sorted(vars(target).keys() - transparent - described)}
+    # The description of the class that some wrappers of vectorized environments keep, and what a class names
+    shared = ({"class_attributes"} | getattr(type(target), "shared_by_copies", set())) & vars(target).keys()
+    opaque = {name: _without_writers(getattr(target, name)) for name in sorted(vars(target).keys() - transparent - shared)}
     try:
         copied: Any = originals.copied(opaque, copies)
-        return {name: getattr(target, name) for name in described} | copied
+        return {name: getattr(target, name) for name in shared} | copied
     except Exception:
         for name, value in opaque.items():
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch as th
@@ -63,6 +63,9 @@ class JaxVecEnv(TensorVecEnv):
     :raises ImportError: if JAX or gymnax is not installed
     """
 
+    #: What cannot be pickled, and has no state of its own, for the check of ``TrainingCheckpoint``
+    shared_by_copies: ClassVar[set[str]] = {"env", "_jax", "_jax_device", "_reset_all", "_step_all", "_rollout"}
+
     def __init__(
         self,
         env: JaxEnv,
@@ -109,7 +112,8 @@ class JaxVecEnv(TensorVecEnv):
         if self.device.type == "cuda":
             # JAX may reuse memory that PyTorch has yet to read: a reset takes no tensor that would make it wait for PyTorch.
             th.cuda.current_stream(self.device).synchronize()
-        observations, self._state = self._reset_all(self._key)
+        # A key from a checkpoint is on the device that JAX uses by default.
+        observations, self._state = self._reset_all(self._jax.device_put(self._key, self._jax_device))
         return self._to_torch(observations, "reset")
 
     def _step(self, actions: Arrays) -> TensorStep:

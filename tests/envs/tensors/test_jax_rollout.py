@@ -228,8 +228,7 @@ def test_callbacks_of_libraries_see_each_step(env, scanned, tmp_path, monkeypatc
         evaluation = EvalCallback(evaluated, eval_freq=7, n_eval_episodes=2, log_path=str(folder), verbose=0, warn=False)
         saved = CheckpointCallback(6, str(folder))
         evaluated.seed(1)
-        with pytest.warns(UserWarning, match="start with a reset"):
-            make(env).learn(180, [evaluation, saved, TrainingCheckpoint(10, folder / "training")])
+        make(env).learn(180, [evaluation, saved, TrainingCheckpoint(10, folder / "training")])
         resumed = PPOExt.resume(folder / "training", env, device="cpu")
         record_log(resumed)
         resumed.learn(360)

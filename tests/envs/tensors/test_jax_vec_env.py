@@ -2,16 +2,18 @@
 
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
+from stable_baselines3.common.vec_env import VecNormalize
 from support.cases import one_in
+from torch.nn.utils import parameters_to_vector
 
-from sb3_ppo_ext import JaxVecEnv, PPOExt
+from sb3_ppo_ext import JaxVecEnv, PPOExt, TensorVecNormalize, TrainingCheckpoint
 from sb3_ppo_ext.distributed.launch import find_launch, own_device
 from sb3_ppo_ext.envs.tensors import jax_functions, jax_vec_env
 
@@ -604,3 +606,40 @@ def test_resets_where_an_episode_ends():
         jax.effects_barrier()
         seen.append((found.observations.flatten().tolist(), len(n_resets) - at_start))
     assert seen == [([1.0, 0.5], 0), ([2.0, 1.0], 0), ([0.0, 1.5], 1)]
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, TensorVecNormalize, VecNormalize], ids=["plain", "tensors", "SB3's"])
+@pytest.mark.parametrize("backend", ["native", "device"])
+@pytest.mark.filterwarnings("error:.*reset of the environments")
+def test_training_is_resumed_in_the_middle_of_episodes(wrap, backend, tmp_path):
+    """An interrupted training goes on with the environments as they were, and ends as one that was not interrupted."""
+
+    def make_env():
+        env = pole(num_envs=4)
+        env.seed(3)
+        return wrap(env)
+
+    options = dict(n_steps=16, batch_size=32, n_epochs=1, seed=0, device="cpu", backend=backend)
+    whole = PPOExt("MlpPolicy", make_env(), **options).learn(384)
+    PPOExt("MlpPolicy", make_env(), **options).learn(192, TrainingCheckpoint(16, tmp_path))
+    resumed = PPOExt.resume(tmp_path, make_env()).learn(384)
+    assert resumed.num_timesteps == 384
+    expected, found = (parameters_to_vector(model.policy.parameters()) for model in (whole, resumed))
+    assert th.equal(found, expected)
+
+
+def test_state_that_cannot_be_pickled(tmp_path):
+    """It is said that such environments begin new episodes."""
+
+    class Local(NamedTuple):
+        x: Any
+
+    def reset(key):
+        return jax.numpy.zeros(1), Local(jax.numpy.zeros(()))
+
+    def step(key, state, action):
+        return state.x[None], Local(state.x + action[0]), 1.0, state.x >= 3, False
+
+    env = JaxVecEnv((reset, step), num_envs=2, observation_space=BOX, action_space=PUSH, device="cpu")
+    with pytest.warns(UserWarning, match=r"will start with a reset.*`JaxVecEnv._state` cannot be pickled"):
+        PPOExt("MlpPolicy", env, n_steps=16, batch_size=32, seed=0).learn(32, TrainingCheckpoint(16, tmp_path))
