@@ -29,6 +29,7 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("anneal_lr", "lr_schedule"), "lr_decay"),
     **dict.fromkeys(("desired_kl", "kl_threshold"), "adaptive_lr_kl"),
     "accumulate_grad_batches": "accumulate_grad",
+    "min_lr_ratio": "lr_min_fraction",
     "bounds_loss_coef": "bounds_coef",
     "entropy_coef": "ent_coef",
     "gradient_clip_val": "max_grad_norm",

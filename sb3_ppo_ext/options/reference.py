@@ -23,7 +23,7 @@ An attribute of the model with the name of an option can be set between two call
 
 *Generated from `sb3_ppo_ext/options/table.py` by* `python -m sb3_ppo_ext.options.reference > docs/options_reference.md`
 """
-HEADINGS = ("option", "accepted values", "default", "meaning", "needs / not with", "example")
+HEADINGS = ("option", "accepted values", "default", "meaning", "needs / not with")
 
 
 def reference() -> str:
@@ -49,7 +49,7 @@ def _line(cells: Iterable[str]) -> str:
 
 def _cells(row: Option) -> tuple[str, ...]:
     name, values, default = f"`{row.name}`", ", ".join(row.accepted.alternatives()), f"`{shown(row.default)}`"
-    return name, values, default, row.doc, _relations(row), f"`{_example(row)}`"
+    return name, values, default, row.doc, _relations(row)
 
 
 def _relations(row: Option) -> str:
@@ -59,11 +59,6 @@ def _relations(row: Option) -> str:
     others = [conflict.when.text for conflict in row.conflicts if not needed & conflict.when.example.keys()]
     conflicts = ", ".join(others)
     return "; ".join(needs + ([f"not with {conflicts}"] if conflicts else []))
-
-
-def _example(row: Option) -> str:
-    settings = needed_by(row) | {row.name: row.examples[0]}
-    return ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
 
 
 def needed_by(row: Option) -> dict[str, object]:
