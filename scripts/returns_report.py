@@ -39,6 +39,8 @@ TITLES = {
     "ablation": "Table: single changes of the presets",
     "tuning": "Table: tuning",
 }
+# The strongest baseline that there is for all tasks
+NORMALIZED = "SB3's defaults + VecNormalize"
 # Number of evaluations whose mean is the score of a run
 N_LAST = 2
 BOOTSTRAPS = 5000
@@ -259,18 +261,28 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def plot(runs: pd.DataFrame, tasks: Sequence[str], arms: Sequence[str]) -> Figure:
-    """Plot the mean over the seeds, and a band from the minimum to the maximum."""
+    """
+    Plot the mean over the seeds, and a band from the minimum to the maximum. Of SB3's defaults with ``VecNormalize``, there is
+    a line without a band, if it has runs of all tasks.
+    """
     n_rows = -(-len(tasks) // 2)
     figure, axes = plt.subplots(n_rows, 2, figsize=(7.2, 2.5 * n_rows + 0.5), layout="constrained", squeeze=False)
     for ax in axes.flat[len(tasks) :]:
         ax.set_axis_off()
+    seeds = select(runs, arm=NORMALIZED).groupby("task")["seed"].nunique().reindex(tasks, fill_value=0)
+    alone = ", ".join(seeds.index[seeds == 1])
+    dashed = f"{NORMALIZED} (one seed of {alone})" if alone else NORMALIZED
     for ax, task in zip(axes.flat, tasks, strict=False):
         for arm, color in zip(arms, (COLORS["ppo"], COLORS["ppo_ext"]), strict=True):
             curves = select(runs, task=task, arm=arm).groupby("timesteps")["return"]
             mean, low, high = curves.mean(), curves.min(), curves.max()
             ax.plot(mean.index / 1000, mean, color=color, label=arm)
             ax.fill_between(mean.index / 1000, low, high, color=color, alpha=0.15, linewidth=0)
-        ax.set(title=task, xlabel="1000 timesteps", ylabel="return")
+        if seeds.min() > 0 and NORMALIZED not in arms:
+            mean = select(runs, task=task, arm=NORMALIZED).groupby("timesteps")["return"].mean()
+            ax.plot(mean.index / 1000, mean, "--", color="black", linewidth=1, label=dashed)
+        ax.set(xlabel="1000 timesteps", ylabel="return")
+        ax.set_title(task, fontsize="medium" if len(task) < 36 else "x-small")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, title=BAND, title_fontsize=8)
     return figure
@@ -279,7 +291,7 @@ def plot(runs: pd.DataFrame, tasks: Sequence[str], arms: Sequence[str]) -> Figur
 def plot_ablation(arms: dict[str, Ablated], baseline: str) -> Figure:
     """Plot interquartile means and probabilities of improvement with their intervals, a line for each arm."""
     figure, axes = plt.subplots(1, 2, figsize=(7.2, 0.3 * len(arms) + 1.2), layout="constrained", sharey=True)
-    columns = {"interquartile mean": "iqm", f"P(better than {baseline})": "improvement"}
+    columns = {"interquartile mean": "iqm", f"P(better than\n{baseline})": "improvement"}
     for ax, (title, column) in zip(axes, columns.items(), strict=True):
         for row, (arm, each) in enumerate(arms.items()):
             point, (low, high) = getattr(each, column)
