@@ -32,7 +32,7 @@ OUT = Path(__file__).parents[1] / "docs" / "performance"
 # What grows, and the values that it takes; the others are as in `BASE`
 GROWING = {
     "n_envs": ("number of environments", (1, 8, 64, 256, 1024, 4096, 8192)),
-    "n_steps": ("steps of a rollout in each environment", (8, 32, 128, 512, 2048)),
+    "n_steps": ("steps of a rollout\nin each environment", (8, 32, 128, 512, 2048)),
     "width": ("width of both hidden layers", (32, 64, 128, 256, 512, 1024)),
 }
 BASE = dict(n_envs=64, n_steps=32, width=64)
@@ -80,7 +80,7 @@ def plot(results: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
         for label, color in (("SB3", "0.45"), ("PPOExt", COLORS["PPOExt"])):
             ax.plot([int(value) for value in of_values], [each[label] for each in of_values.values()], "o-", color=color)
         ax.set(xscale="log", yscale="log", xlabel=GROWING[name][0])
-    axes[0].set_ylabel("steps per second, fastest of some turns")
+    axes[0].set_ylabel("steps per second")
     figure.legend(axes[0].lines, ["SB3's PPO", "PPOExt"], loc="outside lower center", ncols=2)
     figure.savefig(path, metadata={"Date": None})
 

@@ -9,6 +9,7 @@ import csv
 import gzip
 import io
 import multiprocessing
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -293,7 +294,8 @@ def legend_below(figure: Figure, axes: Axes, note: str = BAND, n_columns: int = 
     :param n_columns: Number of columns of the legend
     """
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, title=note, title_fontsize=8)
+    title = textwrap.fill(note, round(15 * figure.get_figwidth()))  # else a narrow figure cuts it off
+    figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, title=title, title_fontsize=8)
 
 
 def save_plot(figure: Figure, path: Path) -> None:
