@@ -135,7 +135,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
     ):
         """
         :param policy: The policy model to use, one of the names of :data:`PolicyName`, or a class
-        :param env: The environment to learn from (if registered in Gymnasium, can be str)
+        :param env: Environment, vectorised or not, or an id, as in :class:`stable_baselines3.PPO`
         :param learning_rate: Learning rate of the optimiser. At least 0: a number, a function of the remaining progress (from
             1 to 0), ``"lin_3e-4"`` for a linear decay to 0, or ``"hold_3e-4"`` for one in the second half of the training
         :param n_steps: Number of steps to run for each environment per update. At least 1 (the rollout holds ``n_steps *
@@ -156,23 +156,21 @@ class ConfiguredPPO(OnPolicyAlgorithm):
         :param max_grad_norm: Maximum norm of the gradient, which is scaled down if it is larger. At least 0 (``float("inf")``
             for no limit)
         :param use_sde: Whether to use generalized State-Dependent Exploration (gSDE) instead of independent noise at each step
-        :param sde_sample_freq: Sample a new noise matrix every n steps when using gSDE. Default: -1 (only sample at the
-            beginning of the rollout)
-        :param rollout_buffer_class: Rollout buffer class to use. If ``None``, it will be automatically selected.
-        :param rollout_buffer_kwargs: Keyword arguments to pass to the rollout buffer on creation
+        :param sde_sample_freq: As in :class:`stable_baselines3.PPO`
+        :param rollout_buffer_class: As in :class:`stable_baselines3.PPO`
+        :param rollout_buffer_kwargs: As in :class:`stable_baselines3.PPO`
         :param target_kl: Stop the update early when the estimated KL divergence exceeds 1.5 times this value; ``None`` for no
             limit. At least 0
         :param stats_window_size: Number of episodes over which the logged success rate, mean episode length and mean reward
             are averaged. At least 0
-        :param tensorboard_log: the log location for tensorboard (if None, no logging)
+        :param tensorboard_log: As in :class:`stable_baselines3.PPO`
         :param policy_kwargs: Additional keyword arguments to be passed to the policy on creation
-        :param verbose: Verbosity level: 0 for no output, 1 for info messages (such as device or wrappers used), 2 for debug
-            messages
+        :param verbose: As in :class:`stable_baselines3.PPO`
         :param seed: Seed of the pseudo-random number generators. From 0 to 2**32 - 1
         :param device: Device (cpu, cuda, ...) on which the code should be run. Setting it to auto, the code will be run where
             it is fastest: on a GPU if there is one and the policy reads images or has wide layers (more than 2 million
             parameters) or large minibatches, on the device of environments that step in tensors, and otherwise on the CPU.
-        :param _init_setup_model: Whether or not to build the network at the creation of the instance
+        :param _init_setup_model: As in :class:`stable_baselines3.PPO`
 
         The options that PPOExt adds are keyword-only, and their defaults are equivalent to SB3's PPO. ``docs/options.md``
         explains when to use them, with the formulas; ``docs/options_reference.md`` is a table of all options.
