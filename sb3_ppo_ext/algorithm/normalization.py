@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -17,7 +18,6 @@ from sb3_ppo_ext.common.guards import find_normalizers, normalized_parts
 from sb3_ppo_ext.common.pickles import read_pickled
 from sb3_ppo_ext.common.validation import refuse
 from sb3_ppo_ext.envs.normalizer import Normalizer, normalized_keys
-from sb3_ppo_ext.envs.tensors.tensor_vec_env import TensorVecEnv
 from sb3_ppo_ext.envs.tensors.tensor_vec_normalize import TensorVecNormalize
 from sb3_ppo_ext.envs.tensors.tensor_vec_transpose_image import steps_in_tensors
 from sb3_ppo_ext.policies.normalized_observations import NormalizedObservationsMixin
@@ -63,8 +63,8 @@ class Normalization(PolicyUpdater):
     def _place_normalizer(self) -> None:
         """Keep the statistics where the steps of the environments are."""
         if self.normalizer is not None and self.env is not None:
-            env = self.env
-            self.normalizer.place(env.device if isinstance(env, TensorVecEnv) and steps_in_tensors(env) else None)
+            env: Any = self.env
+            self.normalizer.place(env.device if steps_in_tensors(env) else None)
 
     @property
     def _normalized_parts(self) -> list[str]:

@@ -396,9 +396,11 @@ class Images(TorchPendulum):
 
 
 @pytest.mark.usefixtures("same_draws")
-def test_images_of_tensor_environments(sim):
+@pytest.mark.parametrize("normalize_reward", [False, True], ids=["raw", "normalised"])
+def test_images_of_tensor_environments(normalize_reward, sim):
     """Images with the channels at the end are transposed on the device, and train as in NumPy."""
     options = {**SMALL, "n_steps": 4, "batch_size": 16, "policy_kwargs": dict(features_extractor_kwargs=dict(features_dim=8))}
+    options["normalize_reward"] = normalize_reward
     models = [
         PPOExt("CnnPolicy", tensor_env(device, Images, n=4), device=device, backend=backend, **options).learn(4 * 4)
         for device, backend in (("cpu", "eager"), ("cpu", "device"), (sim.name, "device"))
