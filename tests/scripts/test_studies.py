@@ -192,7 +192,7 @@ def test_every_study_is_tested():
     names = {"reward_scale", "bounds", "adaptive_lr", "action_distributions", "backends", "common", "memory", "memory_tasks"}
     names |= {"robustness", "held_back", "tensor_learning", "ranks", "action_masks", "asymmetric", "hybrid_actions"}
     names |= {"auxiliary_losses", "mountain_car", "environments", "recall", "popgym_easy", "memory_entry"}
-    names |= {"default_screen", "default_neighbours"}
+    names |= {"default_screen", "default_neighbours", "longer_training"}
     assert {path.stem for path in STUDIES.glob("*.py")} == names
 
 
