@@ -79,10 +79,15 @@ def report(rows: list[Row]) -> None:
     print_table("learning rate of the last update, minimum and maximum over seeds", header[:-2], lines)
 
 
+def as_typed(name: str) -> str:
+    """:return: Name of a variant in the plot, with the option that is typed for it"""
+    return name.replace("adaptive ", "adaptive_lr_kl=")
+
+
 def plot_finals(axes: Axes, rows: list[Row]) -> None:
     for name in VARIANTS:
         finals = np.array([per_seed(last(select(rows, rate=name, start=start)), "return") for start in STARTS])
-        [line] = axes.plot(STARTS, finals.mean(axis=1), "o-", label=name)
+        [line] = axes.plot(STARTS, finals.mean(axis=1), "o-", label=as_typed(name))
         axes.fill_between(STARTS, finals.min(axis=1), finals.max(axis=1), color=line.get_color(), alpha=0.12, linewidth=0)
     axes.set(xscale="log", xlabel="initial learning rate", ylabel="return of the last 20 episodes", title="at the end")
     axes.legend(fontsize=8)
@@ -98,7 +103,7 @@ def plot(rows: list[Row]) -> Figure:
         for start in STARTS:
             plot_curve(ax, select(rows, rate=name, start=start), column, label=f"from {start:g}")
         scale = "linear" if column == "return" else "log"
-        ax.set(title=name, xlabel="1000 timesteps", ylabel=labels[column], yscale=scale)
+        ax.set(title=as_typed(name), xlabel="1000 timesteps", ylabel=labels[column], yscale=scale)
         if column == "return":
             ax.set_ylim(-1700, 0)
     legend_below(figure, axes[1], n_columns=5)

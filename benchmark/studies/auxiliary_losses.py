@@ -155,12 +155,19 @@ def mean_actions(model: PPOExt, observations: Any) -> np.ndarray:
     return np.clip(distribution.mean.numpy(), space.low, space.high) if is_gaussian else distribution.probs.numpy()
 
 
+def as_typed(arm: str) -> str:
+    """:return: Name of an arm in the plot, with the key of ``auxiliary_losses`` or the wrapper that is typed for it"""
+    names = {"temporal": "caps_temporal", "spatial": "caps_spatial", "augmentation": "mirror_augmentation", "RND": "RNDReward"}
+    kind, _, coefficient = arm.partition(" ")
+    return f"{names.get(kind, kind)} {coefficient}".strip()
+
+
 def plot(rows: list[Row]) -> Figure:
     figure, axes = grid_of_axes(len(TASKS))
     for ax, (task, arms) in zip(axes, TASKS.items(), strict=True):
         for arm in arms:
             if of_arm := select(rows, task=task, arm=arm):
-                plot_curve(ax, of_arm, "return", label=arm)
+                plot_curve(ax, of_arm, "return", label=as_typed(arm))
         ax.set(title=task, xlabel="1000 timesteps", ylabel="return")
         ax.legend(fontsize=7)
     figure.supxlabel(BAND, fontsize=8)

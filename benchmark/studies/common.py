@@ -294,7 +294,8 @@ def legend_below(figure: Figure, axes: Axes, note: str = BAND, n_columns: int = 
     :param n_columns: Number of columns of the legend
     """
     handles, labels = axes.get_legend_handles_labels()
-    title = textwrap.fill(note, round(15 * figure.get_figwidth()))  # else a narrow figure cuts it off
+    width = round(15 * figure.get_figwidth())  # of more characters, a narrow figure would cut some off
+    title = "\n".join(textwrap.fill(line, width) for line in note.splitlines())
     figure.legend(handles, labels, loc="outside lower center", ncols=n_columns, title=title, title_fontsize=8)
 
 

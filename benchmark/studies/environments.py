@@ -147,7 +147,7 @@ def plot(rows: list[Row]) -> Figure:
     figure, axes = grid_of_axes(len(counted_tasks(rows)))
     for ax, task in zip(axes, counted_tasks(rows), strict=True):
         values = [scores(rows, task, str(count)) for count in COUNTS]
-        [line] = ax.plot(COUNTS, [each.mean() for each in values], "o-", label="`default`, 100 000 steps")
+        [line] = ax.plot(COUNTS, [each.mean() for each in values], "o-", label="default, 100 000 steps")
         low, high = ([bound(each) for each in values] for bound in (np.min, np.max))
         ax.fill_between(COUNTS, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
         ax.set(title=task, xlabel="environments", ylabel="return", xscale="log")

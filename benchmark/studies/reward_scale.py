@@ -119,6 +119,11 @@ def report(rows: list[Row], timesteps: int) -> None:
         print_table(f"{task}: {unit}, mean over the training and over its end, mean ± std over seeds", header, lines)
 
 
+def as_typed(variant: str) -> str:
+    """:return: Name of a variant in the plot, with the options that are typed for it"""
+    return variant.replace("alpha 0.2", "adv_ema_alpha=0.2").replace("cold start", "adv_ema_warm_start=False")
+
+
 def plot(rows: list[Row]) -> Figure:
     # In a table that is read, the factor "10" is a number.
     rows = [{**row, "factor": str(row["factor"])} for row in rows]
@@ -128,7 +133,7 @@ def plot(rows: list[Row]) -> Figure:
             returns, stds = axes[4 * row + column], axes[4 * row + 2 + column]
             for name in VARIANTS:
                 kind = select(rows, task=task, factor=drift, advantage_norm=name)
-                plot_curve(returns, kind, "return", label=name)
+                plot_curve(returns, kind, "return", label=as_typed(name))
                 if "ema" in name:
                     color = returns.lines[-1].get_color()
                     plot_curve(stds, kind, "ema_std", color=color)

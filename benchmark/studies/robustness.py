@@ -282,12 +282,17 @@ def best_of(found: dict[tuple[str, float], np.ndarray], task: str) -> float:
     return max(float(np.mean(values)) for (other, _), values in found.items() if other == task)
 
 
+def as_typed(arm: str) -> str:
+    """:return: Name of an arm in the plot, with the value of ``adaptive_lr_kl`` that is typed for it"""
+    return arm.replace("falling KL", "lin_0.01").replace("held KL", "hold_0.01")
+
+
 def plot(rows: list[Row]) -> Figure:
     figure, axes = grid_of_axes(len(TASKS), sharex=True)
     for ax, task in zip(axes, TASKS, strict=True):
         for arm, color in COLORS.items():
             ends, of_rates = curves(rows, task, arm)
-            ax.plot(ends / 1000, of_rates.mean(axis=0), color=color, label=arm)
+            ax.plot(ends / 1000, of_rates.mean(axis=0), color=color, label=as_typed(arm))
             ax.fill_between(ends / 1000, of_rates.min(axis=0), of_rates.max(axis=0), color=color, alpha=0.2, linewidth=0)
         ax.set(title=task, ylabel="return")
     for ax in axes[-2:]:
