@@ -298,7 +298,8 @@ def plot_ablation(arms: dict[str, Ablated], baseline: str) -> Figure:
             color = COLORS["ppo"] if arm == baseline else COLORS["ppo_ext"]
             ax.plot([low, high], [row, row], color=color, linewidth=5, alpha=0.3, solid_capstyle="butt")
             ax.plot(point, row, "o", color=color, markersize=4)
-        ax.set(title=title, yticks=range(len(arms)), yticklabels=list(arms))
+        ax.set(yticks=range(len(arms)), yticklabels=list(arms))
+        ax.set_title(title, fontsize="small")
     axes[0].invert_yaxis()
     axes[1].axvline(0.5, color="gray", linewidth=0.8)
     figure.supxlabel("points: means over tasks and seeds; bars: 95 % confidence intervals", fontsize=8)
