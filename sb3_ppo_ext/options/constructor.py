@@ -156,7 +156,7 @@ class ConfiguredPPO(OnPolicyAlgorithm):
         :param max_grad_norm: Maximum norm of the gradient, which is scaled down if it is larger. At least 0 (``float("inf")``
             for no limit)
         :param use_sde: Whether to use generalized State-Dependent Exploration (gSDE) instead of independent noise at each step
-        :param sde_sample_freq: As in :class:`stable_baselines3.PPO`. -1 or more
+        :param sde_sample_freq: An integer, as in :class:`stable_baselines3.PPO`
         :param rollout_buffer_class: As in :class:`stable_baselines3.PPO`
         :param rollout_buffer_kwargs: As in :class:`stable_baselines3.PPO`
         :param target_kl: Stop the update early when the estimated KL divergence exceeds 1.5 times this value; ``None`` for no

@@ -73,7 +73,7 @@ def check_options(model: ConfiguredPPO, changed: Container[str] | None = None) -
         if changed is None or option.attribute in changed:
             option.check(model)
     if model.use_sde:
-        check_number("sde_sample_freq", model.sde_sample_freq, -1, integer=True)
+        check_number("sde_sample_freq", model.sde_sample_freq, integer=True)
     check_logging(model.tensorboard_log, model.verbose)
     _check_minibatches(model)
     _check_policy(model)

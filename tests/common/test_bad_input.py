@@ -49,7 +49,6 @@ BAD_OPTIONS = [
     (dict(gamma="1e-1"), "`gamma='1e-1'`.*a number.*in YAML, write 0.1:"),
     (dict(adv_clip="inf"), "`adv_clip='inf'`.*in YAML `.inf`"),
     (dict(use_sde=True, sde_sample_freq=1.5), "`sde_sample_freq=1.5`.*an integer"),
-    (dict(use_sde=True, sde_sample_freq=-3), "`sde_sample_freq=-3`.*of at least -1"),
     (dict(clip_coef=0.2), "no option `clip_coef`: its name here is `clip_range`"),
     (dict(num_envs=8), "no option `num_envs`: it is `n_envs` of `make_vec_env`"),
     (dict(context_length=8), "no option `context_length`: it goes into `policy_kwargs` of a transformer policy"),

@@ -83,7 +83,12 @@ def seen_of(model):
     assert any("env/force" in dump for dump in logs)
     return {
         "buffer": {name: getattr(buffer, name) for name in ARRAYS},
-        "last": (model._last_obs, model._last_episode_starts, env.actions, env._returns.numpy(), env._lengths.numpy()),
+        "last": (
+            model._last_obs,
+            model._last_episode_starts,
+            env.actions,
+            *(part.numpy().copy() for part in (env._returns, env._lengths)),
+        ),
         "state": [np.asarray(part) for part in jax.tree.leaves(env._state[1:])],
         "key": np.asarray(jax.random.key_data(env._state[0])),
         "infos": [(each["r"], each["l"]) for each in model.ep_info_buffer] + list(model.ep_success_buffer),
